@@ -1,0 +1,42 @@
+# One command each; every target sets up .venv first. Nothing is installed again while the pins stay the same.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# The CUDA set where nvidia-smi answers, the CPU set elsewhere; `make test DEVICE=cpu` decides by hand.
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# Further arguments for pip, such as an index that holds the CPU build of torch.
+PIP_ARGS ?=
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+STAMP  := $(VENV)/.installed-$(DEVICE)
+
+.PHONY: help install demo test bench lint format clean
+help: ## What can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t12
+
+install: $(STAMP) ## Make .venv and install evenrank with its pinned dependencies
+
+$(STAMP): requirements/$(DEVICE).txt requirements/common.txt requirements/dev.txt pyproject.toml
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing the $(DEVICE) set (a minute or two, once)"
+	@$(PIP) install $(PIP_ARGS) "$$(grep '^torch==' requirements/$(DEVICE).txt)"
+	@$(PIP) install $(PIP_ARGS) --no-deps -r requirements/$(DEVICE).txt -r requirements/dev.txt
+	@$(PIP) install $(PIP_ARGS) --no-deps --no-build-isolation -e .
+	@rm -f $(VENV)/.installed-* && touch $@
+
+demo: $(STAMP) ## Train HSTU on two ranks, unbalanced and balanced, side by side
+	@ci/demo.sh $(BIN) $(DEVICE)
+
+test: $(STAMP) ## Run the test suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP) ## Run the benchmarks; results go to benchmarks/results
+	@ci/bench.sh $(BIN)
+
+lint: $(STAMP) ## ruff and mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: $(STAMP) ## Format the code and mend what ruff can
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+clean: ## Remove .venv, caches and run folders
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

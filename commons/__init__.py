@@ -1,0 +1,1 @@
+"""The parts shared by every model: batches, cost model, planner, exchange, pipeline stage and trainer."""

@@ -1,0 +1,1 @@
+"""Batches of sequences: what one rank trains on in one step."""

@@ -1,0 +1,199 @@
+"""BaseBatch: the samples one rank trains on in one step.
+
+Rows `[0, actual_batch_size)` are samples, rows `[actual_batch_size, batch_size)` are padding with zero lengths and, in
+dense fields, zeros. Padding is stated by `actual_batch_size` and never inferred: a real user with an empty history is
+a real user.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from commons.sequence_batch.fields import RowField, batch_rows, row_fields
+from commons.sequence_batch.jagged import select_kjt_rows
+
+B = TypeVar("B", bound="BaseBatch")
+
+
+@dataclass
+class BaseBatch(Pipelineable):
+    """A batch of sequences with labels.
+
+    Subclasses are dataclasses that add fields. Every KeyedJaggedTensor and every tensor among them must have
+    `batch_size` rows and then moves, is selected and is exchanged without further code; any other field is a plain
+    value that must be the same on all ranks.
+
+    Attributes:
+        features: sequences, `K` keys over `batch_size` rows.
+        batch_size: rows, padding included.
+        feature_to_max_seqlen: the longest sequence a key can have.
+        contextual_feature_names: keys of `features` that describe the user rather than the history.
+        labels: KeyedJaggedTensor over `batch_size` rows, or a tensor `(batch_size, ...)`.
+        actual_batch_size: rows that are no padding; all of them if not given.
+
+    Raises:
+        ValueError: fields that disagree on the number of rows, `actual_batch_size` outside `[0, batch_size]`, duplicate
+            keys, a variable batch per key, a padding row that is not empty (looked at on CPU only), or a contextual
+            feature that is no key of `features`.
+
+    """
+
+    features: KeyedJaggedTensor
+    batch_size: int
+    feature_to_max_seqlen: dict[str, int]
+    contextual_feature_names: list[str] = field(default_factory=list)
+    labels: KeyedJaggedTensor | torch.Tensor | None = None
+    actual_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        rows = batch_rows(self)
+        if self.actual_batch_size is None:
+            self.actual_batch_size = rows
+        if not 0 <= self.actual_batch_size <= rows:
+            raise ValueError(
+                f"actual_batch_size is {self.actual_batch_size}, batch_size is {rows}; real rows are counted within "
+                "the batch: give a number between 0 and batch_size"
+            )
+        unknown = [name for name in self.contextual_feature_names if name not in self.features.keys()]
+        if unknown:
+            raise ValueError(
+                f"contextual features {unknown} are not among the keys {self.features.keys()}; contextual features are "
+                "keys of `features`: add or rename them"
+            )
+        self._check_padding_is_empty()
+
+    def _check_padding_is_empty(self) -> None:
+        if self.actual_batch_size == self.batch_size:
+            return
+        for name, value in row_fields(self):
+            # On a device the check would read lengths back, and so wait for everything before it.
+            if isinstance(value, KeyedJaggedTensor) and value.lengths().device.type == "cpu":
+                padding = value.lengths().view(-1, self.batch_size)[:, self.actual_batch_size :]
+                if bool(padding.any()):
+                    raise ValueError(
+                        f"field {name!r} has values in padding rows [{self.actual_batch_size}, {self.batch_size}); "
+                        "padding rows have zero lengths: raise actual_batch_size or empty these rows"
+                    )
+
+    def num_loss_tokens(self) -> int:
+        """Number of label values in real rows, over all label keys; 0 without labels. Reads nothing from the device."""
+        if self.labels is None:
+            return 0
+        if isinstance(self.labels, KeyedJaggedTensor):
+            return self.labels.values().numel()  # padding rows hold no values
+        return self.labels[: self.actual_batch_size].numel()
+
+    def index_select(self: B, indices: torch.Tensor | list[int]) -> B:
+        """Rows of this batch as a new batch.
+
+        Args:
+            indices: int64 `(N,)` tensor or list of rows in `[0, batch_size)`; any order, repeats allowed, but a padding
+                row may not come before a real one.
+
+        Returns:
+            A batch of `N` rows whose `actual_batch_size` is the number of real rows among them.
+
+        Raises:
+            ValueError: an index outside the batch, or padding before a real row.
+
+        """
+        assert self.actual_batch_size is not None  # noqa: S101  set in __post_init__
+        host = torch.as_tensor(indices, dtype=torch.int64).cpu()
+        if host.dim() != 1:
+            raise ValueError(
+                f"indices have shape {tuple(host.shape)}; rows are chosen by a one-dimensional list: flatten it"
+            )
+        outside = host[(host < 0) | (host >= self.batch_size)]
+        if outside.numel():
+            raise ValueError(
+                f"indices hold {int(outside[0])}, the batch has {self.batch_size} rows; indices lie in "
+                f"[0, {self.batch_size}): remove or correct them"
+            )
+        is_real = host < self.actual_batch_size
+        num_real = int(is_real.sum())
+        if not bool(is_real[:num_real].all()):
+            raise ValueError(
+                f"indices {host.tolist()} put a padding row (>= {self.actual_batch_size}) before a real one; padding "
+                "comes last: sort the indices"
+            )
+        selected: dict[str, Any] = {}
+        for name, value in row_fields(self):
+            if isinstance(value, KeyedJaggedTensor):
+                selected[name] = select_kjt_rows(value, host.to(value.values().device))
+            else:
+                selected[name] = value.index_select(0, host.to(value.device))
+        return dataclasses.replace(self, **selected, batch_size=host.numel(), actual_batch_size=num_real)
+
+    def to(
+        self: B,
+        device: torch.device,
+        non_blocking: bool = False,
+        data_copy_stream: torch.Stream | None = None,
+    ) -> B:
+        """A copy on `device`.
+
+        Args:
+            device: where the fields go.
+            non_blocking: do not wait for the copy (the source should be pinned).
+            data_copy_stream: copy on this stream into memory of the caller's stream (TorchRec's in-place copy); the
+                caller waits for that stream before using the result.
+
+        """
+        if data_copy_stream is None:
+            return self._map(lambda value: value.to(device, non_blocking=non_blocking))
+        current = torch.get_device_module(device).current_stream()
+        targets: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def allocate(tensor: torch.Tensor) -> torch.Tensor:
+            target = torch.empty_like(tensor, device=device)
+            targets.append((target, tensor))
+            return target
+
+        moved = self._map(lambda value: _map_tensors(value, allocate))
+        # The memory may still be in use by earlier kernels of the caller's stream: copy only after them.
+        data_copy_stream.wait_stream(current)
+        with torch.get_device_module(device).stream(data_copy_stream):
+            for target, source in targets:
+                target.copy_(source, non_blocking=non_blocking)
+        return moved
+
+    def pin_memory(self: B) -> B:
+        """A copy in pinned host memory."""
+        return self._map(lambda value: value.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell the allocator that `stream` uses every field."""
+        for _, value in row_fields(self):
+            value.record_stream(stream)
+
+    def _map(self: B, transform: Callable[[RowField], RowField]) -> B:
+        # Not dataclasses.replace: it would run the checks of __post_init__ again on an unchanged structure.
+        result = object.__new__(type(self))
+        result.__dict__.update(self.__dict__)
+        for name, value in row_fields(self):
+            setattr(result, name, transform(value))
+        return result
+
+
+def _map_tensors(value: RowField, transform: Callable[[torch.Tensor], torch.Tensor]) -> RowField:
+    """Apply `transform` to a tensor, or to the values, weights and lengths of a KeyedJaggedTensor."""
+    if isinstance(value, torch.Tensor):
+        return transform(value)
+    weights = value.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=list(value.keys()),
+        values=transform(value.values()),
+        weights=None if weights is None else transform(weights),
+        lengths=transform(value.lengths()),
+        stride=value.stride(),
+        length_per_key=value.length_per_key()
+        if value.lengths().device.type == "cpu"
+        else value.length_per_key_or_none(),
+    )

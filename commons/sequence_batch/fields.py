@@ -1,0 +1,114 @@
+"""What a batch is made of: which fields hold rows, how many, and which are plain values.
+
+Every field of a batch dataclass is either a *row field* (a KeyedJaggedTensor or a tensor whose first dimension is
+the batch) or a plain value. Selecting, exchanging and describing a batch are written against this one distinction, so
+that a subclass may add fields without further code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+RowField = KeyedJaggedTensor | torch.Tensor
+
+# Plain fields that count rows: they differ between ranks and are set, not compared, when rows move.
+ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
+
+
+def row_fields(batch: Any) -> Iterator[tuple[str, RowField]]:
+    """Name and value of every KeyedJaggedTensor and tensor field, in the order of declaration."""
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, (KeyedJaggedTensor, torch.Tensor)):
+            yield field.name, value
+
+
+def plain_fields(batch: Any) -> Iterator[tuple[str, Any]]:
+    """Name and value of every field that holds no rows and counts none."""
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if not isinstance(value, (KeyedJaggedTensor, torch.Tensor)) and field.name not in ROW_COUNT_FIELDS:
+            yield field.name, value
+
+
+def require_dataclass(batch: Any) -> None:
+    """Raise TypeError unless `batch` is an instance of a dataclass."""
+    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
+        raise TypeError(
+            f"the batch is a {type(batch).__name__}; a batch must be an instance of a dataclass: "
+            "decorate the class with @dataclasses.dataclass"
+        )
+
+
+def num_rows_of(name: str, value: RowField) -> int:
+    """Rows of one field.
+
+    Raises:
+        ValueError: a 0-dimensional tensor, a KeyedJaggedTensor with variable batch per key, or one with duplicate keys.
+
+    """
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0:
+            raise ValueError(
+                f"field {name!r} is a 0-dimensional tensor; a tensor field must have the batch as its first dimension: "
+                "make it a Python number, or repeat it for every row"
+            )
+        return value.shape[0]
+    if value.variable_stride_per_key():
+        raise ValueError(
+            f"field {name!r} has a variable batch per key (strides {value.stride_per_key()}); all keys must have the "
+            "same number of rows: build the KeyedJaggedTensor without stride_per_key_per_rank"
+        )
+    keys = value.keys()
+    if len(set(keys)) != len(keys):
+        repeated = sorted({key for key in keys if keys.count(key) > 1})
+        raise ValueError(f"field {name!r} has duplicate keys {repeated}; keys must be unique: rename or merge them")
+    return value.stride()
+
+
+def batch_rows(batch: Any) -> int:
+    """Number of rows, padding included, that all fields of the batch agree on.
+
+    Raises:
+        TypeError: not a dataclass.
+        ValueError: no row field, or fields that disagree with one another or with `batch_size`.
+
+    """
+    require_dataclass(batch)
+    counts = {name: num_rows_of(name, value) for name, value in row_fields(batch)}
+    if not counts:
+        raise ValueError(
+            f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs at least one: add it"
+        )
+    declared = getattr(batch, "batch_size", None)
+    if declared is not None:
+        counts = {"batch_size": int(declared), **counts}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"fields of {type(batch).__name__} disagree on the number of rows: {counts}; every tensor's first "
+            "dimension and every KeyedJaggedTensor's stride must be the batch size: pad or trim them"
+        )
+    return next(iter(counts.values()))
+
+
+def real_rows(batch: Any) -> int:
+    """Number of rows that are no padding: `actual_batch_size` where the batch states it, else all rows."""
+    actual = getattr(batch, "actual_batch_size", None)
+    return batch_rows(batch) if actual is None else int(actual)
+
+
+def states_padding(batch_type: type) -> bool:
+    """Whether batches of this type can say which rows are padding."""
+    return any(field.name == "actual_batch_size" for field in dataclasses.fields(batch_type))
+
+
+def batch_device(batch: Any) -> torch.device:
+    """Device of the batch, taken from its first row field."""
+    for _, value in row_fields(batch):
+        return value.device() if isinstance(value, KeyedJaggedTensor) else value.device
+    raise ValueError(f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs one: add it")

@@ -1,0 +1,1 @@
+"""HSTU: the model, its shuffler, its configs and its training script."""

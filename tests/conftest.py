@@ -1,0 +1,34 @@
+"""Fixtures: pools of gloo ranks shared by the whole run, and hypothesis' profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.rank_pool import RankPool
+
+settings.register_profile("evenrank", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("evenrank")
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[dict[int, RankPool]]:
+    """Pools by world size; a pool starts its ranks on first use and keeps them until the end of the run."""
+    pools = {world_size: RankPool(world_size) for world_size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture(params=[2, 4], ids=["2ranks", "4ranks"])
+def ranks(request: pytest.FixtureRequest, rank_pools: dict[int, RankPool]) -> RankPool:
+    """A pool of two ranks, then one of four."""
+    return rank_pools[request.param]
+
+
+@pytest.fixture
+def two_ranks(rank_pools: dict[int, RankPool]) -> RankPool:
+    """A pool of two ranks."""
+    return rank_pools[2]

@@ -1,0 +1,56 @@
+"""The helper that runs ranks says which rank raised, died or hung, and works again afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.rank_pool import RankFailure, RankPool
+
+
+def _sum_of_ranks() -> int:
+    total = torch.tensor([dist.get_rank()])
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("as asked")
+
+
+def _die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+
+
+def _sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def test_every_rank_runs_the_function(ranks: RankPool):
+    world_size = ranks.world_size
+    assert ranks.run(_sum_of_ranks) == [world_size * (world_size - 1) // 2] * world_size
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_raise_on, "rank 1 raised ValueError: as asked"),
+        (_die_on, "rank 1 died with exit code 7"),
+        (_sleep_on, "rank 1 hung"),
+    ],
+)
+def test_a_failure_names_the_rank(function, message):
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankFailure, match=message):
+            pool.run(function, 1, timeout=8)
+        assert pool.run(_sum_of_ranks) == [1, 1]  # fresh ranks
+    finally:
+        pool.stop()
