@@ -1,1 +1,5 @@
-"""HSTU: the model, its shuffler, its configs and its training script."""
+"""HSTU: the model, its shuffler (registered as "hstu" on import), its configs and its training script."""
+
+from hstu.batch_shuffler import HSTUBalancedBatchShuffler
+
+__all__ = ["HSTUBalancedBatchShuffler"]

@@ -42,7 +42,6 @@ class BaseBatch(Pipelineable):
         ValueError: fields that disagree on the number of rows, `actual_batch_size` outside `[0, batch_size]`, duplicate
             keys, a variable batch per key, a padding row that is not empty (looked at on CPU only), or a contextual
             feature that is no key of `features`.
-
     """
 
     features: KeyedJaggedTensor
@@ -102,7 +101,6 @@ class BaseBatch(Pipelineable):
 
         Raises:
             ValueError: an index outside the batch, or padding before a real row.
-
         """
         assert self.actual_batch_size is not None  # noqa: S101  set in __post_init__
         host = torch.as_tensor(indices, dtype=torch.int64).cpu()
@@ -144,10 +142,9 @@ class BaseBatch(Pipelineable):
             non_blocking: do not wait for the copy (the source should be pinned).
             data_copy_stream: copy on this stream into memory of the caller's stream (TorchRec's in-place copy); the
                 caller waits for that stream before using the result.
-
         """
         if data_copy_stream is None:
-            return self._map(lambda value: value.to(device, non_blocking=non_blocking))
+            return self._map(lambda value: _to_device(value, device, non_blocking))
         current = torch.get_device_module(device).current_stream()
         targets: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -180,6 +177,12 @@ class BaseBatch(Pipelineable):
         for name, value in row_fields(self):
             setattr(result, name, transform(value))
         return result
+
+
+def _to_device(value: RowField, device: torch.device, non_blocking: bool) -> RowField:
+    if isinstance(value, KeyedJaggedTensor) and value.lengths().device.type == "cpu":
+        value.length_per_key()  # summed on the host and carried along, so that the device is never asked for it
+    return value.to(device, non_blocking=non_blocking)
 
 
 def _map_tensors(value: RowField, transform: Callable[[torch.Tensor], torch.Tensor]) -> RowField:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-RowField = KeyedJaggedTensor | torch.Tensor
+RowField: TypeAlias = KeyedJaggedTensor | torch.Tensor
 
 # Plain fields that count rows: they differ between ranks and are set, not compared, when rows move.
 ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
@@ -50,7 +50,6 @@ def num_rows_of(name: str, value: RowField) -> int:
 
     Raises:
         ValueError: a 0-dimensional tensor, a KeyedJaggedTensor with variable batch per key, or one with duplicate keys.
-
     """
     if isinstance(value, torch.Tensor):
         if value.dim() == 0:
@@ -77,7 +76,6 @@ def batch_rows(batch: Any) -> int:
     Raises:
         TypeError: not a dataclass.
         ValueError: no row field, or fields that disagree with one another or with `batch_size`.
-
     """
     require_dataclass(batch)
     counts = {name: num_rows_of(name, value) for name, value in row_fields(batch)}
@@ -100,11 +98,6 @@ def real_rows(batch: Any) -> int:
     """Number of rows that are no padding: `actual_batch_size` where the batch states it, else all rows."""
     actual = getattr(batch, "actual_batch_size", None)
     return batch_rows(batch) if actual is None else int(actual)
-
-
-def states_padding(batch_type: type) -> bool:
-    """Whether batches of this type can say which rows are padding."""
-    return any(field.name == "actual_batch_size" for field in dataclasses.fields(batch_type))
 
 
 def batch_device(batch: Any) -> torch.device:

@@ -26,9 +26,8 @@ def permute_segments(
 
     Returns:
         `(output_size,)`, the dtype of `values`, in storage of its own.
-
     """
-    if permute.numel() == 0 or values.numel() == 0:
+    if permute.numel() == 0 or values.numel() == 0 or output_size == 0:
         return values.new_empty(0)
     dtype = values.dtype
     if dtype.itemsize == 1:
@@ -52,7 +51,6 @@ def select_kjt_rows(kjt: KeyedJaggedTensor, indices: torch.Tensor) -> KeyedJagge
 
     Returns:
         A KeyedJaggedTensor of the same keys over `N` rows.
-
     """
     keys = kjt.keys()
     num_rows = indices.numel()

@@ -1,0 +1,105 @@
+"""AGREE: what ranks compare once, before the first batch: schema, options and versions, as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from commons.distributed.control import ControlChannel
+from commons.distributed.options import ShufflerOptions
+from commons.sequence_batch.schema import BatchSchema
+
+# The exception types that travel by name: a user's mistake raises the same type on every rank.
+_USER_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "KeyError": KeyError}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks agreed on.
+
+    Attributes:
+        schema: the batch schema; None while no rank has had a batch.
+        max_real_rows: the largest number of real rows among the ranks' first batches.
+    """
+
+    schema: BatchSchema | None
+    max_real_rows: int
+
+
+def agree(
+    channel: ControlChannel,
+    step: int,
+    options: ShufflerOptions,
+    shuffler_type: str,
+    schema: BatchSchema | None,
+    real_rows: int,
+    error: Exception | None,
+) -> Agreement:
+    """Compare schemas, options and versions over the ranks; a rank without data learns the schema.
+
+    Raises:
+        ValueError: ranks differ; the message says which and in what.
+        Exception: a rank could not describe its batch; its error, on every rank.
+    """
+    mine = {
+        "error": None if error is None else describe_error(error),
+        "schema": None if schema is None else schema.to_json(),
+        "options": json.loads(options.to_json()),
+        "shuffler": shuffler_type,
+        "versions": {"evenrank": version("evenrank"), "torch": torch.__version__},
+        "real_rows": real_rows,
+    }
+    said = [json.loads(text) for text in channel.gather_text(json.dumps(mine), step)]
+    raise_first_error([item["error"] for item in said], error)
+    for name in ("options", "shuffler", "versions"):
+        _require_equal(name, [item[name] for item in said])
+    described = {rank: BatchSchema.from_json(item["schema"]) for rank, item in enumerate(said) if item["schema"]}
+    if not described:
+        return Agreement(None, 0)
+    first_rank = min(described)
+    for rank, other in described.items():
+        different = described[first_rank].differences(other)
+        if different:
+            raise ValueError(
+                f"the batches of ranks {first_rank} and {rank} differ: {'; '.join(different)}; all ranks must "
+                "bring the same type, keys, dtypes and plain values: make them equal"
+            )
+    return Agreement(described[first_rank], max(item["real_rows"] for item in said))
+
+
+def describe_error(error: Exception) -> list[str]:
+    """Type name and text of an error, for the other ranks."""
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return [type(error).__name__, str(text)]
+
+
+def raise_first_error(described: list[list[str] | None], own: Exception | None) -> None:
+    """Raise the errors of all ranks as one, of the first failing rank's type where that is a user's mistake."""
+    failed = [(rank, *item) for rank, item in enumerate(described) if item]
+    if not failed:
+        return
+    first_type = failed[0][1]
+    if first_type in _USER_ERRORS:
+        message = "; ".join(f"rank {rank}: {text}" for rank, _, text in failed)
+        raise _USER_ERRORS[first_type](message) from own
+    message = "; ".join(f"rank {rank}: {name}: {text}" for rank, name, text in failed)
+    raise RuntimeError(message) from own
+
+
+def _require_equal(name: str, values: list[Any]) -> None:
+    for rank, value in enumerate(values):
+        if value == values[0]:
+            continue
+        if isinstance(value, dict):
+            keys = [key for key in value if value[key] != values[0].get(key)]
+            shown = [{key: item.get(key) for key in keys} for item in (values[0], value)]
+        else:
+            shown = [values[0], value]
+        raise ValueError(
+            f"{name} differ: rank 0 has {shown[0]}, rank {rank} has {shown[1]}; all ranks must use the same: make them "
+            "equal"
+        )

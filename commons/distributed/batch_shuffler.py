@@ -1,0 +1,365 @@
+"""The shuffler: workload → gather → plan → exchange, in two phases.
+
+`start_shuffle` takes a rank's next batch, as soon as it is known, and lets the worker thread gather and plan while
+earlier batches compute. `finish_shuffle` takes the same batch on its device, right after the copy, and exchanges rows.
+`shuffle` is one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.distributed.batch_exchange import exchange_rows
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.process_group import resolve_process_group
+from commons.distributed.shuffle_session import PreparedShuffle, RankInput, ShuffleSession
+from commons.distributed.stats import ShuffleStats, stats_of_plan
+from commons.distributed.worker import DaemonWorker
+from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, row_fields
+from commons.sequence_batch.schema import BatchSchema, register_batch_type
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ShuffleHandle:
+    """A shuffle that has been started; to be finished once, with the batch it was started with.
+
+    Attributes:
+        step: number of the step within the group.
+        stats: what happened; None before `finish_shuffle`, and in mode "off".
+    """
+
+    def __init__(
+        self,
+        step: int,
+        session: ShuffleSession,
+        described: tuple[str, int, int] | None,
+        future: Future[PreparedShuffle],
+    ) -> None:
+        self.step = step
+        self.stats: ShuffleStats | None = None
+        self._session = session
+        self._described = described
+        self._future = future
+        self._finished = False
+        self._wait_ms = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether no rank brought a batch; waits for the gather, and raises any rank's error."""
+        return self.prepared().ended
+
+    def prepared(self) -> PreparedShuffle:
+        """The worker's result; waits for it, and raises any rank's error."""
+        started = time.perf_counter()
+        try:
+            return self._future.result()
+        finally:
+            self._wait_ms += (time.perf_counter() - started) * 1e3
+
+    def empty_batch(self) -> Any:
+        """A host batch of no rows, for a rank that brought none but takes part in the others'."""
+        self.prepared()
+        assert self._session.schema is not None  # noqa: S101  agreed before anything is prepared
+        return self._session.schema.empty_batch()
+
+    def drain(self) -> None:
+        """Wait for the worker and drop the result; an error of a batch that is given up does not matter."""
+        self._finished = True
+        self._future.exception()
+
+    def _take(self, batch: Any) -> None:
+        """Check that the handle may be finished with this batch, and mark it used."""
+        if self._finished:
+            raise ValueError(f"the handle of step {self.step} is used twice; a shuffle is finished once: start another")
+        described = _describe_rows(batch)
+        expected = self._described or (described[0], 0, 0)
+        if described != expected:
+            raise ValueError(
+                f"the handle of step {self.step} was started with {_say_rows(expected)} and is finished with "
+                f"{_say_rows(described)}; finish a shuffle with the batch it was started with"
+            )
+        self._finished = True
+
+
+class BaseTaskBalancedBatchShuffler(ABC):
+    """Re-deals the rows of a global batch so that all ranks carry equal work.
+
+    A subclass says what a row costs, in one method; everything else is here. All ranks of a group construct the
+    shuffler with equal options and call it once per step, in the same order.
+
+    Args:
+        options: settings; the defaults balance.
+        pg_group: ranks that share a global batch; default megatron-core's data-parallel group where parallel_state is
+            initialised, else all ranks. Where torch.distributed is not initialised yet, the group is looked up at first
+            use.
+
+    Attributes:
+        options: the settings.
+        last_stats: stats of the batch that was finished last; None before, and in mode "off".
+        num_cap_exceeded: batches in which no plan could keep `max_tokens_per_rank`.
+    """
+
+    def __init__(self, options: ShufflerOptions | None = None, pg_group: dist.ProcessGroup | None = None) -> None:
+        if options is not None and not isinstance(options, ShufflerOptions):
+            raise TypeError(f"options is a {type(options).__name__}; it must be ShufflerOptions: build one")
+        self.options = options or ShufflerOptions()
+        self.last_stats: ShuffleStats | None = None
+        self.num_cap_exceeded = 0
+        self._pg_group = pg_group
+        self._sessions: dict[dist.ProcessGroup | None, ShuffleSession] = {}
+        self._worker = DaemonWorker(f"evenrank-{type(self).__name__}")
+        self._closed = False
+        if dist.is_available() and dist.is_initialized():
+            self._session(None)
+
+    @abstractmethod
+    def get_workloads(self, batch: Any) -> torch.Tensor:
+        """Cost of every row of a batch.
+
+        Args:
+            batch: a host batch where the pipeline has one, else the batch on its device.
+
+        Returns:
+            int64 `(batch_size,)` on the device of the batch, not negative; the values of padding rows are ignored.
+        """
+
+    def shuffle(
+        self,
+        batch: T,
+        pg_group: dist.ProcessGroup | None = None,
+        return_indices: bool = False,
+        return_workloads: bool = False,
+    ) -> Any:
+        """Start and finish a shuffle at once.
+
+        Args:
+            batch: this rank's batch.
+            pg_group: the group, if not the shuffler's own.
+            return_indices: also return the global ids of the rows of the result.
+            return_workloads: also return their workloads.
+
+        Returns:
+            The batch, or a tuple of the batch and then int64 CPU tensors `(actual_batch_size,)`: the indices (ascending
+            global ids: rows of the ranks before, padding included, plus the row) and the workloads.
+
+        Raises:
+            ValueError, TypeError, KeyError: a mistake on any rank, on all of them.
+            RankMissingError: a rank did not take part in time.
+        """
+        handle = self.start_shuffle(batch, pg_group)
+        workloads = self.get_workloads(batch) if return_workloads and self.options.mode == "off" else None
+        result = self.finish_shuffle(batch, handle)
+        extras: list[torch.Tensor] = []
+        if return_indices:
+            extras.append(self._indices(handle, batch))
+        if return_workloads:
+            extras.append(self._workloads(handle, batch, workloads))
+        return (result, *extras) if extras else result
+
+    def start_shuffle(
+        self,
+        batch: Any | None,
+        pg_group: dist.ProcessGroup | None = None,
+        *,
+        error: Exception | None = None,
+    ) -> ShuffleHandle:
+        """Begin the shuffle of one step; returns at once, the worker thread gathers and plans.
+
+        Args:
+            batch: this rank's batch, on the host or on its device; None if it has none.
+            pg_group: the group, if not the shuffler's own.
+            error: an exception of the dataloader, to be raised on every rank.
+
+        Returns:
+            The handle for `finish_shuffle`.
+
+        Raises:
+            RuntimeError: the shuffler is closed.
+        """
+        if self._closed:
+            raise RuntimeError("the shuffler is closed; it cannot start another shuffle: make a new one")
+        session = self._session(pg_group)
+        mine = RankInput(error=error) if batch is None or error is not None else self._describe(batch)
+        described = _describe_rows(batch) if batch is not None and mine.error is None else None
+        step = session.next_step()
+        future = self._worker.submit(lambda: session.prepare(step, mine))
+        return ShuffleHandle(step, session, described, future)
+
+    def finish_shuffle(self, batch: T, handle: ShuffleHandle) -> T:
+        """Exchange rows according to the plan of `start_shuffle`.
+
+        On CUDA call it on the stream that copied the batch; nothing is read back from the device.
+
+        Args:
+            batch: the batch that the shuffle was started with, on its device; `handle.empty_batch()` there if it was
+                started with None.
+            handle: what `start_shuffle` returned.
+
+        Returns:
+            The rows this rank trains, in ascending global id, padding last; `batch_size` is the largest of 1, the
+            batch's own and the number of real rows.
+
+        Raises:
+            ValueError: a handle used twice or on another batch, or no rank had a batch.
+            Exception: what went wrong on any rank.
+        """
+        if not isinstance(handle, ShuffleHandle):
+            raise TypeError(
+                f"handle is a {type(handle).__name__}; finish needs what start_shuffle returned: start first"
+            )
+        prepared = handle.prepared()
+        handle._take(batch)
+        if prepared.ended:
+            raise ValueError(f"no rank has a batch at step {handle.step}; the data has ended: check handle.ended first")
+        started = time.perf_counter()
+        session = handle._session
+        if prepared.plan is None:
+            return batch if batch_rows(batch) else _padding_batch(session, batch)
+        assert prepared.routes is not None and prepared.arrays is not None and session.layout is not None  # noqa: S101
+        result, bytes_sent = exchange_rows(
+            batch, session.layout, prepared.routes, prepared.arrays, session.channel.payload_group
+        )
+        handle.stats = self.last_stats = stats_of_plan(
+            prepared.plan,
+            handle.step,
+            bytes_sent=bytes_sent,
+            gather_ms=prepared.gather_ms,
+            plan_ms=prepared.plan_ms,
+            wait_ms=handle._wait_ms,
+            exchange_ms=(time.perf_counter() - started) * 1e3,
+        )
+        self._count_exceeded_cap(handle.stats)
+        return result
+
+    def drain(self) -> None:
+        """Wait until the worker thread is idle."""
+        self._worker.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """End the worker thread and give back the shuffler's groups; the shuffler cannot be used afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._worker.stop(timeout=self.options.timeout):
+            for session in self._sessions.values():
+                session.close()
+
+    def _session(self, pg_group: dist.ProcessGroup | None) -> ShuffleSession:
+        group = resolve_process_group(pg_group if pg_group is not None else self._pg_group)
+        if group not in self._sessions:
+            self._sessions[group] = ShuffleSession(group, self.options, type(self).__name__)
+        return self._sessions[group]
+
+    def _describe(self, batch: Any) -> RankInput:
+        """What this rank brings; a mistake becomes part of it, so that every rank raises it."""
+        try:
+            schema = BatchSchema.of(batch)
+            register_batch_type(type(batch))
+            rows, real = batch_rows(batch), real_rows(batch)
+            if self.options.mode == "off":
+                return RankInput(schema, rows, real)
+            workloads = self.get_workloads(batch)
+            lengths = [
+                value.lengths().view(len(value.keys()), rows)
+                for _, value in row_fields(batch)
+                if isinstance(value, KeyedJaggedTensor)
+            ]
+            _check_values_on_host(batch)
+            return _copy_to_host(schema, rows, real, workloads, lengths)
+        except Exception as error:
+            return RankInput(error=error)
+
+    def _indices(self, handle: ShuffleHandle, batch: Any) -> torch.Tensor:
+        prepared = handle.prepared()
+        if prepared.plan is None:
+            return prepared.rows_before + torch.arange(real_rows(batch))
+        mine = prepared.plan.rows_for(handle._session.channel.rank)
+        return torch.from_numpy(prepared.plan.gathered.global_id[mine])
+
+    def _workloads(self, handle: ShuffleHandle, batch: Any, own: torch.Tensor | None) -> torch.Tensor:
+        prepared = handle.prepared()
+        if prepared.plan is None:
+            return torch.as_tensor(own)[: real_rows(batch)].cpu()
+        mine = prepared.plan.rows_for(handle._session.channel.rank)
+        return torch.from_numpy(prepared.plan.gathered.workloads[mine])
+
+    def _count_exceeded_cap(self, stats: ShuffleStats) -> None:
+        if not stats.excess_tokens:
+            return
+        self.num_cap_exceeded += 1
+        if self.num_cap_exceeded == 1:
+            logger.warning(
+                "no plan of step %d keeps max_tokens_per_rank=%s, the best one exceeds it by %d tokens; later ones are "
+                "counted in num_cap_exceeded: raise the cap or lower the batch size",
+                stats.step,
+                self.options.max_tokens_per_rank,
+                stats.excess_tokens,
+            )
+
+
+class IdentityBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
+    """Moves nothing; its use is the agreement on the end of the data, in training without balancing and evaluation."""
+
+    def __init__(self, options: ShufflerOptions | None = None, pg_group: dist.ProcessGroup | None = None) -> None:
+        if options is None or isinstance(options, ShufflerOptions):
+            options = dataclasses.replace(options or ShufflerOptions(), mode="off")
+        super().__init__(options, pg_group)
+
+    def get_workloads(self, batch: Any) -> torch.Tensor:
+        """One per row."""
+        return torch.ones(batch_rows(batch), dtype=torch.int64, device=batch_device(batch))
+
+
+def _describe_rows(batch: Any) -> tuple[str, int, int]:
+    return type(batch).__name__, batch_rows(batch), real_rows(batch)
+
+
+def _say_rows(described: tuple[str, int, int]) -> str:
+    name, rows, real = described
+    return f"a {name} of {rows} rows, {real} of them real"
+
+
+def _padding_batch(session: ShuffleSession, batch: Any) -> Any:
+    """One row of padding on the device of a batch without rows: TorchRec's modules need at least one."""
+    assert session.schema is not None  # noqa: S101  agreed before anything is prepared
+    return session.schema.empty_batch(1).to(batch_device(batch), non_blocking=True)
+
+
+def _check_values_on_host(batch: Any) -> None:
+    """Raise ValueError if a KeyedJaggedTensor on the host holds other values than its lengths say."""
+    for name, value in row_fields(batch):
+        if isinstance(value, KeyedJaggedTensor) and value.lengths().device.type == "cpu":
+            stated, held = int(value.lengths().sum()), value.values().numel()
+            if stated != held:
+                raise ValueError(
+                    f"field {name!r} has lengths that add up to {stated} and {held} values; values must be exactly "
+                    "those of the rows: build the KeyedJaggedTensor from them alone"
+                )
+
+
+def _copy_to_host(schema: BatchSchema, rows: int, real: int, workloads: Any, lengths: list[torch.Tensor]) -> RankInput:
+    """Copy what lies on CUDA into pinned memory without waiting; the worker waits for the event."""
+    tensors = [workloads, *lengths]
+    if not any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
+        return RankInput(schema, rows, real, workloads, tuple(lengths))
+    host = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        if isinstance(tensor, torch.Tensor)
+        else tensor
+        for tensor in tensors
+    ]
+    copied = torch.cuda.Event()
+    copied.record()
+    return RankInput(schema, rows, real, host[0], tuple(host[1:]), copied)

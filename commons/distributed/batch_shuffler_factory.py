@@ -1,0 +1,114 @@
+"""Shufflers by name: a model's package registers its own, and a training script asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
+
+S = TypeVar("S", bound=type[BaseTaskBalancedBatchShuffler])
+
+
+class BatchShufflerFactory:
+    """Registry of shuffler classes.
+
+    "identity" and "tokens" are built in; "hstu" and "sid_gr" appear when those packages are imported.
+
+    >>> BatchShufflerFactory.is_registered("tokens")
+    True
+    """
+
+    _classes: dict[str, type[BaseTaskBalancedBatchShuffler]] = {}
+
+    @classmethod
+    def register(cls, name: str, shuffler_class: type[BaseTaskBalancedBatchShuffler]) -> None:
+        """Register a class under a name.
+
+        Raises:
+            ValueError: the name is taken.
+            TypeError: the class does not derive from BaseTaskBalancedBatchShuffler.
+        """
+        if not (isinstance(shuffler_class, type) and issubclass(shuffler_class, BaseTaskBalancedBatchShuffler)):
+            raise TypeError(
+                f"{shuffler_class!r} is no batch shuffler; a shuffler derives from BaseTaskBalancedBatchShuffler: make "
+                "it the base class"
+            )
+        if name in cls._classes:
+            raise ValueError(
+                f"batch shuffler {name!r} is already registered as {cls._classes[name].__name__}; names are unique: "
+                "choose another or unregister it first"
+            )
+        cls._classes[name] = shuffler_class
+
+    @classmethod
+    def unregister(cls, name: str) -> None:
+        """Remove a name.
+
+        Raises:
+            KeyError: the name is unknown.
+        """
+        cls._get(name)
+        del cls._classes[name]
+
+    @classmethod
+    def create(cls, name: str, **kwargs: Any) -> BaseTaskBalancedBatchShuffler:
+        """Construct the shuffler of that name.
+
+        Args:
+            name: a registered name.
+            **kwargs: arguments of its class.
+
+        Raises:
+            KeyError: the name is unknown.
+        """
+        return cls._get(name)(**kwargs)
+
+    @classmethod
+    def create_from_config(cls, config: Mapping[str, Any]) -> BaseTaskBalancedBatchShuffler:
+        """Construct a shuffler from `{"type": name, ...arguments}`.
+
+        Raises:
+            ValueError: the config has no "type".
+            KeyError: the type is unknown.
+        """
+        if "type" not in config:
+            raise ValueError(
+                f"the shuffler config has the keys {sorted(config)}; the name of the shuffler is under 'type': add it"
+            )
+        arguments = {key: value for key, value in config.items() if key != "type"}
+        return cls.create(config["type"], **arguments)
+
+    @classmethod
+    def list_available(cls) -> dict[str, type[BaseTaskBalancedBatchShuffler]]:
+        """All registered classes by name."""
+        return dict(cls._classes)
+
+    @classmethod
+    def is_registered(cls, name: str) -> bool:
+        """Whether a name is registered."""
+        return name in cls._classes
+
+    @classmethod
+    def _get(cls, name: str) -> type[BaseTaskBalancedBatchShuffler]:
+        if name not in cls._classes:
+            raise KeyError(
+                f"batch shuffler {name!r} is not registered; registered are {', '.join(sorted(cls._classes))}: import "
+                "the package that registers it (import hstu brings 'hstu', import sid_gr 'sid_gr'), or register it"
+            )
+        return cls._classes[name]
+
+
+def register_batch_shuffler(name: str) -> Callable[[S], S]:
+    """Class decorator that registers a shuffler under a name."""
+
+    def register(shuffler_class: S) -> S:
+        BatchShufflerFactory.register(name, shuffler_class)
+        return shuffler_class
+
+    return register
+
+
+BatchShufflerFactory.register("identity", IdentityBalancedBatchShuffler)
+BatchShufflerFactory.register("tokens", TokensBalancedBatchShuffler)

@@ -1,0 +1,51 @@
+"""EXCHANGE: one payload over a process group, by either transport. The only payload collectives are here."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from commons.distributed.row_routes import RowRoutes
+
+# Backends of torch.distributed whose all_to_all_single takes uneven splits.
+_ALL_TO_ALL_BACKENDS = ("nccl", "gloo", "mpi", "ucc", "xccl", "hccl")
+
+
+def has_all_to_all(group: dist.ProcessGroup) -> bool:
+    """Whether the group's backend has an all-to-all with uneven splits."""
+    backend = str(dist.get_backend(group))
+    return any(name in backend for name in _ALL_TO_ALL_BACKENDS)
+
+
+def all_to_all_words(packed: torch.Tensor, received: torch.Tensor, routes: RowRoutes, group: dist.ProcessGroup) -> int:
+    """Send every moved row to the rank that trains it.
+
+    Args:
+        packed: int32 `(sent_words,)`, by receiver.
+        received: int32 `(received_words,)`, filled by sender.
+        routes: the split sizes.
+        group: the payload group.
+
+    Returns:
+        Bytes this rank sent.
+    """
+    dist.all_to_all_single(received, packed, routes.output_splits, routes.input_splits, group=group)
+    return packed.numel() * packed.element_size()
+
+
+def all_gather_words(packed: torch.Tensor, received: torch.Tensor, routes: RowRoutes, group: dist.ProcessGroup) -> int:
+    """Send every moved row to all ranks; each keeps what it needs.
+
+    Args:
+        packed: int32 `(sent_words,)`; padded here to the largest sender, because gloo gathers equal sizes only.
+        received: int32 `(received_words,)`, one block per rank.
+        routes: the size of a block.
+        group: the payload group.
+
+    Returns:
+        Bytes this rank sent, its block once to every other rank.
+    """
+    block = packed.new_zeros(routes.gather_words)
+    block[: packed.numel()] = packed
+    dist.all_gather_into_tensor(received, block, group=group)
+    return block.numel() * block.element_size() * (dist.get_world_size(group) - 1)

@@ -1,0 +1,113 @@
+"""The control channel: small collectives over a gloo group that belongs to the shuffler alone.
+
+Only integers and JSON text cross it. It is used by the shuffler's one worker thread; the payload group beside it is
+used by the main thread alone, so that neither waits for the other's turn.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from commons.distributed.group_pool import GroupPair, acquire_groups, release_groups
+from commons.distributed.process_group import describe_group
+
+# How long survivors of a timeout wait for one another's names before they report who is missing.
+_ROLL_CALL_SECONDS = 2.0
+
+
+class RankMissingError(RuntimeError):
+    """A collective of the control channel failed: a rank died, stalled or left the common order of calls."""
+
+
+class ControlChannel:
+    """Two groups over the ranks of a data-parallel group: gloo for metadata, the default backend for rows.
+
+    Constructed on the main thread by all ranks of the group in the same order; both groups are connected here.
+
+    Attributes:
+        rank: this process' rank in the group.
+        world_size: ranks in the group.
+        payload_group: the group for rows; None for a group of one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        self.description = describe_group(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.payload_group: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._groups: GroupPair | None = None
+        self.members = [0] if group is None else dist.get_process_group_ranks(group)
+        if self.world_size > 1:
+            self._groups = acquire_groups(self.members, timeout)
+            self._group, self.payload_group = self._groups
+
+    def gather(self, values: np.ndarray, step: int, what: str = "gather") -> np.ndarray:
+        """Gather int64 `(n,)`, of one size on all ranks, into `(world_size, n)`.
+
+        Raises:
+            RankMissingError: a rank did not take part in time; names it.
+        """
+        if self._group is None:
+            return values.reshape(1, -1)
+        source = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+        result = torch.empty(self.world_size * source.numel(), dtype=torch.int64)
+        try:
+            dist.all_gather_into_tensor(result, source, group=self._group)
+        except RuntimeError as error:
+            raise RankMissingError(self._roll_call(step, what)) from error
+        return result.view(self.world_size, -1).numpy()
+
+    def gather_text(self, text: str, step: int) -> list[str]:
+        """Gather one string per rank."""
+        encoded = np.frombuffer(text.encode(), dtype=np.uint8)
+        sizes = self.gather(np.array([len(encoded)]), step, "gather of text sizes")[:, 0]
+        padded = np.zeros(max(int(sizes.max()), 1), dtype=np.int64)
+        padded[: len(encoded)] = encoded
+        rows = self.gather(padded, step, "gather of texts")
+        return [rows[rank, :size].astype(np.uint8).tobytes().decode() for rank, size in enumerate(sizes)]
+
+    def min_max(self, value: int, step: int) -> tuple[int, int]:
+        """Smallest and largest value over the ranks, in one collective."""
+        if self._group is None:
+            return value, value
+        pair = torch.tensor([value, -value], dtype=torch.int64)
+        try:
+            dist.all_reduce(pair, op=dist.ReduceOp.MIN, group=self._group)
+        except RuntimeError as error:
+            raise RankMissingError(self._roll_call(step, "comparison of plans")) from error
+        return int(pair[0]), -int(pair[1])
+
+    def _roll_call(self, step: int, what: str) -> str:
+        """Post this rank's name to the store, read the others' and say who is missing."""
+        prefix = f"evenrank/{'_'.join(map(str, self.members))}/{what}/{step}"
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{prefix}/{dist.get_rank()}", "present")
+            deadline = time.monotonic() + _ROLL_CALL_SECONDS
+            missing = self.members
+            while missing and time.monotonic() < deadline:
+                missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
+                time.sleep(0.05)
+        except RuntimeError:
+            return (
+                f"the {what} of step {step} failed on rank {dist.get_rank()} and the store cannot be reached; the rank "
+                "that hosts it has ended: see the other ranks' logs"
+            )
+        if not missing:
+            return f"the {what} of step {step} failed although all of {self.description} took part: see the error above"
+        names = ", ".join(map(str, missing))
+        return (
+            f"rank {names} did not take part in the {what} of step {step} ({self.description}); every rank must call "
+            "the shuffler for every step: see that rank's log, or raise ShufflerOptions.timeout if it was only slow"
+        )
+
+    def close(self, intact: bool) -> None:
+        """Give both groups back; only if no collective has failed in them."""
+        if self._groups is not None and intact:
+            release_groups(self.members, self._groups)
+        self._groups = self._group = self.payload_group = None

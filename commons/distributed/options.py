@@ -1,0 +1,77 @@
+"""ShufflerOptions: every setting of a shuffler, validated when made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from commons.perf_model.partitioner.planning import METHODS
+
+Mode = Literal["balance", "observe", "off"]
+Transport = Literal["auto", "all_to_all", "all_gather"]
+
+
+@dataclass(frozen=True)
+class ShufflerOptions:
+    """How a batch shuffler works; the same on all ranks.
+
+    Attributes:
+        mode: "balance" moves rows, "observe" plans and reports what that would gain but moves nothing, "off" only
+            agrees on the end of the data.
+        partitioner: name of the planning algorithm, one of `commons.perf_model.partitioner.METHODS`.
+        equal_size: ranks get row counts that differ by at most one, wherever anything moves.
+        transport: "all_to_all" sends each row once, "all_gather" sends it to all; "auto" takes the first where the
+            backend has it. Both give bit-identical batches.
+        slack: fraction of the best load that may be given up to keep rows on the rank they are on.
+        ranks_per_node: ranks that share a node; rows that leave a node count four times. None: nodes are not looked at.
+        max_tokens_per_rank: cap on the tokens of a rank; where no plan keeps it, the one exceeding it least is taken.
+        min_gain: when less than this fraction of the largest load would be gained, nobody moves; 0 switches that off.
+        timeout: seconds after which a rank that does not take part is reported.
+        verify: compare a checksum of every row before and after; for debugging, it waits for the device.
+
+    Raises:
+        ValueError: a value outside its range, or an unknown name.
+    """
+
+    mode: Mode = "balance"
+    partitioner: str = "refined"
+    equal_size: bool = True
+    transport: Transport = "auto"
+    slack: float = 0.01
+    ranks_per_node: int | None = None
+    max_tokens_per_rank: int | None = None
+    min_gain: float = 0.0
+    timeout: float = 600.0
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        _require_one_of("mode", self.mode, get_args(Mode))
+        _require_one_of("partitioner", self.partitioner, sorted(METHODS))
+        _require_one_of("transport", self.transport, get_args(Transport))
+        _require_range("slack", self.slack, 0.0, math.inf)
+        _require_range("min_gain", self.min_gain, 0.0, 1.0)
+        if not (isinstance(self.timeout, (int, float)) and 0 < self.timeout < math.inf):
+            raise ValueError(f"timeout is {self.timeout!r}; it is a number of seconds above 0: raise it")
+        for name in ("ranks_per_node", "max_tokens_per_rank"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} is {value!r}; it is a positive integer or None: correct it")
+
+    def to_json(self) -> str:
+        """The options as sorted JSON, for the comparison between ranks."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+def _require_one_of(name: str, value: Any, allowed: Any) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}: choose one")
+
+
+def _require_range(name: str, value: Any, low: float, high: float) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or math.isinf(value):
+        limit = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"a finite fraction of at least {low:g}"
+        raise ValueError(f"{name} is {value!r}; it must be {limit}: correct it")

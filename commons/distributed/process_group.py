@@ -1,0 +1,43 @@
+"""Which ranks share a global batch: one rule for the shuffler, the loss and every pipeline."""
+
+from __future__ import annotations
+
+import sys
+
+import torch.distributed as dist
+
+
+def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """The data-parallel group: the one given, else megatron-core's, else WORLD.
+
+    Args:
+        pg_group: a process group, or None to let the environment decide.
+
+    Returns:
+        The group, or None if torch.distributed is not initialised: a single process is a group of one.
+
+    Raises:
+        ValueError: this process is no member of `pg_group`.
+    """
+    if pg_group is not None:
+        if pg_group == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(pg_group) < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process group that it was given; every rank passes the group "
+                "that it belongs to: pass the result of new_group on its members only"
+            )
+        return pg_group
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    # Looked up rather than imported: where megatron-core is in use, its user has imported it.
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        return parallel_state.get_data_parallel_group()
+    return dist.group.WORLD
+
+
+def describe_group(group: dist.ProcessGroup | None) -> str:
+    """The members of a group by global rank, for messages."""
+    if group is None:
+        return "a single process"
+    members = dist.get_process_group_ranks(group)
+    return f"ranks {members}" if len(members) <= 16 else f"{len(members)} ranks from {members[0]} to {members[-1]}"

@@ -1,0 +1,288 @@
+"""GATHER and PLAN: what the shuffler's worker thread does for one batch, over one data-parallel group.
+
+Input: the host copy of a rank's workloads and lengths, or the news that it has no batch, or an error. Output: the plan
+of the global batch with this rank's index arrays, the news that the data has ended for all, or the error of any rank,
+raised on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from commons.distributed.agreement import agree, describe_error, raise_first_error
+from commons.distributed.batch_exchange import ExchangeArrays, prepare_arrays
+from commons.distributed.collective_ops import has_all_to_all
+from commons.distributed.control import ControlChannel, RankMissingError
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.payload import PayloadLayout
+from commons.distributed.row_routes import RowRoutes, route_rows
+from commons.perf_model.partitioner import as_int64_workloads
+from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
+from commons.sequence_batch.schema import BatchSchema
+
+_BATCH, _NONE, _ERROR = 0, 1, 2
+_HEADER = 4  # step, status, rows, real rows
+
+
+@dataclass(frozen=True)
+class RankInput:
+    """What one rank brings to one step.
+
+    Attributes:
+        schema: of its batch; None if it has none.
+        rows: batch_size.
+        real_rows: rows that are no padding.
+        workloads: what `get_workloads` returned, on the host; None in mode "off".
+        lengths: lengths `(keys, rows)` of every KeyedJaggedTensor field, on the host.
+        copied: the event after which host copies from a device are complete.
+        error: what went wrong on this rank so far.
+    """
+
+    schema: BatchSchema | None = None
+    rows: int = 0
+    real_rows: int = 0
+    workloads: Any = None
+    lengths: tuple[torch.Tensor, ...] = ()
+    copied: torch.Event | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class PreparedShuffle:
+    """What the worker hands to `finish_shuffle`.
+
+    Attributes:
+        ended: no rank has a batch.
+        rows_before: rows of the ranks before this one; global ids start there.
+        plan: the plan; None in mode "off".
+        routes: this rank's index arrays; None in mode "off".
+        arrays: the same as tensors; None in mode "off".
+        gather_ms: milliseconds of the gather.
+        plan_ms: milliseconds of planning, comparing and building the arrays.
+    """
+
+    ended: bool
+    rows_before: int = 0
+    plan: ShufflePlan | None = None
+    routes: RowRoutes | None = None
+    arrays: ExchangeArrays | None = None
+    gather_ms: float = 0.0
+    plan_ms: float = 0.0
+
+
+class ShuffleSession:
+    """The shuffler's state for one group: its channel, the agreed schema and the size of the gather's buffer.
+
+    Made on the main thread by all ranks of the group; `prepare` runs on the worker thread, once per step and in the
+    same order on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, options: ShufflerOptions, shuffler_type: str) -> None:
+        self.channel = ControlChannel(group, options.timeout)
+        self.schema: BatchSchema | None = None
+        self.layout: PayloadLayout | None = None
+        self._options = options
+        self._shuffler_type = shuffler_type
+        self._capacity = 0
+        self._steps = 0
+        self._broken: RankMissingError | None = None
+        payload = self.channel.payload_group
+        on_cuda = payload is not None and "nccl" in str(dist.get_backend(payload))
+        self._pin_memory = on_cuda and torch.cuda.is_available()
+        self._all_gather = options.transport == "all_gather" or (
+            options.transport == "auto" and payload is not None and not has_all_to_all(payload)
+        )
+
+    def next_step(self) -> int:
+        """Number the next step; called on the main thread."""
+        step = self._steps
+        self._steps += 1
+        return step
+
+    def prepare(self, step: int, mine: RankInput) -> PreparedShuffle:
+        """Gather, plan, compare plans and build this rank's arrays.
+
+        Raises:
+            RankMissingError: a rank did not take part; so does every later call.
+            ValueError, TypeError, KeyError, RuntimeError: an error of any rank, on all of them.
+        """
+        if self._broken is not None:
+            raise self._broken
+        try:
+            return self._prepare(step, mine)
+        except RankMissingError as error:
+            self._broken = error
+            raise
+
+    def close(self) -> None:
+        """Give the groups back; called when the worker thread has ended."""
+        self.channel.close(intact=self._broken is None)
+
+    def _prepare(self, step: int, mine: RankInput) -> PreparedShuffle:
+        started = time.perf_counter()
+        if self.schema is None and not self._agree(step, mine):
+            return PreparedShuffle(ended=True)
+        assert self.schema is not None  # noqa: S101  just agreed
+        body, error = self._body(mine)
+        table = self._gather(step, body, mine, error)
+        if (table[:, 1] == _NONE).all():
+            return PreparedShuffle(ended=True)
+        gather_ms = (time.perf_counter() - started) * 1e3
+        rows_before = int(table[: self.channel.rank, 2].sum())
+        self._require_rows(table)
+        if self._options.mode == "off":
+            return PreparedShuffle(ended=False, rows_before=rows_before, gather_ms=gather_ms)
+        started = time.perf_counter()
+        gathered, lengths = self._unpack(table)
+        plan = self._plan(gathered)
+        self._compare(step, plan)
+        assert self.layout is not None  # noqa: S101  made with the schema
+        routes = route_rows(plan, lengths, self.layout, self.channel.rank, self._all_gather)
+        arrays = prepare_arrays(routes, self.layout, self._pin_memory)
+        plan_ms = (time.perf_counter() - started) * 1e3
+        return PreparedShuffle(False, rows_before, plan, routes, arrays, gather_ms, plan_ms)
+
+    def _agree(self, step: int, mine: RankInput) -> bool:
+        agreement = agree(
+            self.channel, step, self._options, self._shuffler_type, mine.schema, mine.real_rows, mine.error
+        )
+        if agreement.schema is None:
+            return False
+        self.schema = agreement.schema
+        self.layout = PayloadLayout.of(agreement.schema)
+        self._capacity = agreement.max_real_rows
+        return True
+
+    def _body(self, mine: RankInput) -> tuple[np.ndarray, Exception | None]:
+        """Workload and lengths of every real row, int64 `(real rows, 1 + keys)`; or the error that prevents them."""
+        assert self.schema is not None  # noqa: S101
+        columns = 0 if self._options.mode == "off" else 1 + self.schema.num_keys
+        nothing = np.zeros((0, columns), dtype=np.int64)
+        if mine.error is not None or mine.schema is None:
+            return nothing, mine.error
+        try:
+            if mine.schema != self.schema:
+                raise ValueError(
+                    f"this batch differs from the first: {'; '.join(self.schema.differences(mine.schema))}; type, "
+                    "keys, dtypes and plain values stay the same: make every batch alike"
+                )
+            if columns == 0:
+                return nothing, None
+            if mine.copied is not None:
+                mine.copied.synchronize()
+            workloads = as_int64_workloads(_one_per_row(mine.workloads, mine.rows)[: mine.real_rows])
+            lengths = [lengths[:, : mine.real_rows].t().to(torch.int64).numpy() for lengths in mine.lengths]
+            return np.concatenate([workloads[:, None], *lengths], axis=1), None
+        except Exception as error:
+            return nothing, error
+
+    def _gather(self, step: int, body: np.ndarray, mine: RankInput, error: Exception | None) -> np.ndarray:
+        """Gather header and body of every rank; once more, larger, if a rank's rows outgrew the buffer."""
+        columns = body.shape[1]
+        status = _ERROR if error is not None else _NONE if mine.schema is None else _BATCH
+        while True:
+            message = np.zeros(_HEADER + self._capacity * columns, dtype=np.int64)
+            message[:_HEADER] = (step, status, mine.rows, mine.real_rows)
+            sent = body.ravel()[: len(message) - _HEADER]
+            message[_HEADER : _HEADER + len(sent)] = sent
+            table = self.channel.gather(message, step)
+            if (table[:, 1] == _ERROR).any():
+                texts = self.channel.gather_text("" if error is None else "\n".join(describe_error(error)), step)
+                raise_first_error([text.split("\n", 1) if text else None for text in texts], error)
+            if (table[:, 0] != step).any():
+                raise RuntimeError(
+                    f"ranks are at steps {table[:, 0].tolist()} ({self.channel.description}); every rank must call the "
+                    "shuffler once per step, in the same order"
+                )
+            largest = int(table[:, 3].max())
+            if columns == 0 or largest <= self._capacity:
+                return table
+            self._capacity = largest + largest // 4
+
+    def _unpack(self, table: np.ndarray) -> tuple[GatheredRows, np.ndarray]:
+        assert self.schema is not None  # noqa: S101
+        rows, real_rows = table[:, 2].copy(), table[:, 3].copy()
+        columns = 1 + self.schema.num_keys
+        bodies = [
+            table[rank, _HEADER : _HEADER + count * columns].reshape(count, columns)
+            for rank, count in enumerate(real_rows.tolist())
+        ]
+        whole = np.concatenate(bodies)
+        lengths = whole[:, 1:]
+        return GatheredRows(rows, real_rows, whole[:, 0].copy(), self._tokens(lengths)), lengths
+
+    def _tokens(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens per row: the lengths of every jagged field but the labels; 1 for a batch without jagged fields."""
+        assert self.schema is not None  # noqa: S101
+        counted = [field.name != "labels" for field in self.schema.jagged for _ in field.keys]
+        if not any(counted):
+            return np.ones(len(lengths), dtype=np.int64)
+        return lengths[:, np.array(counted)].sum(axis=1)
+
+    def _plan(self, gathered: GatheredRows) -> ShufflePlan:
+        assert self.schema is not None  # noqa: S101
+        options = self._options
+        plan = plan_shuffle(
+            gathered,
+            method=options.partitioner,
+            equal_size=options.equal_size,
+            slack=options.slack,
+            ranks_per_node=options.ranks_per_node,
+            max_tokens=options.max_tokens_per_rank,
+            min_gain=options.min_gain,
+            carry_out=options.mode == "balance",
+            pads=self.schema.states_padding,
+        )
+        without = np.flatnonzero(plan.result_real_rows == 0)
+        if len(without) and not plan.pads:
+            raise _cannot_pad(self.schema, without.tolist())
+        return plan
+
+    def _require_rows(self, table: np.ndarray) -> None:
+        """A batch type that cannot state padding needs a row on every rank when nothing may move."""
+        assert self.schema is not None  # noqa: S101
+        without = np.flatnonzero(table[:, 3] == 0)
+        if len(without) and self._options.mode != "balance" and not self.schema.states_padding:
+            raise _cannot_pad(self.schema, without.tolist())
+
+    def _compare(self, step: int, plan: ShufflePlan) -> None:
+        """Stop, on all ranks, if the ranks did not make the same plan."""
+        digest = plan.digest()
+        low, high = self.channel.min_max(digest, step)
+        if low == high:
+            return
+        digests = self.channel.gather(np.array([digest]), step, "gather of digests")[:, 0].tolist()
+        most = max(set(digests), key=lambda value: (digests.count(value), value == digests[0]))
+        others = [self.channel.members[rank] for rank, value in enumerate(digests) if value != most]
+        raise RuntimeError(
+            f"ranks {others} made another plan than the rest of {self.channel.description} at step {step}; a plan must "
+            "be a pure function of what was gathered: use the same evenrank version and settings on every rank"
+        )
+
+
+def _one_per_row(workloads: Any, rows: int) -> Any:
+    count = len(workloads) if hasattr(workloads, "__len__") else None
+    if isinstance(workloads, torch.Tensor) and workloads.dim() != 1:
+        raise ValueError(
+            f"workloads have shape {tuple(workloads.shape)}, batch_size is {rows}; one number per row is needed: "
+            f"return shape ({rows},)"
+        )
+    if count != rows:
+        raise ValueError(
+            f"workloads has {count} entries, batch_size is {rows}; one per row is needed, padding included: return one "
+            "per sample"
+        )
+    return workloads
+
+
+def _cannot_pad(schema: BatchSchema, ranks: list[int]) -> ValueError:
+    return ValueError(
+        f"ranks {ranks} would train no row, and {schema.type_name} cannot state padding; such a batch needs at least "
+        "one row on every rank: give it a field actual_batch_size, or derive it from BaseBatch"
+    )

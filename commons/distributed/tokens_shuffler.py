@@ -1,0 +1,60 @@
+"""The shuffler for any model whose cost is about proportional to its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.sequence_batch.fields import row_fields
+
+
+class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
+    """Balances the number of tokens.
+
+    Args:
+        feature_names: keys whose lengths are added up; all keys of all KeyedJaggedTensors but `labels` if not given.
+        options: settings; the defaults balance.
+        pg_group: ranks that share a global batch.
+    """
+
+    def __init__(
+        self,
+        feature_names: Sequence[str] | None = None,
+        options: ShufflerOptions | None = None,
+        pg_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(options, pg_group)
+        self.feature_names = None if feature_names is None else list(feature_names)
+
+    def get_workloads(self, batch: Any) -> torch.Tensor:
+        """Tokens of every row, int64 `(batch_size,)`.
+
+        Raises:
+            KeyError: a feature name that is no key of the batch.
+            ValueError: a batch without a KeyedJaggedTensor to count.
+        """
+        fields = [
+            value for name, value in row_fields(batch) if isinstance(value, KeyedJaggedTensor) and name != "labels"
+        ]
+        keys = [key for field in fields for key in field.keys()]
+        unknown = [name for name in self.feature_names or [] if name not in keys]
+        if unknown:
+            raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct feature_names")
+        if not keys:
+            raise ValueError(
+                f"{type(batch).__name__} has no KeyedJaggedTensor to count tokens in; the tokens shuffler needs one: "
+                "write a shuffler whose get_workloads suits the batch"
+            )
+        counted = [
+            field.lengths().view(len(field.keys()), -1)[index]
+            for field in fields
+            for index, key in enumerate(field.keys())
+            if self.feature_names is None or key in self.feature_names
+        ]
+        return torch.stack([lengths.to(torch.int64) for lengths in counted]).sum(dim=0)

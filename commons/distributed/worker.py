@@ -1,0 +1,52 @@
+"""One daemon thread that runs jobs in order.
+
+An executor's threads are joined at interpreter exit and would sit out a collective's timeout there; a daemon thread
+does not keep a failed process alive.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DaemonWorker:
+    """Runs submitted functions one after another on a thread of its own, started with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Queue a job; its result or exception is in the future."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        future: Future[T] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def stop(self, timeout: float) -> bool:
+        """Let queued jobs finish and end the thread; False if it still runs after `timeout` seconds."""
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(timeout)
+        ended = not self._thread.is_alive()
+        if ended:
+            self._thread = None
+        return ended
+
+    def _serve(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            future, job = item
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)

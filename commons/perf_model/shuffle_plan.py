@@ -1,0 +1,218 @@
+"""PLAN: who sends which row to whom, and what that does to the loads.
+
+Input: what the gather brought (rows, real rows, workloads and tokens of every rank). Output: a frozen ShufflePlan, the
+same on every rank because it is a pure function of that input. It knows nothing of process groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from commons.perf_model.partitioner import lower_bound, partition
+
+
+@dataclass(frozen=True)
+class GatheredRows:
+    """What every rank knows of the global batch after the gather.
+
+    Attributes:
+        rows: int64 `(num_ranks,)`, batch_size of each rank, padding included.
+        real_rows: int64 `(num_ranks,)`, rows that are no padding.
+        workloads: int64 `(N,)`, of the real rows of all ranks, rank by rank.
+        tokens: int64 `(N,)`, what the rows weigh in memory and on the wire.
+    """
+
+    rows: np.ndarray
+    real_rows: np.ndarray
+    workloads: np.ndarray
+    tokens: np.ndarray
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in the group."""
+        return len(self.rows)
+
+    @cached_property
+    def home(self) -> np.ndarray:
+        """int64 `(N,)`, the rank that each real row is on."""
+        return np.repeat(np.arange(self.num_ranks, dtype=np.int64), self.real_rows)
+
+    @cached_property
+    def local_row(self) -> np.ndarray:
+        """int64 `(N,)`, the position of each real row on its rank."""
+        first = np.cumsum(self.real_rows) - self.real_rows
+        return np.arange(len(self.workloads), dtype=np.int64) - first[self.home]
+
+    @cached_property
+    def global_id(self) -> np.ndarray:
+        """int64 `(N,)`, ascending: rows of the ranks before (padding included) plus the local row."""
+        first = np.cumsum(self.rows) - self.rows
+        return first[self.home] + self.local_row
+
+
+@dataclass(frozen=True)
+class ShufflePlan:
+    """Where every real row of the global batch is trained.
+
+    Attributes:
+        gathered: the rows and where they are.
+        destination: int64 `(N,)`, the rank that trains each row; equal to `gathered.home` if nobody moves.
+        planned: int64 `(N,)`, the destination that balancing alone asks for; differs from `destination` when a plan was
+            made but not carried out (mode "observe", or a gain below the gate).
+        lower_bound: no plan can have a smaller largest load.
+        gated: a better plan was found and its gain was below `min_gain`.
+        excess_tokens: how far the fullest rank exceeds the token cap; 0 where the cap is kept or there is none.
+        pads: whether results are padded to the rows that a rank brought; False for batches that cannot state padding.
+    """
+
+    gathered: GatheredRows
+    destination: np.ndarray
+    planned: np.ndarray
+    lower_bound: int
+    gated: bool = False
+    excess_tokens: int = 0
+    pads: bool = True
+
+    @cached_property
+    def moves(self) -> np.ndarray:
+        """bool `(N,)`, rows that change rank."""
+        return self.destination != self.gathered.home
+
+    @cached_property
+    def num_moved(self) -> int:
+        """Rows that change rank."""
+        return int(self.moves.sum())
+
+    @cached_property
+    def loads_before(self) -> np.ndarray:
+        """int64 `(num_ranks,)`, summed workloads where the rows are now."""
+        return self._sum_by(self.gathered.home, self.gathered.workloads)
+
+    @cached_property
+    def loads_after(self) -> np.ndarray:
+        """int64 `(num_ranks,)`, summed workloads where the rows go."""
+        return self._sum_by(self.destination, self.gathered.workloads)
+
+    @cached_property
+    def loads_planned(self) -> np.ndarray:
+        """int64 `(num_ranks,)`, summed workloads under the planned assignment, carried out or not."""
+        return self._sum_by(self.planned, self.gathered.workloads)
+
+    @cached_property
+    def result_real_rows(self) -> np.ndarray:
+        """int64 `(num_ranks,)`, real rows each rank ends with."""
+        return np.bincount(self.destination, minlength=self.gathered.num_ranks).astype(np.int64)
+
+    def result_batch_size(self, rank: int) -> int:
+        """Rows of the result with padding: at least one, and never fewer than the rank brought."""
+        if not self.pads:
+            return int(self.result_real_rows[rank])
+        return max(1, int(self.gathered.rows[rank]), int(self.result_real_rows[rank]))
+
+    def rows_for(self, rank: int) -> np.ndarray:
+        """Positions among the N real rows of those that `rank` trains, in ascending global id."""
+        return np.flatnonzero(self.destination == rank)
+
+    def digest(self) -> int:
+        """63 bits over the plan and what it was made from; equal on ranks that agree."""
+        digest = hashlib.blake2b(digest_size=8)
+        for array in (
+            self.gathered.rows,
+            self.gathered.real_rows,
+            self.gathered.workloads,
+            self.gathered.tokens,
+            self.destination,
+        ):
+            digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        return int.from_bytes(digest.digest(), "big") >> 1
+
+    def _sum_by(self, rank: np.ndarray, values: np.ndarray) -> np.ndarray:
+        return sum_by_rank(rank, values, self.gathered.num_ranks)
+
+
+def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int64 `(num_ranks,)` sums of `values` by `rank`, exact (a float bincount would round beyond 2**53)."""
+    totals = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(totals, rank, values)
+    return totals
+
+
+def stay_home(gathered: GatheredRows, pads: bool = True) -> ShufflePlan:
+    """The plan in which nobody moves."""
+    bound = lower_bound(gathered.workloads, gathered.num_ranks, equal_size=False)
+    return ShufflePlan(gathered, gathered.home, gathered.home, bound, pads=pads)
+
+
+def plan_shuffle(
+    gathered: GatheredRows,
+    *,
+    method: str = "refined",
+    equal_size: bool = True,
+    slack: float = 0.0,
+    ranks_per_node: int | None = None,
+    max_tokens: int | None = None,
+    min_gain: float = 0.0,
+    carry_out: bool = True,
+    pads: bool = True,
+) -> ShufflePlan:
+    """Plan the shuffle of one global batch; never worse than leaving every row where it is.
+
+    If no assignment lowers the largest load, or the gain is below the gate, nobody moves, even when counts are unequal.
+    Only a token cap that the present assignment breaks can move rows at the price of a larger load.
+
+    Args:
+        gathered: the rows of all ranks.
+        method: name of the partitioning algorithm.
+        equal_size: ranks get row counts that differ by at most one.
+        slack: fraction of the best load that may be given up to keep rows at home.
+        ranks_per_node: ranks that share a node; rows leaving a node count more.
+        max_tokens: cap on the tokens of a rank. Where none can keep it, the plan that exceeds it least is taken.
+        min_gain: fraction of the largest load that must be gained, else nobody moves; 0 switches the gate off.
+        carry_out: False to plan without moving anything.
+        pads: whether results may be padded.
+    """
+    home_plan = stay_home(gathered, pads)
+    if gathered.num_ranks == 1 or len(gathered.workloads) == 0:
+        return home_plan
+    result = partition(
+        gathered.workloads,
+        gathered.num_ranks,
+        method=method,
+        equal_size=equal_size,
+        tokens=gathered.tokens,
+        max_tokens=max_tokens,
+        home=gathered.home,
+        ranks_per_node=ranks_per_node,
+        slack=slack,
+        best_effort=True,
+    )
+    planned = np.asarray(result.assignment, dtype=np.int64)
+    before, after = int(home_plan.loads_before.max()), int(result.loads.max())
+    excess_before = _excess_tokens(gathered, gathered.home, max_tokens)
+    excess_after = _excess_tokens(gathered, planned, max_tokens)
+    relieves_memory = excess_after < excess_before
+    if not relieves_memory and (after >= before or excess_after > excess_before):
+        planned = gathered.home
+    gated = not relieves_memory and after < before and (before - after) / before < min_gain
+    moves = carry_out and not gated
+    destination = planned if moves else gathered.home
+    return ShufflePlan(
+        gathered,
+        destination,
+        planned,
+        result.lower_bound,
+        gated,
+        _excess_tokens(gathered, destination, max_tokens),
+        pads,
+    )
+
+
+def _excess_tokens(gathered: GatheredRows, rank: np.ndarray, max_tokens: int | None) -> int:
+    if max_tokens is None:
+        return 0
+    fullest = int(sum_by_rank(rank, gathered.tokens, gathered.num_ranks).max(initial=0))
+    return max(0, fullest - max_tokens)

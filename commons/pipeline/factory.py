@@ -1,0 +1,66 @@
+"""Train pipelines by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.pipeline.balanced import balanced
+
+
+class TrainPipelineFactory:
+    """Registry of pipeline classes: "none" copies one batch ahead, "native" also overlaps the input distribution."""
+
+    _makers: dict[str, Callable[..., Any]] = {}
+
+    @classmethod
+    def register(cls, name: str, pipeline_class: Callable[..., Any]) -> None:
+        """Register a pipeline class, or any callable that makes a pipeline.
+
+        Args:
+            name: what `create` is given.
+            pipeline_class: called with `(model, optimizer, device, *, batch_shuffler, **kwargs)`; for a stock class
+                register `balanced(TheClass)`.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        if name in cls._makers:
+            raise ValueError(f"pipeline {name!r} is already registered; names are unique: choose another")
+        cls._makers[name] = pipeline_class
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        batch_shuffler: BaseTaskBalancedBatchShuffler,
+        **kwargs: Any,
+    ) -> Any:
+        """Construct the pipeline of that name.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
+        if name not in cls._makers:
+            raise ValueError(
+                f"pipeline {name!r} is not registered; valid names are {', '.join(map(repr, sorted(cls._makers)))}: "
+                "choose one or register it"
+            )
+        return cls._makers[name](model, optimizer, device, batch_shuffler=batch_shuffler, **kwargs)
+
+    @classmethod
+    def list_available(cls) -> list[str]:
+        """Registered names."""
+        return sorted(cls._makers)
+
+
+TrainPipelineFactory.register("none", balanced(TrainPipelineBase))
+TrainPipelineFactory.register("native", balanced(TrainPipelineSparseDist))

@@ -1,0 +1,227 @@
+"""BatchSchema: everything about a batch but its rows.
+
+Ranks compare schemas once before the first batch, and a rank whose data has ended builds its empty batches from the
+schema that it learned. A schema travels as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.sequence_batch.fields import ROW_COUNT_FIELDS, batch_rows, require_dataclass
+
+_BATCH_TYPES: dict[str, type] = {}
+
+
+def register_batch_type(batch_type: type) -> type:
+    """Make a batch dataclass known by name, for ranks that never see a batch of their own; usable as a decorator."""
+    _BATCH_TYPES[_type_name(batch_type)] = batch_type
+    return batch_type
+
+
+def _type_name(batch_type: type) -> str:
+    return f"{batch_type.__module__}.{batch_type.__qualname__}"
+
+
+def _find_batch_type(name: str) -> type:
+    """The class of that name: registered, or found in a module that this process has already imported."""
+    if name in _BATCH_TYPES:
+        return _BATCH_TYPES[name]
+    module, _, qualname = name.rpartition(".")
+    found = getattr(sys.modules.get(module), qualname, None)
+    if isinstance(found, type) and dataclasses.is_dataclass(found):
+        return found
+    raise KeyError(
+        f"batch type {name!r} is unknown on this rank, which has no batch of its own; the class must be known by name "
+        "on every rank: import its module, or decorate it with commons.sequence_batch.schema.register_batch_type"
+    )
+
+
+@dataclass(frozen=True)
+class JaggedField:
+    """A KeyedJaggedTensor field: its keys and dtypes."""
+
+    name: str
+    keys: tuple[str, ...]
+    values_dtype: torch.dtype
+    weights_dtype: torch.dtype | None
+    lengths_dtype: torch.dtype
+
+    def empty(self, rows: int) -> KeyedJaggedTensor:
+        """A KeyedJaggedTensor of `rows` empty rows."""
+        return KeyedJaggedTensor(
+            keys=list(self.keys),
+            values=torch.empty(0, dtype=self.values_dtype),
+            weights=None if self.weights_dtype is None else torch.empty(0, dtype=self.weights_dtype),
+            lengths=torch.zeros(len(self.keys) * rows, dtype=self.lengths_dtype),
+            stride=rows,
+            length_per_key=[0] * len(self.keys),
+        )
+
+
+@dataclass(frozen=True)
+class DenseField:
+    """A tensor field: its dtype and trailing dimensions."""
+
+    name: str
+    dtype: torch.dtype
+    trailing: tuple[int, ...]
+
+    def empty(self, rows: int) -> torch.Tensor:
+        """Zeros of shape `(rows, *trailing)`."""
+        return torch.zeros(rows, *self.trailing, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class PlainField:
+    """A field that holds no rows, as JSON text: it must be the same on all ranks."""
+
+    name: str
+    json: str
+
+
+Field: TypeAlias = JaggedField | DenseField | PlainField
+
+
+@dataclass(frozen=True)
+class BatchSchema:
+    """Type name and fields of a batch, in the order of declaration."""
+
+    type_name: str
+    fields: tuple[Field, ...]
+
+    @property
+    def jagged(self) -> list[JaggedField]:
+        """KeyedJaggedTensor fields."""
+        return [field for field in self.fields if isinstance(field, JaggedField)]
+
+    @property
+    def dense(self) -> list[DenseField]:
+        """Tensor fields."""
+        return [field for field in self.fields if isinstance(field, DenseField)]
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of all KeyedJaggedTensor fields together."""
+        return sum(len(field.keys) for field in self.jagged)
+
+    @property
+    def states_padding(self) -> bool:
+        """Whether batches of this type can say which rows are padding."""
+        return "actual_batch_size" in _field_names(_find_batch_type(self.type_name))
+
+    @classmethod
+    def of(cls, batch: Any) -> BatchSchema:
+        """Describe a batch.
+
+        Raises:
+            TypeError: not a dataclass, or a plain field that JSON cannot hold.
+            ValueError: fields that disagree on the number of rows, duplicate keys, a variable batch per key.
+        """
+        require_dataclass(batch)
+        batch_rows(batch)
+        fields = [_describe(item.name, getattr(batch, item.name)) for item in dataclasses.fields(batch)]
+        return cls(_type_name(type(batch)), tuple(field for field in fields if field is not None))
+
+    def empty_batch(self, rows: int = 0) -> Any:
+        """A host batch of `rows` padding rows."""
+        batch_type = _find_batch_type(self.type_name)
+        counts = {"batch_size": rows, "actual_batch_size": 0}
+        values: dict[str, Any] = {name: count for name, count in counts.items() if name in _field_names(batch_type)}
+        for field in self.fields:
+            values[field.name] = json.loads(field.json) if isinstance(field, PlainField) else field.empty(rows)
+        return batch_type(**values)
+
+    def to_json(self) -> list[Any]:
+        """Something that json.dumps takes; `from_json` reads it back."""
+        return [self.type_name, [_field_to_json(field) for field in self.fields]]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> BatchSchema:
+        """The schema that `to_json` wrote."""
+        return cls(data[0], tuple(_field_from_json(field) for field in data[1]))
+
+    def differences(self, other: BatchSchema) -> list[str]:
+        """What differs between two schemas, one short text per field."""
+        if self.type_name != other.type_name:
+            return [f"batch type {self.type_name} and {other.type_name}"]
+        mine = {field.name: field for field in self.fields}
+        theirs = {field.name: field for field in other.fields}
+        return [
+            f"field {name!r}: {_summary(mine.get(name))} and {_summary(theirs.get(name))}"
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
+        ]
+
+
+def _field_names(batch_type: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(batch_type)}
+
+
+def _describe(name: str, value: Any) -> Field | None:
+    if name in ROW_COUNT_FIELDS:
+        return None
+    if isinstance(value, KeyedJaggedTensor):
+        weights = value.weights_or_none()
+        return JaggedField(
+            name,
+            tuple(value.keys()),
+            value.values().dtype,
+            None if weights is None else weights.dtype,
+            value.lengths().dtype,
+        )
+    if isinstance(value, torch.Tensor):
+        return DenseField(name, value.dtype, tuple(value.shape[1:]))
+    try:
+        return PlainField(name, json.dumps(value, sort_keys=True))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"field {name!r} is a {type(value).__name__}; a field that is no tensor must be expressible as JSON, so "
+            "that ranks can compare it: use numbers, strings, lists and dicts, or keep it outside the batch"
+        ) from error
+
+
+def _summary(field: Field | None) -> str:
+    if field is None:
+        return "absent"
+    if isinstance(field, PlainField):
+        return field.json
+    if isinstance(field, DenseField):
+        return f"tensor {_dtype_name(field.dtype)} {list(field.trailing)}"
+    weights = "" if field.weights_dtype is None else f", weights {_dtype_name(field.weights_dtype)}"
+    lengths = _dtype_name(field.lengths_dtype)
+    return f"jagged {list(field.keys)} {_dtype_name(field.values_dtype)}{weights}, lengths {lengths}"
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _field_to_json(field: Field) -> list[Any]:
+    if isinstance(field, JaggedField):
+        dtypes = [_dtype_name(dtype) for dtype in (field.values_dtype, field.weights_dtype, field.lengths_dtype)]
+        return ["jagged", field.name, list(field.keys), *dtypes]
+    if isinstance(field, DenseField):
+        return ["dense", field.name, _dtype_name(field.dtype), list(field.trailing)]
+    return ["plain", field.name, field.json]
+
+
+def _field_from_json(data: list[Any]) -> Field:
+    kind, name, *rest = data
+    if kind == "jagged":
+        keys, values, weights, lengths = rest
+        return JaggedField(name, tuple(keys), _dtype_of(values), _dtype_of(weights), _dtype_of(lengths))  # type: ignore[arg-type]
+    if kind == "dense":
+        return DenseField(name, _dtype_of(rest[0]), tuple(rest[1]))  # type: ignore[arg-type]
+    return PlainField(name, rest[0])

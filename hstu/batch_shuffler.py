@@ -1,0 +1,57 @@
+"""The HSTU shuffler: a row costs what the model computes for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from commons.datasets.hstu_batch import HSTUBatch
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.batch_shuffler_factory import register_batch_shuffler
+from commons.distributed.options import ShufflerOptions
+from commons.perf_model.task_estimator import HSTUAttentionTask
+
+
+@register_batch_shuffler("hstu")
+class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
+    """Balances the forward operations of an HSTU model.
+
+    The length of a row is the number of tokens that the model computes for it: the contextual features it has, its
+    history and its candidates, the latter two doubled when actions are interleaved. A user with an empty history
+    therefore still costs something.
+
+    Args:
+        hidden_size: width of the residual stream.
+        num_heads: attention heads.
+        head_dim: width of a head.
+        num_layers: layers.
+        causal: whether attention is causal.
+        action_interleaved: whether the model interleaves items with actions; without effect on batches without actions.
+        target_group_size: candidates' tokens that may see one another.
+        options: settings; the defaults balance.
+        pg_group: ranks that share a global batch.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        num_layers: int = 1,
+        *,
+        causal: bool = True,
+        action_interleaved: bool = True,
+        target_group_size: int = 1,
+        options: ShufflerOptions | None = None,
+        pg_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.task = HSTUAttentionTask(
+            hidden_size, num_heads, head_dim, num_layers, causal=causal, target_group_size=target_group_size
+        )
+        self.action_interleaved = action_interleaved
+        super().__init__(options, pg_group)
+
+    def get_workloads(self, batch: HSTUBatch) -> torch.Tensor:
+        """Forward operations of every row, int64 `(batch_size,)`."""
+        seqlen, num_targets = batch.sequence_lengths(self.action_interleaved)
+        return self.task.get_workloads(seqlen, num_targets)

@@ -1,0 +1,136 @@
+"""BaseBatch: its invariants, and index_select against the slow, obvious selection."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.sequence_batch.batch import BaseBatch
+from commons.sequence_batch.schema import BatchSchema
+from tests.batches import JAGGED_DTYPES, random_batch, rows_as_values
+
+
+def make(rows=3, **changes):
+    features = KeyedJaggedTensor(
+        keys=["item"],
+        values=torch.arange(rows),
+        lengths=torch.ones(rows, dtype=torch.int32),
+    )
+    return BaseBatch(**{"features": features, "batch_size": rows, "feature_to_max_seqlen": {"item": 1}, **changes})
+
+
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.integers(1, 7),
+    dtype=st.sampled_from(JAGGED_DTYPES),
+    weights=st.sampled_from([None, torch.float32, torch.float16, torch.float64]),
+    data=st.data(),
+)
+def test_index_select_equals_the_slow_selection(seed, rows, dtype, weights, data):
+    real = data.draw(st.integers(0, rows))
+    batch = random_batch(seed, rows, real, values_dtype=dtype, tiny_dtype=dtype, weights_dtype=weights)
+    chosen_real = data.draw(st.lists(st.integers(0, real - 1), max_size=9)) if real else []
+    chosen_padding = data.draw(st.lists(st.integers(real, rows - 1), max_size=3)) if real < rows else []
+    selected = batch.index_select(torch.tensor(chosen_real + chosen_padding, dtype=torch.int64))
+    expected = rows_as_values(batch, padding=True)
+    assert rows_as_values(selected, padding=True) == [expected[i] for i in chosen_real + chosen_padding]
+    assert (selected.batch_size, selected.actual_batch_size) == (len(chosen_real + chosen_padding), len(chosen_real))
+    assert type(selected) is type(batch) and selected.note == batch.note
+    assert selected.features.length_per_key() == [int(x.sum()) for x in selected.features.lengths().view(3, -1)]
+
+
+def test_index_select_refuses_padding_before_real_rows_and_rows_outside():
+    batch = random_batch(0, 4, 2)
+    with pytest.raises(ValueError, match="padding row .* before a real one"):
+        batch.index_select([2, 0])
+    with pytest.raises(ValueError, match=r"hold 4, the batch has 4 rows"):
+        batch.index_select([4])
+    with pytest.raises(ValueError, match="one-dimensional"):
+        batch.index_select(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_trailing_dimensions_of_tensor_labels_survive():
+    batch = make(labels=torch.arange(12).view(3, 2, 2))
+    assert torch.equal(batch.index_select([2, 0]).labels, batch.labels[[2, 0]])
+
+
+def test_loss_tokens_count_real_rows_only():
+    assert make().num_loss_tokens() == 0
+    assert make(labels=torch.zeros(3, 2)).num_loss_tokens() == 6
+    batch = random_batch(3, 5, 2)
+    assert batch.num_loss_tokens() == batch.labels.values().numel()
+    features = KeyedJaggedTensor(keys=["item"], values=torch.arange(2), lengths=torch.tensor([1, 1, 0]))
+    padded = make(features=features, labels=torch.zeros(3, 2), actual_batch_size=2)
+    assert padded.num_loss_tokens() == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actual_batch_size": 4}, "actual_batch_size is 4, batch_size is 3"),
+        ({"actual_batch_size": -1}, "actual_batch_size is -1"),
+        ({"actual_batch_size": 2}, "values in padding rows"),
+        ({"batch_size": 2}, "disagree on the number of rows"),
+        ({"labels": torch.zeros(2)}, r"disagree on the number of rows.*'labels': 2"),
+        ({"labels": torch.tensor(1.0)}, "0-dimensional"),
+        ({"contextual_feature_names": ["age"]}, r"contextual features \['age'\] are not among the keys"),
+    ],
+)
+def test_a_wrong_batch_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_variable_batch_per_key_and_duplicate_keys_are_refused():
+    varied = KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.arange(3),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+    )
+    with pytest.raises(ValueError, match="variable batch per key"):
+        make(features=varied)
+    twice = KeyedJaggedTensor(keys=["a", "a"], values=torch.arange(6), lengths=torch.ones(6, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"duplicate keys \['a'\]"):
+        make(features=twice)
+
+
+def test_padding_is_stated_not_inferred():
+    features = KeyedJaggedTensor(keys=["item"], values=torch.empty(0), lengths=torch.zeros(3, dtype=torch.int32))
+    assert make(features=features).actual_batch_size == 3  # three real users with empty histories
+
+
+def test_to_and_pin_keep_everything():
+    batch = random_batch(1, 4, 3)
+    moved = batch.to(torch.device("cpu"))
+    assert rows_as_values(moved, padding=True) == rows_as_values(batch, padding=True)
+    assert moved.features._length_per_key is not None  # carried along, so that a device is not asked for it
+    assert not hasattr(BaseBatch, "__len__") and "__bool__" not in BaseBatch.__dict__
+
+
+def test_schema_travels_as_json_and_builds_empty_batches():
+    batch = random_batch(2, 3, 2, weights_dtype=torch.float16)
+    schema = BatchSchema.of(batch)
+    assert BatchSchema.from_json(schema.to_json()) == schema
+    empty = schema.empty_batch(2)
+    assert BatchSchema.of(empty) == schema
+    assert (empty.batch_size, empty.actual_batch_size, rows_as_values(empty)) == (2, 0, [])
+
+
+def test_schema_names_what_differs():
+    schema = BatchSchema.of(random_batch(2, 3))
+    other = BatchSchema.of(dataclasses.replace(random_batch(2, 3, tiny_dtype=torch.int16), note={"unit": "ms"}))
+    first, second = schema.differences(other)
+    assert "'tiny'" in first and "int8" in first and "int16" in first
+    assert '"ms"' in second
+
+
+def test_a_plain_field_must_be_json():
+    batch = dataclasses.replace(random_batch(2, 3), note={"f": print})
+    with pytest.raises(TypeError, match="'note' is a dict.*JSON"):
+        BatchSchema.of(batch)
