@@ -1,0 +1,103 @@
+"""The `evenrank` command: results on stdout, mistakes in one line on stderr with exit status 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from commons.cli.generate import Generate
+from commons.cli.main import main
+from commons.datasets.sequence_file import SequenceFile
+from tests.unit.test_movielens import write_zip
+
+
+def test_generate_then_preprocess(tmp_path, capsys):
+    source, output = tmp_path / "ml-1m.zip", tmp_path / "data"
+    assert main(["generate", "ml-1m", "--output", str(source), "--num-users", "40", "--seed", "3"]) == 0
+    assert "ml-1m (generated)" in capsys.readouterr().out
+    arguments = ["--source", str(source), "--output", str(output), "--test-fraction", "0.5", "--seed", "1"]
+    assert main(["preprocess", "ml-1m", *arguments]) == 0
+    printed = capsys.readouterr()
+    metadata = SequenceFile(output, "ml-1m", []).metadata
+    assert metadata.num_users == 40
+    assert metadata.options == {"test_fraction": 0.5, "seed": 1}
+    assert "ml-1m (generated)" in printed.out
+    for shown in ("40 (train ", f"{metadata.num_interactions:,}", "mean 165.", f"max {metadata.max_length}"):
+        assert shown in printed.out
+    assert printed.err == ""
+
+
+def test_published_data_are_not_called_generated(tmp_path, capsys):
+    source = write_zip(tmp_path / "ml-1m.zip")
+    assert main(["preprocess", "ml-1m", "--source", str(source), "--output", str(tmp_path)]) == 0
+    assert "generated" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["generate", "preprocess"])
+def test_help_has_examples(command, capsys):
+    assert main([command, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert f"\n  evenrank {command} ml-1m --" in printed
+    assert "--seed" in printed
+
+
+def test_help_lists_the_commands(capsys):
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "generate" in printed
+    assert "preprocess" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Expected one of {generate, preprocess}"),
+        (["train"], "train"),
+        (["preprocess", "ml-20m", "--source", "a", "--output", "b"], "ml-20m"),
+        (["preprocess", "ml-1m", "--source", "a"], "--output"),
+        (["preprocess", "ml-1m", "--source", "a", "--output", "b", "--bogus", "1"], "--bogus"),
+        (["generate", "ml-1m", "--output", "a.zip", "--num-users", "many"], "--num-users"),
+        (["generate", "ml-1m", "--output", "a.zip", "--num-users", "0"], "num_users is 0"),
+        (["preprocess", "ml-1m", "--source", "missing.zip", "--output", "b"], "missing.zip does not exist"),
+        (["preprocess", "ml-1m", "--source", "bad.zip", "--output", "b"], "bad.zip is no complete zip file"),
+        (["preprocess", "ml-1m", "--source", "bad_line.zip", "--output", "b"], "ratings.dat line 2 is '1::2'"),
+        (["preprocess", "ml-1m", "--source", "fine.zip", "--output", "bad.zip/sub"], "bad.zip"),
+    ],
+)
+def test_mistakes(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.zip").write_text("not a zip file")
+    write_zip(tmp_path / "bad_line.zip", ratings="7::50::5::200\n1::2\n")
+    write_zip(tmp_path / "fine.zip")
+    before = sorted(tmp_path.iterdir())
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("evenrank: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_ctrl_c(monkeypatch, capsys):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Generate, "run", interrupt)
+    assert main(["generate", "ml-1m", "--output", "a.zip"]) == 130
+    assert capsys.readouterr().err == "evenrank: interrupted\n"
+
+
+def test_as_a_program(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "commons.cli.main", "preprocess", "ml-1m", "--source", "none.zip", "--output", "data"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("evenrank: none.zip does not exist")
+    assert "Traceback" not in result.stderr

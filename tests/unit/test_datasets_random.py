@@ -1,0 +1,220 @@
+"""Random lengths, random data sets and samplers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
+from commons.datasets.random_dataset import RandomHSTUDataset, user_like_dataset
+from commons.datasets.random_distribution import RandomDistribution
+from commons.datasets.samplers import BatchOrderSampler, ShardedBatchSampler
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@st.composite
+def distributions(draw) -> RandomDistribution:
+    low = draw(st.integers(0, 50))
+    high = low + draw(st.integers(0, 200))
+    return RandomDistribution(
+        draw(st.sampled_from(["uniform", "normal", "zipf", "lognormal"])),
+        low=low,
+        high=high,
+        mean=draw(st.floats(0.1, 300)),
+        std=draw(st.floats(0, 300)),
+        alpha=draw(st.floats(1.01, 4)),
+    )
+
+
+class TestRandomDistribution:
+    @given(dist=distributions(), size=st.integers(0, 200), seed=st.integers(0, 2**32))
+    def test_stays_within_bounds_and_repeats(self, dist, size, seed):
+        drawn = dist.sample(size, generator=_generator(seed))
+        assert drawn.dtype == torch.int64
+        assert drawn.shape == (size,)
+        assert bool(((drawn >= dist.low) & (drawn <= dist.high)).all())
+        assert torch.equal(drawn, dist.sample(size, generator=_generator(seed)))
+
+    def test_uses_the_global_generator_if_none_is_given(self):
+        dist = RandomDistribution("uniform", high=10**6)
+        torch.manual_seed(5)
+        first = dist.sample(10)
+        assert not torch.equal(first, dist.sample(10))
+        torch.manual_seed(5)
+        assert torch.equal(first, dist.sample(10))
+
+    def test_uniform_reaches_both_ends(self):
+        drawn = RandomDistribution("uniform", low=3, high=6).sample(4000, generator=_generator(0))
+        share = torch.bincount(drawn, minlength=7)[3:].double() / 4000
+        assert torch.allclose(share, torch.full((4,), 0.25, dtype=torch.float64), atol=0.03)
+
+    @pytest.mark.parametrize("dist_type", ["normal", "lognormal"])
+    def test_mean_and_std_are_those_of_the_lengths(self, dist_type):
+        drawn = RandomDistribution(dist_type, mean=400, std=80).sample(20_000, generator=_generator(1)).double()
+        assert drawn.mean().item() == pytest.approx(400, abs=3)
+        assert drawn.std().item() == pytest.approx(80, abs=3)
+
+    @pytest.mark.parametrize("alpha", [1.2, 1.5, 3.0])
+    def test_zipf_follows_its_law(self, alpha):
+        num_draws, high = 40_000, 50
+        drawn = RandomDistribution("zipf", low=1, high=high, alpha=alpha).sample(num_draws, generator=_generator(2))
+        # zeta(alpha) by Euler-Maclaurin behind the first 1,000 terms.
+        terms = [k**-alpha for k in range(1, 1000)]
+        zeta = sum(terms) + 1000 ** (1 - alpha) / (alpha - 1) + 0.5 * 1000**-alpha
+        counts = torch.bincount(drawn, minlength=high + 1).double()
+        for k in (1, 2, 3, 10):
+            share = terms[k - 1] / zeta
+            error = 5 * math.sqrt(share * (1 - share) / num_draws)
+            assert counts[k].item() / num_draws == pytest.approx(share, abs=error)
+        # Clipping puts the whole tail on `high`.
+        tail = 1 - sum(terms[: high - 1]) / zeta
+        assert counts[high].item() / num_draws == pytest.approx(tail, abs=5 * math.sqrt(tail / num_draws))
+
+    def test_zipf_starts_at_low(self):
+        drawn = RandomDistribution("zipf", low=20, alpha=2.0).sample(1000, generator=_generator(0))
+        assert drawn.min() == 20
+        assert (drawn == 20).double().mean().item() == pytest.approx(6 / math.pi**2, abs=0.06)
+
+    def test_huge_draws_stay_positive(self):
+        drawn = RandomDistribution("zipf", alpha=1.01).sample(1000, generator=_generator(0))
+        assert drawn.min() >= 0
+        drawn = RandomDistribution("normal", mean=1e300, std=1.0).sample(10, generator=_generator(0))
+        assert drawn.min() > 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"dist_type": "poisson"}, "'poisson'; known distributions are uniform, normal, zipf, lognormal"),
+            ({"dist_type": "uniform"}, "high is None"),
+            ({"dist_type": "uniform", "low": -1, "high": 3}, "low is -1"),
+            ({"dist_type": "uniform", "low": 5, "high": 3}, "high is 3, low is 5"),
+            ({"dist_type": "normal", "std": 1.0}, "mean is None"),
+            ({"dist_type": "normal", "mean": 1.0}, "std is None"),
+            ({"dist_type": "normal", "mean": math.nan, "std": 1.0}, "mean is nan"),
+            ({"dist_type": "normal", "mean": 1.0, "std": -1.0}, "std is -1.0"),
+            ({"dist_type": "lognormal", "mean": 0.0, "std": 1.0}, "mean is 0.0"),
+            ({"dist_type": "zipf"}, "alpha is None"),
+            ({"dist_type": "zipf", "alpha": 1.0}, "alpha is 1.0"),
+        ],
+    )
+    def test_is_checked_when_made(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            RandomDistribution(**arguments)
+
+
+def _dataset(**arguments) -> RandomHSTUDataset:
+    configs = [FeatureConfig(["item", "action"], [1000, 5], 30, is_jagged=True)]
+    return RandomHSTUDataset(
+        configs, "item", action_feature_name="action", **{"batch_size": 4, "num_batches": 5, **arguments}
+    )
+
+
+def _contents(batch: HSTUBatch) -> tuple:
+    return tuple(batch.features.values().tolist()), tuple(batch.features.lengths().tolist())
+
+
+class TestRandomDataset:
+    def test_batches_differ_by_rank_index_and_seed_and_repeat(self):
+        seen = [
+            _contents(batch)
+            for seed in (0, 1)
+            for rank in range(3)
+            for batch in _dataset(rank=rank, world_size=3, seed=seed)
+        ]
+        assert len(seen) == len(set(seen)) == 2 * 3 * 5
+        again = [_contents(_dataset(rank=1, world_size=3)[index]) for index in (4, 0)]
+        assert again == [seen[5 + 4], seen[5 + 0]]
+
+    def test_last_batch_may_be_incomplete(self):
+        assert [batch.actual_batch_size for batch in _dataset(last_batch_size=3)] == [4, 4, 4, 4, 3]
+
+    def test_tells_sizes(self):
+        dataset = _dataset()
+        assert dataset.vocabulary_sizes == {"item": 1000, "action": 5}
+        assert dataset.max_sequence_length == 60
+
+    def test_user_like_lengths_are_heavy_tailed_within_bounds(self):
+        dataset = user_like_dataset(max_history_seqlen=90, max_num_candidates=10, batch_size=500, num_batches=1)
+        tokens, targets = dataset[0].sequence_lengths()
+        assert dataset.max_sequence_length == 202
+        assert tokens.max() <= 202
+        assert tokens.max() > 3 * tokens.double().median()
+        assert targets.max() <= 20
+
+    @pytest.mark.parametrize("arguments", [{"num_batches": -1}, {"rank": 2, "world_size": 2}, {"rank": -1}])
+    def test_bad_arguments(self, arguments):
+        with pytest.raises(ValueError):
+            _dataset(**arguments)
+
+
+class TestShardedBatchSampler:
+    @given(
+        num_rows=st.integers(0, 60),
+        batch_size=st.integers(1, 9),
+        world_size=st.integers(1, 5),
+        shuffle=st.booleans(),
+        drop_last=st.booleans(),
+        epoch=st.integers(0, 3),
+    )
+    def test_every_row_once(self, num_rows, batch_size, world_size, shuffle, drop_last, epoch):
+        shards = []
+        for rank in range(world_size):
+            sampler = ShardedBatchSampler(
+                num_rows,
+                batch_size,
+                rank=rank,
+                world_size=world_size,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                seed=3,
+            )
+            sampler.set_epoch(epoch)
+            batches = list(sampler)
+            assert len(batches) == len(sampler)
+            assert all(len(batch) == batch_size for batch in batches[:-1])
+            assert all(1 <= len(batch) <= batch_size for batch in batches)
+            if drop_last:
+                assert all(len(batch) == batch_size for batch in batches)
+            shards.append([row for batch in batches for row in batch])
+        rows = sorted(row for shard in shards for row in shard)
+        if drop_last:
+            assert len(set(rows)) == len(rows)
+            assert set(rows) <= set(range(num_rows))
+            assert num_rows - len(rows) <= world_size * (batch_size - 1)
+        else:
+            assert rows == list(range(num_rows))
+            sizes = [len(shard) for shard in shards]
+            assert max(sizes) - min(sizes) <= 1
+
+    def test_order_changes_with_the_epoch_and_the_seed_alone(self):
+        def order(epoch, seed=0, shuffle=True):
+            sampler = ShardedBatchSampler(100, 10, shuffle=shuffle, seed=seed)
+            sampler.set_epoch(epoch)
+            return list(sampler)
+
+        assert order(1) == order(1)
+        assert order(1) != order(2)
+        assert order(1) != order(1, seed=9)
+        assert order(1, shuffle=False) == order(2, shuffle=False)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [({"batch_size": 0}, "batch_size is 0"), ({"rank": 2, "world_size": 2}, "rank is 2, world_size is 2")],
+    )
+    def test_bad_arguments(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            ShardedBatchSampler(10, **{"batch_size": 2, **arguments})
+
+    def test_ready_batches_are_permuted_per_epoch(self):
+        sampler = BatchOrderSampler(20, shuffle=True, seed=1)
+        first = list(sampler)
+        sampler.set_epoch(1)
+        assert sorted(first) == sorted(sampler) == list(range(20))
+        assert first != list(sampler)

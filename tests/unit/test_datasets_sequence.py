@@ -1,0 +1,338 @@
+"""Batches from the columnar file: equal to a slow assembly, read lazily, sharded, through a DataLoader."""
+
+from __future__ import annotations
+
+import pickle
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.datasets import sequence_file
+from commons.datasets.data_loader import get_data_loader, list_datasets
+from commons.datasets.hstu_batch import HSTUBatch
+from commons.datasets.movielens import SCHEMA, preprocess_movielens
+from commons.datasets.movielens_generator import generate_movielens
+from commons.datasets.sequence_dataset import SequenceDataset
+from commons.datasets.sequence_file import SequenceFile
+from tests.unit.test_movielens import MOVIES, write_zip
+
+_MOVIE_IDS = [9, 50, 1193]  # as in MOVIES, sorted: a movie's id in batches is its place here
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    """Folder with a file of 150 generated users in row groups of 16."""
+    folder = tmp_path_factory.mktemp("generated")
+    generate_movielens(folder / "ml-1m.zip", num_users=150, seed=2)
+    with mock.patch.object(sequence_file, "_ROWS_PER_GROUP", 16):
+        preprocess_movielens(folder / "ml-1m.zip", folder, test_fraction=0.2)
+    return folder
+
+
+def _dataset(path, split="train", **arguments) -> SequenceDataset:
+    return SequenceDataset(path, SCHEMA, split=split, **{"batch_size": 4, "max_history_seqlen": 10, **arguments})
+
+
+def _per_row(batch: HSTUBatch) -> list[dict]:
+    """Rows of a batch, one element at a time."""
+    rows = [{} for _ in range(batch.batch_size)]
+    for kjt in (batch.features, batch.labels):
+        lengths, values, position = kjt.lengths().tolist(), kjt.values().tolist(), 0
+        for key_index, key in enumerate(kjt.keys()):
+            for row in range(batch.batch_size):
+                length = lengths[key_index * batch.batch_size + row]
+                rows[row][key] = values[position : position + length]
+                position += length
+    for row in range(batch.batch_size):
+        rows[row]["num_candidates"] = 0 if batch.num_candidates is None else int(batch.num_candidates[row])
+    return rows
+
+
+def _expected_row(user: int, users: list[tuple], ratings: list[tuple], history: int, candidates: int) -> dict:
+    """One row, from the raw lines, by the definition."""
+    gender, age, work, code = users[user]
+    own = sorted((time, line, movie, rating) for line, (who, movie, rating, time) in enumerate(ratings) if who == user)
+    own = [(_MOVIE_IDS.index(movie), rating) for _, _, movie, rating in own]
+    num_candidates = min(candidates, max(len(own) - 1, 0))
+    past, future = own[: len(own) - num_candidates], own[len(own) - num_candidates :]
+    items = past[-history:] + future
+    targets = future if candidates else items
+    return {
+        "user_id": [user],
+        "gender": [sorted({u[0] for u in users}).index(gender)],
+        "age": [sorted({u[1] for u in users}).index(age)],
+        "occupation": [sorted({u[2] for u in users}).index(work)],
+        "zip": [sorted({u[3] for u in users}).index(code)],
+        "movie_id": [movie for movie, _ in items],
+        "rating": [rating for _, rating in items],
+        "task_0": [float(rating >= 4) for _, rating in targets],
+        "task_1": [float(rating == 5) for _, rating in targets],
+        "num_candidates": num_candidates,
+    }
+
+
+_USERS = st.lists(
+    st.tuples(st.sampled_from("FM"), st.integers(1, 56), st.integers(0, 20), st.sampled_from(["1", "2-3", "99999"])),
+    min_size=1,
+    max_size=7,
+)
+
+
+@given(users=_USERS, history=st.integers(1, 5), candidates=st.integers(0, 4), data=st.data())
+def test_batches_equal_a_slow_assembly(tmp_path_factory, users, history, candidates, data):
+    num_users = len(users)
+    rating = st.tuples(st.integers(0, num_users - 1), st.sampled_from(_MOVIE_IDS), st.integers(1, 5), st.integers(0, 4))
+    ratings = data.draw(st.lists(rating, min_size=1, max_size=40))
+    folder = tmp_path_factory.mktemp("raw")
+    source = write_zip(
+        folder / "ml-1m.zip",
+        ratings="".join(f"{user + 1}::{movie}::{stars}::{time}\n" for user, movie, stars, time in ratings),
+        users="".join(f"{user + 1}::" + "::".join(map(str, fields)) + "\n" for user, fields in enumerate(users)),
+        movies=MOVIES,
+    )
+    with mock.patch.object(sequence_file, "_ROWS_PER_GROUP", 2):
+        path = preprocess_movielens(source, folder, test_fraction=0.4)
+    table = pq.read_table(path)
+    for split in set(table["split"].to_pylist()):
+        in_split = [user for user, own in zip(*(table[c].to_pylist() for c in ("user_id", "split"))) if own == split]
+        rows = data.draw(st.lists(st.integers(0, len(in_split) - 1), max_size=5))  # any order, repeats
+        dataset = _dataset(
+            path, split, batch_size=5, max_history_seqlen=history, max_num_candidates=candidates, num_tasks=2
+        )
+        batch = dataset[rows]
+        assert (batch.batch_size, batch.actual_batch_size) == (5, len(rows))
+        expected = [_expected_row(in_split[row], users, ratings, history, candidates) for row in rows]
+        empty = {key: 0 if key == "num_candidates" else [] for key in _per_row(batch)[0]}
+        assert _per_row(batch) == expected + [empty] * (5 - len(rows))
+
+
+class TestDataset:
+    def test_lengths_and_names(self, generated):
+        dataset = _dataset(generated, max_history_seqlen=30, max_num_candidates=5)
+        assert dataset.max_sequence_length == 2 * 30 + 2 * 5 + 5
+        batch = dataset[[3, 0, 7]]
+        assert batch.feature_to_max_seqlen == {
+            "user_id": 1,
+            "gender": 1,
+            "age": 1,
+            "occupation": 1,
+            "zip": 1,
+            "movie_id": 35,
+            "rating": 35,
+        }
+        assert batch.num_candidates.tolist() == [5, 5, 5, 0]
+        assert batch.labels.keys() == ["task_0"]
+        assert batch.num_loss_tokens() == 15
+        assert batch.sequence_lengths()[0].max() <= dataset.max_sequence_length
+        assert dataset.vocabulary_sizes["movie_id"] == 3883
+        assert dataset.metadata.generated
+        for name, size in dataset.vocabulary_sizes.items():
+            assert batch.features[name].values().max() < size
+
+    def test_reads_only_the_row_groups_it_needs(self, generated):
+        groups = []
+        original = pq.ParquetFile.read_row_group
+
+        def record(self, index, columns, **options):
+            groups.append(index)
+            assert "timestamp" not in columns
+            return original(self, index, columns=columns, **options)
+
+        with mock.patch.object(pq.ParquetFile, "read_row_group", record):
+            dataset = _dataset(generated)
+            assert len(dataset) > 100
+            assert groups == []
+            dataset[[1, 2, 40]]
+            assert groups == [0, 2]
+            dataset[[3, 47]]
+        assert groups == [0, 2]
+
+    def test_few_groups_are_kept(self, generated):
+        file = SequenceFile(generated, "ml-1m", ["movie_id"], max_cached_groups=2)
+        everything = SequenceFile(generated, "ml-1m", ["movie_id"])
+        rows = np.arange(150)[::-7]
+        lengths = everything.select(rows).lengths("movie_id")
+        assert file.select(rows).lengths("movie_id").tolist() == lengths.tolist()
+        assert file.select(rows).tails("movie_id", lengths).tolist() == (
+            everything.select(rows).tails("movie_id", lengths).tolist()
+        )
+        assert len(file._cache) == 2
+
+    def test_travels_to_other_processes(self, generated):
+        dataset = _dataset(generated)
+        expected = _per_row(dataset[[5, 60]])
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert _per_row(copy[[5, 60]]) == expected
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"batch_size": 0}, "batch_size is 0"),
+            ({"max_history_seqlen": 0}, "max_history_seqlen is 0"),
+            ({"max_num_candidates": -1}, "max_num_candidates is -1"),
+            ({"num_tasks": 3}, "num_tasks is 3"),
+            ({"split": "valid"}, "split is 'valid', .* has train, test"),
+        ],
+    )
+    def test_bad_arguments(self, generated, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            _dataset(generated, **arguments)
+
+    def test_bad_rows(self, generated):
+        dataset = _dataset(generated)
+        with pytest.raises(IndexError, match=f"row {len(dataset)}"):
+            dataset[[0, len(dataset)]]
+        with pytest.raises(IndexError, match="row -1"):
+            dataset[-1]
+        with pytest.raises(ValueError, match="5 rows were asked for, batch_size is 4"):
+            dataset[[0, 1, 2, 3, 4]]
+
+    def test_empty_split(self, tmp_path):
+        path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, test_fraction=0.0)
+        with pytest.raises(ValueError, match="'test' .* has no users"):
+            _dataset(path, "test")
+
+
+class TestBadFiles:
+    def test_missing(self, tmp_path):
+        for path in (tmp_path, tmp_path / "data.parquet"):
+            with pytest.raises(FileNotFoundError, match="run `evenrank preprocess ml-1m"):
+                _dataset(path)
+
+    def test_no_parquet(self, tmp_path):
+        (tmp_path / "ml-1m.parquet").write_text("hello")
+        with pytest.raises(ValueError, match="no parquet file") as caught:
+            _dataset(tmp_path)
+        assert "\n" not in str(caught.value)
+
+    def test_foreign_parquet(self, tmp_path):
+        pq.write_table(pa.table({"a": [1]}), tmp_path / "ml-1m.parquet")
+        with pytest.raises(ValueError, match="not written by `evenrank preprocess`"):
+            _dataset(tmp_path)
+
+    def test_another_data_set(self, generated):
+        with pytest.raises(ValueError, match="holds 'ml-1m', dataset_name is 'ml-20m'"):
+            SequenceFile(generated / "ml-1m.parquet", "ml-20m", [])
+
+    def test_another_version(self, tmp_path):
+        with mock.patch.object(sequence_file.SequenceFileMetadata, "__init__", _with_version(99)):
+            preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path)
+        with pytest.raises(ValueError, match="format version 99"):
+            _dataset(tmp_path)
+
+    def test_missing_column(self, generated):
+        with pytest.raises(ValueError, match=r"but no \['price'\]"):
+            SequenceFile(generated, "ml-1m", ["movie_id", "price"])
+
+    def test_damaged_data(self, generated, tmp_path):
+        data = bytearray((generated / "ml-1m.parquet").read_bytes())
+        data[2000:40_000] = bytes(38_000)
+        (tmp_path / "ml-1m.parquet").write_bytes(bytes(data))
+        with pytest.raises(ValueError, match="is damaged"):
+            _dataset(tmp_path)[[0]]
+
+
+def _with_version(version: int):
+    original = sequence_file.SequenceFileMetadata.__init__
+    return lambda self, **fields: original(self, **fields, format_version=version)
+
+
+def _loader(path, **arguments):
+    return get_data_loader("ml-1m", dataset_path=path, **{"batch_size": 8, "max_history_seqlen": 20, **arguments})
+
+
+def _user_ids(loader) -> list[int]:
+    return [user for batch in loader for user in batch.features["user_id"].values().tolist()]
+
+
+class TestDataLoader:
+    def test_ranks_share_the_users_of_an_epoch(self, generated):
+        orders = []
+        for epoch in (0, 1):
+            shards = []
+            for rank in range(3):
+                loader = _loader(generated, rank=rank, world_size=3, shuffle=True)
+                loader.sampler.set_epoch(epoch)
+                shards.append(_user_ids(loader))
+            counts = [len(shard) for shard in shards]
+            assert max(counts) - min(counts) <= 1
+            orders.append(shards)
+        first, second = (sorted(user for shard in shards for user in shard) for shards in orders)
+        assert first == second
+        assert len(set(first)) == len(first) == len(_dataset(generated))
+        assert orders[0] != orders[1]
+
+    def test_splits_share_no_user(self, generated):
+        train, test = (set(_user_ids(_loader(generated, split=split))) for split in ("train", "test"))
+        assert train.isdisjoint(test)
+        assert len(train) + len(test) == 150
+
+    def test_last_batch_is_padded_or_dropped(self, generated):
+        num_users = len(_dataset(generated))
+        batch_size = next(size for size in (7, 8, 9) if num_users % size)
+        full, rest = divmod(num_users, batch_size)
+        padded = list(_loader(generated, batch_size=batch_size))
+        assert [batch.actual_batch_size for batch in padded] == [batch_size] * full + [rest]
+        assert {batch.batch_size for batch in padded} == {batch_size}
+        dropped = _loader(generated, batch_size=batch_size, drop_last=True)
+        assert [batch.actual_batch_size for batch in dropped] == [batch_size] * full
+        assert len(dropped) == full
+
+    def test_workers_give_the_same_batches(self, generated):
+        alone = _loader(generated, shuffle=True)
+        with_workers = _loader(generated, shuffle=True, num_workers=2)
+        for epoch in (0, 1):
+            alone.sampler.set_epoch(epoch)
+            with_workers.sampler.set_epoch(epoch)
+            pairs = list(zip(alone, with_workers))
+            assert len(pairs) == len(alone)
+            for expected, batch in pairs:
+                assert _per_row(batch) == _per_row(expected)
+
+    def test_random_data(self):
+        batches = [
+            list(
+                get_data_loader(
+                    "random", split, batch_size=4, max_history_seqlen=16, num_batches=3, rank=rank, world_size=2
+                )
+            )
+            for split, rank in (("train", 0), ("train", 0), ("train", 1), ("test", 0))
+        ]
+        values = [[batch.features.values().tolist() for batch in own] for own in batches]
+        assert values[0] == values[1]
+        assert values[0] != values[2]
+        assert values[0] != values[3]
+        assert all(isinstance(batch, HSTUBatch) and batch.batch_size == 4 for own in batches for batch in own)
+
+    def test_random_data_with_workers(self):
+        loaders = [
+            get_data_loader("random", batch_size=4, max_history_seqlen=16, num_batches=5, num_workers=workers)
+            for workers in (0, 2)
+        ]
+        first, second = ([batch.features.values() for batch in loader] for loader in loaders)
+        assert len(first) == len(second) == 5
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+    def test_unknown_data_set(self):
+        assert list_datasets() == ["ml-1m", "random"]
+        with pytest.raises(KeyError, match="'ml-2m'; known data sets are ml-1m, random"):
+            get_data_loader("ml-2m", batch_size=1, max_history_seqlen=1)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"dataset_name": "ml-1m"}, "dataset_path is not set"),
+            ({"batch_size": 0}, "batch_size is 0"),
+            ({"rank": 1}, "rank is 1, world_size is 1"),
+        ],
+    )
+    def test_bad_arguments(self, arguments, message):
+        fine = {"dataset_name": "random", "batch_size": 2, "max_history_seqlen": 4}
+        with pytest.raises(ValueError, match=message):
+            get_data_loader(**{**fine, **arguments})

@@ -1,0 +1,299 @@
+"""HSTUBatch: what random batches look like, what is refused, and selection against a slow reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution, padded_kjt
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _random_batch(
+    seed=0, batch_size=6, num_real=None, max_num_candidates=3, num_tasks=2, with_actions=True, longest=9
+) -> HSTUBatch:
+    names = ["item", "action"] if with_actions else ["item"]
+    return HSTUBatch.random(
+        batch_size,
+        [
+            FeatureConfig(["user", "country"], [50, 7], 1, is_jagged=False),
+            FeatureConfig(["hobbies"], [11], 3, is_jagged=True),
+            FeatureConfig(names, [100, 5][: len(names)], longest, is_jagged=True),
+        ],
+        "item",
+        ["user", "country", "hobbies"],
+        "action" if with_actions else None,
+        max_num_candidates,
+        num_tasks,
+        num_real,
+        device="cpu",
+        generator=_generator(seed),
+    )
+
+
+def _rows(kjt: KeyedJaggedTensor) -> dict[str, list[tuple[list, list]]]:
+    """By key, the values and weights of every row, read one element at a time."""
+    lengths = kjt.lengths().tolist()
+    values = kjt.values().tolist()
+    weights = [None] * len(values) if kjt.weights_or_none() is None else kjt.weights().tolist()
+    rows, position = {}, 0
+    for key_index, key in enumerate(kjt.keys()):
+        rows[key] = []
+        for row in range(kjt.stride()):
+            length = lengths[key_index * kjt.stride() + row]
+            rows[key].append((values[position : position + length], weights[position : position + length]))
+            position += length
+    assert position == len(values)
+    return rows
+
+
+def _lengths(kjt: KeyedJaggedTensor, key: str) -> list[int]:
+    return [len(values) for values, _ in _rows(kjt)[key]]
+
+
+class TestRandom:
+    @given(
+        seed=st.integers(0, 2**32),
+        batch_size=st.integers(1, 9),
+        padding=st.integers(0, 9),
+        max_num_candidates=st.integers(0, 4),
+        num_tasks=st.none() | st.integers(1, 3),
+        with_actions=st.booleans(),
+    )
+    def test_rows_keep_the_rules(self, seed, batch_size, padding, max_num_candidates, num_tasks, with_actions):
+        num_real = max(0, batch_size - padding)
+        batch = _random_batch(seed, batch_size, num_real, max_num_candidates, num_tasks, with_actions)
+        assert (batch.batch_size, batch.actual_batch_size) == (batch_size, num_real)
+        items = _lengths(batch.features, "item")
+        assert all(length <= 9 for length in items)
+        assert items[num_real:] == [0] * (batch_size - num_real)
+        assert _lengths(batch.features, "user") == [1] * num_real + [0] * (batch_size - num_real)
+        if with_actions:
+            assert _lengths(batch.features, "action") == items
+            assert set(batch.features["action"].values().tolist()) <= set(range(5))
+        if max_num_candidates:
+            candidates = batch.num_candidates.tolist()
+            assert batch.num_candidates.dtype == torch.int64
+            assert all(0 <= c <= min(max_num_candidates, max(0, n - 1)) for c, n in zip(candidates, items))
+            assert all(c >= 1 for c, n in zip(candidates, items) if n > 1)
+        else:
+            assert batch.num_candidates is None
+            candidates = items
+        if num_tasks is None:
+            assert batch.labels is None
+        else:
+            assert batch.labels.keys() == [f"task_{task}" for task in range(num_tasks)]
+            assert batch.labels.values().dtype == torch.float32
+            assert set(batch.labels.values().tolist()) <= {0.0, 1.0}
+            for key in batch.labels.keys():
+                assert _lengths(batch.labels, key) == candidates
+        assert batch.num_loss_tokens() == (num_tasks or 0) * sum(candidates)
+        assert batch.feature_to_max_seqlen == {
+            "user": 1,
+            "country": 1,
+            "hobbies": 3,
+            "item": 9,
+            **({"action": 9} if with_actions else {}),
+        }
+
+    def test_same_generator_same_batch(self):
+        first, second, other = (_random_batch(seed) for seed in (3, 3, 4))
+        assert _rows(first.features) == _rows(second.features)
+        assert _rows(first.labels) == _rows(second.labels)
+        assert first.num_candidates.tolist() == second.num_candidates.tolist()
+        assert _rows(first.features) != _rows(other.features)
+
+    def test_length_distribution_is_clipped_to_the_longest(self):
+        dist = RandomDistribution("uniform", low=4, high=90)
+        config = FeatureConfig(["item"], [10], 20, is_jagged=True, seqlen_dist=dist)
+        lengths = config.draw_lengths(500, _generator(0))
+        assert lengths.min() >= 4
+        assert lengths.max() == 20
+
+    def test_not_jagged_means_full_rows(self):
+        batch = HSTUBatch.random(3, [FeatureConfig(["item"], [10], 5, is_jagged=False)], "item", device="cpu")
+        assert _lengths(batch.features, "item") == [5, 5, 5]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"batch_size": 0}, "batch_size is 0"),
+            ({"actual_batch_size": 5}, "actual_batch_size is 5"),
+            ({"actual_batch_size": -1}, "actual_batch_size is -1"),
+            ({"num_tasks": 0}, "num_tasks is 0"),
+            ({"item_feature_name": "movie"}, "item_feature_name is 'movie'"),
+            ({"action_feature_name": "click"}, "action_feature_name is 'click'"),
+            ({"contextual_feature_names": ["age"]}, "age"),
+            ({"contextual_feature_names": ["item"]}, "contextual or part of the sequence"),
+        ],
+    )
+    def test_bad_arguments(self, arguments, message):
+        fine = {
+            "batch_size": 4,
+            "feature_configs": [FeatureConfig(["item"], [10], 5, is_jagged=True)],
+            "item_feature_name": "item",
+        }
+        with pytest.raises(ValueError, match=message):
+            HSTUBatch.random(**{**fine, **arguments}, device="cpu")
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"feature_names": []},
+            {"feature_names": ["a", "b"]},
+            {"max_item_ids": [0]},
+            {"max_sequence_length": -1},
+        ],
+    )
+    def test_bad_feature_config(self, arguments):
+        fine = {"feature_names": ["a"], "max_item_ids": [3], "max_sequence_length": 4, "is_jagged": True}
+        with pytest.raises(ValueError):
+            FeatureConfig(**{**fine, **arguments})
+
+
+class TestSequenceLengths:
+    @given(seed=st.integers(0, 2**32), max_num_candidates=st.integers(0, 4), with_actions=st.booleans())
+    def test_counts_what_the_model_computes(self, seed, max_num_candidates, with_actions):
+        batch = _random_batch(seed, 7, 5, max_num_candidates, with_actions=with_actions)
+        lengths = {key: _lengths(batch.features, key) for key in batch.features.keys()}
+        for interleaved in (True, False):
+            factor = 2 if interleaved and with_actions else 1
+            tokens, targets = batch.sequence_lengths(action_interleaved=interleaved)
+            assert tokens.dtype == targets.dtype == torch.int64
+            for row in range(7):
+                context = sum(lengths[key][row] for key in ("user", "country", "hobbies"))
+                assert tokens[row] == context + factor * lengths["item"][row]
+                candidates = 0 if batch.num_candidates is None else batch.num_candidates[row]
+                assert targets[row] == factor * candidates
+
+    def test_int32_lengths_do_not_overflow(self):
+        features = KeyedJaggedTensor(["item"], torch.zeros(3, dtype=torch.int64), lengths=torch.tensor([3]).int())
+        tokens, _ = HSTUBatch(features, 1, {"item": 3}, item_feature_name="item").sequence_lengths()
+        assert tokens.dtype == torch.int64
+
+    def test_nothing_is_read_back_from_the_device(self):
+        batch = _random_batch().to(torch.device("meta"))  # a meta tensor has no values: reading one raises
+        tokens, targets = batch.sequence_lengths()
+        assert tokens.device.type == targets.device.type == "meta"
+        assert dataclasses.replace(batch).num_candidates is batch.num_candidates
+        with pytest.raises(RuntimeError, match="meta"):
+            tokens.sum().item()
+
+    def test_empty_batch(self):
+        tokens, targets = _random_batch().index_select([]).sequence_lengths()
+        assert tokens.shape == targets.shape == (0,)
+
+
+class TestValidation:
+    @staticmethod
+    def _fields(**changes):
+        lengths = {"item": torch.tensor([3, 0, 2]), "action": torch.tensor([3, 0, 2])}
+        values = {"item": torch.arange(5), "action": torch.arange(5)}
+        fields = {
+            "features": padded_kjt(values, lengths, 4),
+            "batch_size": 4,
+            "feature_to_max_seqlen": {"item": 3, "action": 3},
+            "actual_batch_size": 3,
+            "item_feature_name": "item",
+            "action_feature_name": "action",
+            "max_num_candidates": 2,
+            "num_candidates": torch.tensor([2, 0, 1, 0]),
+        }
+        return {**fields, **changes}
+
+    def test_a_good_batch(self):
+        assert HSTUBatch(**self._fields()).sequence_lengths()[1].tolist() == [4, 0, 2, 0]
+
+    def test_item_feature_name_is_required(self):
+        fields = self._fields()
+        del fields["item_feature_name"]
+        with pytest.raises(TypeError, match="item_feature_name"):
+            HSTUBatch(**fields)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"num_candidates": None}, "max_num_candidates is 2 and num_candidates is None"),
+            ({"max_num_candidates": -1}, "max_num_candidates is -1"),
+            ({"num_candidates": torch.tensor([2, 0, 1])}, "disagree on the number of rows"),
+            ({"num_candidates": torch.zeros(4)}, "dtype torch.float32"),
+            ({"num_candidates": torch.zeros(4, 2, dtype=torch.int64)}, r"shape \(4, 2\)"),
+            ({"num_candidates": torch.tensor([2, 1, 1, 0])}, r"num_candidates\[1\] is 1, row 1 has 0 items"),
+            ({"num_candidates": torch.tensor([3, 0, 1, 0])}, r"num_candidates\[0\] is 3.*max_num_candidates is 2"),
+            ({"num_candidates": torch.tensor([2, 0, -1, 0])}, r"num_candidates\[2\] is -1"),
+            ({"num_candidates": torch.tensor([2, 0, 1, 1])}, r"num_candidates\[3\] is 1"),  # a padding row
+            ({"max_num_candidates": 0}, r"num_candidates\[0\] is 2"),
+        ],
+    )
+    def test_bad_candidates(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            HSTUBatch(**self._fields(**changes))
+
+    def test_actions_and_items_of_different_length(self):
+        features = padded_kjt(
+            {"item": torch.arange(5), "action": torch.arange(5)},
+            {"item": torch.tensor([3, 0, 2]), "action": torch.tensor([3, 1, 1])},
+            4,
+        )
+        with pytest.raises(ValueError, match="row 1 has 0 items .* and 1 actions"):
+            HSTUBatch(**self._fields(features=features))
+
+
+@dataclasses.dataclass
+class _WideBatch(HSTUBatch):
+    """A user's subclass with dense fields of several ranks and dtypes."""
+
+    dense: torch.Tensor | None = None
+    flags: torch.Tensor | None = None
+
+
+class TestIndexSelect:
+    @staticmethod
+    def _batch(seed: int, num_real: int, with_weights: bool) -> _WideBatch:
+        base = _random_batch(seed, 6, num_real)
+        features = base.features
+        if with_weights:
+            weights = torch.rand(features.values().numel(), generator=_generator(seed))
+            features = KeyedJaggedTensor(
+                features.keys(), features.values(), weights=weights, lengths=features.lengths(), stride=6
+            )
+        real = torch.arange(6) < num_real
+        fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+        return _WideBatch(
+            **{**fields, "features": features},
+            dense=torch.rand(6, 2, 3, dtype=torch.float64, generator=_generator(seed)) * real[:, None, None],
+            flags=real.clone(),
+        )
+
+    @given(
+        seed=st.integers(0, 2**32),
+        num_real=st.integers(0, 6),
+        with_weights=st.booleans(),
+        data=st.data(),
+    )
+    def test_equals_row_by_row(self, seed, num_real, with_weights, data):
+        batch = self._batch(seed, num_real, with_weights)
+        real_rows = st.lists(st.integers(0, num_real - 1), max_size=8) if num_real else st.just([])
+        padding_rows = st.lists(st.integers(num_real, 5), max_size=3) if num_real < 6 else st.just([])
+        indices = data.draw(real_rows)
+        num_selected = len(indices)
+        indices += data.draw(padding_rows)
+        selected = batch.index_select(torch.tensor(indices, dtype=torch.int64))
+        assert type(selected) is _WideBatch
+        assert (selected.batch_size, selected.actual_batch_size) == (len(indices), num_selected)
+        for kjt, expected in ((selected.features, _rows(batch.features)), (selected.labels, _rows(batch.labels))):
+            assert _rows(kjt) == {key: [rows[index] for index in indices] for key, rows in expected.items()}
+        assert selected.num_candidates.tolist() == [batch.num_candidates.tolist()[index] for index in indices]
+        assert selected.dense.shape == (len(indices), 2, 3)
+        assert selected.dense.tolist() == [batch.dense.tolist()[index] for index in indices]
+        assert selected.flags.tolist() == [index < num_real for index in indices]
+        for name in ("item_feature_name", "action_feature_name", "max_num_candidates", "contextual_feature_names"):
+            assert getattr(selected, name) == getattr(batch, name)

@@ -1,0 +1,256 @@
+"""MovieLens-1M: the raw archive to the columnar file, and every way in which an archive can be wrong."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from commons.datasets import movielens, sequence_file
+from commons.datasets.movielens import DATASET_NAME, SCHEMA, preprocess_movielens
+from commons.datasets.movielens_archive import read_movielens_archive
+from commons.datasets.sequence_file import SequenceFile
+
+# User 7 rates twice in second 100: the order of the file counts. User 9 has no ratings, user 3 one.
+RATINGS = "7::50::5::200\n3::9::1::5\n7::9::4::100\n7::1193::2::100\n7::50::3::99\n"
+USERS = "9::M::56::16::70072\n3::F::1::10::48067-1234\n7::M::25::15::55117\n"
+MOVIES = "1193::One Flew: Over (1975)::Drama\n9::Misérables, Les (1995)::Drama|Musical\n50::Plain (1999)::War\n"
+
+
+def write_zip(
+    path: Path, *, ratings=RATINGS, users=USERS, movies=MOVIES, readme="SUMMARY\n", folder="ml-1m/", newline="\n"
+) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in (("ratings", ratings), ("users", users), ("movies", movies)):
+            archive.writestr(f"{folder}{name}.dat", text.replace("\n", newline).encode("latin-1"))
+        archive.writestr(f"{folder}README", readme)
+    return path
+
+
+def _rows(path: Path) -> dict[int, dict]:
+    """Rows of a file by raw user id, with raw values."""
+    vocabularies = SequenceFile(path, DATASET_NAME, []).vocabularies()
+    rows = {}
+    for row in pq.read_table(path).to_pylist():
+        raw = {name: vocabularies[name][row[name]] for name in SCHEMA.contextual_feature_names}
+        raw["movie_id"] = [vocabularies["movie_id"][item] for item in row["movie_id"]]
+        rows[raw["user_id"]] = {**row, **raw}
+    return rows
+
+
+class TestPreprocess:
+    def test_sequences_are_sorted_by_time_and_ties_keep_the_order_of_the_file(self, tmp_path):
+        rows = _rows(preprocess_movielens(write_zip(tmp_path / "ml-1m.zip"), tmp_path / "data"))
+        assert sorted(rows) == [3, 7, 9]
+        assert rows[7]["movie_id"] == [50, 9, 1193, 50]
+        assert rows[7]["rating"] == [3, 4, 2, 5]
+        assert rows[7]["timestamp"] == [99, 100, 100, 200]
+        assert (rows[3]["movie_id"], rows[3]["rating"], rows[3]["timestamp"]) == ([9], [1], [5])
+        assert rows[9]["movie_id"] == []
+        user = {name: rows[3][name] for name in ("gender", "age", "occupation", "zip")}
+        assert user == {"gender": "F", "age": 1, "occupation": 10, "zip": "48067-1234"}
+
+    def test_columns_and_footer(self, tmp_path):
+        path = preprocess_movielens(write_zip(tmp_path / "ml-1m.zip"), tmp_path / "data", seed=4)
+        assert path == tmp_path / "data" / "ml-1m.parquet"
+        types = {field.name: str(field.type) for field in pq.read_schema(path)}
+        assert types == {
+            "user_id": "int32",
+            "gender": "int32",
+            "age": "int32",
+            "occupation": "int32",
+            "zip": "int32",
+            "movie_id": "list<element: int32>",
+            "rating": "list<element: int8>",
+            "timestamp": "list<element: int64>",
+            "split": "string",
+        }
+        metadata = SequenceFile(path, DATASET_NAME, []).metadata
+        assert (metadata.num_users, metadata.num_interactions) == (3, 5)
+        assert (metadata.min_length, metadata.max_length, metadata.mean_length) == (0, 4, 5 / 3)
+        assert metadata.vocabulary_sizes == {
+            "user_id": 3,
+            "gender": 2,
+            "age": 3,
+            "occupation": 3,
+            "zip": 3,
+            "movie_id": 3,
+            "rating": 6,
+        }
+        assert not metadata.generated
+        assert metadata.options == {"test_fraction": 0.1, "seed": 4}
+
+    def test_zip_folder_and_line_ends_make_no_difference(self, tmp_path):
+        expected = pq.read_table(preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path / "a"))
+        with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+            archive.extractall(tmp_path / "unpacked")
+        sources = [
+            tmp_path / "unpacked",
+            tmp_path / "unpacked" / "ml-1m",
+            write_zip(tmp_path / "flat.zip", folder=""),
+            write_zip(tmp_path / "crlf.zip", newline="\r\n"),
+            write_zip(tmp_path / "open_end.zip", ratings=RATINGS.rstrip("\n")),
+        ]
+        for source in sources:
+            table = pq.read_table(preprocess_movielens(source, tmp_path / "b"))
+            assert table.equals(expected), source
+
+    def test_split_is_by_user_and_repeats(self, tmp_path):
+        users = range(1, 2001)
+        source = write_zip(
+            tmp_path / "a.zip",
+            users="".join(f"{user}::F::1::1::1\n" for user in users),
+            ratings="".join(f"{user}::9::3::1\n" for user in users),
+        )
+
+        def test_users(**arguments):
+            rows = _rows(preprocess_movielens(source, tmp_path / "data", **arguments))
+            splits = [row["split"] for row in rows.values()]
+            assert splits == sorted(splits, reverse=True)  # train, then test
+            return {user for user, row in rows.items() if row["split"] == "test"}
+
+        tenth = test_users()
+        assert 150 <= len(tenth) <= 250
+        assert tenth == test_users()
+        assert tenth < test_users(test_fraction=0.5)  # a larger test split keeps its users
+        assert len(tenth & test_users(seed=1)) < 60
+        assert test_users(test_fraction=0) == set()
+        assert test_users(test_fraction=1) == set(users)
+
+    def test_a_user_stays_in_its_split_when_others_are_added(self):
+        few, many = np.array([5, 900]), np.arange(1, 1000)
+        hashes = movielens._hash_of_users(many, seed=2)
+        assert movielens._hash_of_users(few, seed=2).tolist() == hashes[[4, 899]].tolist()
+        assert abs(hashes.mean() - 0.5) < 0.05
+
+    def test_generated_data_say_so(self, tmp_path):
+        source = write_zip(tmp_path / "a.zip", readme="GENERATED DATA: not real")
+        assert SequenceFile(preprocess_movielens(source, tmp_path), DATASET_NAME, []).metadata.generated
+
+    def test_a_failure_leaves_the_earlier_file(self, tmp_path, monkeypatch):
+        source = write_zip(tmp_path / "a.zip")
+        path = preprocess_movielens(source, tmp_path / "data")
+        before = path.read_bytes()
+
+        def fail_half_way(table, where, **options):
+            Path(where).write_bytes(b"PAR1 half")
+            raise OSError("disk full")
+
+        monkeypatch.setattr(sequence_file.pq, "write_table", fail_half_way)
+        with pytest.raises(OSError, match="disk full"):
+            preprocess_movielens(source, tmp_path / "data", seed=1)
+        assert path.read_bytes() == before
+        assert [entry.name for entry in path.parent.iterdir()] == ["ml-1m.parquet"]
+
+    @pytest.mark.parametrize("arguments", [{"test_fraction": 1.5}, {"test_fraction": float("nan")}, {"seed": -1}])
+    def test_bad_arguments(self, tmp_path, arguments):
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, **arguments)
+
+
+def _error_of(source: Path, kind: type[Exception] = ValueError) -> str:
+    with pytest.raises(kind) as caught:
+        read_movielens_archive(source)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(source) in message
+    return message
+
+
+class TestBadArchives:
+    def test_missing(self, tmp_path):
+        assert "does not exist" in _error_of(tmp_path / "ml-1m.zip", FileNotFoundError)
+
+    def test_truncated(self, tmp_path):
+        whole = write_zip(tmp_path / "a.zip", ratings=RATINGS * 100).read_bytes()
+        for size in (0, 10, len(whole) // 2, len(whole) - 5):
+            source = tmp_path / f"{size}.zip"
+            source.write_bytes(whole[:size])
+            assert "no complete zip file" in _error_of(source)
+
+    def test_damaged_contents(self, tmp_path):
+        source = tmp_path / "a.zip"
+        with zipfile.ZipFile(source, "w", zipfile.ZIP_STORED) as archive:
+            for name, text in (("ratings.dat", RATINGS), ("users.dat", USERS), ("movies.dat", "1::T::G\n")):
+                archive.writestr(name, text)
+        source.write_bytes(source.read_bytes().replace(b"7::50::5::200", b"7::50::4::200"))
+        assert "Bad CRC-32" in _error_of(source)
+
+    def test_damaged_compression(self, tmp_path):
+        data = bytearray(write_zip(tmp_path / "whole.zip").read_bytes())
+        start = data.index(b"ratings.dat") + len("ratings.dat")
+        data[start : start + 20] = b"\xff" * 20
+        source = tmp_path / "a.zip"
+        source.write_bytes(bytes(data))
+        assert "no complete zip file" in _error_of(source)
+
+    def test_something_else(self, tmp_path):
+        source = tmp_path / "ml-20m.zip"
+        with zipfile.ZipFile(source, "w") as archive:
+            for name in ("ratings.csv", "movies.csv", "users.dat"):
+                archive.writestr(f"ml-20m/{name}", "1")
+        message = _error_of(source)
+        assert "has no ratings.dat, movies.dat;" in message
+        assert "ml-20m/ratings.csv" in message
+
+    def test_folder_of_something_else(self, tmp_path):
+        (tmp_path / "empty").mkdir()
+        assert "found: nothing" in _error_of(tmp_path / "empty")
+        for index in range(20):
+            (tmp_path / "empty" / f"{index:02}.txt").touch()
+        assert "07.txt and 12 more" in _error_of(tmp_path / "empty")
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "7::50::5",
+            "7::50::5::200::1",
+            "7:50:5:200",
+            "7::x::5::200",
+            "7::::5::200",
+            "7::50::0::200",
+            "7::50::6::200",
+            "7::50::3.5::200",
+            "-7::50::3::200",
+            "7::99999999999::3::200",
+            "7::50::3::99999999999999999999",
+            "",
+            "UserID::MovieID::Rating::Timestamp",
+        ],
+    )
+    def test_malformed_rating(self, tmp_path, line):
+        lines = RATINGS.splitlines()
+        lines.insert(3, line)
+        source = write_zip(tmp_path / "a.zip", ratings="\n".join(lines) + "\n")
+        message = _error_of(source)
+        assert f"ratings.dat line 4 is {line!r}" in message
+        assert "UserID::MovieID::Rating::Timestamp" in message
+
+    @pytest.mark.parametrize(
+        ("files", "message"),
+        [
+            ({"users": USERS + "4::X::1::10::48067\n"}, "users.dat line 4 is '4::X::1::10::48067'"),
+            ({"movies": "1193::No genres\n" + MOVIES}, "movies.dat line 1 is '1193::No genres'"),
+            ({"users": USERS + "7::M::1::10::48067\n"}, "users.dat line 4 has user_id 7 again"),
+            ({"movies": MOVIES + "9::A::B\n"}, "movies.dat line 4 has movie_id 9 again"),
+            ({"ratings": RATINGS + "8::50::5::200\n"}, "ratings.dat line 6 has user_id 8, which users.dat"),
+            ({"ratings": "7::51::5::200\n" + RATINGS}, "ratings.dat line 1 has movie_id 51, which movies.dat"),
+            ({"ratings": ""}, "ratings.dat is empty"),
+            ({"ratings": "x" * 500}, "xxx' …;"),
+        ],
+    )
+    def test_other_malformed_lines(self, tmp_path, files, message):
+        found = _error_of(write_zip(tmp_path / "a.zip", **files))
+        assert message in found
+        assert len(found) < 500
+
+    def test_malformed_line_of_a_folder_names_the_file(self, tmp_path):
+        with zipfile.ZipFile(write_zip(tmp_path / "a.zip")) as archive:
+            archive.extractall(tmp_path)
+        (tmp_path / "ml-1m" / "ratings.dat").write_text("1::2::3\n")
+        assert "ratings.dat line 1" in _error_of(tmp_path / "ml-1m")
+        shutil.rmtree(tmp_path / "ml-1m")

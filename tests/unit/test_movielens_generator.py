@@ -1,0 +1,159 @@
+"""The generated archive: the published statistics, and something to learn."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torchmetrics.functional.classification import binary_auroc
+
+from commons.datasets.movielens import preprocess_movielens
+from commons.datasets.movielens_archive import read_movielens_archive
+from commons.datasets.movielens_generator import _user_lengths, generate_movielens
+
+
+@pytest.fixture(scope="module")
+def archive_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("generated") / "ml-1m.zip"
+    generate_movielens(path, num_users=900, seed=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def archive(archive_path):
+    return read_movielens_archive(archive_path)
+
+
+def test_lengths_follow_the_published_statistics():
+    lengths = _user_lengths(6040)
+    assert (lengths.min(), lengths.max()) == (20, 2314)
+    assert lengths.mean() == pytest.approx(1_000_209 / 6040, rel=1e-4)
+    assert lengths.std() == pytest.approx(192.7, rel=0.02)
+    assert np.percentile(lengths, [25, 50, 75]) == pytest.approx([44, 96, 208], rel=0.02)
+
+
+def test_archive_has_the_published_format(archive, archive_path):
+    assert archive.generated
+    lengths = np.bincount(archive.ratings["user_id"].to_numpy())[1:]
+    assert sorted(lengths) == _user_lengths(900).tolist()
+    assert lengths.mean() == pytest.approx(165.6, rel=0.001)
+    assert archive.users["user_id"].to_pylist() == list(range(1, 901))
+    assert set(archive.users["gender"].to_pylist()) == {"F", "M"}
+    assert set(archive.users["age"].to_pylist()) == {1, 18, 25, 35, 45, 50, 56}
+    assert archive.movies.num_rows == 3883
+    assert archive.movies["movie_id"].to_pylist()[-1] == 3952
+    ratings = archive.ratings
+    assert len(set(ratings["movie_id"].to_pylist())) > 3000
+    pairs = ratings["user_id"].to_numpy() * 10_000 + ratings["movie_id"].to_numpy()
+    assert len(np.unique(pairs)) == len(pairs)  # nobody rates a movie twice
+    shares = np.bincount(ratings["rating"].to_numpy())[1:] / len(pairs)
+    assert shares == pytest.approx([0.056, 0.108, 0.261, 0.349, 0.226], abs=0.001)
+    times = ratings["timestamp"].to_numpy()
+    assert times.min() >= 956_703_932
+    assert times.max() <= 1_046_454_590
+    with zipfile.ZipFile(archive_path) as members:
+        assert members.read("ml-1m/README").startswith(b"GENERATED DATA")
+
+
+def test_same_seed_same_bytes(tmp_path):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        generate_movielens(tmp_path / f"{name}.zip", num_users=20, seed=seed)
+    first, second, other = ((tmp_path / f"{name}.zip").read_bytes() for name in "abc")
+    assert first == second
+    assert first != other
+
+
+def test_folder_and_zip_hold_the_same(tmp_path):
+    generate_movielens(tmp_path / "a.zip", num_users=20)
+    written = generate_movielens(tmp_path / "folder", num_users=20)
+    assert written.num_ratings == pytest.approx(20 * 165.6, rel=0.01)
+    with zipfile.ZipFile(tmp_path / "a.zip") as members:
+        for name in ("README", "movies.dat", "ratings.dat", "users.dat"):
+            assert (tmp_path / "folder" / name).read_bytes() == members.read(f"ml-1m/{name}")
+    generate_movielens(tmp_path / "folder", num_users=10)  # an earlier archive is replaced
+    assert read_movielens_archive(tmp_path / "folder").users.num_rows == 10
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.zip", "folder"]
+
+
+def test_other_peoples_files_are_not_overwritten(tmp_path):
+    (tmp_path / "thesis.txt").write_text("months of work")
+    with pytest.raises(FileExistsError, match="not overwritten"):
+        generate_movielens(tmp_path, num_users=5)
+    with pytest.raises(FileExistsError, match="not overwritten"):
+        generate_movielens(tmp_path / "thesis.txt", num_users=5)
+    assert (tmp_path / "thesis.txt").read_text() == "months of work"
+
+
+@pytest.mark.parametrize("arguments", [{"num_users": 0}, {"seed": -1}])
+def test_bad_arguments(tmp_path, arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        generate_movielens(tmp_path / "a.zip", **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+class _Histories:
+    """What simple recommenders see: each test user's movies and ratings, and what train users make of movies."""
+
+    def __init__(self, archive_path, folder):
+        table = pq.read_table(preprocess_movielens(archive_path, folder, test_fraction=0.3))
+        movies = read_movielens_archive(archive_path).movies
+        assert movies["movie_id"].to_pylist() == json.loads(table.schema.metadata[b"evenrank.vocabularies"])["movie_id"]
+        genres = [names.split("|") for names in movies["genres"].to_pylist()]
+        names = sorted({name for own in genres for name in own})
+        indicator = np.array([[name in own for name in names] for own in genres], dtype=np.float64)
+        self.genres = indicator / np.linalg.norm(indicator, axis=1, keepdims=True)  # (movies, genres)
+        rows = table.select(["movie_id", "rating", "split"]).to_pylist()
+        self.users = [
+            (np.array(row["movie_id"]), np.array(row["rating"]) >= 4) for row in rows if row["split"] == "test"
+        ]
+        train = [row for row in rows if row["split"] == "train"]
+        items = np.concatenate([row["movie_id"] for row in train])
+        liked = np.concatenate([row["rating"] for row in train]) >= 4
+        self.counts = np.bincount(items, minlength=len(genres))
+        self.liked_share = (np.bincount(items, liked, minlength=len(genres)) + 10 * liked.mean()) / (self.counts + 10)
+
+
+@pytest.fixture(scope="module")
+def histories(archive_path, tmp_path_factory):
+    return _Histories(archive_path, tmp_path_factory.mktemp("file"))
+
+
+def test_history_tells_what_is_liked(histories):
+    """AUC of "rating >= 4" for each user's last ten movies: item averages alone, then with the user's past ratings."""
+    labels, by_item, by_history = [], [], []
+    for movies, liked in histories.users:
+        past, future = movies[:-10], movies[-10:]
+        surprise = liked[:-10] - histories.liked_share[past]
+        mildness = surprise.sum() / (len(past) + 5)
+        similarity = (histories.genres[future] @ histories.genres[past].T) ** 2
+        by_genre = similarity @ (surprise - mildness) / (similarity.sum(axis=1) + 2)
+        labels.extend(liked[-10:])
+        by_item.extend(histories.liked_share[future])
+        by_history.extend(histories.liked_share[future] + mildness + 1.5 * by_genre)
+    target = torch.tensor(np.array(labels)).int()
+    item_auc, history_auc = (float(binary_auroc(torch.tensor(score), target)) for score in (by_item, by_history))
+    assert item_auc < 0.75
+    assert history_auc > item_auc + 0.08
+
+
+def test_the_latest_movies_tell_what_comes_next(histories):
+    """Ranks of the last ten movies of long histories: by popularity, with all genres seen, with those seen last."""
+    log_ranks = {"popularity": [], "history": [], "latest": []}
+    popularity = np.log(histories.counts + 1)
+    for movies, _ in histories.users:
+        past, future = movies[:-10], movies[-10:]
+        if len(past) < 100:
+            continue
+        unseen = np.setdiff1d(np.arange(len(popularity)), past)
+        for name, seen in (("popularity", None), ("history", past), ("latest", past[-20:])):
+            taste = 0 if seen is None else 6 * histories.genres @ histories.genres[seen].mean(axis=0)
+            score = popularity + taste
+            ranks = 1 + (score[unseen] > score[future][:, None]).sum(axis=1)
+            log_ranks[name].append(np.log(ranks).mean())
+    mean = {name: np.mean(values) for name, values in log_ranks.items()}
+    assert mean["history"] < mean["popularity"] - 0.25
+    assert mean["latest"] < mean["history"] - 0.1

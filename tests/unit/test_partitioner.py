@@ -1,0 +1,200 @@
+"""What every plan keeps, whatever the input: each sample once, counts, caps, bounds, and the same plan everywhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.perf_model.partitioner import Partition, karmarkar_karp, lower_bound, partition
+
+METHODS = ["karmarkar_karp", "lpt", "refined", "snake"]
+
+# Few distinct values, so that ties are common; or anything up to sums near the int64 limit.
+workload_lists = st.one_of(
+    st.lists(st.integers(0, 5), max_size=60),
+    st.lists(st.integers(0, 10_000), max_size=60),
+    st.lists(st.integers(0, 2**57), max_size=60),
+    st.lists(st.sampled_from([0, 1, 2**62]), max_size=40).filter(lambda values: sum(values) < 2**63),
+)
+part_counts = st.integers(1, 12)
+
+
+def loads_of(workloads: list[int], assignment: np.ndarray, k: int) -> list[int]:
+    loads = [0] * k
+    for workload, part in zip(workloads, assignment.tolist(), strict=True):
+        loads[part] += workload
+    return loads
+
+
+def check(plan: Partition, workloads: list[int], k: int) -> None:
+    assert plan.assignment.dtype == np.int64 and plan.assignment.shape == (len(workloads),)
+    assert plan.loads.dtype == np.int64
+    assert plan.loads.tolist() == loads_of(workloads, plan.assignment, k)
+    assert max(plan.loads) >= plan.lower_bound
+    assert plan.optimality_gap >= 0 and plan.imbalance >= 0
+
+
+def largest_count_difference(assignment: np.ndarray, k: int) -> int:
+    counts = np.bincount(assignment, minlength=k)
+    return int(counts.max() - counts.min())
+
+
+@given(workload_lists, part_counts, st.sampled_from(METHODS), st.booleans())
+def test_every_method_keeps_loads_counts_and_bound(workloads, k, method, equal_size):
+    plan = partition(workloads, k, method=method, equal_size=equal_size)
+    check(plan, workloads, k)
+    assert plan.lower_bound == lower_bound(workloads, k, equal_size)
+    if equal_size or method == "snake":
+        assert largest_count_difference(plan.assignment, k) <= 1
+
+
+@given(workload_lists, part_counts, st.booleans())
+def test_karmarkar_karp_holds_every_index_once(workloads, k, equal_size):
+    groups = karmarkar_karp(workloads, k, equal_size)
+    assert len(groups) == k
+    assert sorted(index for group in groups for index in group) == list(range(len(workloads)))
+    if equal_size:
+        assert max(map(len, groups)) - min(map(len, groups)) <= 1
+
+
+@given(workload_lists, part_counts, st.booleans())
+def test_refined_is_never_above_its_starts(workloads, k, equal_size):
+    refined = partition(workloads, k, equal_size=equal_size).loads.max()
+    for method in ("karmarkar_karp", "lpt"):
+        assert refined <= max(
+            partition(workloads, k, method=method, equal_size=equal_size).loads.max(),
+            lower_bound(workloads, k, equal_size) * 10_001 // 10_000,
+        )
+
+
+def optimum(workloads: list[int], k: int, equal_size: bool) -> int:
+    """Smallest largest load over all assignments, by trying them all."""
+    n = len(workloads)
+    best = sum(workloads)
+    for assignment in product(range(k), repeat=n):
+        counts = [assignment.count(part) for part in range(k)]
+        if not equal_size or max(counts) - min(counts) <= 1:
+            best = min(best, max(loads_of(workloads, np.array(assignment), k)))
+    return best
+
+
+@given(
+    st.one_of(
+        st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=10), st.just(2)),
+        st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.just(3)),
+    ),
+    st.booleans(),
+)
+def test_bound_and_plan_enclose_the_optimum(case, equal_size):
+    workloads, k = case
+    plan = partition(workloads, k, equal_size=equal_size)
+    best = optimum(workloads, k, equal_size)
+    assert plan.lower_bound <= best <= plan.loads.max() <= best * (1 + plan.optimality_gap)
+
+
+def test_refined_is_near_the_optimum_of_small_cases():
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(25):
+        workloads = (rng.zipf(1.5, 12).clip(max=200) + rng.integers(0, 40, 12)).tolist()
+        plan = partition(workloads, 2)
+        ratios.append(plan.loads.max() / optimum(workloads, 2, True))
+    assert np.mean(ratios) < 1.005 and max(ratios) < 1.06
+
+
+@pytest.mark.parametrize("equal_size", [True, False])
+@pytest.mark.parametrize("num_parts", [8, 64])
+def test_refined_closes_the_gap_of_plain_differencing(num_parts, equal_size):
+    lengths = np.random.default_rng(1).lognormal(5.9, 0.83, num_parts * 32).clip(1, 4096).astype(np.int64)
+    workloads = 5120 * lengths + lengths**2
+    refined = partition(workloads, num_parts, equal_size=equal_size)
+    plain = partition(workloads, num_parts, method="karmarkar_karp", equal_size=equal_size)
+    assert refined.optimality_gap < 1e-3
+    assert refined.loads.max() <= plain.loads.max()
+    if equal_size:
+        assert plain.optimality_gap > 0.05
+
+
+def test_counting_bound_sees_what_the_mean_does_not():
+    # Five large samples in four partitions: one partition holds two of them.
+    workloads = [100] * 5 + [1] * 7
+    assert lower_bound(workloads, 4, equal_size=False) == 200
+    assert lower_bound(workloads, 4, equal_size=True) == 201
+    assert partition(workloads, 4).loads.max() == 201
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("workloads", "k"),
+    [([], 3), ([5], 3), ([5, 3], 2), ([0] * 7, 3), ([10**12, *[1] * 9], 4), ([4] * 10, 1), ([1, 2, 3, 4, 5], 4)],
+)
+def test_degenerate_shapes(method, workloads, k):
+    plan = partition(workloads, k, method=method)
+    check(plan, workloads, k)
+    assert largest_count_difference(plan.assignment, k) <= 1
+
+
+def test_empty_input_gives_empty_partitions():
+    plan = partition([], 3)
+    assert plan.assignment.shape == (0,) and plan.loads.tolist() == [0, 0, 0]
+    assert (plan.lower_bound, plan.imbalance, plan.optimality_gap) == (0, 0.0, 0.0)
+    assert karmarkar_karp([], 3, True) == [[], [], []]
+    assert lower_bound([], 3) == 0
+
+
+def test_zero_load_has_no_imbalance():
+    plan = partition([0, 0, 0], 2)
+    assert (plan.imbalance, plan.optimality_gap) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("method", ["karmarkar_karp", "lpt", "refined"])
+def test_zero_rows_are_spread_when_counts_are_free(method):
+    plan = partition([0] * 100, 4, method=method, equal_size=False)
+    assert np.bincount(plan.assignment).tolist() == [25, 25, 25, 25]
+
+
+def test_the_same_plan_again_and_in_another_process():
+    program = (
+        "import json, numpy as np\n"
+        "from commons.perf_model.partitioner import partition\n"
+        "w = np.random.default_rng(3).zipf(1.2, 512).clip(max=4096)\n"
+        "home = np.arange(512) // 32\n"
+        "plans = [partition(w * w, 16, method=m, equal_size=e)"
+        " for m in ('karmarkar_karp', 'lpt', 'refined', 'snake') for e in (True, False)]\n"
+        "plans.append(partition(w * w, 16, tokens=w, max_tokens=int(w.sum() / 16 * 1.1), home=home,"
+        " ranks_per_node=4, slack=0.01))\n"
+        "print(json.dumps([p.assignment.tolist() for p in plans]))\n"
+    )
+    here: dict = {}
+    exec(program.replace("print(json.dumps(", "result = ((").replace("plans]))", "plans])"), here)
+    again: dict = {}
+    exec(program.replace("print(json.dumps(", "result = ((").replace("plans]))", "plans])"), again)
+    assert here["result"] == again["result"]
+    for seed in ("0", "1"):
+        output = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+            env={"PYTHONHASHSEED": seed},
+        )
+        assert json.loads(output.stdout) == here["result"]
+
+
+def test_ties_go_to_the_lower_index():
+    assert partition([3, 3, 3, 3], 2, method="lpt").assignment.tolist() == [0, 1, 0, 1]
+    assert partition([3, 3, 3, 3], 2, method="snake").assignment.tolist() == [0, 1, 1, 0]
+
+
+def test_groups_are_the_assignment():
+    plan = partition([4, 4, 2, 2, 9], 3)
+    for part, group in enumerate(plan.groups()):
+        assert group == np.flatnonzero(plan.assignment == part).tolist()

@@ -1,0 +1,185 @@
+"""Token caps and homes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.perf_model.partitioner import lower_bound, partition
+
+
+@st.composite
+def rows_with_home(draw, max_rows=40):
+    """Workloads, tokens, number of partitions, home: with equal counts, or ragged, some of them empty."""
+    k = draw(st.integers(1, 9))
+    if draw(st.booleans()):
+        home = [part for part in range(k) for _ in range(draw(st.integers(1, 5)))]
+    else:
+        home = draw(st.lists(st.integers(0, k - 1), max_size=max_rows))
+    n = len(home)
+    largest = draw(st.sampled_from([3, 1000, 2**50]))
+    workloads = draw(st.lists(st.integers(0, largest), min_size=n, max_size=n))
+    tokens = draw(st.one_of(st.just(workloads), st.lists(st.integers(0, 50), min_size=n, max_size=n)))
+    return workloads, tokens, k, home
+
+
+def sums(values, parts, k):
+    result = [0] * k
+    for value, part in zip(values, parts, strict=True):
+        result[part] += value
+    return result
+
+
+@given(
+    rows_with_home(),
+    st.booleans(),
+    st.sampled_from([None, 1, 2, 4]),
+    st.sampled_from([0.0, 0.01, 0.3]),
+    st.sampled_from(["refined", "karmarkar_karp", "lpt", "snake"]),
+)
+def test_home_is_never_made_worse(case, equal_size, ranks_per_node, slack, method):
+    workloads, tokens, k, home = case
+    keywords = {"method": method, "equal_size": equal_size}
+    free = partition(workloads, k, **keywords)
+    plan = partition(workloads, k, tokens=tokens, home=home, ranks_per_node=ranks_per_node, slack=slack, **keywords)
+    home_loads = sums(workloads, home, k)
+    assert plan.loads.tolist() == sums(workloads, plan.assignment.tolist(), k)
+    assert max(plan.loads) >= plan.lower_bound
+    assert max(plan.loads) <= max(home_loads)
+    assert max(plan.loads) <= Fraction(max(free.loads)) * (1 + Fraction(slack)) or plan.assignment.tolist() == home
+    if max(plan.loads) == max(home_loads):
+        assert plan.assignment.tolist() == home
+    elif equal_size:
+        counts = np.bincount(plan.assignment, minlength=k)
+        assert counts.max() - counts.min() <= 1
+    if max(free.loads) >= max(home_loads):
+        assert plan.assignment.tolist() == home
+
+
+@given(rows_with_home(), st.booleans(), st.floats(1.0, 2.0), st.booleans())
+def test_a_cap_is_kept_or_refused(case, equal_size, room, stay):
+    workloads, tokens, k, home = case
+    max_tokens = max(1, int(sum(tokens) / k * room))
+    keywords = {"equal_size": equal_size, "tokens": tokens, "max_tokens": max_tokens}
+    if stay:
+        keywords.update(home=home, slack=0.01)
+    effort = partition(workloads, k, best_effort=True, **keywords)
+    most = max(sums(tokens, effort.assignment.tolist(), k))
+    try:
+        plan = partition(workloads, k, **keywords)
+    except ValueError as error:
+        assert most > max_tokens
+        assert "max_tokens" in str(error)
+        return
+    assert max(sums(tokens, plan.assignment.tolist(), k)) <= max_tokens
+    assert plan.assignment.tolist() == effort.assignment.tolist()
+    assert max(plan.loads) >= plan.lower_bound
+    home_is_feasible = max(sums(tokens, home, k)) <= max_tokens
+    if stay and home_is_feasible:
+        assert max(plan.loads) <= max(sums(workloads, home, k))
+
+
+def test_best_effort_exceeds_the_cap_by_the_token_balanced_plan_at_most():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(5, 1, 128).astype(np.int64)
+    cap = int(lengths.sum()) // 8 - 50
+    plan = partition(lengths**2, 8, tokens=lengths, max_tokens=cap, best_effort=True)
+    by_tokens = partition(lengths, 8)
+    assert np.bincount(plan.assignment, weights=lengths).max() <= by_tokens.loads.max()
+
+
+def test_an_infeasible_cap_says_by_how_much():
+    with pytest.raises(
+        ValueError, match="max_tokens is 10, the best plan found holds 12 tokens in one partition, 2 more"
+    ):
+        partition([1, 1, 1, 1], 2, tokens=[6, 6, 6, 6], max_tokens=10)
+
+
+def test_a_sample_above_the_cap_is_named_or_let_through():
+    arguments = {"tokens": [3, 99, 3, 3], "max_tokens": 50}
+    with pytest.raises(ValueError, match="sample 1 alone has 99 tokens, max_tokens is 50"):
+        partition([1, 1, 1, 1], 2, **arguments)
+    plan = partition([1, 1, 1, 1], 2, best_effort=True, **arguments)
+    assert max(sums(arguments["tokens"], plan.assignment.tolist(), 2)) == 102
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_tokens_under_a_tight_cap_cost_little_load(power):
+    rng = np.random.default_rng(2)
+    lengths = (20 + rng.lognormal(np.log(130), 1.4, 64 * 32)).clip(20, 8192).astype(np.int64)
+    workloads = lengths**2 if power == 2 else 5120 * lengths + lengths**2
+    cap = int(1.03 * lengths.sum() / 64)
+    plan = partition(workloads, 64, tokens=lengths, max_tokens=cap)
+    tokens = np.bincount(plan.assignment, weights=lengths)
+    assert tokens.max() <= cap
+    assert plan.loads.max() <= 1.01 * partition(workloads, 64).loads.max()
+
+
+def lengths_of(name: str, n: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    lengths = {
+        "lognormal": rng.lognormal(np.log(512) - np.log(2) / 2, np.sqrt(np.log(2)), n).clip(1, 4096),
+        "user-like": (20 + rng.lognormal(np.log(130), 1.4, n)).clip(20, 8192),
+    }[name]
+    return lengths.astype(np.int64)
+
+
+@pytest.mark.parametrize("name", ["lognormal", "user-like"])
+def test_few_tokens_leave_home(name):
+    moved, crossed = [], []
+    for seed in range(4):
+        lengths = lengths_of(name, 64 * 32, seed)
+        home = np.arange(len(lengths)) // 32
+        plan = partition(5120 * lengths + lengths**2, 64, tokens=lengths, home=home, ranks_per_node=8, slack=0.01)
+        moved.append(lengths[plan.assignment != home].sum() / lengths.sum())
+        crossed.append(lengths[plan.assignment // 8 != home // 8].sum() / lengths.sum())
+    assert np.mean(moved) <= 0.10 and np.mean(crossed) <= 0.03
+
+
+def test_rows_prefer_the_next_rank_to_the_next_node():
+    # Rank 0 has too much; ranks 1 and 3 could both take it, and rank 1 is on its node.
+    workloads = [4, 4, 4, 0, 0, 0, 2, 2, 2, 0, 0, 0]
+    home = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    plan = partition(workloads, 4, home=home, ranks_per_node=2, slack=0.5)
+    assert (plan.assignment // 2 == np.array(home) // 2).all()
+    assert plan.loads.max() < 12
+
+
+def test_one_rank_brings_everything():
+    workloads = list(range(1, 33))
+    plan = partition(workloads, 4, home=[2] * 32)
+    assert np.bincount(plan.assignment).tolist() == [8, 8, 8, 8]
+    assert plan.loads.max() == partition(workloads, 4).loads.max()
+    # The heaviest quarter of what fits stays: the partition of most tokens is named 2.
+    assert plan.loads[2] == plan.loads.max()
+
+
+def test_ranks_without_rows_are_filled():
+    workloads = [5, 5, 5, 5, 5, 5, 5, 5]
+    plan = partition(workloads, 4, home=[0, 0, 0, 0, 1, 1, 3, 3])
+    assert plan.loads.tolist() == [10, 10, 10, 10]
+    assert (plan.assignment[4:] == [1, 1, 3, 3]).all()
+    assert (plan.assignment[:4] == 0).sum() == 2
+
+
+def test_a_home_with_unequal_counts_wins_if_nothing_is_better():
+    # Equal counts would need 9 + 1 in one partition; home has 9 alone.
+    plan = partition([9, 1, 2, 3], 2, home=[0, 1, 1, 1])
+    assert plan.assignment.tolist() == [0, 1, 1, 1]
+    assert plan.lower_bound == lower_bound([9, 1, 2, 3], 2, equal_size=False) == 9
+
+
+def test_a_cap_wins_over_home():
+    plan = partition([4, 4, 1, 1], 2, tokens=[1, 1, 9, 9], max_tokens=10, home=[0, 0, 1, 1], slack=0.0)
+    assert max(sums([1, 1, 9, 9], plan.assignment.tolist(), 2)) <= 10
+
+
+@given(st.integers(0, 2**62), st.floats(0, 100))
+def test_slack_is_exact(load, slack):
+    from commons.perf_model.partitioner.inputs import with_slack
+
+    assert with_slack(load, slack) == min(int(load * (1 + Fraction(slack))), 2**63 - 1)

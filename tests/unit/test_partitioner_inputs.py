@@ -1,0 +1,113 @@
+"""What the planner accepts, and what it says about the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from commons.perf_model.partitioner import as_int64_workloads, karmarkar_karp, lower_bound, partition
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [3, 1, 2],
+        (3, 1, 2),
+        range(3, 0, -1),
+        [3.0, 1.0, 2.0],
+        np.array([3, 1, 2], np.int32),
+        np.array([3, 1, 2], np.uint8),
+        np.array([3, 1, 2], np.uint64),
+        np.array([3.0, 1.0, 2.0], np.float16),
+        np.array([9, 3, 9, 1, 9, 2])[1::2],
+        torch.tensor([3, 1, 2]),
+        torch.tensor([3, 1, 2], dtype=torch.int32),
+        torch.tensor([3, 1, 2], dtype=torch.uint8),
+        torch.tensor([3.0, 1.0, 2.0], dtype=torch.bfloat16),
+        torch.tensor([3.0, 1.0, 2.0], requires_grad=True),
+    ],
+    ids=lambda values: f"{type(values).__name__}-{getattr(values, 'dtype', '')}",
+)
+def test_lists_arrays_and_tensors_of_integers_become_int64(values):
+    array = as_int64_workloads(values)
+    assert array.dtype == np.int64 and array.flags.c_contiguous
+    assert array.tolist() == list(values) or array.tolist() == [3, 1, 2]
+    assert partition(values, 2).loads.max() == 3
+
+
+def test_an_int64_array_is_not_copied():
+    array = np.arange(5)
+    assert np.shares_memory(as_int64_workloads(array), array)
+
+
+def test_values_up_to_the_int64_limit_are_exact():
+    assert partition([2**62, 2**62 - 1], 1).loads.tolist() == [2**63 - 1]
+    assert partition([2**53 + 1, 2**53 + 3], 2).loads.max() == 2**53 + 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, 2, -3], r"workloads\[2\] is -3; values must be non-negative integers"),
+        (np.array([1, -1], np.int8), r"workloads\[1\] is -1; values must be non-negative"),
+        ([1.0, float("nan")], r"workloads\[1\] is nan; values must be non-negative integers"),
+        ([float("inf"), 1.0], r"workloads\[0\] is inf; values must be non-negative integers"),
+        ([1.0, 2.5], r"workloads\[1\] is 2.5; values must be non-negative integers"),
+        (torch.tensor([0.5]), r"workloads\[0\] is 0.5; values must be non-negative integers"),
+        ([1, 2**63], r"workloads\[1\] is 9223372036854775808; values must be at most 9223372036854775807"),
+        ([1, 2**70], r"workloads\[1\] is 1180591620717411303424; values must be at most"),
+        ([1.0, 1e300], r"workloads\[1\] is 1e\+300; values must be at most"),
+        ([2**62, 2**62], r"the sum of workloads is 9223372036854775808, above the int64 maximum .*: scale"),
+        (np.full(5, 2**62), r"the sum of workloads is 23058430092136939520, above"),
+        ([[1, 2], [3, 4]], r"workloads has shape \(2, 2\); one value per row is needed: flatten"),
+        (7, r"workloads has shape \(\); one value per row"),
+        ([[1, 2], [3]], r"workloads is no one-dimensional list of integers"),
+        (["a", "b"], r"workloads has dtype <U1; values must be non-negative integers: convert"),
+        ([None, 1], r"workloads\[0\] is None; values must be non-negative integers"),
+        (torch.empty(3, device="meta"), r"workloads is on meta; the planner works on the CPU: pass workloads.cpu\(\)"),
+    ],
+)
+@pytest.mark.parametrize(
+    "function", [lambda w: partition(w, 2), lambda w: karmarkar_karp(w, 2, True), lambda w: lower_bound(w, 2)]
+)
+def test_bad_workloads(function, values, message):
+    with pytest.raises(ValueError, match=message) as error:
+        function(values)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"k_partitions": 0}, "k_partitions is 0; it must be at least 1"),
+        ({"k_partitions": -2}, "k_partitions is -2; it must be at least 1"),
+        ({"k_partitions": 2.5}, "k_partitions is 2.5; it must be an integer"),
+        ({"method": "greedy"}, "method is 'greedy'; it must be one of karmarkar_karp, lpt, refined, snake"),
+        ({"tokens": [1, 2]}, "tokens has 2 entries, there are 3 rows; one per row is needed"),
+        ({"tokens": [1, 2, -1]}, r"tokens\[2\] is -1"),
+        ({"tokens": [1, 2, 3], "max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"max_tokens": 5}, "max_tokens is 5, tokens is None; a cap needs the tokens of each row"),
+        ({"tokens": [1, 2, 9], "max_tokens": 5}, "sample 2 alone has 9 tokens, max_tokens is 5"),
+        ({"home": [0, 1]}, "home has 2 entries, there are 3 rows"),
+        ({"home": [0, 1, 2]}, r"home\[2\] is 2; a home is a partition in \[0, 2\)"),
+        ({"home": [0, -1, 1]}, r"home\[1\] is -1; a home is a partition in \[0, 2\)"),
+        ({"home": np.array([0, -1, 1], np.int32)}, r"home\[1\] is -1; a home is a partition in \[0, 2\)"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0; it must be at least 1"),
+        ({"slack": -0.1}, "slack is -0.1; it must be finite and at least 0"),
+        ({"slack": float("nan")}, "slack is nan; it must be finite and at least 0"),
+        ({"slack": "much"}, "slack is 'much'; it must be a number"),
+    ],
+)
+def test_bad_arguments(keywords, message):
+    arguments = {"workloads": [3, 2, 1], "k_partitions": 2, **keywords}
+    with pytest.raises(ValueError, match=message) as error:
+        partition(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_arguments_are_checked_without_rows_too():
+    with pytest.raises(ValueError, match="method is 'greedy'"):
+        partition([], 2, method="greedy")
+    with pytest.raises(ValueError, match="home has 1 entries, there are 0 rows"):
+        partition([], 2, home=[0])

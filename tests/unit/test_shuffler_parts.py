@@ -1,0 +1,163 @@
+"""The shuffler's parts without ranks: options, registry, plans, and a group of one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.distributed import global_mean_loss
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.batch_shuffler_factory import BatchShufflerFactory, register_batch_shuffler
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
+from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
+from tests.batches import random_batch, rows_as_values
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "on"}, "mode is 'on'; it must be one of 'balance', 'observe', 'off'"),
+        ({"partitioner": "kk"}, "partitioner is 'kk'.*'karmarkar_karp'"),
+        ({"transport": "rdma"}, "transport is 'rdma'"),
+        ({"slack": -0.1}, "slack is -0.1"),
+        ({"slack": float("nan")}, "slack is nan"),
+        ({"min_gain": 2}, "min_gain is 2"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
+        ({"max_tokens_per_rank": 1.5}, "max_tokens_per_rank is 1.5"),
+    ],
+)
+def test_options_are_validated_when_made(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ShufflerOptions(**changes)
+
+
+def test_options_are_frozen_and_have_the_documented_defaults():
+    options = ShufflerOptions()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.mode = "off"
+    assert (options.mode, options.partitioner, options.equal_size, options.transport) == (
+        "balance",
+        "refined",
+        True,
+        "auto",
+    )
+    assert (options.slack, options.ranks_per_node, options.max_tokens_per_rank) == (0.01, None, None)
+    assert (options.min_gain, options.verify) == (0.0, False)
+
+
+def test_the_registry():
+    assert {"identity", "tokens"} <= set(BatchShufflerFactory.list_available())
+
+    @register_batch_shuffler("mine")
+    class Mine(IdentityBalancedBatchShuffler):
+        pass
+
+    try:
+        assert BatchShufflerFactory.is_registered("mine") and isinstance(BatchShufflerFactory.create("mine"), Mine)
+        with pytest.raises(ValueError, match="'mine' is already registered as Mine"):
+            BatchShufflerFactory.register("mine", Mine)
+    finally:
+        BatchShufflerFactory.unregister("mine")
+    for call in (BatchShufflerFactory.create, BatchShufflerFactory.unregister):
+        with pytest.raises(KeyError, match="'mine' is not registered; registered are .*identity.*import hstu"):
+            call("mine")
+    with pytest.raises(TypeError, match="no batch shuffler"):
+        BatchShufflerFactory.register("dict", dict)
+    shuffler = BatchShufflerFactory.create_from_config({"type": "tokens", "feature_names": ["item"]})
+    assert isinstance(shuffler, TokensBalancedBatchShuffler) and shuffler.feature_names == ["item"]
+    with pytest.raises(ValueError, match="'type'"):
+        BatchShufflerFactory.create_from_config({"name": "tokens"})
+
+
+def test_hstu_appears_on_import():
+    import hstu
+
+    assert BatchShufflerFactory.list_available()["hstu"] is hstu.HSTUBalancedBatchShuffler
+
+
+def test_a_shuffler_must_say_what_a_row_costs():
+    with pytest.raises(TypeError, match="abstract"):
+        BaseTaskBalancedBatchShuffler()
+    with pytest.raises(TypeError, match="options is a dict"):
+        IdentityBalancedBatchShuffler({"mode": "off"})
+
+
+def test_the_tokens_shuffler_counts_what_it_is_told_to():
+    batch = random_batch(0, 5, 4)
+    per_key = batch.features.lengths().view(3, 5).long()
+    tiny = batch.tiny.lengths().view(2, 5).long()
+    assert torch.equal(TokensBalancedBatchShuffler().get_workloads(batch), per_key.sum(0) + tiny.sum(0))
+    assert torch.equal(TokensBalancedBatchShuffler(["item"]).get_workloads(batch), per_key[1])
+    with pytest.raises(KeyError, match="'price'"):
+        TokensBalancedBatchShuffler(["price"]).get_workloads(batch)
+
+
+def test_a_group_of_one_returns_the_batch():
+    batch = random_batch(0, 5, 4)
+    shuffler = TokensBalancedBatchShuffler()
+    result, indices, workloads = shuffler.shuffle(batch, return_indices=True, return_workloads=True)
+    assert rows_as_values(result, padding=True) == rows_as_values(batch, padding=True)
+    assert indices.tolist() == [0, 1, 2, 3]
+    assert torch.equal(workloads, shuffler.get_workloads(batch)[:4])
+    assert not shuffler.last_stats.moved and shuffler.last_stats.imbalance_before == 0.0
+    with pytest.raises(ValueError, match="rank 0: this batch differs from the first"):
+        shuffler.shuffle(random_batch(0, 5, tiny_dtype=torch.int32))
+    shuffler.close()
+
+
+@st.composite
+def gathered_rows(draw):
+    num_ranks = draw(st.integers(1, 6))
+    rows = draw(st.lists(st.integers(0, 6), min_size=num_ranks, max_size=num_ranks))
+    real = [draw(st.integers(0, count)) for count in rows]
+    work = draw(st.lists(st.integers(0, 10**6), min_size=sum(real), max_size=sum(real)))
+    tokens = draw(st.lists(st.integers(0, 100), min_size=sum(real), max_size=sum(real)))
+    return GatheredRows(*(np.array(each, dtype=np.int64) for each in (rows, real, work, tokens)))
+
+
+@given(gathered_rows(), st.booleans(), st.sampled_from([0.0, 0.01, 0.5]), st.sampled_from([0.0, 0.1]))
+def test_a_plan_is_never_worse_than_staying(gathered, equal_size, slack, min_gain):
+    plan = plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain)
+    before, after = plan.loads_before.max(initial=0), plan.loads_after.max(initial=0)
+    assert after <= before
+    assert plan.loads_after.sum() == gathered.workloads.sum()
+    if plan.num_moved:
+        assert after < before and (before - after) / before >= min_gain
+        counts = plan.result_real_rows
+        assert not equal_size or counts.max() - counts.min() <= 1
+    else:
+        assert np.array_equal(plan.destination, gathered.home)
+    again = plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain)
+    assert again.digest() == plan.digest()
+    assert after == 0 or plan.loads_planned.max() >= plan.lower_bound
+
+
+@given(gathered_rows(), st.integers(1, 300))
+def test_a_cap_is_kept_or_exceeded_no_more_than_at_home(gathered, cap):
+    plan = plan_shuffle(gathered, max_tokens=cap)
+    tokens = np.zeros(gathered.num_ranks, dtype=np.int64)
+    np.add.at(tokens, plan.destination, gathered.tokens)
+    assert plan.excess_tokens == max(0, int(tokens.max(initial=0)) - cap)
+    home = np.zeros(gathered.num_ranks, dtype=np.int64)
+    np.add.at(home, gathered.home, gathered.tokens)
+    assert plan.excess_tokens <= max(0, int(home.max(initial=0)) - cap)
+
+
+def test_the_loss_of_a_single_process_is_the_mean():
+    terms = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
+    loss = global_mean_loss(terms.sum(), 3)
+    loss.backward()
+    assert loss.item() == pytest.approx(3.0) and terms.grad.tolist() == pytest.approx([1 / 3] * 3)
+    nothing = global_mean_loss((terms * 0).sum(), torch.tensor(0))
+    nothing.backward()
+    assert nothing.item() == 0.0 and torch.isfinite(terms.grad).all()
+    for wrong, count in ((terms, 3), (torch.tensor(3), 3), (terms.sum(), terms)):
+        with pytest.raises(ValueError, match="scalar"):
+            global_mean_loss(wrong, count)

@@ -1,0 +1,85 @@
+"""Workloads: the formulas against a count over the mask, dtypes, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask, attention_pairs
+
+
+def pairs_by_mask(length, targets, causal, group):
+    """Count the pairs one by one."""
+    kept = 0
+    history = length - targets
+    for query in range(length):
+        for key in range(length):
+            if not causal:
+                kept += 1
+            elif query < history or key < history:
+                kept += key <= query
+            else:
+                same_group = (query - history) // group == (key - history) // group
+                kept += same_group and key <= query
+    return kept
+
+
+@given(st.integers(0, 24), st.integers(0, 24), st.booleans(), st.integers(1, 5))
+def test_pairs_are_those_that_the_mask_keeps(length, targets, causal, group):
+    targets = min(targets, length)
+    assert attention_pairs(length, targets, causal=causal, target_group_size=group) == pairs_by_mask(
+        length, targets, causal, group
+    )
+
+
+def test_the_contract_s_formulas():
+    h, heads, d, layers, length, targets = 48, 3, 20, 5, 100, 12
+    p = heads * d
+    pairs = (length - targets) * (length - targets + 1) // 2 + targets * (length - targets) + targets * (4 + 1) // 2
+    task = HSTUAttentionTask(h, heads, d, layers, target_group_size=4)
+    assert task.get_workloads(length, targets) == layers * (2 * length * h * 4 * p + 4 * p * pairs + 2 * length * p * h)
+    full = HSTUAttentionTask(h, heads, d, layers, causal=False)
+    assert full.get_workloads(length) == layers * (10 * length * h * p + 4 * p * length**2)
+    for gated, factor in ((False, 4), (True, 6)):
+        task = SelfAttentionTask(h, 6, d, layers, ffn_hidden_size=96, num_query_groups=2, gated_ffn=gated)
+        p = 6 * d
+        layer = 2 * length * h * (6 + 4) * d + 4 * p * length * (length + 1) // 2 + 2 * length * p * h
+        assert task.get_workloads(length) == layers * (layer + factor * length * h * 96)
+    default = SelfAttentionTask(h, heads, d)
+    assert default.get_workloads(7) == SelfAttentionTask(h, heads, d, ffn_hidden_size=4 * h).get_workloads(7)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_any_integer_dtype_gives_the_same_int64(dtype):
+    lengths = (
+        torch.tensor([0, 1, 200, 255], dtype=dtype) if dtype == torch.uint8 else torch.tensor([0, 1, 4096], dtype=dtype)
+    )
+    task = HSTUAttentionTask(64, 4, 16, 8)
+    exact = [task.get_workloads(int(length)) for length in lengths]
+    workloads = task.get_workloads(lengths)
+    assert workloads.dtype == torch.int64 and workloads.tolist() == exact
+    assert task.get_workloads(lengths.numpy()).tolist() == exact
+    assert isinstance(task.get_workloads(lengths.tolist()), np.ndarray)
+    assert all(isinstance(value, int) and value >= 0 for value in exact)
+
+
+def test_lengths_that_are_wrong_are_refused():
+    task = HSTUAttentionTask(64, 4, 16)
+    with pytest.raises(ValueError, match="holds -1"):
+        task.get_workloads([3, -1])
+    with pytest.raises(ValueError, match="row 1 has 5 targets in 4 tokens"):
+        task.get_workloads(torch.tensor([9, 4]), torch.tensor([1, 5]))
+    with pytest.raises(ValueError, match="num_targets holds -2"):
+        task.get_workloads([3], [-2])
+    with pytest.raises(TypeError, match="float32"):
+        task.get_workloads(torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="2\\*\\*63"):
+        task.get_workloads([2**31])
+    with pytest.raises(ValueError, match="hidden_size is 0"):
+        HSTUAttentionTask(0, 1, 1)
+    with pytest.raises(ValueError, match="num_query_groups is 2, num_heads is 3"):
+        SelfAttentionTask(8, 3, 4, num_query_groups=2)
+    assert task.get_workloads([]).tolist() == []
