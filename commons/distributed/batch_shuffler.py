@@ -23,6 +23,7 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.shuffle_session import PreparedShuffle, RankInput, ShuffleSession
 from commons.distributed.stats import ShuffleStats, stats_of_plan
+from commons.distributed.verification import checksums, verify_rows
 from commons.distributed.worker import DaemonWorker
 from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, row_fields
 from commons.sequence_batch.schema import BatchSchema, register_batch_type
@@ -228,9 +229,11 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if prepared.plan is None:
             return batch if batch_rows(batch) else _padding_batch(session, batch)
         assert prepared.routes is not None and prepared.arrays is not None and session.layout is not None  # noqa: S101
-        result, bytes_sent = exchange_rows(
-            batch, session.layout, prepared.routes, prepared.arrays, session.channel.payload_group
-        )
+        group = session.channel.payload_group
+        before = checksums(batch, session.layout) if self.options.verify else None
+        result, bytes_sent = exchange_rows(batch, session.layout, prepared.routes, prepared.arrays, group)
+        if before is not None:
+            verify_rows(before, checksums(result, session.layout), session.layout, group, handle.step)
         handle.stats = self.last_stats = stats_of_plan(
             prepared.plan,
             handle.step,

@@ -308,6 +308,46 @@ def test_int32_lengths_of_4096_do_not_overflow(two_ranks):
         assert max(workloads) == (3 * 4096) ** 2 + 10
 
 
+def _verified(damage):
+    from commons.distributed import batch_exchange
+
+    original = batch_exchange.read_part
+
+    def damaged(part, words, rows, positions):
+        tensor = original(part, words, rows, positions)
+        if damage == "nothing" or dist.get_rank() != 1:
+            return tensor
+        if damage == "weights" and part.weights:
+            tensor[0] += 1
+        if damage == "rows" and part.field == "image":
+            tensor[[0, 1]] = tensor[[1, 0]]
+        return tensor
+
+    batch_exchange.read_part = damaged
+    batch = my_batch(3, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
+    try:
+        with closing(SquareShuffler(ShufflerOptions(verify=True))) as shuffler:
+            result = shuffler.shuffle(batch)
+            assert result is not batch
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        batch_exchange.read_part = original
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("nothing", "no error"),
+        ("weights", "changed the content of features (weights)"),
+        ("rows", "put fields of different rows together"),
+    ],
+)
+def test_verify_notices_damage_on_any_rank(ranks, damage, message):
+    assert all(message in text for text in ranks.run(_verified, damage))
+
+
 # ------------------------------------------------------------------------------------------------ other dataclasses
 
 

@@ -1,0 +1,1 @@
+"""The `evenrank` command: one file per subcommand."""

@@ -1,0 +1,37 @@
+"""What the commands print: summary tables on stdout, one-line errors on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_summary(title: str, rows: Mapping[str, str]) -> None:
+    """Print a table of names and values."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def print_error(message: str) -> None:
+    """Print an error as one line."""
+    sys.stderr.write(f"evenrank: {one_line(message)}\n")
+
+
+def one_line(text: str) -> str:
+    """Text, perhaps in a box, as one line; what a rule separates in the box, a semicolon separates in the line.
+
+    >>> one_line("╭─ Value error ─╮\\n│ no such file  │\\n│ ───────────── │\\n│ see --help    │\\n╰───────────────╯")
+    'Value error: no such file; see --help'
+
+    """
+    lines = [line.strip(" │") for line in text.splitlines()]
+    title = "".join(line.strip("╭─╮ ") + ": " for line in lines if line.startswith("╭"))
+    body = "\n".join("\f" if set(line) == {"─"} else line for line in lines if line and line[0] not in "╭╰")
+    return title + "; ".join(" ".join(section.split()) for section in body.split("\f"))

@@ -1,0 +1,79 @@
+"""The `evenrank` command.
+
+To add a subcommand: write a file with a dataclass whose fields are the arguments, whose docstring is the help and whose
+`run()` does the work, and add it to `_COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import tyro
+
+from commons.cli.console import one_line, print_error
+from commons.cli.generate import Generate
+from commons.cli.preprocess import Preprocess
+
+
+class Command(Protocol):
+    """A subcommand with its arguments."""
+
+    def run(self) -> None:
+        """Do the work; a user's mistake is a ValueError, KeyError or OSError."""
+
+
+_COMMANDS: dict[str, Callable[..., Command]] = {
+    "generate": Generate,
+    "preprocess": Preprocess,
+}
+
+_USAGE_ERROR = 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        argv: arguments without the name of the program; those of the process if not given.
+
+    Returns:
+        Exit status: 0 for success and for help, 2 for a user's mistake, said in one line on stderr, 130 for Ctrl-C.
+
+    """
+    try:
+        command = _parse(sys.argv[1:] if argv is None else list(argv))
+        if command is not None:
+            command.run()
+    except (ValueError, KeyError, OSError) as error:
+        print_error(str(error.args[0]) if isinstance(error, KeyError) else str(error))
+        return _USAGE_ERROR
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return _INTERRUPTED
+    return 0
+
+
+def _parse(argv: list[str]) -> Command | None:
+    """The subcommand that the arguments name; None if they ask for help, which is then printed."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.extras.subcommand_cli_from_dict(
+                _COMMANDS,
+                prog="evenrank",
+                description="evenrank keeps data-parallel ranks evenly loaded.",
+                args=argv,
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            return None
+        raise ValueError(one_line(errors.getvalue())) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Data sets by name, and the one function that makes a loader for any of them.
+
+To add a data set: write its file, and add its function to `_BUILDERS`. A builder takes the keyword arguments of
+`get_data_loader` that concern it and returns a data set whose items are batches with the sampler of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from commons.datasets.movielens import SCHEMA as MOVIELENS_1M
+from commons.datasets.random_dataset import RandomHSTUDataset, user_like_dataset
+from commons.datasets.samplers import BatchOrderSampler, EpochSampler, ShardedBatchSampler
+from commons.datasets.sequence_dataset import SequenceDataset
+from commons.datasets.sequence_file import SequenceSchema
+
+BatchDataset = SequenceDataset | RandomHSTUDataset
+Builder = Callable[..., tuple[BatchDataset, EpochSampler[Any]]]
+
+
+def _random_builder(
+    *,
+    split: str,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    dataset_path: str | Path | None,
+    **options: Any,
+) -> tuple[BatchDataset, EpochSampler[Any]]:
+    # Another stream for each split; all batches are full, and there is no file.
+    split_seed = seed * 2 + (split != "train")
+    dataset = user_like_dataset(batch_size=batch_size, rank=rank, world_size=world_size, seed=split_seed, **options)
+    return dataset, BatchOrderSampler(len(dataset), shuffle=shuffle, seed=seed)
+
+
+def _sequence_builder(schema: SequenceSchema) -> Builder:
+    def build(
+        *,
+        split: str,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        dataset_path: str | Path | None,
+        **options: Any,
+    ) -> tuple[BatchDataset, EpochSampler[Any]]:
+        if dataset_path is None:
+            raise ValueError(
+                f"dataset_path is not set; {schema.dataset_name!r} is read from a file: set dataset_path to the output "
+                f"folder of `evenrank preprocess {schema.dataset_name}`"
+            )
+        dataset = SequenceDataset(dataset_path, schema, split=split, batch_size=batch_size, **options)
+        sampler = ShardedBatchSampler(
+            len(dataset),
+            batch_size,
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        return dataset, sampler
+
+    return build
+
+
+_BUILDERS: dict[str, Builder] = {
+    "random": _random_builder,
+    "ml-1m": _sequence_builder(MOVIELENS_1M),
+}
+
+
+def list_datasets() -> list[str]:
+    """Names that `get_data_loader` knows."""
+    return sorted(_BUILDERS)
+
+
+def get_data_loader(
+    dataset_name: str,
+    split: str = "train",
+    *,
+    batch_size: int,
+    max_history_seqlen: int,
+    dataset_path: str | Path | None = None,
+    max_num_candidates: int = 0,
+    num_tasks: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    shuffle: bool = False,
+    drop_last: bool = False,
+    seed: int = 1234,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    **options: Any,
+) -> DataLoader[Any]:
+    """A loader of one rank's batches.
+
+    `loader.dataset` tells vocabulary sizes and the longest sequence; `loader.sampler.set_epoch(epoch)` chooses the
+    order of the next epoch. Ranks may have different numbers of batches.
+
+    Args:
+        dataset_name: one of `list_datasets()`.
+        split: "train" or "test".
+        batch_size: rows per batch and rank; an incomplete last batch is padded.
+        max_history_seqlen: the most items of a history.
+        dataset_path: the file of the data set, or its folder; not needed for random data.
+        max_num_candidates: the most candidates per row.
+        num_tasks: labels per candidate, or per item without candidates.
+        rank: this rank among those that share the data.
+        world_size: number of these ranks.
+        shuffle: a new order in every epoch.
+        drop_last: leave out an incomplete last batch.
+        seed: of the order and of random data; the same on every rank.
+        num_workers: processes that assemble batches; 0 for none.
+        pin_memory: put batches in pinned host memory.
+        options: further arguments of the data set, such as `num_batches` and `seqlen_dist` of random data.
+
+    Raises:
+        KeyError: an unknown data set.
+        FileNotFoundError: no file at `dataset_path`.
+        ValueError: an argument out of range, or a damaged or foreign file.
+
+    >>> loader = get_data_loader("random", batch_size=4, max_history_seqlen=20, num_batches=3)
+    >>> [batch.actual_batch_size for batch in loader]
+    [4, 4, 4]
+
+    """
+    if dataset_name not in _BUILDERS:
+        raise KeyError(
+            f"dataset_name is {dataset_name!r}; known data sets are {', '.join(list_datasets())}: choose one of them"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; a batch has at least one row: give 1 or more")
+    dataset, sampler = _BUILDERS[dataset_name](
+        split=split,
+        batch_size=batch_size,
+        max_history_seqlen=max_history_seqlen,
+        dataset_path=dataset_path,
+        max_num_candidates=max_num_candidates,
+        num_tasks=num_tasks,
+        rank=rank,
+        world_size=world_size,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        seed=seed,
+        **options,
+    )
+    return DataLoader(
+        dataset,
+        batch_size=None,  # the items of the data set are batches
+        sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+    )

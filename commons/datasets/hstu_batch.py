@@ -1,0 +1,278 @@
+"""HSTUBatch: the batch of an HSTU model, and random ones for tests and benchmarks.
+
+A row of the item feature is the user's history followed by the candidates to rank; the action feature, if there is one,
+has one action per item. Contextual features describe the user and stand in front of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.datasets.random_distribution import RandomDistribution
+from commons.sequence_batch.batch import BaseBatch
+
+__all__ = ["FeatureConfig", "HSTUBatch", "RandomDistribution"]
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """Random features that share one draw of lengths.
+
+    Attributes:
+        feature_names: names of the features.
+        max_item_ids: for each name, the number of ids: ids are drawn from `[0, max_item_id)`.
+        max_sequence_length: the longest sequence; for the item feature it bounds history and candidates together.
+        is_jagged: False gives every row `max_sequence_length` tokens.
+        seqlen_dist: distribution of jagged lengths, clipped to `max_sequence_length`; uniform on
+            `[0, max_sequence_length]` if not given.
+
+    Raises:
+        ValueError: no names, not one maximum per name, a maximum below 1 or a negative length.
+
+    """
+
+    feature_names: list[str]
+    max_item_ids: list[int]
+    max_sequence_length: int
+    is_jagged: bool
+    seqlen_dist: RandomDistribution | None = None
+
+    def __post_init__(self) -> None:
+        if not self.feature_names or len(self.feature_names) != len(self.max_item_ids):
+            raise ValueError(
+                f"feature_names has {len(self.feature_names)} entries, max_item_ids has {len(self.max_item_ids)}; one "
+                "maximum per name is needed, and at least one name: make them equally long"
+            )
+        if min(self.max_item_ids) < 1:
+            raise ValueError(
+                f"max_item_ids is {self.max_item_ids}; ids lie in [0, maximum): every maximum is 1 or more"
+            )
+        if self.max_sequence_length < 0:
+            raise ValueError(f"max_sequence_length is {self.max_sequence_length}; a length is not negative: raise it")
+
+    def draw_lengths(self, num_rows: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Lengths of `num_rows` rows: int64 `(num_rows,)` on the generator's device."""
+        longest = self.max_sequence_length
+        if not self.is_jagged:
+            return torch.full((num_rows,), longest, device=None if generator is None else generator.device)
+        distribution = self.seqlen_dist or RandomDistribution("uniform", high=longest)
+        return distribution.sample(num_rows, generator=generator).clamp_(max=longest)
+
+
+@dataclass
+class HSTUBatch(BaseBatch):
+    """A batch of user sequences for HSTU.
+
+    Attributes:
+        item_feature_name: key of the items: history, then candidates.
+        action_feature_name: key of the actions, one per item; None where there are none.
+        max_num_candidates: the most candidates a row may have; 0 where there are none.
+        num_candidates: int64 `(batch_size,)`: the last `num_candidates[r]` items of row r are candidates.
+
+    Labels of random and real batches are a KeyedJaggedTensor of float32 with keys task_0, task_1, …: one label per
+    candidate, or one per item where there are no candidates.
+
+    Raises:
+        ValueError: as BaseBatch; an item or action feature that is no key, or is contextual; candidates without
+            `num_candidates`; on CPU also actions and items of different length, or candidates outside
+            `[0, min(max_num_candidates, items)]`.
+
+    """
+
+    item_feature_name: str = field(kw_only=True)
+    action_feature_name: str | None = field(default=None, kw_only=True)
+    max_num_candidates: int = field(default=0, kw_only=True)
+    num_candidates: torch.Tensor | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_names()
+        if self.max_num_candidates < 0 or (self.max_num_candidates > 0 and self.num_candidates is None):
+            raise ValueError(
+                f"max_num_candidates is {self.max_num_candidates} and num_candidates is {self.num_candidates}; with "
+                "candidates every row states how many it has: give num_candidates, or set max_num_candidates to 0"
+            )
+        if self.num_candidates is not None and (
+            self.num_candidates.dim() != 1 or self.num_candidates.dtype not in (torch.int32, torch.int64)
+        ):
+            raise ValueError(
+                f"num_candidates has shape {tuple(self.num_candidates.shape)} and dtype {self.num_candidates.dtype}; "
+                f"one integer per row is needed: give an int64 tensor of shape ({self.batch_size},)"
+            )
+        # On a device these checks would read lengths back, and so wait for everything before them.
+        if self.features.lengths().device.type == "cpu":
+            self._check_lengths()
+
+    def _check_names(self) -> None:
+        keys = self.features.keys()
+        for attribute in ("item_feature_name", "action_feature_name"):
+            name = getattr(self, attribute)
+            if name is None and attribute == "action_feature_name":
+                continue
+            if name not in keys:
+                raise ValueError(f"{attribute} is {name!r}, the keys are {keys}; it names one of the keys: correct it")
+            if name in self.contextual_feature_names:
+                raise ValueError(
+                    f"{attribute} {name!r} is among contextual_feature_names {self.contextual_feature_names}; a "
+                    "feature is contextual or part of the sequence: remove it from one of them"
+                )
+
+    def _check_lengths(self) -> None:
+        items = self._lengths_of(self.item_feature_name)
+        if self.action_feature_name is not None:
+            actions = self._lengths_of(self.action_feature_name)
+            if not torch.equal(actions, items):
+                row = int((actions != items).nonzero()[0])
+                raise ValueError(
+                    f"row {row} has {int(items[row])} items ({self.item_feature_name!r}) and {int(actions[row])} "
+                    f"actions ({self.action_feature_name!r}); every item has one action: give both the same lengths"
+                )
+        if self.num_candidates is None or self.num_candidates.device.type != "cpu":
+            return
+        most = items.clamp(max=self.max_num_candidates)
+        wrong = (self.num_candidates < 0) | (self.num_candidates > most)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"num_candidates[{row}] is {int(self.num_candidates[row])}, row {row} has {int(items[row])} items and "
+                f"max_num_candidates is {self.max_num_candidates}; candidates are the last items of a row: give a "
+                f"number between 0 and {int(most[row])}"
+            )
+
+    def _lengths_of(self, feature_name: str) -> torch.Tensor:
+        """int64 `(batch_size,)`: tokens of one feature, on the batch's device."""
+        lengths = self.features.lengths().view(len(self.features.keys()), self.batch_size)
+        return lengths[self.features.keys().index(feature_name)].to(torch.int64)
+
+    def sequence_lengths(self, action_interleaved: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens that the model computes per row, on the batch's device; nothing is read back from it.
+
+        Args:
+            action_interleaved: items and actions are tokens of their own; otherwise an action is added to its item's
+                token. Without an action feature both are the same.
+
+        Returns:
+            int64 `(batch_size,)`: tokens: contextual ones, history and candidates.
+            int64 `(batch_size,)`: how many of them, at the end, belong to candidates.
+
+        """
+        tokens_per_item = 2 if action_interleaved and self.action_feature_name is not None else 1
+        num_tokens = self._lengths_of(self.item_feature_name) * tokens_per_item
+        for name in self.contextual_feature_names:
+            num_tokens = num_tokens + self._lengths_of(name)
+        if self.num_candidates is None:
+            return num_tokens, torch.zeros_like(num_tokens)
+        return num_tokens, self.num_candidates.to(torch.int64) * tokens_per_item
+
+    @classmethod
+    def random(
+        cls,
+        batch_size: int,
+        feature_configs: Sequence[FeatureConfig],
+        item_feature_name: str,
+        contextual_feature_names: Sequence[str] = (),
+        action_feature_name: str | None = None,
+        max_num_candidates: int = 0,
+        num_tasks: int | None = None,
+        actual_batch_size: int | None = None,
+        *,
+        device: torch.device | str,
+        generator: torch.Generator | None = None,
+    ) -> HSTUBatch:
+        """A batch of random ids and labels.
+
+        A row of n items gets between 1 and `max_num_candidates` candidates, but at most n − 1.
+
+        Args:
+            batch_size: rows, padding included.
+            feature_configs: names, ids and lengths of the features; items and actions share a config.
+            item_feature_name: see HSTUBatch.
+            contextual_feature_names: see HSTUBatch.
+            action_feature_name: see HSTUBatch.
+            max_num_candidates: see HSTUBatch.
+            num_tasks: keys of the labels; None for a batch without labels.
+            actual_batch_size: rows that are no padding; all if not given.
+            device: where the batch is put.
+            generator: source of randomness; torch's global CPU generator if not given. `device` does not change what
+                is drawn.
+
+        Raises:
+            ValueError: `batch_size` or `num_tasks` below 1, `actual_batch_size` outside `[0, batch_size]`, or fields
+                that make no HSTUBatch.
+
+        """
+        num_real = batch_size if actual_batch_size is None else actual_batch_size
+        if batch_size < 1 or not 0 <= num_real <= batch_size:
+            raise ValueError(
+                f"batch_size is {batch_size}, actual_batch_size is {actual_batch_size}; a batch has at least one row "
+                "and real rows are counted within it: give 1 <= batch_size and 0 <= actual_batch_size <= batch_size"
+            )
+        if num_tasks is not None and num_tasks < 1:
+            raise ValueError(
+                f"num_tasks is {num_tasks}; labels have at least one task: raise it, or give None for none"
+            )
+        draw_device = None if generator is None else generator.device
+        values: dict[str, torch.Tensor] = {}
+        lengths: dict[str, torch.Tensor] = {}
+        for config in feature_configs:
+            config_lengths = config.draw_lengths(num_real, generator)
+            for name, num_ids in zip(config.feature_names, config.max_item_ids):
+                num_values = int(config_lengths.sum())
+                values[name] = torch.randint(num_ids, (num_values,), generator=generator, device=draw_device)
+                lengths[name] = config_lengths
+        if item_feature_name not in lengths:
+            raise ValueError(
+                f"item_feature_name is {item_feature_name!r}, the feature configs have {list(lengths)}; it names one "
+                "of them: add a FeatureConfig or correct the name"
+            )
+        targets = lengths[item_feature_name]  # (num_real,)
+        num_candidates = None
+        if max_num_candidates > 0:
+            drawn = torch.randint(1, max_num_candidates + 1, (num_real,), generator=generator, device=draw_device)
+            targets = torch.minimum(drawn, (targets - 1).clamp_(min=0))
+            num_candidates = torch.nn.functional.pad(targets, (0, batch_size - num_real))
+        labels = None
+        if num_tasks is not None:
+            tasks = [f"task_{task}" for task in range(num_tasks)]
+            shape = (int(targets.sum()),)
+            drawn_labels = [torch.randint(2, shape, generator=generator, device=draw_device).float() for _ in tasks]
+            labels = padded_kjt(dict(zip(tasks, drawn_labels)), dict.fromkeys(tasks, targets), batch_size)
+        batch = cls(
+            features=padded_kjt(values, lengths, batch_size),
+            batch_size=batch_size,
+            feature_to_max_seqlen={name: c.max_sequence_length for c in feature_configs for name in c.feature_names},
+            contextual_feature_names=list(contextual_feature_names),
+            labels=labels,
+            actual_batch_size=num_real,
+            item_feature_name=item_feature_name,
+            action_feature_name=action_feature_name,
+            max_num_candidates=max_num_candidates,
+            num_candidates=num_candidates,
+        )
+        return batch.to(torch.device(device))
+
+
+def padded_kjt(values: dict[str, torch.Tensor], lengths: dict[str, torch.Tensor], batch_size: int) -> KeyedJaggedTensor:
+    """A KeyedJaggedTensor with empty rows behind the given ones.
+
+    Args:
+        values: by key, `(sum of its lengths,)`; one dtype for all.
+        lengths: by key, int64 `(num_rows,)` with `num_rows <= batch_size`.
+        batch_size: rows of the result.
+
+    Returns:
+        A KeyedJaggedTensor over `batch_size` rows that knows `length_per_key`.
+
+    """
+    padded = [torch.nn.functional.pad(row, (0, batch_size - row.numel())) for row in lengths.values()]
+    return KeyedJaggedTensor(
+        keys=list(values),
+        values=torch.cat(list(values.values())),
+        lengths=torch.cat(padded),
+        stride=batch_size,
+        length_per_key=[value.numel() for value in values.values()],
+    )

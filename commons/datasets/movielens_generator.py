@@ -1,0 +1,331 @@
+"""A generated archive in the raw format of MovieLens-1M, for machines that cannot download the published one.
+
+Users, movies and ratings come from a small latent model, so that there is something to learn:
+
+- A movie has one to three genres, a quality and a vector close to those of its genres.
+- A user has a taste that drifts, phase by phase, from where it starts to where it ends; gender and age shift the start.
+- In each phase the user picks unseen movies one by one, each with probability proportional to popularity × exp(taste ·
+  vector): a recommender that sees the latest movies can tell what comes next.
+- The rating is the quantile, under the published histogram, of quality + opinion · vector + mildness + noise, where the
+  opinion shares a part with the taste: a recommender that sees past movies *with* their ratings can tell what will be
+  liked.
+
+Lengths follow the published statistics: 20 plus a Weibull variable of shape 0.76 fits mean (165.6), quartiles (44, 96,
+208) and maximum (2,314) of the 6,040 users at once. All randomness comes from one numpy Generator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pcsv
+from tqdm import tqdm
+
+from commons.datasets.movielens_archive import ENCODING, GENERATED_MARK, check_archive_output, write_movielens_archive
+
+_NUM_USERS = 6_040
+_MIN_LENGTH, _MAX_LENGTH, _MEAN_LENGTH = 20, 2_314, 1_000_209 / 6_040
+_WEIBULL_SHAPE = 0.76
+_NUM_MOVIES, _NUM_RATED_MOVIES, _MAX_MOVIE_ID = 3_883, 3_706, 3_952
+_RATING_SHARES = (0.056, 0.108, 0.261, 0.349, 0.226)  # published shares of ratings 1 to 5
+_AGES, _AGE_SHARES = (1, 18, 25, 35, 45, 50, 56), (0.037, 0.183, 0.347, 0.198, 0.091, 0.082, 0.062)
+_FEMALE_SHARE = 0.283
+_NUM_OCCUPATIONS = 21
+_NUM_ZIPS = 3_439
+_FIRST_SECOND, _LAST_SECOND = 956_703_932, 1_046_454_590  # April 2000 to February 2003
+_GENRES = (
+    *("Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy"),
+    *("Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
+)
+
+_LATENT_SIZE = 16
+_NUM_PHASES = 8
+_TASTE_SCALE = 1.5  # standard deviation of taste · vector over the movies: how much a taste changes what is picked
+_DRIFT = 0.8  # how far the end of a taste is from its start: 0 is none, 1 is independent of it
+_SHARED_OPINION = 0.5  # correlation of opinion and taste
+_QUALITY_SCALE, _OPINION_SCALE, _MILDNESS_SCALE, _NOISE_SCALE = 0.6, 1.0, 0.4, 0.6
+_USERS_PER_CHUNK = 128
+
+_README = f"""{GENERATED_MARK}: this is not MovieLens-1M.
+
+The files have the format of MovieLens-1M (https://grouplens.org/datasets/movielens/1m/), and the lengths its published
+statistics. Users, movies and ratings were drawn at random by `evenrank generate ml-1m`; none of them is real.
+
+users: {{num_users}}
+ratings: {{num_ratings}}
+seed: {{seed}}
+"""
+
+
+@dataclass(frozen=True)
+class GeneratedArchive:
+    """What was written: where, users, ratings of all of them, and of the one with the most."""
+
+    path: Path
+    num_users: int
+    num_ratings: int
+    max_length: int
+
+    @property
+    def mean_length(self) -> float:
+        """Ratings per user."""
+        return self.num_ratings / self.num_users
+
+
+def generate_movielens(
+    output: str | Path, *, num_users: int = _NUM_USERS, seed: int = 0, show_progress: bool = False
+) -> GeneratedArchive:
+    """Write a generated archive.
+
+    Args:
+        output: a path that ends in `.zip` becomes a zip file, any other a folder. It appears when it is complete.
+        num_users: users; the published number if not given.
+        seed: the same seed gives the same archive.
+        show_progress: show a progress bar on stderr, if that is a terminal.
+
+    Returns:
+        Where it is and what it holds.
+
+    Raises:
+        FileExistsError: something at `output` that is not an earlier archive of the same kind.
+        ValueError: `num_users` below 1 or a negative seed.
+
+    """
+    output = Path(output)
+    if num_users < 1:
+        raise ValueError(f"num_users is {num_users}; an archive has at least one user: give 1 or more")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
+    check_archive_output(output)
+    rng = np.random.default_rng(seed)
+    genres = _draw_genres(rng)
+    movies = _draw_movies(genres, rng)
+    users = _draw_users(num_users, genres, rng)
+    ratings = _draw_ratings(movies, users, rng, show_progress)
+    readme = _README.format(num_users=num_users, num_ratings=ratings.num_rows, seed=seed)
+    contents = {
+        "README": readme.encode(ENCODING),
+        "movies.dat": movies.lines.encode(ENCODING),
+        "ratings.dat": _format_ratings(ratings),
+        "users.dat": users.lines.encode(ENCODING),
+    }
+    write_movielens_archive(output, contents)
+    return GeneratedArchive(output, num_users, ratings.num_rows, int(users.lengths.max()))
+
+
+@dataclass(frozen=True)
+class _Movies:
+    """The movies that are rated, the most popular first.
+
+    Attributes:
+        ids: int64 `(num_movies,)`.
+        vectors: float32 `(num_movies, latent_size)`; dot products with a unit vector have a standard deviation of 1.
+        quality: float32 `(num_movies,)`, mean 0 and standard deviation 1.
+        popularity: float32 `(num_movies,)`, weights in the choice of a movie.
+        lines: movies.dat.
+
+    """
+
+    ids: np.ndarray
+    vectors: np.ndarray
+    quality: np.ndarray
+    popularity: np.ndarray
+    lines: str
+
+
+@dataclass(frozen=True)
+class _Users:
+    """The users in the order of their ids, 1 to num_users.
+
+    Attributes:
+        lengths: int64 `(num_users,)`, ratings of each.
+        taste_start: float32 `(num_users, latent_size)`, unit vectors.
+        taste_end: the same.
+        opinion: the same: the part of the opinion that is independent of the taste.
+        mildness: float32 `(num_users,)`, mean 0 and standard deviation 1.
+        lines: users.dat.
+
+    """
+
+    lengths: np.ndarray
+    taste_start: np.ndarray
+    taste_end: np.ndarray
+    opinion: np.ndarray
+    mildness: np.ndarray
+    lines: str
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def _draw_genres(rng: np.random.Generator) -> np.ndarray:
+    """Unit vectors of the genres: float32 `(num_genres, latent_size)`."""
+    return _unit(_normal(rng, len(_GENRES), _LATENT_SIZE))
+
+
+def _draw_movies(genres: np.ndarray, rng: np.random.Generator) -> _Movies:
+    ids = 1 + np.sort(rng.permutation(_MAX_MOVIE_ID - 1)[: _NUM_MOVIES - 1])
+    ids = np.append(ids, _MAX_MOVIE_ID)
+    # One to three genres each; a repeated draw means fewer.
+    genre_ids = rng.integers(len(_GENRES), size=(_NUM_MOVIES, 3))
+    genre_ids[:, 1:] = np.where(rng.random((_NUM_MOVIES, 2)) < 0.5, genre_ids[:, :1], genre_ids[:, 1:])
+    years = rng.integers(1919, 2001, _NUM_MOVIES)
+    lines = [
+        f"{movie}::Generated n° {movie}: {_GENRES[own[0]]} ({year})::{'|'.join(_GENRES[g] for g in sorted(set(own)))}\n"
+        for movie, own, year in zip(ids.tolist(), genre_ids.tolist(), years.tolist())
+    ]
+    by_popularity = rng.permutation(_NUM_MOVIES)[:_NUM_RATED_MOVIES]
+    own_part = _unit(_normal(rng, _NUM_RATED_MOVIES, _LATENT_SIZE))
+    vectors = _unit(_unit(genres[genre_ids[by_popularity]].sum(axis=1)) + 0.5 * own_part)
+    # The number of ratings of the published movies falls about like this with the rank.
+    popularity = np.exp(-np.arange(_NUM_RATED_MOVIES, dtype=np.float32) / 650) + np.float32(0.002)
+    return _Movies(
+        ids=ids[by_popularity],
+        vectors=vectors * np.float32(np.sqrt(_LATENT_SIZE)),
+        quality=_normal(rng, _NUM_RATED_MOVIES),
+        popularity=popularity,
+        lines="".join(lines),
+    )
+
+
+def _user_lengths(num_users: int) -> np.ndarray:
+    """Ratings per user, ascending: int64 `(num_users,)`, the quantiles of the distribution in the module docstring."""
+    probabilities = (np.arange(num_users) + 0.5) / num_users
+    excess = (-np.log1p(-probabilities)) ** (1 / _WEIBULL_SHAPE)
+    low, high = 0.0, 1e4
+    for _ in range(60):  # bisection of the scale; the mean rises with it
+        scale = (low + high) / 2
+        lengths = np.clip(np.rint(_MIN_LENGTH + scale * excess), _MIN_LENGTH, _MAX_LENGTH).astype(np.int64)
+        low, high = (scale, high) if lengths.mean() < _MEAN_LENGTH else (low, scale)
+    return lengths
+
+
+def _draw_users(num_users: int, genres: np.ndarray, rng: np.random.Generator) -> _Users:
+    is_female = rng.random(num_users) < _FEMALE_SHARE
+    age = rng.choice(len(_AGES), num_users, p=np.array(_AGE_SHARES) / sum(_AGE_SHARES))
+    occupation = rng.integers(_NUM_OCCUPATIONS, size=num_users)
+    zips = [
+        f"{code:05d}" if code % 50 else f"{code:05d}-{code % 9999:04d}"
+        for code in rng.integers(100_000, size=_NUM_ZIPS)
+    ]
+    zip_ids = rng.integers(_NUM_ZIPS, size=num_users)
+    lines = [
+        f"{user}::{'F' if female else 'M'}::{_AGES[age_id]}::{work}::{zips[zip_id]}\n"
+        for user, (female, age_id, work, zip_id) in enumerate(
+            zip(is_female.tolist(), age.tolist(), occupation.tolist(), zip_ids.tolist()), start=1
+        )
+    ]
+    # A taste is a few genres, what is usual at that gender and age, and something of its own.
+    group_taste = _unit(_normal(rng, 2, len(_AGES), _LATENT_SIZE))[is_female.astype(np.int64), age]
+
+    def draw_taste() -> np.ndarray:
+        own_genres = genres[rng.integers(len(_GENRES), size=(num_users, 2))].sum(axis=1)
+        return _unit(
+            own_genres + np.float32(0.5) * group_taste + np.float32(0.1) * _normal(rng, num_users, _LATENT_SIZE)
+        )
+
+    start = draw_taste()
+    return _Users(
+        lengths=rng.permutation(_user_lengths(num_users)),
+        taste_start=start,
+        taste_end=_unit((1 - _DRIFT) * start + _DRIFT * draw_taste()),
+        opinion=draw_taste(),
+        mildness=_normal(rng, num_users),
+        lines="".join(lines),
+    )
+
+
+def _draw_ratings(movies: _Movies, users: _Users, rng: np.random.Generator, show_progress: bool) -> pa.Table:
+    """ratings.dat as a table, users in order, each user's ratings in random order."""
+    num_users = len(users.lengths)
+    # Users of similar length together: a chunk looks for as many movies as its longest user needs.
+    by_length = np.argsort(users.lengths, kind="stable")
+    parts: list[tuple[np.ndarray, ...]] = []
+    with tqdm(total=num_users, desc="generate ml-1m", unit="user", disable=None if show_progress else True) as progress:
+        for start in range(0, num_users, _USERS_PER_CHUNK):
+            chunk = by_length[start : start + _USERS_PER_CHUNK]
+            parts += _pick_movies(movies, users, chunk, rng)
+            progress.update(len(chunk))
+    user, movie, phase, opinion = (np.concatenate(columns) for columns in zip(*parts))
+    order = np.lexsort((phase, user))  # stable: within a phase, the order in which movies were picked
+    user, movie, phase, opinion = user[order], movie[order], phase[order], opinion[order]
+    utility = (
+        _QUALITY_SCALE * movies.quality[movie]
+        + _OPINION_SCALE * opinion
+        + _MILDNESS_SCALE * users.mildness[user]
+        + _NOISE_SCALE * _normal(rng, len(user))
+    )
+    thresholds = np.quantile(utility, np.cumsum(_RATING_SHARES)[:-1])
+    shuffled = np.lexsort((rng.random(len(user)), user))
+    columns = {
+        "user_id": user + 1,
+        "movie_id": movies.ids[movie],
+        "rating": 1 + np.searchsorted(thresholds, utility),
+        "timestamp": _draw_timestamps(user, phase, rng),
+    }
+    return pa.table({name: values[shuffled] for name, values in columns.items()})
+
+
+def _pick_movies(
+    movies: _Movies, users: _Users, chunk: np.ndarray, rng: np.random.Generator
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """What the users of a chunk watch: for each phase their index, the movie's, the phase, and the opinion of it.
+
+    To pick without replacement by weight, take the smallest of Exp(1) ÷ weight (Efraimidis and Spirakis 2006).
+    """
+    seen = np.zeros((len(chunk), len(movies.ids)), dtype=bool)
+    parts = []
+    for phase in range(_NUM_PHASES):
+        progress = np.float32(phase / (_NUM_PHASES - 1))
+        taste = _unit((1 - progress) * users.taste_start[chunk] + progress * users.taste_end[chunk])
+        preference = taste @ movies.vectors.T  # (users, movies)
+        waiting = rng.standard_exponential(preference.shape, dtype=np.float32)
+        waiting /= movies.popularity
+        waiting *= np.exp(np.float32(-_TASTE_SCALE) * preference)
+        waiting[seen] = np.inf
+        wanted = users.lengths[chunk] * (phase + 1) // _NUM_PHASES - users.lengths[chunk] * phase // _NUM_PHASES
+        most = int(wanted.max())
+        nearest = np.argpartition(waiting, most - 1, axis=1)[:, :most]
+        nearest = np.take_along_axis(nearest, np.argsort(np.take_along_axis(waiting, nearest, axis=1), axis=1), axis=1)
+        row, column = np.nonzero(np.arange(most) < wanted[:, None])
+        movie = nearest[row, column]
+        seen[row, movie] = True
+        opinion = _SHARED_OPINION * taste + np.sqrt(1 - _SHARED_OPINION**2) * users.opinion[chunk]
+        agreement = np.einsum("nd,nd->n", opinion[row], movies.vectors[movie])
+        parts.append((chunk[row], movie, np.full(len(row), phase), agreement))
+    return parts
+
+
+def _draw_timestamps(user: np.ndarray, phase: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Seconds, not falling within a user: most users rate in one sitting, some come back days later."""
+    num_users = int(user[-1]) + 1
+    latest_start = _LAST_SECOND - _FIRST_SECOND - 90 * 86_400
+    start = _FIRST_SECOND + rng.beta(0.6, 2.5, num_users) * latest_start
+    gap = rng.exponential(20.0, len(user))  # often less than a second after rounding: ties, as in the published data
+    new_phase = np.append(False, (user[1:] == user[:-1]) & (phase[1:] != phase[:-1]))
+    comes_back = new_phase & (rng.random(len(user)) < 0.3)
+    gap[comes_back] += rng.exponential(5 * 86_400.0, int(comes_back.sum()))
+    elapsed = np.cumsum(gap)
+    first = np.searchsorted(user, np.arange(num_users))  # every user has ratings
+    elapsed -= elapsed[first][user]
+    return np.minimum(start[user] + elapsed, _LAST_SECOND).astype(np.int64)
+
+
+def _format_ratings(ratings: pa.Table) -> bytes:
+    # `a::b` is `a`, nothing and `b`, separated by single colons.
+    nothing = pa.nulls(ratings.num_rows, pa.string())
+    columns: list[pa.ChunkedArray | pa.Array] = []
+    for column in ratings.columns:
+        columns += [column, nothing]
+    table = pa.table(columns[:-1], names=[str(index) for index in range(len(columns) - 1)])
+    sink = pa.BufferOutputStream()
+    pcsv.write_csv(table, sink, pcsv.WriteOptions(include_header=False, delimiter=":", quoting_style="none"))
+    return sink.getvalue().to_pybytes()

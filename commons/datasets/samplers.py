@@ -1,0 +1,116 @@
+"""Which rows or batches a rank reads in an epoch, and in what order."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TypeVar
+
+import numpy as np
+from torch.utils.data import Sampler
+
+T = TypeVar("T")
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise ValueError unless `0 <= rank < world_size`."""
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"rank is {rank}, world_size is {world_size}; ranks are counted from 0: give 0 <= rank < world_size"
+        )
+
+
+class EpochSampler(Sampler[T]):
+    """A sampler whose order is a pure function of seed and epoch.
+
+    Attributes:
+        epoch: the epoch that the next iteration draws.
+
+    """
+
+    def __init__(self, *, shuffle: bool, seed: int) -> None:
+        self.epoch = 0
+        self._shuffle = shuffle
+        self._seed = seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; without this call every epoch has the order of epoch 0."""
+        self.epoch = epoch
+
+    def order(self, size: int) -> np.ndarray:
+        """int64 `(size,)`: 0 … size − 1, permuted for this seed and epoch if the sampler shuffles."""
+        if not self._shuffle:
+            return np.arange(size)
+        return np.random.default_rng([self._seed, self.epoch]).permutation(size)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+
+class BatchOrderSampler(EpochSampler[int]):
+    """Indices of a data set whose items are ready batches, each rank's own."""
+
+    def __init__(self, num_batches: int, *, shuffle: bool = False, seed: int = 0) -> None:
+        super().__init__(shuffle=shuffle, seed=seed)
+        self._num_batches = num_batches
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order(self._num_batches).tolist()
+
+
+class ShardedBatchSampler(EpochSampler[list[int]]):
+    """Rows of the batches of one rank.
+
+    The epoch's order of all rows, the same on every rank, is dealt out one row per rank in turn: ranks differ by at
+    most one row, and no row is repeated or left out. A rank may thus have one batch more than another, or none.
+
+    Args:
+        num_rows: rows of the whole data set.
+        batch_size: rows per batch; the last batch may have fewer.
+        rank: this rank.
+        world_size: number of ranks.
+        shuffle: a new order in every epoch.
+        seed: of the order; the same on every rank.
+        drop_last: leave out an incomplete last batch.
+
+    Raises:
+        ValueError: `batch_size` below 1, or `rank` outside `[0, world_size)`.
+
+    >>> [list(ShardedBatchSampler(5, 2, rank=rank, world_size=2)) for rank in range(2)]
+    [[[0, 2], [4]], [[1, 3]]]
+
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(shuffle=shuffle, seed=seed)
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; a batch has at least one row: give 1 or more")
+        check_rank(rank, world_size)
+        self._num_rows = num_rows
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._drop_last = drop_last
+
+    def __len__(self) -> int:
+        num_own_rows = len(range(self._rank, self._num_rows, self._world_size))
+        full, rest = divmod(num_own_rows, self._batch_size)
+        return full + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        own_rows = self.order(self._num_rows)[self._rank :: self._world_size]
+        for batch in range(len(self)):
+            yield own_rows[batch * self._batch_size : (batch + 1) * self._batch_size].tolist()

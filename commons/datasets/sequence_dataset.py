@@ -1,0 +1,164 @@
+"""Batches from the columnar file of a data set: histories, candidates and labels.
+
+Input: a file written by a preprocessor, and rows chosen by a sampler. Output: HSTUBatch on the CPU. A user's items are
+cut to the last `max_history_seqlen + num_candidates`; the last `num_candidates` of these are the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
+from commons.datasets.sequence_file import SequenceFile, SequenceSchema
+
+
+class SequenceDataset(Dataset[HSTUBatch]):
+    """Users of one split; an item of the data set is the batch of the rows it is asked for.
+
+    Meant for `DataLoader(dataset, batch_size=None, sampler=ShardedBatchSampler(len(dataset), ...))`.
+
+    Args:
+        path: the file, or the folder that holds it.
+        schema: of the data set.
+        split: users to read, such as "train" or "test".
+        batch_size: rows of every batch; batches of fewer rows are padded.
+        max_history_seqlen: the most items of the history; older ones are cut off.
+        max_num_candidates: the most candidates. A user of n items has at most n − 1, so that a history remains.
+        num_tasks: labels, the first of the schema's tasks.
+
+    Raises:
+        FileNotFoundError: no file at `path`.
+        ValueError: a file that is damaged or of another data set, an unknown or empty split, a number out of range.
+
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        schema: SequenceSchema,
+        *,
+        split: str,
+        batch_size: int,
+        max_history_seqlen: int,
+        max_num_candidates: int = 0,
+        num_tasks: int = 1,
+    ) -> None:
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("max_history_seqlen", max_history_seqlen, 1),
+            ("max_num_candidates", max_num_candidates, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; the smallest possible value is {least}: raise it")
+        if not 1 <= num_tasks <= len(schema.tasks):
+            raise ValueError(
+                f"num_tasks is {num_tasks}, {schema.dataset_name!r} has labels for {len(schema.tasks)} tasks: give a "
+                f"number between 1 and {len(schema.tasks)}"
+            )
+        self.schema = schema
+        self.max_history_seqlen = max_history_seqlen
+        self.max_num_candidates = max_num_candidates
+        self.num_tasks = num_tasks
+        self._batch_size = batch_size
+        columns = [*schema.contextual_feature_names, schema.item_feature_name, schema.action_feature_name]
+        self._file = SequenceFile(path, schema.dataset_name, columns)
+        self.metadata = self._file.metadata
+        self._rows = self._file.split_rows(split)
+        if not self._rows:
+            raise ValueError(
+                f"split {split!r} of {self._file.path} has no users; a data set has at least one: preprocess the data "
+                "with another test fraction or seed"
+            )
+
+    def __len__(self) -> int:
+        """Users of the split."""
+        return len(self._rows)
+
+    @property
+    def vocabulary_sizes(self) -> dict[str, int]:
+        """Number of ids of each feature of the batches."""
+        return {name: self.metadata.vocabulary_sizes[name] for name in self.feature_to_max_seqlen}
+
+    @property
+    def feature_to_max_seqlen(self) -> dict[str, int]:
+        """The most tokens a row can have of each feature."""
+        longest = self.max_history_seqlen + self.max_num_candidates
+        return {
+            **dict.fromkeys(self.schema.contextual_feature_names, 1),
+            self.schema.item_feature_name: longest,
+            self.schema.action_feature_name: longest,
+        }
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The most tokens of a row: contextual features, items and, interleaved, their actions."""
+        return sum(self.feature_to_max_seqlen.values())
+
+    def __getitem__(self, rows: int | Sequence[int]) -> HSTUBatch:
+        """The batch of `rows`, counted within the split, padded to the batch size.
+
+        Raises:
+            IndexError: a row outside the split.
+            ValueError: more rows than the batch size.
+
+        """
+        selected = np.atleast_1d(np.asarray(rows, dtype=np.int64))
+        if len(selected) > self._batch_size:
+            raise ValueError(
+                f"{len(selected)} rows were asked for, batch_size is {self._batch_size}; a batch holds no more: ask "
+                "for fewer rows"
+            )
+        outside = selected[(selected < 0) | (selected >= len(self))]
+        if outside.size:
+            raise IndexError(f"row {outside[0]} of a split of {len(self)} users")
+        return self._assemble(selected + self._rows.start)
+
+    def _assemble(self, rows: np.ndarray) -> HSTUBatch:
+        schema = self.schema
+        users = self._file.select(rows)
+        lengths = users.lengths(schema.item_feature_name)  # (num_rows,)
+        num_candidates = np.clip(lengths - 1, 0, self.max_num_candidates)
+        kept = np.minimum(lengths, self.max_history_seqlen + num_candidates)
+        actions = users.tails(schema.action_feature_name, kept)  # (sum(kept),)
+        values = {name: users.values(name) for name in schema.contextual_feature_names}
+        values[schema.item_feature_name] = users.tails(schema.item_feature_name, kept)
+        values[schema.action_feature_name] = actions
+        feature_lengths = {
+            **dict.fromkeys(schema.contextual_feature_names, np.ones_like(kept)),
+            schema.item_feature_name: kept,
+            schema.action_feature_name: kept,
+        }
+        if self.max_num_candidates > 0:
+            targets = num_candidates
+            # The candidates of a row are the last of its actions: those at most num_candidates from the row's end.
+            from_end = np.repeat(np.cumsum(kept), kept) - np.arange(len(actions))
+            target_actions = actions[from_end <= np.repeat(num_candidates, kept)]
+        else:
+            targets, target_actions = kept, actions
+        tasks = {f"task_{index}": task for index, task in enumerate(schema.tasks[: self.num_tasks])}
+        padding = (0, self._batch_size - len(rows))
+        return HSTUBatch(
+            features=padded_kjt(_tensors(values), _tensors(feature_lengths), self._batch_size),
+            batch_size=self._batch_size,
+            feature_to_max_seqlen=self.feature_to_max_seqlen,
+            contextual_feature_names=list(schema.contextual_feature_names),
+            labels=padded_kjt(
+                {name: torch.from_numpy(task(target_actions).astype(np.float32)) for name, task in tasks.items()},
+                _tensors(dict.fromkeys(tasks, targets)),
+                self._batch_size,
+            ),
+            actual_batch_size=len(rows),
+            item_feature_name=schema.item_feature_name,
+            action_feature_name=schema.action_feature_name,
+            max_num_candidates=self.max_num_candidates,
+            num_candidates=torch.from_numpy(np.pad(num_candidates, padding)) if self.max_num_candidates > 0 else None,
+        )
+
+
+def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

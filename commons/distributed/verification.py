@@ -1,0 +1,98 @@
+"""VERIFY: a checksum of every row before and after the exchange, for debugging.
+
+Each field of each row is hashed by content and position; hashes are added up over rows and ranks, so that the order of
+rows does not matter, and one more sum over whole rows notices fields that were put together wrongly. The comparison
+waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.distributed.payload import Part, PayloadLayout
+from commons.sequence_batch.fields import batch_rows, real_rows
+
+# Odd multipliers of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit integers.
+_MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
+_INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _mix(values: torch.Tensor) -> torch.Tensor:
+    """Scramble int64 values; wraps around."""
+    for multiplier in _MULTIPLIERS:
+        values = (values ^ (values >> 30)) * multiplier
+    return values ^ (values >> 31)
+
+
+def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
+    """int64 `(rows,)`, a hash of the part's content in each row."""
+    tensor = part.tensor_of(batch)
+    size = part.dtype.itemsize
+    integers = tensor.contiguous().flatten()
+    integers = integers.view(_INTEGER_BY_SIZE[min(size, 8)]).to(torch.int64)
+    per_element = max(1, size // 8)
+    if part.is_dense:
+        row = torch.arange(rows, device=tensor.device).repeat_interleave(integers.numel() // max(rows, 1))
+        position = torch.arange(integers.numel(), device=tensor.device) % max(1, integers.numel() // max(rows, 1))
+    else:
+        jagged: KeyedJaggedTensor = getattr(batch, part.field)
+        lengths = jagged.lengths().to(torch.int64) * per_element
+        segment = torch.repeat_interleave(torch.arange(len(lengths), device=tensor.device), lengths)
+        starts = torch.cumsum(lengths, 0) - lengths
+        row = segment % rows
+        position = torch.arange(integers.numel(), device=tensor.device) - starts[segment] + (segment // rows << 32)
+    element_hash = _mix(_mix(integers) + position)
+    return _mix(torch.zeros(rows, dtype=torch.int64, device=tensor.device).index_add_(0, row, element_hash))
+
+
+def checksums(batch: Any, layout: PayloadLayout) -> torch.Tensor:
+    """int64 `(parts + 1,)`: per part the sum over real rows, and last the sum over whole rows."""
+    rows, real = batch_rows(batch), real_rows(batch)
+    if not layout.parts or real == 0:
+        return torch.zeros(len(layout.parts) + 1, dtype=torch.int64, device=_device(batch, layout))
+    hashes = torch.stack([_part_hashes(part, batch, rows)[:real] for part in layout.parts])  # (parts, real)
+    order = torch.arange(1, len(layout.parts) + 1, device=hashes.device)
+    whole = _mix((hashes * _mix(order)[:, None]).sum(dim=0))
+    return torch.cat([hashes.sum(dim=1), whole.sum().unsqueeze(0)])
+
+
+def _device(batch: Any, layout: PayloadLayout) -> torch.device:
+    return layout.parts[0].tensor_of(batch).device if layout.parts else torch.device("cpu")
+
+
+def verify_rows(
+    before: torch.Tensor, after: torch.Tensor, layout: PayloadLayout, group: dist.ProcessGroup | None, step: int
+) -> None:
+    """Compare the checksums of all ranks before and after a shuffle.
+
+    Args:
+        before: `checksums` of this rank's batch before.
+        after: the same after.
+        layout: the parts.
+        group: the payload group; None for a single process.
+        step: for the message.
+
+    Raises:
+        RuntimeError: a field differs; on every rank.
+    """
+    difference = after - before
+    if group is not None:
+        dist.all_reduce(difference, group=group)
+    wrong = difference.cpu().tolist()
+    fields = [
+        f"{part.field}{' (weights)' if part.weights else ''}" for part, value in zip(layout.parts, wrong) if value
+    ]
+    if fields:
+        raise RuntimeError(
+            f"step {step}: the shuffle changed the content of {', '.join(sorted(set(fields)))}; every row must arrive as "
+            "it was: report this with the batch's schema"
+        )
+    if wrong[-1]:
+        raise RuntimeError(
+            f"step {step}: the shuffle put fields of different rows together; every row must arrive as it was: report "
+            "this with the batch's schema"
+        )
