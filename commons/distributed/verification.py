@@ -83,13 +83,12 @@ def verify_rows(
     if group is not None:
         dist.all_reduce(difference, group=group)
     wrong = difference.cpu().tolist()
-    fields = [
-        f"{part.field}{' (weights)' if part.weights else ''}" for part, value in zip(layout.parts, wrong) if value
-    ]
-    if fields:
+    damaged = [part for part, value in zip(layout.parts, wrong) if value]
+    if damaged:
+        names = ", ".join(f"{part.field}{' (weights)' if part.weights else ''}" for part in damaged)
         raise RuntimeError(
-            f"step {step}: the shuffle changed the content of {', '.join(sorted(set(fields)))}; every row must arrive as "
-            "it was: report this with the batch's schema"
+            f"step {step}: the shuffle changed the content of {names}; every row must arrive as it was: report this "
+            "with the batch's schema"
         )
     if wrong[-1]:
         raise RuntimeError(
