@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -110,6 +113,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         options: the settings.
         last_stats: stats of the batch that was finished last; None before, and in mode "off".
         num_cap_exceeded: batches in which no plan could keep `max_tokens_per_rank`.
+        in_flight: handles of the batches that `balanced_iter` has handed out and `shuffle_stage` has not finished.
     """
 
     def __init__(self, options: ShufflerOptions | None = None, pg_group: dist.ProcessGroup | None = None) -> None:
@@ -118,9 +122,11 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self.options = options or ShufflerOptions()
         self.last_stats: ShuffleStats | None = None
         self.num_cap_exceeded = 0
+        self.in_flight: deque[ShuffleHandle] = deque()
         self._pg_group = pg_group
         self._sessions: dict[dist.ProcessGroup | None, ShuffleSession] = {}
         self._worker = DaemonWorker(f"evenrank-{type(self).__name__}")
+        self._order = threading.Lock()
         self._closed = False
         if dist.is_available() and dist.is_initialized():
             self._session(None)
@@ -194,8 +200,9 @@ class BaseTaskBalancedBatchShuffler(ABC):
         session = self._session(pg_group)
         mine = RankInput(error=error) if batch is None or error is not None else self._describe(batch)
         described = _describe_rows(batch) if batch is not None and mine.error is None else None
-        step = session.next_step()
-        future = self._worker.submit(lambda: session.prepare(step, mine))
+        with self._order:  # a pipeline's loading thread may start shuffles too
+            step = session.next_step()
+            future = self._worker.submit(lambda: session.prepare(step, mine))
         return ShuffleHandle(step, session, described, future)
 
     def finish_shuffle(self, batch: T, handle: ShuffleHandle) -> T:
@@ -245,6 +252,26 @@ class BaseTaskBalancedBatchShuffler(ABC):
         )
         self._count_exceeded_cap(handle.stats)
         return result
+
+    def realign(self, pg_group: dist.ProcessGroup | None = None, until: Callable[[], bool] = lambda: True) -> None:
+        """Bring all ranks to the same step, after threads of theirs have started different numbers of shuffles.
+
+        Ranks that are behind take part in the others' steps without a batch. All ranks call this together.
+
+        Args:
+            pg_group: the group, if not the shuffler's own.
+            until: says that no thread of this rank starts shuffles any more.
+        """
+        session = self._session(pg_group)
+        while True:
+            quiet = until()
+            said = session.channel.gather_on_main([session.steps, int(quiet)])
+            furthest = max(steps for steps, _ in said)
+            if all(quiet for _, quiet in said) and all(steps == furthest for steps, _ in said):
+                return
+            while session.steps < furthest:
+                self.start_shuffle(None, pg_group)
+            time.sleep(0.001)
 
     def drain(self) -> None:
         """Wait until the worker thread is idle."""

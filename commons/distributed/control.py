@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.distributed.group_pool import GroupPair, acquire_groups, release_groups
+from commons.distributed.group_pool import GroupPair, acquire_groups, payload_device, release_groups
 from commons.distributed.process_group import describe_group
 
 # How long survivors of a timeout wait for one another's names before they report who is missing.
@@ -81,6 +81,15 @@ class ControlChannel:
         except RuntimeError as error:
             raise RankMissingError(self._roll_call(step, "comparison of plans")) from error
         return int(pair[0]), -int(pair[1])
+
+    def gather_on_main(self, values: list[int]) -> list[list[int]]:
+        """Gather a few integers per rank over the payload group, on the main thread; waits for the device."""
+        if self.payload_group is None:
+            return [values]
+        source = torch.tensor(values, dtype=torch.int64, device=payload_device(self.payload_group))
+        result = source.new_empty(self.world_size * len(values))
+        dist.all_gather_into_tensor(result, source, group=self.payload_group)
+        return result.view(self.world_size, -1).tolist()
 
     def _roll_call(self, step: int, what: str) -> str:
         """Post this rank's name to the store, read the others' and say who is missing."""

@@ -70,5 +70,10 @@ def release_groups(members: list[int], pair: GroupPair) -> None:
 def _connect(pair: GroupPair) -> None:
     """Run one collective in each group now, so that the first step does not pay for the connections."""
     dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=pair.control)
-    on_cuda = "nccl" in str(dist.get_backend(pair.payload)) and torch.cuda.is_available()
-    dist.all_reduce(torch.zeros(1, dtype=torch.int32, device="cuda" if on_cuda else "cpu"), group=pair.payload)
+    dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=payload_device(pair.payload)), group=pair.payload)
+
+
+def payload_device(group: dist.ProcessGroup) -> torch.device:
+    """Where the rows of a payload group lie: on CUDA for a group that has NCCL, else on the host."""
+    on_cuda = "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")

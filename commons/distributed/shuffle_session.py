@@ -19,6 +19,7 @@ from commons.distributed.agreement import agree, describe_error, raise_first_err
 from commons.distributed.batch_exchange import ExchangeArrays, prepare_arrays
 from commons.distributed.collective_ops import has_all_to_all
 from commons.distributed.control import ControlChannel, RankMissingError
+from commons.distributed.group_pool import payload_device
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
 from commons.distributed.row_routes import RowRoutes, route_rows
@@ -90,19 +91,18 @@ class ShuffleSession:
         self._options = options
         self._shuffler_type = shuffler_type
         self._capacity = 0
-        self._steps = 0
+        self.steps = 0
         self._broken: RankMissingError | None = None
         payload = self.channel.payload_group
-        on_cuda = payload is not None and "nccl" in str(dist.get_backend(payload))
-        self._pin_memory = on_cuda and torch.cuda.is_available()
+        self._pin_memory = payload is not None and payload_device(payload).type == "cuda"
         self._all_gather = options.transport == "all_gather" or (
             options.transport == "auto" and payload is not None and not has_all_to_all(payload)
         )
 
     def next_step(self) -> int:
-        """Number the next step; called on the main thread."""
-        step = self._steps
-        self._steps += 1
+        """Number the next step; the caller submits it to the worker before anyone else numbers one."""
+        step = self.steps
+        self.steps += 1
         return step
 
     def prepare(self, step: int, mine: RankInput) -> PreparedShuffle:

@@ -6,14 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
+    TrainPipelineSparseDist,
+)
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.pipeline.balanced import balanced
 
 
 class TrainPipelineFactory:
-    """Registry of pipeline classes: "none" copies one batch ahead, "native" also overlaps the input distribution."""
+    """Registry of pipelines.
+
+    "none" copies one batch ahead (TorchRec's Base), "native" also overlaps the input distribution (SparseDist);
+    "prefetch", "fused" and "semi_sync" are TorchRec's pipelines of those names, which need CUDA.
+    """
 
     _makers: dict[str, Callable[..., Any]] = {}
 
@@ -64,3 +74,6 @@ class TrainPipelineFactory:
 
 TrainPipelineFactory.register("none", balanced(TrainPipelineBase))
 TrainPipelineFactory.register("native", balanced(TrainPipelineSparseDist))
+TrainPipelineFactory.register("prefetch", balanced(PrefetchTrainPipelineSparseDist))
+TrainPipelineFactory.register("fused", balanced(TrainPipelineFusedSparseDist))
+TrainPipelineFactory.register("semi_sync", balanced(TrainPipelineSemiSync))

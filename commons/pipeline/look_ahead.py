@@ -25,6 +25,10 @@ class LookAhead(Iterator[Any]):
         pg_group: the group, if not the shuffler's own.
         handles: handles of the batches handed out, oldest first, are appended here.
         previous: the iterator that the user left for this one; the batch it has read ahead comes first.
+
+    Attributes:
+        source: the rank's own iterator.
+        ended: no rank has a batch left.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class LookAhead(Iterator[Any]):
         self._previous = previous
         self._next: tuple[Any | None, ShuffleHandle] | None = None
         self._abandoned = False
-        self._ended = False
+        self.ended = False
         if previous is not None:
             previous._abandoned = True
 
@@ -58,13 +62,13 @@ class LookAhead(Iterator[Any]):
                 return next(self._previous)
             except StopIteration:
                 self._previous = None
-        if self._ended:
+        if self.ended:
             raise StopIteration
         if self._next is None:
             self._next = self._read_ahead()
         batch, handle = self._next
         if handle.ended:
-            self._ended, self._next = True, None
+            self.ended, self._next = True, None
             raise StopIteration
         if batch is None:
             batch = handle.empty_batch()

@@ -16,7 +16,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.sequence_batch.fields import RowField, batch_rows, row_fields
+from commons.sequence_batch.fields import RowField, batch_device, batch_rows, row_fields
 from commons.sequence_batch.jagged import select_kjt_rows
 
 B = TypeVar("B", bound="BaseBatch")
@@ -166,7 +166,9 @@ class BaseBatch(Pipelineable):
         return self._map(lambda value: value.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tell the allocator that `stream` uses every field."""
+        """Tell the allocator that `stream` uses every field; a host batch has no stream to wait for."""
+        if batch_device(self).type == "cpu":
+            return
         for _, value in row_fields(self):
             value.record_stream(stream)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import (
+    EvalPipelineSparseDist,
+    PipelineStage,
+    StagedTrainPipeline,
     TrainPipelineBase,
-    TrainPipelineFusedSparseDist,
     TrainPipelinePT2,
     TrainPipelineSparseDist,
     TrainPipelineSparseDistLite,
@@ -18,8 +22,9 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import TrainPipelineFactory, balanced
+from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage
 from tests import models
+from tests.cpu_pipelines import CpuFusedSparseDist, CpuPrefetch, CpuSemiSync, CpuStaged, HostStream
 from tests.models import head_of, rank_batches, weights_of
 
 PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
@@ -30,6 +35,9 @@ PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
     "sparse after forward": (TrainPipelineSparseDist, {"enqueue_batch_after_forward": True}),
     "sparse free early": (TrainPipelineSparseDist, {"free_features_storage_early": True}),
     "lite": (TrainPipelineSparseDistLite, {}),
+    "fused": (CpuFusedSparseDist, {}),
+    "semi-sync, before it starts": (CpuSemiSync, {"start_batch": 1000}),
+    "prefetch": (CpuPrefetch, {}),
 }
 SIZES = [6, 0, 3, 1, 6, 2]
 
@@ -152,7 +160,7 @@ def test_sharded_weights_after_twenty_steps_agree(ranks, sharding):
         torch.testing.assert_close(weight, off["weights"][name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("pipeline", ["base", "sparse", "lite"])
+@pytest.mark.parametrize("pipeline", ["base", "sparse", "lite", "fused", "semi-sync, before it starts", "prefetch"])
 def test_two_epochs_lose_nothing(ranks, pipeline):
     counts = [3, 2, 4, 0][: ranks.world_size]
     epochs = [(counts, 0), (counts, 10)]
@@ -161,7 +169,7 @@ def test_two_epochs_lose_nothing(ranks, pipeline):
     assert seen == sorted(expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10))
 
 
-@pytest.mark.parametrize("pipeline", ["base", "sparse", "lite"])
+@pytest.mark.parametrize("pipeline", ["base", "sparse", "lite", "fused", "semi-sync, before it starts", "prefetch"])
 def test_an_iterator_left_half_way_trains_what_was_read_ahead(ranks, pipeline):
     """After two steps of five the user goes on to another iterator: what the stage had read is trained, no more."""
     counts = [5] * ranks.world_size
@@ -177,6 +185,203 @@ def test_an_iterator_left_half_way_trains_what_was_read_ahead(ranks, pipeline):
 def test_no_rank_has_data(two_ranks, kind):
     results = two_ranks.run(_train, ("build_sharded",), "sparse", kind, [([0, 0], 0), ([2, 1], 0)])
     assert sorted(i for rank in results for step in rank["seen"] for i in step) == expected_ids([2, 1], 2)
+
+
+def _semi_sync(kind):
+    model, optimizer = models.build_sharded()
+    shuffler = make_shuffler(kind)
+    trainer = balanced(CpuSemiSync)(
+        model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, start_batch=2, stash_gradients=False
+    )
+    source = rank_batches(dist.get_rank(), 6, SIZES)
+    try:
+        while True:
+            trainer.progress(source)
+    except StopIteration:
+        return weights_of(model), [len(context.events) for context in trainer.contexts]
+    finally:
+        shuffler.close()
+
+
+def test_semi_synchronous_training_agrees_too(two_ranks):
+    on, off = (two_ranks.run(_semi_sync, kind)[0][0] for kind in ("balance", "identity"))
+    assert largest_difference(on, off) < 1e-5
+
+
+def _semi_sync_events():
+    model, optimizer = models.build_sharded()
+    shuffler = CubicShuffler()
+    trainer = balanced(CpuSemiSync)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+    try:
+        iterator = rank_batches(dist.get_rank(), 6, [6])
+        trainer.progress(iterator)
+        newest = len(trainer.contexts[-1].events)
+        trainer.reset()
+        return newest
+    finally:
+        shuffler.close()
+
+
+def test_semi_sync_streams_wait_for_the_shuffle(two_ranks):
+    # one event of TorchRec's own copy and one of the shuffle behind it
+    assert two_ranks.run(_semi_sync_events) == [2, 2]
+
+
+def _staged(counts, kind):
+    model, optimizer = models.build_sharded()
+    shuffler = make_shuffler(kind)
+    device = torch.device("cpu")
+    seen = []
+    try:
+        for epoch in range(2):  # a Staged pipeline ends with its iterator: a new one for every epoch
+            copy = PipelineStage(name="copy", runnable=lambda batch: batch.to(device), stream=HostStream())
+            pipeline = CpuStaged([copy, shuffle_stage(shuffler, copy.stream)], compute_stream=HostStream())
+            source = balanced_iter(rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES), shuffler)
+            while (batch := pipeline.progress(source)) is not None:
+                seen.append(batch.sample_id[: batch.actual_batch_size].tolist())
+                optimizer.zero_grad()
+                loss, _ = model(batch)
+                loss.backward()
+                optimizer.step()
+        return seen, weights_of(model)
+    finally:
+        shuffler.close()
+
+
+@pytest.mark.parametrize("kind", ["balance", "identity"])
+def test_the_staged_pipeline_trains_everything_to_the_end(ranks, kind):
+    counts = [5, 3, 0, 7][: ranks.world_size]
+    results = ranks.run(_staged, counts, kind)
+    expected = expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10)
+    assert sorted(i for seen, _ in results for step in seen for i in step) == sorted(expected)
+    assert len({len(seen) for seen, _ in results}) == 1
+
+
+def test_a_stage_without_its_iterator_says_so():
+    shuffler = CubicShuffler()
+    stage = shuffle_stage(shuffler, HostStream())
+    with pytest.raises(ValueError, match="wrap the iterator"):
+        stage.runnable(models.make_batch([1, 2], 2))
+    shuffler.close()
+
+
+def _evaluate(counts, kind, epochs, abandon_after=None):
+    """Evaluation between training steps of the same ranks, in a pipeline of its own."""
+    model, optimizer = models.build_sharded()
+    model.eval()
+    shuffler = make_shuffler(kind)
+    evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+    errors = 0.0
+    stats = []
+    try:
+        for epoch in range(epochs):
+            source = rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES)
+            for _ in itertools.count() if abandon_after is None or epoch else range(abandon_after):
+                try:
+                    errors += float(evaluator.progress(source))
+                except StopIteration:
+                    break
+                stats.append(evaluator.last_stats)
+            if abandon_after == 0:
+                evaluator.reset()
+        return head_of(model).seen, errors, [each.step for each in stats if each is not None]
+    finally:
+        evaluator.reset()
+        shuffler.close()
+
+
+@pytest.mark.parametrize("kind", ["balance", "identity"])
+def test_evaluation_sees_every_sample_once(ranks, kind):
+    counts = [5, 3, 0, 7][: ranks.world_size]
+    results = ranks.run(_evaluate, counts, kind, 2)
+    expected = expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10)
+    assert sorted(i for seen, _, _ in results for step in seen for i in step) == sorted(expected)
+    if kind == "balance":
+        assert results[0][2] == sorted(results[0][2]) and len(results[0][2]) == 2 * max(counts)
+
+
+def test_evaluation_gives_the_same_number_shuffled_or_not(ranks):
+    counts = [4, 3, 2, 1][: ranks.world_size]
+    totals = [sum(error for _, error, _ in ranks.run(_evaluate, counts, kind, 1)) for kind in ("balance", "identity")]
+    assert totals[0] == pytest.approx(totals[1], rel=1e-5)
+
+
+def test_an_evaluation_left_half_way_loses_nothing_that_follows(ranks):
+    counts = [5] * ranks.world_size
+    results = ranks.run(_evaluate, counts, "balance", 2, 2)
+    seen = [i for rank, _, _ in results for step in rank for i in step]
+    assert len(seen) == len(set(seen)) and set(expected_ids(counts, ranks.world_size, 10)) <= set(seen)
+
+
+def _eval_reset():
+    """Reset with a loading thread that has read ahead, at a different pace on every rank; then a whole epoch."""
+    model, optimizer = models.build_sharded()
+    model.eval()
+    shuffler = CubicShuffler()
+    evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+    try:
+        for attempt in range(3):
+            evaluator.progress(rank_batches(dist.get_rank() + 10 * attempt, 5, [6]))
+            time.sleep(0.05 * dist.get_rank())
+            evaluator.reset()
+        seen = head_of(model).seen
+        seen.clear()
+        source = rank_batches(dist.get_rank() + 50, 3, [6])
+        while True:
+            try:
+                evaluator.progress(source)
+            except StopIteration:
+                return seen, threading.active_count()
+    finally:
+        evaluator.reset()
+        shuffler.close()
+
+
+def test_reset_joins_and_realigns_loading_threads(ranks):
+    results = ranks.run(_eval_reset, timeout=60)
+    assert sum(len(step) for seen, _ in results for step in seen) == 3 * 6 * ranks.world_size
+
+
+def _train_and_evaluate(kind, detach_every):
+    """Training steps with evaluations in between, on one model: detach, evaluate, attach."""
+    model, optimizer = models.build_sharded()
+    shuffler, evaluation = make_shuffler(kind), IdentityBalancedBatchShuffler()
+    device = torch.device("cpu")
+    trainer = balanced(TrainPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
+    source = rank_batches(dist.get_rank(), 7, SIZES)
+    errors = []
+    try:
+        for step in itertools.count():
+            if step and step % detach_every == 0:
+                trainer.detach()
+                model.eval()
+                evaluator = balanced(TrainPipelineBase)(model, optimizer, device, batch_shuffler=evaluation)
+                held_out = rank_batches(dist.get_rank() + 20, 1 + dist.get_rank(), [4])
+                while True:
+                    try:
+                        errors.append(float(evaluator.progress(held_out)))
+                    except StopIteration:
+                        break
+                model.train()
+                trainer.attach()
+            try:
+                trainer.progress(source)
+            except StopIteration:
+                return weights_of(model), errors, head_of(model).seen
+    finally:
+        shuffler.close()
+        evaluation.close()
+
+
+@pytest.mark.parametrize("detach_every", [1, 2])
+def test_detach_evaluate_and_attach_change_nothing(ranks, detach_every):
+    on = ranks.run(_train_and_evaluate, "balance", detach_every)
+    off = ranks.run(_train_and_evaluate, "identity", 1000)
+    assert largest_difference(on[0][0], off[0][0]) < 1e-5
+    seen = [i for _, _, steps in on for step in steps for i in step]
+    trained, evaluated = [i for i in seen if i < 2_000_000], [i for i in seen if i >= 2_000_000]
+    assert sorted(trained) == expected_ids([7] * ranks.world_size, ranks.world_size)
+    assert evaluated and on[0][1]
 
 
 def _fails_in_loader(pipeline):
@@ -233,7 +438,7 @@ def test_reset_drains_what_is_in_flight(ranks):
 
 
 def test_what_cannot_be_hooked_is_refused():
-    for pipeline_class in (TrainPipelinePT2, TrainPipelineFusedSparseDist, dict):
+    for pipeline_class in (TrainPipelinePT2, StagedTrainPipeline, dict):
         with pytest.raises(TypeError, match="no known place for the shuffle.*TrainPipelineSparseDist"):
             balanced(pipeline_class)
 
@@ -261,7 +466,10 @@ def test_pipelines_by_name():
     }
     assert isinstance(TrainPipelineFactory.create("none", **arguments), TrainPipelineBase)
     assert isinstance(TrainPipelineFactory.create("native", **arguments), TrainPipelineSparseDist)
-    with pytest.raises(ValueError, match="'nativ' is not registered; valid names are 'native', 'none'"):
+    with pytest.raises(
+        ValueError,
+        match="'nativ' is not registered; valid names are 'fused', 'native', 'none', 'pre",
+    ):
         TrainPipelineFactory.create("nativ", **arguments)
     with pytest.raises(ValueError, match="already registered"):
         TrainPipelineFactory.register("none", balanced(TrainPipelineBase))

@@ -1,0 +1,213 @@
+"""The hooks that make a stock TorchRec pipeline a balanced one: where a shuffle starts and where it is finished."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, ShuffleHandle
+from commons.distributed.stats import ShuffleStats
+from commons.pipeline.look_ahead import LookAhead
+
+
+class BalancedPipeline:
+    """What every balanced pipeline adds: keywords, the wrapped iterator, and the stats of the batch trained last."""
+
+    _device: torch.device
+    _memcpy_stream: torch.Stream | None
+    _stream_context: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        batch_shuffler: BaseTaskBalancedBatchShuffler,
+        pg_group: dist.ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(batch_shuffler, BaseTaskBalancedBatchShuffler):
+            raise TypeError(
+                f"batch_shuffler is a {type(batch_shuffler).__name__}; it must derive from "
+                "BaseTaskBalancedBatchShuffler: create one with BatchShufflerFactory"
+            )
+        super().__init__(*args, **kwargs)
+        if getattr(self, "_execute_all_batches", True) is False:
+            raise ValueError(
+                "execute_all_batches is False; it would drop batches whose rows are on other ranks then: leave it out"
+            )
+        self.batch_shuffler = batch_shuffler
+        self._pg_group = pg_group
+        self._look_ahead: LookAhead | None = None
+        self._handles: deque[ShuffleHandle] = deque()
+        self._stats: deque[ShuffleStats | None] = deque()
+        self._last_stats: ShuffleStats | None = None
+
+    @property
+    def last_stats(self) -> ShuffleStats | None:
+        """Stats of the batch that the last `progress` trained; None in mode "off"."""
+        return self._last_stats
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Train one batch, as TorchRec's `progress` does.
+
+        When the iterator changes, the batch that was read ahead from the old one is trained first.
+
+        Raises:
+            StopIteration: no rank has a batch left.
+        """
+        if self._look_ahead is None or self._look_ahead.source is not dataloader_iter:
+            self._look_ahead = self._change_iterator(dataloader_iter)
+        output = self._advance(self._look_ahead)
+        self._last_stats = self._stats.popleft()
+        return output
+
+    def _advance(self, look_ahead: LookAhead) -> Any:
+        return self._progress_from(look_ahead)
+
+    def _progress_from(self, source: Iterator[Any]) -> Any:
+        return super().progress(source)  # type: ignore[misc]
+
+    def reset(self) -> None:
+        """Drop the batches in flight, after the shuffles that the worker has begun; called on all ranks together."""
+        if self._look_ahead is not None:
+            self._look_ahead.drain()
+        for handle in self._handles:
+            handle.drain()
+        self._look_ahead = None
+        self._handles.clear()
+        self._stats.clear()
+        super().reset()  # type: ignore[misc]
+
+    def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
+        return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._handles, self._look_ahead)
+
+    def _finish(self, batch: Any) -> Any:
+        """Finish the oldest shuffle on the memcpy stream with its batch, which TorchRec has just copied."""
+        handle = self._handles.popleft()
+        with self._stream_context(self._memcpy_stream):
+            result = self.batch_shuffler.finish_shuffle(batch, handle)
+        if self._memcpy_stream is not None:
+            # An in-place copy puts the batch into memory of the main stream, and the result lies in memory of the
+            # memcpy stream: the allocator must know of both uses.
+            batch.record_stream(self._memcpy_stream)
+            result.record_stream(torch.get_device_module(self._device).current_stream())
+        self._stats.append(handle.stats)
+        return result
+
+
+class HookAtCopy(BalancedPipeline):
+    """For TrainPipelineBase, which copies one batch ahead."""
+
+    _cur_batch: Any
+    _data_iter_stopped: bool
+
+    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
+        super()._copy_batch_to_gpu(cur_batch)  # type: ignore[misc]
+        self._cur_batch = self._finish(self._cur_batch)
+
+    def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
+        if self._data_iter_stopped:  # the stock class would wait for reset() before a second epoch
+            self._reset_data_iter()  # type: ignore[attr-defined]
+        return super()._change_iterator(dataloader_iter)
+
+
+class HookAtEnqueue(BalancedPipeline):
+    """For TrainPipelineSparseDist and its kin, which copy in `enqueue_batch`."""
+
+    batches: deque[Any]
+    contexts: deque[Any]
+
+    def enqueue_batch(self, dataloader_iter: Iterator[Any]) -> bool:
+        """Copy the next batch as TorchRec does, then finish its shuffle."""
+        enqueued = super().enqueue_batch(dataloader_iter)  # type: ignore[misc]
+        if enqueued:
+            self.batches[-1] = self._finish(self.batches[-1])
+        return enqueued
+
+    def attach(self, model: torch.nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """Take the model back into the pipeline, as TorchRec does, with the batches that are in flight.
+
+        TorchRec starts the input distribution of the oldest batch again and, when the next step comes, does not wait
+        for it, so that an EmbeddingCollection finds nothing there; here it is waited for at once.
+        """
+        super().attach(model, sparse_dist)  # type: ignore[misc]
+        if self.contexts and sparse_dist:
+            self.wait_sparse_data_dist(self.contexts[0])  # type: ignore[attr-defined]
+
+
+class HookAtEnqueueWithEvents(HookAtEnqueue):
+    """For TrainPipelineSemiSync, whose streams wait for events of the batch rather than for the memcpy stream."""
+
+    def enqueue_batch(self, dataloader_iter: Iterator[Any]) -> bool:
+        """Copy the next batch, finish its shuffle, and record that as one more event to wait for."""
+        enqueued = super().enqueue_batch(dataloader_iter)
+        if enqueued:
+            with self._stream_context(self._memcpy_stream):
+                event = torch.get_device_module(self._device).Event()
+                event.record()
+            # The batch's own context, the one just appended: contexts compare equal, so none could be searched for.
+            self.contexts[-1].events.append(event)
+        return enqueued
+
+
+class _CurrentLookAhead(Iterator[Any]):
+    """The one iterator that a loading thread is given; it reads from whichever LookAhead is current."""
+
+    def __init__(self) -> None:
+        self.look_ahead: LookAhead | None = None
+
+    def __next__(self) -> Any:
+        assert self.look_ahead is not None  # noqa: S101  set before the thread starts
+        return next(self.look_ahead)
+
+
+class HookAtDataDist(BalancedPipeline):
+    """For EvalPipelineSparseDist, whose loading thread reads and copies batches.
+
+    Shuffles start on that thread, and are finished by the main thread just before the batch's input distribution.
+    """
+
+    batches: deque[Any]
+    contexts: deque[Any]
+    _batch_loader: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._source = _CurrentLookAhead()
+
+    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
+        """Finish the batch's shuffle, once (TorchRec comes here twice with the first batch), then go on as TorchRec."""
+        if batch is not None and not getattr(context, "evenrank_shuffled", False):
+            position = next(i for i, known in enumerate(self.contexts) if known is context)
+            batch = self.batches[position] = self._finish(batch)
+            context.evenrank_shuffled = True
+        super().start_sparse_data_dist(batch, context)  # type: ignore[misc]
+
+    def reset(self) -> None:
+        """Drop the batches in flight; called on all ranks together.
+
+        Loading threads read ahead at their own pace: they are joined, and ranks that are behind catch up with empty
+        steps, so that the next batch is the same step on every rank.
+        """
+        loader = self._batch_loader
+        if loader is not None:
+            loader.stop()
+            # TorchRec's thread class hides a method that is_alive() and join() need; the list of threads does not.
+            self.batch_shuffler.realign(self._pg_group, until=lambda: loader not in threading.enumerate())
+        super().reset()
+        self._source = _CurrentLookAhead()
+
+    def _advance(self, look_ahead: LookAhead) -> Any:
+        self._source.look_ahead = look_ahead
+        try:
+            return self._progress_from(self._source)
+        except StopIteration:
+            if look_ahead.ended:
+                raise
+        # The loading thread had come to the end of an earlier iterator just before this one was given.
+        self._batch_loader = None
+        return self._progress_from(self._source)
