@@ -58,7 +58,7 @@ def make_batch(ids: list[int], rows: int, longest: int = 12) -> SampleBatch:
             stride=rows,
         ),
         batch_size=rows,
-        feature_to_max_seqlen=dict.fromkeys(KEYS, longest + 1),
+        feature_to_max_seqlen=dict.fromkeys(KEYS, 64),
         actual_batch_size=len(ids),
         sample_id=torch.tensor(ids + [0] * (rows - len(ids)), dtype=torch.int64),
         target=target,

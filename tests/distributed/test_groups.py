@@ -1,0 +1,123 @@
+"""Which ranks share a global batch: given groups, megatron-core's, and tensor-parallel peers that stay alike."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commons.distributed import global_mean_loss
+from commons.distributed.process_group import describe_group, resolve_process_group
+from commons.pipeline import TrainPipelineFactory
+from tests.batches import rows_as_values
+from tests.distributed.test_pipelines import CubicShuffler
+from tests.models import build_plain, head_of, make_batch, rank_batches
+from tests.rank_pool import RankPool
+
+
+def _digest(batch):
+    return hashlib.sha256(repr(rows_as_values(batch, padding=True)).encode()).hexdigest()
+
+
+def _tensor_parallel():
+    """DP 2 × TP 2: peers of a tensor-parallel group bring the same batch."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    try:
+        data_rank = parallel_state.get_data_parallel_rank()
+        shuffler = CubicShuffler()
+        results = []
+        for step in range(4):
+            first = 1 + 1000 * data_rank + 100 * step
+            batch = make_batch(list(range(first, first + 5)), 6, longest=40 if data_rank == 0 else 2)
+            result, indices = shuffler.shuffle(batch, return_indices=True)
+            results.append((_digest(result), indices.tolist(), shuffler.last_stats.moved))
+        loss = global_mean_loss(torch.tensor(1.0, requires_grad=True), 3)  # two data-parallel ranks, 6 terms
+        members = dist.get_process_group_ranks(resolve_process_group())
+        shuffler.close()
+        return data_rank, members, results, float(loss)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture
+def fresh_ranks():
+    """Four ranks of their own: megatron-core's state is global."""
+    pool = RankPool(4)
+    yield pool
+    pool.stop()
+
+
+def test_tensor_parallel_peers_end_with_identical_batches(fresh_ranks):
+    answers = fresh_ranks.run(_tensor_parallel)
+    assert [members for _, members, _, _ in answers] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    for first, second in ((0, 1), (2, 3)):  # the tensor-parallel groups
+        assert answers[first][2] == answers[second][2]
+    assert answers[0][2] != answers[2][2] and any(moved for _, _, moved in answers[0][2])
+    assert all(loss == pytest.approx(2 * 1.0 / 6) for _, _, _, loss in answers)
+
+
+def _given_group():
+    """Two halves shuffle by themselves, through a pipeline and by hand."""
+    half = dist.get_rank() // 2
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model, optimizer = build_plain()
+    shuffler = CubicShuffler(pg_group=groups[half])
+    by_hand = CubicShuffler(pg_group=groups[half])
+    pipeline = TrainPipelineFactory.create(
+        "none",
+        model=model,
+        optimizer=optimizer,
+        device=torch.device("cpu"),
+        batch_shuffler=shuffler,
+        pg_group=groups[half],
+    )
+    source = rank_batches(dist.get_rank(), 3, [6])
+    for batch in rank_batches(dist.get_rank(), 3, [6]):
+        result, indices = by_hand.shuffle(batch, groups[half], return_indices=True)
+        assert max(indices.tolist()) < 12
+        pipeline.progress(source)
+        assert head_of(model).seen[-1] == result.sample_id[: result.actual_batch_size].tolist()
+    described = describe_group(groups[half])
+    try:
+        resolve_process_group(groups[1 - half])
+        mistake = "no error"
+    except ValueError as error:
+        mistake = str(error)
+    shuffler.close()
+    by_hand.close()
+    return head_of(model).seen, described, mistake
+
+
+def test_a_given_group_shuffles_by_itself(rank_pools):
+    answers = rank_pools[4].run(_given_group)
+    for half in (0, 1):
+        seen = sorted(i for rank in (2 * half, 2 * half + 1) for step in answers[rank][0] for i in step)
+        expected = [
+            int(i) for rank in (2 * half, 2 * half + 1) for batch in rank_batches(rank, 3, [6]) for i in batch.sample_id
+        ]
+        assert seen == sorted(expected)
+        assert answers[2 * half][1] == f"ranks [{2 * half}, {2 * half + 1}]"
+    assert all("is not in the process group" in mistake for _, _, mistake in answers)
+
+
+def _many_shufflers():
+    """Shufflers come and go; their groups are taken over by the next."""
+    batch = make_batch([1 + 100 * dist.get_rank() + row for row in range(4)], 4)
+    digests = set()
+    for _ in range(5):
+        shuffler = CubicShuffler()
+        digests.add(_digest(shuffler.shuffle(batch)))
+        shuffler.close()
+    together = [CubicShuffler() for _ in range(3)]
+    digests.update(_digest(shuffler.shuffle(batch)) for shuffler in together)
+    for shuffler in together:
+        shuffler.close()
+    return len(digests)
+
+
+def test_shufflers_can_be_made_and_closed_again_and_again(ranks):
+    assert ranks.run(_many_shufflers) == [1] * ranks.world_size
