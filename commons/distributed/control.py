@@ -6,7 +6,10 @@ used by the main thread alone, so that neither waits for the other's turn.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -15,8 +18,12 @@ import torch.distributed as dist
 from commons.distributed.group_pool import GroupPair, acquire_groups, payload_device, release_groups
 from commons.distributed.process_group import describe_group
 
-# How long survivors of a timeout wait for one another's names before they report who is missing.
-_ROLL_CALL_SECONDS = 2.0
+# How often a waiting rank listens for the alarm, and how long one that sounds it waits for the others' names.
+_LISTEN_SECONDS = 1.0
+_ROLL_CALL_SECONDS = 4.0
+
+# Numbers the channels over the same ranks, in the one order in which all of them make these.
+_GENERATIONS: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
 
 
 class RankMissingError(RuntimeError):
@@ -42,6 +49,7 @@ class ControlChannel:
         self._group: dist.ProcessGroup | None = None
         self._groups: GroupPair | None = None
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
+        self._generation = next(_GENERATIONS[tuple(self.members)])
         if self.world_size > 1:
             self._groups = acquire_groups(self.members, timeout)
             self._group, self.payload_group = self._groups
@@ -56,10 +64,7 @@ class ControlChannel:
             return values.reshape(1, -1)
         source = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
         result = torch.empty(self.world_size * source.numel(), dtype=torch.int64)
-        try:
-            dist.all_gather_into_tensor(result, source, group=self._group)
-        except RuntimeError as error:
-            raise RankMissingError(self._roll_call(step, what)) from error
+        self._wait(dist.all_gather_into_tensor(result, source, group=self._group, async_op=True), step, what)
         return result.view(self.world_size, -1).numpy()
 
     def gather_text(self, text: str, step: int) -> list[str]:
@@ -76,10 +81,8 @@ class ControlChannel:
         if self._group is None:
             return value, value
         pair = torch.tensor([value, -value], dtype=torch.int64)
-        try:
-            dist.all_reduce(pair, op=dist.ReduceOp.MIN, group=self._group)
-        except RuntimeError as error:
-            raise RankMissingError(self._roll_call(step, "comparison of plans")) from error
+        work = dist.all_reduce(pair, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        self._wait(work, step, "comparison of plans")
         return int(pair[0]), -int(pair[1])
 
     def gather_on_main(self, values: list[int]) -> list[list[int]]:
@@ -91,11 +94,39 @@ class ControlChannel:
         dist.all_gather_into_tensor(result, source, group=self.payload_group)
         return result.view(self.world_size, -1).tolist()
 
+    def _wait(self, work: dist.Work, step: int, what: str) -> None:
+        """Wait for a collective, and meanwhile listen for the alarm of a rank in which it has failed.
+
+        gloo fails at once on the neighbours of a rank that died, but only after the timeout on the others: these end
+        here, and are not taken for missing.
+        """
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        alarm = f"{self._key(step, what)}/alarm"
+        while not done.wait(_LISTEN_SECONDS):
+            if self._store_has(alarm):
+                raise RankMissingError(self._roll_call(step, what))
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RankMissingError(self._roll_call(step, what)) from error
+
+    def _key(self, step: int, what: str) -> str:
+        return f"evenrank/{'_'.join(map(str, self.members))}/{self._generation}/{what}/{step}"
+
+    @staticmethod
+    def _store_has(key: str) -> bool:
+        try:
+            return dist.distributed_c10d._get_default_store().check([key])
+        except RuntimeError:
+            return True  # the rank that hosts the store has ended
+
     def _roll_call(self, step: int, what: str) -> str:
-        """Post this rank's name to the store, read the others' and say who is missing."""
-        prefix = f"evenrank/{'_'.join(map(str, self.members))}/{what}/{step}"
+        """Sound the alarm, post this rank's name to the store, and say whose name is missing."""
+        prefix = self._key(step, what)
         try:
             store = dist.distributed_c10d._get_default_store()
+            store.set(f"{prefix}/alarm", "1")
             store.set(f"{prefix}/{dist.get_rank()}", "present")
             deadline = time.monotonic() + _ROLL_CALL_SECONDS
             missing = self.members
@@ -109,10 +140,10 @@ class ControlChannel:
             )
         if not missing:
             return f"the {what} of step {step} failed although all of {self.description} took part: see the error above"
-        names = ", ".join(map(str, missing))
+        names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         return (
-            f"rank {names} did not take part in the {what} of step {step} ({self.description}); every rank must call "
-            "the shuffler for every step: see that rank's log, or raise ShufflerOptions.timeout if it was only slow"
+            f"{names} did not take part in the {what} of step {step} ({self.description}); every rank must call the "
+            "shuffler for every step: see the log there, or raise ShufflerOptions.timeout if it was only slow"
         )
 
     def close(self, intact: bool) -> None:

@@ -1,0 +1,65 @@
+"""The HSTU shuffler's workloads are those of the tokens that the model computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
+from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
+from commons.perf_model.task_estimator import HSTUAttentionTask
+from hstu import HSTUBalancedBatchShuffler
+
+SIZES = {"hidden_size": 32, "num_heads": 2, "head_dim": 24, "num_layers": 3}
+
+
+def make_batch(max_num_candidates=0, actions=True):
+    lengths = RandomDistribution("lognormal", low=3, high=60, mean=20, std=15)
+    names = ["item", "action"] if actions else ["item"]
+    return HSTUBatch.random(
+        6,
+        [
+            FeatureConfig(["user", "age"], [9, 5], 1, False),
+            FeatureConfig(names, [50] * len(names), 60, True, seqlen_dist=lengths),
+        ],
+        "item",
+        contextual_feature_names=["user", "age"],
+        action_feature_name="action" if actions else None,
+        max_num_candidates=max_num_candidates,
+        actual_batch_size=5,
+        device=torch.device("cpu"),
+        generator=torch.Generator().manual_seed(3),
+    )
+
+
+@pytest.mark.parametrize("candidates", [0, 4])
+@pytest.mark.parametrize("actions", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_row_costs_its_own_tokens(candidates, actions, interleaved):
+    batch = make_batch(candidates, actions)
+    shuffler = HSTUBalancedBatchShuffler(**SIZES, action_interleaved=interleaved)
+    items = batch.features["item"].lengths().long()
+    factor = 2 if actions and interleaved else 1
+    targets = factor * batch.num_candidates if candidates else torch.zeros(6, dtype=torch.int64)
+    context = sum(batch.features[name].lengths().long() for name in ("user", "age"))
+    expected = HSTUAttentionTask(**SIZES).get_workloads(context + factor * items, targets)
+    workloads = shuffler.get_workloads(batch)
+    assert workloads.dtype == torch.int64 and torch.equal(workloads, expected)
+    assert workloads[-1] == 0 and (workloads[:-1] > 0).all()
+    shuffler.close()
+
+
+def test_an_empty_history_still_costs_its_context():
+    batch = HSTUBatch(
+        features=KeyedJaggedTensor(
+            keys=["user", "item"], values=torch.tensor([7]), lengths=torch.tensor([1, 0], dtype=torch.int32)
+        ),
+        batch_size=1,
+        feature_to_max_seqlen={"user": 1, "item": 5},
+        contextual_feature_names=["user"],
+        item_feature_name="item",
+    )
+    shuffler = BatchShufflerFactory.create("hstu", **SIZES)
+    assert shuffler.get_workloads(batch).tolist() == [HSTUAttentionTask(**SIZES).get_workloads(1)]
+    shuffler.close()
