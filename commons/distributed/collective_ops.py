@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from commons.distributed.process_group import all_gather_single
 from commons.distributed.row_routes import RowRoutes
 
 # Backends of torch.distributed whose all_to_all_single takes uneven splits.
@@ -47,5 +48,5 @@ def all_gather_words(packed: torch.Tensor, received: torch.Tensor, routes: RowRo
     """
     block = packed.new_zeros(routes.gather_words)
     block[: packed.numel()] = packed
-    dist.all_gather_into_tensor(received, block, group=group)
+    all_gather_single(received, block, group=group)
     return block.numel() * block.element_size() * (dist.get_world_size(group) - 1)

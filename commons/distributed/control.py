@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.group_pool import GroupPair, acquire_groups, payload_device, release_groups
-from commons.distributed.process_group import describe_group
+from commons.distributed.process_group import all_gather_single, describe_group
 
 # How often a waiting rank listens for the alarm, and how long one that sounds it waits for the others' names.
 _LISTEN_SECONDS = 1.0
@@ -64,7 +64,7 @@ class ControlChannel:
             return values.reshape(1, -1)
         source = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
         result = torch.empty(self.world_size * source.numel(), dtype=torch.int64)
-        self._wait(dist.all_gather_into_tensor(result, source, group=self._group, async_op=True), step, what)
+        self._wait(all_gather_single(result, source, group=self._group, async_op=True), step, what)
         return result.view(self.world_size, -1).numpy()
 
     def gather_text(self, text: str, step: int) -> list[str]:
@@ -91,7 +91,7 @@ class ControlChannel:
             return [values]
         source = torch.tensor(values, dtype=torch.int64, device=payload_device(self.payload_group))
         result = source.new_empty(self.world_size * len(values))
-        dist.all_gather_into_tensor(result, source, group=self.payload_group)
+        all_gather_single(result, source, group=self.payload_group)
         return result.view(self.world_size, -1).tolist()
 
     def _wait(self, work: dist.Work, step: int, what: str) -> None:

@@ -6,6 +6,9 @@ import sys
 
 import torch.distributed as dist
 
+# torch 2.13 renames all_gather_into_tensor and warns of the old name; 2.11 has the old one alone.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """The data-parallel group: the one given, else megatron-core's, else WORLD.

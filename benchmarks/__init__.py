@@ -1,0 +1,1 @@
+"""One program per question; results are dated pages in benchmarks/results."""

@@ -1,0 +1,189 @@
+"""How many bytes does a shuffle send, and how long does the exchange take?
+
+Bytes are counted on 2 and 4 real gloo ranks, and by the plan's own arithmetic up to 1024 ranks. The reference is what a
+shuffler does that gathers every row of every rank on every rank.
+
+Examples:
+    python -m benchmarks.exchange
+    python -m benchmarks.exchange --quick
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from tqdm import tqdm
+
+from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
+from commons.datasets.hstu_batch import HSTUBatch
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.payload import WORD_BYTES, PayloadLayout
+from commons.distributed.row_routes import route_rows
+from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
+from commons.sequence_batch.schema import BatchSchema
+from hstu import HSTUBalancedBatchShuffler
+
+SIZES = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "num_layers": 4}
+CONTEXT = ["user_id", "gender", "age", "occupation", "zip"]
+
+
+def make_batch(lengths: np.ndarray) -> HSTUBatch:
+    """A ranking batch: five contextual features, items, actions, and one label per item."""
+    rows, total = len(lengths), int(lengths.sum())
+    item_lengths = torch.from_numpy(lengths).to(torch.int32)
+    context_lengths = torch.ones(len(CONTEXT) * rows, dtype=torch.int32)
+    return HSTUBatch(
+        features=KeyedJaggedTensor(
+            keys=[*CONTEXT, "item", "action"],
+            values=torch.arange(len(CONTEXT) * rows + 2 * total),
+            lengths=torch.cat([context_lengths, item_lengths, item_lengths]),
+        ),
+        batch_size=rows,
+        feature_to_max_seqlen={"item": 4096, "action": 4096},
+        contextual_feature_names=CONTEXT,
+        labels=KeyedJaggedTensor(keys=["task_0"], values=torch.rand(total), lengths=item_lengths),
+        item_feature_name="item",
+        action_feature_name="action",
+    )
+
+
+def on_real_ranks(rank: int, lengths_name: str, rows: int, transport: str, repeats: int) -> list[dict[str, Any]]:
+    """Shuffle batches by one transport; bytes and host time of each."""
+    shuffler = HSTUBalancedBatchShuffler(**SIZES, options=ShufflerOptions(transport=transport))  # type: ignore[arg-type]
+    measured = []
+    for step in range(repeats + 3):
+        lengths = draw_lengths(lengths_name, rows * dist.get_world_size(), step)
+        batch = make_batch(lengths[rank * rows : (rank + 1) * rows])
+        handle = shuffler.start_shuffle(batch)
+        handle.prepared()
+        dist.barrier()
+        started = time.perf_counter()
+        shuffler.finish_shuffle(batch, handle)
+        stats = shuffler.last_stats
+        assert stats is not None
+        if step >= 3:
+            measured.append({"bytes": stats.bytes_sent, "ms": (time.perf_counter() - started) * 1e3})
+    shuffler.close()
+    return measured
+
+
+def by_arithmetic(lengths_name: str, world_size: int, rows: int, seed: int) -> dict[str, float]:
+    """Bytes of one shuffle over `world_size` ranks, from the plan."""
+    lengths = draw_lengths(lengths_name, world_size * rows, seed)
+    layout = PayloadLayout.of(BatchSchema.of(make_batch(lengths[:1])))
+    table_of_lengths = np.concatenate(
+        [np.ones((len(lengths), len(CONTEXT)), dtype=np.int64), np.repeat(lengths[:, None], 3, axis=1)], axis=1
+    )
+    counts = np.full(world_size, rows, dtype=np.int64)
+    shuffler = HSTUBalancedBatchShuffler(**SIZES)
+    workloads = shuffler.task.get_workloads(len(CONTEXT) + 2 * lengths)
+    shuffler.close()
+    plan = plan_shuffle(
+        GatheredRows(counts, counts, workloads, len(CONTEXT) + 2 * lengths), slack=0.01, ranks_per_node=8
+    )
+    row_bytes = layout.words(table_of_lengths).sum(axis=1) * WORD_BYTES
+    sent = np.bincount(plan.gathered.home[plan.moves], weights=row_bytes[plan.moves], minlength=world_size)
+    busiest = int(sent.argmax())
+    routes = route_rows(plan, table_of_lengths, layout, busiest, all_gather=False)
+    everything = row_bytes.sum() / world_size * (world_size - 1)
+    return {
+        "mean sent": sent.mean(),
+        "busiest": routes.sent_words * WORD_BYTES,
+        "moved rows": float(row_bytes[plan.moves & (plan.gathered.home == busiest)].sum()),
+        "all-gather of all": everything,
+        "ratio": everything / max(sent.mean(), 1),
+        "tokens moved": float(plan.gathered.tokens[plan.moves].sum() / plan.gathered.tokens.sum()),
+        "imbalance": float(plan.loads_after.max() / plan.loads_after.mean()),
+    }
+
+
+def main(rows: int = 32, repeats: int = 30, quick: bool = False) -> None:
+    """Measure and write benchmarks/results/exchange.md.
+
+    Args:
+        rows: samples per rank.
+        repeats: shuffles per case on real ranks.
+        quick: fewer cases, for a look; writes nothing.
+    """
+    kinds = ["lognormal"] if quick else ["zipf", "lognormal", "user-like"]
+    repeats = 5 if quick else repeats
+    real_rows = []
+    for world_size in tqdm((2,) if quick else (2, 4), desc="real ranks"):
+        for kind in kinds:
+            runs = {
+                transport: run_ranks(on_real_ranks, world_size, kind, rows, transport, repeats)
+                for transport in ("all_to_all", "all_gather")
+            }
+            kilobytes, milliseconds = {}, {}
+            for name, run in runs.items():
+                kilobytes[name] = np.mean([step["bytes"] for each in run for step in each]) / 1e3
+                milliseconds[name] = np.median([step["ms"] for each in run for step in each])
+            real_rows.append(
+                [
+                    world_size,
+                    kind,
+                    f"{kilobytes['all_to_all']:.0f}",
+                    f"{kilobytes['all_gather']:.0f}",
+                    f"{milliseconds['all_to_all']:.2f}",
+                    f"{milliseconds['all_gather']:.2f}",
+                ]
+            )
+    planned_rows = []
+    for world_size in tqdm((8,) if quick else (8, 64, 256, 1024), desc="by arithmetic"):
+        for kind in kinds:
+            cases = [by_arithmetic(kind, world_size, rows, seed) for seed in range(3)]
+            mean = {key: float(np.mean([case[key] for case in cases])) for key in cases[0]}
+            planned_rows.append(
+                [
+                    world_size,
+                    kind,
+                    f"{mean['mean sent'] / 1e3:.0f}",
+                    f"{mean['busiest'] / 1e3:.0f}",
+                    f"{mean['busiest'] / max(mean['moved rows'], 1):.3f}",
+                    f"{mean['all-gather of all'] / 1e3:.0f}",
+                    f"{mean['ratio']:.0f}×",
+                    f"{mean['tokens moved']:.3f}",
+                    f"{mean['imbalance']:.4f}",
+                ]
+            )
+    real = table(["ranks", "lengths", "all-to-all kB", "all-gather kB", "all-to-all ms", "all-gather ms"], real_rows)
+    planned = table(
+        [
+            "ranks",
+            "lengths",
+            "sent kB, mean rank",
+            "busiest rank",
+            "its bytes ÷ its moved rows",
+            "gathering everything, kB",
+            "fewer bytes",
+            "tokens moved",
+            "largest ÷ mean load",
+        ],
+        planned_rows,
+    )
+    page = "\n".join(
+        [
+            heading("Exchange: bytes and time", "python -m benchmarks.exchange"),
+            f"{rows} samples per rank; five contextual features, items, actions and a label per item; slack 1 %.",
+            "\n## On real gloo ranks\n",
+            "Bytes sent per rank (both transports send moved rows alone; all-gather sends them to everyone). Time of",
+            "`finish_shuffle` on the host, the plan being ready; median over ranks and steps.\n",
+            real,
+            "\n## By the plan's arithmetic\n",
+            "All-to-all, nodes of 8, mean of 3 seeds. The reference gathers every row of every rank on every rank.\n",
+            planned,
+        ]
+    )
+    print(page)
+    if not quick:
+        print(f"\nwritten to {write_page('exchange', page)}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -1,0 +1,85 @@
+"""What all benchmark programs share: lengths, ranks, Markdown tables, and the head of a results page."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def draw_lengths(name: str, count: int, seed: int) -> np.ndarray:
+    """int64 `(count,)`: "uniform" 512, "zipf" 1.2 to 4096, "lognormal" of mean 512, "user-like" of mean about 165."""
+    rng = np.random.default_rng(seed)
+    if name == "uniform":
+        return np.full(count, 512, dtype=np.int64)
+    if name == "zipf":
+        return np.clip(rng.zipf(1.2, count), 1, 4096).astype(np.int64)
+    if name == "lognormal":
+        spread = np.log(2.0)
+        return np.clip(rng.lognormal(np.log(512) - spread / 2, np.sqrt(spread), count), 1, 4096).astype(np.int64)
+    if name == "user-like":
+        return np.clip(20 + 125 * rng.weibull(0.76, count), 20, 2314).astype(np.int64)
+    raise ValueError(f"lengths {name!r} are unknown; choose uniform, zipf, lognormal or user-like")
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 600.0) -> list[Any]:
+    """Call `function(rank, *arguments)` on gloo ranks of one thread each; returns what each returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.start_processes(
+            _rank_main,
+            args=(function, world_size, folder, arguments),
+            nprocs=world_size,
+            join=False,
+            start_method="spawn",
+        )
+        deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout)
+        while not context.join(timeout=1):
+            if datetime.datetime.now() > deadline:
+                for process in context.processes:
+                    process.kill()
+                raise TimeoutError(f"ranks did not finish within {timeout:.0f} s")
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+
+
+def _rank_main(
+    rank: int, function: Callable[..., Any], world_size: int, folder: str, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    result = function(rank, *arguments)
+    torch.save(result, Path(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def heading(title: str, command: str) -> str:
+    """The head of a results page: title, date, command, machine and versions."""
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; one thread per rank"
+    return f"# {title}\n\n{datetime.date.today().isoformat()} · `{command}` · {machine} · {versions}\n"
+
+
+def write_page(name: str, text: str) -> Path:
+    """Write a results page and return its path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.md"
+    path.write_text(text.rstrip() + "\n")
+    return path
