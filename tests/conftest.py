@@ -13,6 +13,10 @@ settings.register_profile("evenrank", deadline=None, max_examples=60, suppress_h
 settings.load_profile("evenrank")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cuda", choices=["cuda", "cpu"], help="where the cases of tests/gpu run")
+
+
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
     """Pools by world size; a pool starts its ranks on first use and keeps them until the end of the run."""

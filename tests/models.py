@@ -79,19 +79,26 @@ class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH * len(KEYS), 1)
-        self.seen: list[list[int]] = []
+        self.trained: list[torch.Tensor] = []  # kept as tensors, so that a step reads nothing back
+
+    @property
+    def seen(self) -> list[list[int]]:
+        """Ids of the real rows of every batch so far."""
+        return [ids.tolist() for ids in self.trained]
 
     def forward(self, embeddings: dict[str, JaggedTensor], batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
         pooled = []
         for key in KEYS:
             jagged, weights = embeddings[key], batch.features[key].weights()
-            row = torch.repeat_interleave(torch.arange(batch.batch_size), batch.features[key].lengths().long())
+            row = torch.repeat_interleave(
+                torch.arange(batch.batch_size, device=weights.device), batch.features[key].lengths().long()
+            )
             summed = jagged.values().new_zeros(batch.batch_size, WIDTH)
             pooled.append(summed.index_add(0, row, jagged.values() * weights[:, None].to(jagged.values().dtype)))
         prediction = self.linear(torch.cat(pooled, dim=1)).squeeze(1)
-        real = torch.arange(batch.batch_size) < batch.actual_batch_size
+        real = torch.arange(batch.batch_size, device=prediction.device) < batch.actual_batch_size
         error = (prediction - batch.target.to(prediction.dtype)) ** 2 * real
-        self.seen.append(batch.sample_id[: batch.actual_batch_size].tolist())
+        self.trained.append(batch.sample_id[: batch.actual_batch_size])
         return global_mean_loss(error.sum(), batch.actual_batch_size), error.detach().sum()
 
 
@@ -161,23 +168,29 @@ def build_plain() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, AveragedSGD(model.parameters(), lr=LEARNING_RATE)
 
 
-def build_sharded(sharding: str = "table_wise") -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_sharded(sharding: str = "table_wise", device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = ShardableModel()
     fused = {"learning_rate": LEARNING_RATE, "optimizer": EmbOptimType.EXACT_SGD}
     sharders = [EmbeddingCollectionSharder(fused_params=fused)]
+    model.head.to(rank_device(device))
     world_size = dist.get_world_size()
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world_size, compute_device="cpu", local_world_size=world_size),
+        topology=Topology(world_size=world_size, compute_device=device, local_world_size=world_size),
         constraints={
             f"t_{key}": ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"]) for key in KEYS
         },
         batch_size=32,
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    parallel = DistributedModelParallel(model, device=rank_device(device), plan=plan, sharders=sharders)
     dense = [parameter for name, parameter in parallel.named_parameters() if "head" in name]
     return parallel, torch.optim.SGD(dense, lr=LEARNING_RATE)
+
+
+def rank_device(kind: str) -> torch.device:
+    """The device of this rank, one GPU per rank."""
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
 
 
 def head_of(model: nn.Module) -> Head:
@@ -189,11 +202,11 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     result = {}
     for name, value in sorted(model.state_dict().items()):
         if hasattr(value, "local_shards"):
-            whole = torch.zeros(value.size())
+            whole = torch.zeros(value.size(), device=next(model.parameters()).device)
             for shard in value.local_shards():
                 rows, columns = shard.metadata.shard_offsets
                 whole[rows : rows + shard.tensor.shape[0], columns : columns + shard.tensor.shape[1]] = shard.tensor
             dist.all_reduce(whole)
             value = whole
-        result[name] = value.detach().clone()
+        result[name] = value.detach().cpu().clone()
     return result

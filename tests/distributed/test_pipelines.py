@@ -324,14 +324,13 @@ def _eval_reset():
             evaluator.progress(rank_batches(dist.get_rank() + 10 * attempt, 5, [6]))
             time.sleep(0.05 * dist.get_rank())
             evaluator.reset()
-        seen = head_of(model).seen
-        seen.clear()
+        head_of(model).trained.clear()
         source = rank_batches(dist.get_rank() + 50, 3, [6])
         while True:
             try:
                 evaluator.progress(source)
             except StopIteration:
-                return seen, threading.active_count()
+                return head_of(model).seen, threading.active_count()
     finally:
         evaluator.reset()
         shuffler.close()
@@ -420,14 +419,13 @@ def _reset_in_flight():
         source = rank_batches(dist.get_rank(), 5, [6])
         trainer.progress(source)
         trainer.reset()
-        seen = head_of(model).seen
-        seen.clear()
+        head_of(model).trained.clear()
         source = rank_batches(dist.get_rank() + 10, 3, [6])
         while True:
             try:
                 trainer.progress(source)
             except StopIteration:
-                return seen
+                return head_of(model).seen
     finally:
         shuffler.close()
 

@@ -1,0 +1,186 @@
+"""Every pipeline on the job's devices: stock classes on CUDA, their CPU substitutes elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    EvalPipelineSparseDist,
+    PipelineStage,
+    PrefetchTrainPipelineSparseDist,
+    StagedTrainPipeline,
+    TrainPipelineBase,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
+    TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
+)
+
+from commons.distributed.options import ShufflerOptions
+from commons.pipeline import balanced, balanced_iter, shuffle_stage
+from tests import cpu_pipelines, models
+from tests.distributed.test_pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler
+from tests.models import head_of, rank_batches, rank_device, weights_of
+
+STOCK = {
+    "base": (TrainPipelineBase, {}),
+    "base in place": (TrainPipelineBase, {"enable_inplace_copy_batch": True}),
+    "sparse": (TrainPipelineSparseDist, {}),
+    "sparse in place": (TrainPipelineSparseDist, {"enable_inplace_copy_batch": True}),
+    "sparse free early": (TrainPipelineSparseDist, {"free_features_storage_early": True}),
+    "lite": (TrainPipelineSparseDistLite, {}),
+    "fused": (TrainPipelineFusedSparseDist, {}),
+    "semi-sync": (TrainPipelineSemiSync, {"start_batch": 1000}),
+    "prefetch": (PrefetchTrainPipelineSparseDist, {}),
+}
+ON_CPU = {
+    "fused": cpu_pipelines.CpuFusedSparseDist,
+    "semi-sync": cpu_pipelines.CpuSemiSync,
+    "prefetch": cpu_pipelines.CpuPrefetch,
+}
+
+
+def make_pipeline(name, device, shuffler, model, optimizer):
+    stock, options = STOCK[name]
+    pipeline_class = ON_CPU.get(name, stock) if device == "cpu" else stock
+    return balanced(pipeline_class)(model, optimizer, rank_device(device), batch_shuffler=shuffler, **options)
+
+
+def host_batches(rank, steps, device):
+    for batch in rank_batches(rank, steps, SIZES):
+        yield batch.pin_memory() if device == "cuda" else batch
+
+
+def global_ids(seen):
+    mine = torch.tensor(sorted(itertools.chain.from_iterable(seen)), dtype=torch.int64)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine.tolist())
+    return sorted(itertools.chain.from_iterable(everyone))
+
+
+def expected_ids(steps):
+    return sorted(
+        int(i)
+        for rank in range(dist.get_world_size())
+        for batch in rank_batches(rank, steps, SIZES)
+        for i in batch.sample_id[: batch.actual_batch_size]
+    )
+
+
+def train(name, device, kind, steps=6, **options):
+    model, optimizer = models.build_sharded(device=device)
+    shuffler = CubicShuffler(ShufflerOptions(**options)) if options else make_shuffler(kind)
+    pipeline = make_pipeline(name, device, shuffler, model, optimizer)
+    source = host_batches(dist.get_rank(), steps, device)
+    try:
+        while True:
+            pipeline.progress(source)
+    except StopIteration:
+        return head_of(model).seen, weights_of(model)
+    finally:
+        shuffler.close()
+
+
+@pytest.mark.parametrize("name", list(STOCK))
+def test_every_sample_once_and_the_unshuffled_weights(device, name):
+    seen, weights = train(name, device, "balance")
+    unshuffled, reference = train(name, device, "identity")
+    assert global_ids(seen) == global_ids(unshuffled) == expected_ids(6)
+    assert largest_difference(weights, reference) < 1e-5
+
+
+def test_transports_are_bit_identical(device):
+    results = []
+    for transport in ("all_to_all", "all_gather"):
+        shuffler = CubicShuffler(ShufflerOptions(transport=transport, slack=0.0, verify=True))
+        results.append([])
+        for batch in host_batches(dist.get_rank(), 4, device):
+            moved = shuffler.shuffle(batch.to(rank_device(device)))
+            results[-1].append(moved.to(torch.device("cpu")))
+        shuffler.close()
+    for first, second in zip(*results):
+        assert torch.equal(first.features.values(), second.features.values())
+        assert torch.equal(first.features.weights(), second.features.weights())
+        assert torch.equal(first.features.lengths(), second.features.lengths())
+        assert torch.equal(first.sample_id, second.sample_id) and torch.equal(first.target, second.target)
+
+
+def test_staged_pipeline(device):
+    model, optimizer = models.build_sharded(device=device)
+    shuffler = CubicShuffler()
+    target = rank_device(device)
+    stream = torch.cuda.Stream() if device == "cuda" else cpu_pipelines.HostStream()
+    copy = PipelineStage("copy", lambda batch: batch.to(target, non_blocking=True), stream)
+    if device == "cuda":
+        pipeline = StagedTrainPipeline([copy, shuffle_stage(shuffler, stream)])
+    else:
+        pipeline = cpu_pipelines.CpuStaged(
+            [copy, shuffle_stage(shuffler, stream)], compute_stream=cpu_pipelines.HostStream()
+        )
+    source = balanced_iter(host_batches(dist.get_rank(), 5, device), shuffler)
+    while (batch := pipeline.progress(source)) is not None:
+        optimizer.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        optimizer.step()
+    shuffler.close()
+    assert global_ids(head_of(model).seen) == expected_ids(5)
+
+
+def test_evaluation_pipeline(device):
+    model, optimizer = models.build_sharded(device=device)
+    model.eval()
+    shuffler = CubicShuffler()
+    pipeline = balanced(EvalPipelineSparseDist)(model, optimizer, rank_device(device), batch_shuffler=shuffler)
+    source = host_batches(dist.get_rank(), 5, device)
+    try:
+        while True:
+            pipeline.progress(source)
+    except StopIteration:
+        assert global_ids(head_of(model).seen) == expected_ids(5)
+    finally:
+        pipeline.reset()
+        shuffler.close()
+
+
+def test_two_shufflers_take_turns(device):
+    """Communicators side by side: two pipelines in lockstep, each with groups of its own."""
+    first, second = CubicShuffler(), CubicShuffler()
+    models_and_optimizers = [models.build_sharded(device=device) for _ in range(2)]
+    pipelines = [
+        make_pipeline("sparse", device, shuffler, model, optimizer)
+        for shuffler, (model, optimizer) in zip((first, second), models_and_optimizers)
+    ]
+    sources = [host_batches(dist.get_rank(), 8, device) for _ in range(2)]
+    for _ in range(8):
+        for pipeline, source in zip(pipelines, sources):
+            pipeline.progress(source)
+    first.close()
+    second.close()
+    for model, _ in models_and_optimizers:
+        assert len(global_ids(head_of(model).seen)) >= len(expected_ids(5))
+
+
+def test_the_main_thread_never_waits_for_the_device(device):
+    """After the pipeline has filled, a whole balanced step passes with synchronisation forbidden."""
+    if device != "cuda":
+        pytest.skip("needs CUDA: the host has nothing to synchronise with")
+    shuffler = CubicShuffler()
+    target = rank_device(device)
+    batches = [batch.pin_memory() for batch in rank_batches(dist.get_rank(), 12, [6])]
+    for batch in batches[:4]:  # connections, allocator and kernels are warm
+        shuffler.finish_shuffle(batch.to(target, non_blocking=True), shuffler.start_shuffle(batch))
+    torch.cuda.synchronize()
+    for batch in batches[4:]:
+        handle = shuffler.start_shuffle(batch)
+        handle.prepared()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            result = shuffler.finish_shuffle(batch.to(target, non_blocking=True), handle)
+            result.features.length_per_key()  # TorchRec's input distribution asks for it
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    shuffler.close()
