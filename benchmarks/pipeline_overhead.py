@@ -1,0 +1,219 @@
+"""What does the shuffle stage cost, and how much of it is hidden?
+
+Two gloo ranks, one thread each. Every variant has a replica of a small HSTU model and trains the same batches; the
+variants take turns step by step, and a step is measured from a barrier to a barrier with the shuffler's worker idle at
+its end, so that no work hides in another variant's step.
+
+Variants: the stock TorchRec pipeline; the identity shuffler, which agrees on the end of data alone; a shuffle done
+synchronously right after the copy; and the two-phase stage.
+
+Examples:
+    python -m benchmarks.pipeline_overhead
+    python -m benchmarks.pipeline_overhead --steps 30 --quick
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
+)
+from tqdm import tqdm
+
+from benchmarks.exchange import CONTEXT, make_batch
+from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.pipeline import balanced
+from hstu import HSTUBalancedBatchShuffler
+from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
+from hstu.sharding import build_distributed_model, dense_parameters
+
+PIPELINES = {"base": TrainPipelineBase, "native": TrainPipelineSparseDist, "lite": TrainPipelineSparseDistLite}
+VARIANTS = ("stock", "identity", "synchronous", "two-phase")
+LONGEST = 256
+NUM_IDS = 4000
+HSTU = HSTUConfig(64, 2, 4, 16, max_sequence_length=2 * LONGEST + len(CONTEXT))
+
+
+class _SynchronousBase(TrainPipelineBase):
+    """Shuffles right after the copy, gather and plan included."""
+
+    shuffler: BaseTaskBalancedBatchShuffler
+
+    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
+        super()._copy_batch_to_gpu(cur_batch)
+        self._cur_batch = self.shuffler.shuffle(self._cur_batch)
+
+
+class _SynchronousEnqueue:
+    shuffler: BaseTaskBalancedBatchShuffler
+
+    def enqueue_batch(self, dataloader_iter: Iterator[Any]) -> bool:
+        enqueued = super().enqueue_batch(dataloader_iter)  # type: ignore[misc]
+        if enqueued:
+            self.batches[-1] = self.shuffler.shuffle(self.batches[-1])  # type: ignore[attr-defined]
+        return enqueued
+
+
+def host_batch(lengths_name: str, rank: int, step: int, rows: int) -> Any:
+    """The batch of one rank and step."""
+    count = rows * dist.get_world_size()
+    if lengths_name == "uniform":
+        lengths = np.random.default_rng(step).integers(120, 136, count)
+    else:
+        lengths = np.minimum(draw_lengths(lengths_name, count, step), LONGEST)
+    batch = make_batch(lengths[rank * rows : (rank + 1) * rows])
+    batch.features.values().remainder_(NUM_IDS)
+    batch.labels.values().round_()
+    return batch
+
+
+def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any, BaseTaskBalancedBatchShuffler | None]:
+    """A replica of the model in its pipeline, and its shuffler."""
+    torch.manual_seed(0)
+    tables = dict.fromkeys([*CONTEXT, "item", "action"], NUM_IDS)
+    config = RankingConfig(HSTU, tables, (64, 1), 1)
+    model = build_distributed_model(HSTURankingModel(config), device=device)
+    optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=1e-3)
+    stock = PIPELINES[pipeline]
+    arguments = (model, optimizer, device)
+    if variant == "stock":
+        return stock(*arguments), None
+    if variant == "identity":
+        identity = IdentityBalancedBatchShuffler()
+        return balanced(stock)(*arguments, batch_shuffler=identity), identity
+    shuffler = HSTUBalancedBatchShuffler(64, 4, 16, 2, options=ShufflerOptions(min_gain=0.03))
+    if variant == "two-phase":
+        return balanced(stock)(*arguments, batch_shuffler=shuffler), shuffler
+    synchronous = _SynchronousBase if pipeline == "base" else type("Synchronous", (_SynchronousEnqueue, stock), {})
+    made = synchronous(*arguments)
+    made.shuffler = shuffler
+    return made, shuffler
+
+
+def measure(rank: int, pipeline: str, lengths_name: str, rows: int, steps: int, warmup: int) -> dict[str, Any]:
+    """Step times of every variant, and the two-phase stage's own figures, on one rank."""
+    device = torch.device("cpu")
+    made = {variant: make_variant(variant, pipeline, device) for variant in VARIANTS}
+    total = warmup + steps
+    sources = {
+        variant: (host_batch(lengths_name, rank, step, rows) for step in range(total + 4)) for variant in VARIANTS
+    }
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    stats = []
+    for step in tqdm(range(total), desc=f"{pipeline}, {lengths_name}", disable=rank != 0):
+        for variant in itertools.islice(itertools.cycle(VARIANTS), step % 4, step % 4 + len(VARIANTS)):
+            trainer, shuffler = made[variant]
+            dist.barrier()
+            started = time.perf_counter()
+            trainer.progress(sources[variant])
+            if shuffler is not None:
+                shuffler.drain()
+            dist.barrier()
+            if step >= warmup:
+                times[variant].append((time.perf_counter() - started) * 1e3)
+            if variant == "two-phase" and step >= warmup:
+                stats.append(trainer.last_stats)
+    for trainer, shuffler in made.values():
+        if shuffler is not None:
+            trainer.reset()
+            shuffler.drain()
+            shuffler.close()
+    return {
+        "times": times,
+        "wait": [each.wait_ms for each in stats],
+        "work": [each.gather_ms + each.plan_ms for each in stats],
+        "exchange": [each.exchange_ms for each in stats],
+        "imbalance": [(each.imbalance_before, each.imbalance_after) for each in stats],
+        "moved": float(np.mean([each.moved for each in stats])),
+    }
+
+
+def median_with_interval(values: np.ndarray) -> tuple[float, float, float]:
+    """Median and its 95 % bootstrap interval."""
+    rng = np.random.default_rng(0)
+    resampled = np.median(rng.choice(values, (2000, len(values))), axis=1)
+    return float(np.median(values)), *map(float, np.percentile(resampled, [2.5, 97.5]))
+
+
+def main(rows: int = 32, steps: int = 40, warmup: int = 6, quick: bool = False) -> None:
+    """Measure and write benchmarks/results/pipeline_overhead.md.
+
+    Args:
+        rows: samples per rank.
+        steps: measured steps per case.
+        warmup: steps before.
+        quick: one pipeline and few steps, for a look; writes nothing.
+    """
+    step_rows, hidden_rows = [], []
+    for pipeline in ("native",) if quick else PIPELINES:
+        for lengths_name in ("uniform", "zipf"):
+            ranks = run_ranks(measure, 2, pipeline, lengths_name, rows, 8 if quick else steps, warmup, timeout=1800)
+            times = {name: np.max([each["times"][name] for each in ranks], axis=0) for name in VARIANTS}
+            stock = times["stock"]
+            cells = [pipeline, lengths_name, f"{np.median(stock):.1f}"]
+            for variant in VARIANTS[1:]:
+                middle, low, high = median_with_interval(times[variant] / stock)
+                cells.append(f"{middle:.3f} ({low:.3f}–{high:.3f})")
+            step_rows.append(cells)
+            wait = np.concatenate([each["wait"] for each in ranks])
+            work = np.concatenate([each["work"] for each in ranks])
+            before, after = np.mean(ranks[0]["imbalance"], axis=0) + 1
+            hidden_rows.append(
+                [
+                    pipeline,
+                    lengths_name,
+                    f"{np.median(work):.2f}",
+                    f"{np.median(wait):.3f}",
+                    f"{np.percentile(wait, 95):.3f}",
+                    f"{100 * (1 - wait.sum() / work.sum()):.1f} %",
+                    f"{np.median(np.concatenate([each['exchange'] for each in ranks])):.2f}",
+                    f"{before:.3f} → {after:.3f}",
+                    f"{100 * ranks[0]['moved']:.0f} %",
+                ]
+            )
+    page = "\n".join(
+        [
+            heading("Pipelines: what the stage costs", "python -m benchmarks.pipeline_overhead"),
+            f"HSTU, hidden 64, 2 layers, 4 heads × 16; {rows} users per rank, 2 ranks, {steps} steps; `min_gain` 3 %.",
+            "Uniform: 120 to 135 items. Zipf: 1.2, to 256 items.",
+            "\n## Step time, as a ratio to the stock pipeline\n",
+            "Median of the ratio step by step, and its 95 % bootstrap interval. Below 1: faster than stock.\n",
+            table(["pipeline", "lengths", "stock ms", *VARIANTS[1:]], step_rows),
+            "\n## How much of gather and plan is hidden (two-phase)\n",
+            table(
+                [
+                    "pipeline",
+                    "lengths",
+                    "gather + plan ms",
+                    "wait ms, median",
+                    "wait ms, 95th",
+                    "hidden",
+                    "exchange ms",
+                    "largest ÷ mean load",
+                    "steps that move rows",
+                ],
+                hidden_rows,
+            ),
+            "\nA step ends when the worker is idle: on the CPU its work is part of the two-phase column even where it is",
+            "hidden from the main thread.",
+        ]
+    )
+    print(page)
+    if not quick:
+        print(f"\nwritten to {write_page('pipeline_overhead', page)}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
