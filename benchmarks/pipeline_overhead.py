@@ -206,8 +206,8 @@ def main(rows: int = 32, steps: int = 40, warmup: int = 6, quick: bool = False) 
                 ],
                 hidden_rows,
             ),
-            "\nA step ends when the worker is idle: on the CPU its work is part of the two-phase column even where it is",
-            "hidden from the main thread.",
+            "\nA step ends when the worker is idle: on the CPU its work is part of the two-phase column even where it",
+            "is hidden from the main thread.",
         ]
     )
     print(page)

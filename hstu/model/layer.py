@@ -1,0 +1,153 @@
+"""The HSTU layer and a stack of them, after Zhai et al. 2024, "Actions Speak Louder than Words", section 3.
+
+What one layer does to the tokens x of a row:
+
+    U, V, Q, K = SiLU(Linear(LayerNorm(x)))
+    A          = SiLU(Q Kᵀ + bias) ÷ N, masked
+    y          = x + Dropout(Linear(LayerNorm(A V) · U))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hstu.model.attention import hstu_attention
+from hstu.model.attention_plan import AttentionPlan, plan_attention
+from hstu.model.config import HSTUConfig
+
+
+class RelativePositionBias(nn.Module):
+    """A learned number per head and distance i − j between query and key, or per bucket of distances."""
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__()
+        reach = config.max_sequence_length
+        distances = torch.arange(0 if config.is_causal else 1 - reach, reach)
+        columns = distances - distances[0]
+        if config.position_bias == "bucketed":
+            columns = distance_buckets(distances, config.position_buckets, reach)
+        self.weight: torch.Tensor
+        self.columns: torch.Tensor | None
+        weight = torch.zeros(config.num_attention_heads, int(columns.max()) + 1)
+        if config.position_bias == "none":
+            self.register_buffer("weight", weight, persistent=False)
+        else:
+            self.weight = nn.Parameter(nn.init.normal_(weight, std=0.02))
+        self.register_buffer("columns", columns if config.position_bias == "bucketed" else None, persistent=False)
+
+    def forward(self) -> torch.Tensor:
+        """Bias by rising distance.
+
+        Returns:
+            `(num_heads, max_sequence_length)` in causal attention, else `(num_heads, 2 · max_sequence_length − 1)`.
+
+        """
+        return self.weight if self.columns is None else self.weight.index_select(1, self.columns)
+
+
+def distance_buckets(distances: torch.Tensor, num_buckets: int, reach: int) -> torch.Tensor:
+    """Bucket of every distance: small distances have one each, larger ones share buckets of growing width.
+
+    Half of the buckets are exact, the others grow geometrically up to `reach` (Raffel et al. 2020, "Exploring the
+    Limits of Transfer Learning with a Unified Text-to-Text Transformer", section 2.1).
+
+    Args:
+        distances: int64 `(n,)`, in `(−reach, reach)`.
+        num_buckets: buckets for distances of one sign; negative ones get as many more, behind the others.
+        reach: a bound on the distances.
+
+    Returns:
+        int64 `(n,)`.
+
+    >>> distance_buckets(torch.tensor([0, 1, 2, 3, 5, 8, 15, 99, -1]), 8, 100).tolist()
+    [0, 1, 2, 3, 4, 4, 5, 7, 9]
+
+    """
+    num_exact = num_buckets // 2
+    magnitude = distances.abs()
+    octaves = torch.log(magnitude.clamp(min=num_exact).double() / num_exact)
+    scale = torch.log(torch.tensor(max(reach / num_exact, 1.0 + 1e-9), dtype=torch.float64))
+    grown = num_exact + (octaves / scale * (num_buckets - num_exact)).to(torch.int64)
+    bucket = torch.where(magnitude < num_exact, magnitude, grown.clamp(max=num_buckets - 1))
+    return bucket + num_buckets * (distances < 0)
+
+
+class HSTULayer(nn.Module):
+    """One HSTU layer on the tokens of a jagged batch."""
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__()
+        self._num_heads, self._head_dim = config.num_attention_heads, config.kv_channels
+        self._normalizer = config.max_sequence_length
+        width = config.num_attention_heads * config.kv_channels
+        self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.uvqk = nn.Linear(config.hidden_size, 4 * width)
+        self.position_bias = RelativePositionBias(config)
+        self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.output = nn.Linear(width, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """One layer.
+
+        Args:
+            tokens: `(num_tokens, hidden_size)`, row after row.
+            plan: the blocks of this batch.
+
+        Returns:
+            `(num_tokens, hidden_size)`.
+
+        """
+        u, v, q, k = torch.nn.functional.silu(self.uvqk(self.input_norm(tokens))).chunk(4, dim=1)
+        heads = (self._num_heads, self._head_dim)
+        attended = hstu_attention(
+            q.unflatten(1, heads),
+            k.unflatten(1, heads),
+            v.unflatten(1, heads),
+            self.position_bias(),
+            plan,
+            normalizer=self._normalizer,
+        )
+        gated = self.attention_norm(attended.flatten(1)) * u
+        return tokens + self.dropout(self.output(gated))
+
+
+class HSTUEncoder(nn.Module):
+    """A stack of HSTU layers and a last layer norm."""
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, num_targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Encode the rows of a jagged batch; a row's result does not depend on the rows beside it.
+
+        Args:
+            tokens: `(num_tokens, hidden_size)`, row after row.
+            lengths: int64 `(batch_size,)`, tokens per row. On the host they are used as they are; on a device they
+                are read back, the one time that this waits for it.
+            num_targets: int64 `(batch_size,)`, how many of a row's last tokens are targets; none if not given.
+
+        Returns:
+            `(num_tokens, hidden_size)`.
+
+        Raises:
+            ValueError: a row longer than `max_sequence_length`, or lengths that are not those of `tokens`.
+
+        """
+        plan = plan_attention(
+            lengths,
+            num_targets,
+            num_heads=self.config.num_attention_heads,
+            is_causal=self.config.is_causal,
+            target_group_size=self.config.target_group_size,
+            device=tokens.device,
+        )
+        for layer in self.layers:
+            tokens = layer(tokens, plan)
+        return self.norm(tokens)

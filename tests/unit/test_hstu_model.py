@@ -1,0 +1,419 @@
+"""The HSTU model: tokens, layers and ranking head against slow references, and what must not change a row's result."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
+from hstu.model import HSTUConfig, HSTUEncoder, HSTURankingModel, RankingConfig, interleave_tokens
+from hstu.model.layer import RelativePositionBias, distance_buckets
+from hstu.model.ranking import stack_labels
+from tests.unit.test_jagged_attention import reference_attention
+
+TABLES = {"user": 20, "tags": 9, "item": 50, "action": 4}
+HSTU = HSTUConfig(hidden_size=8, num_layers=2, num_attention_heads=2, kv_channels=3, max_sequence_length=40)
+CONFIG = RankingConfig(hstu=HSTU, embedding_tables=TABLES, prediction_head_arch=(6, 2), num_tasks=2)
+
+
+def random_batch(
+    batch_size=6, *, with_actions=True, max_num_candidates=0, actual_batch_size=None, longest=9, seed=0
+) -> HSTUBatch:
+    return HSTUBatch.random(
+        batch_size,
+        [
+            FeatureConfig(["user"], [20], 1, is_jagged=False),
+            FeatureConfig(["tags"], [9], 3, is_jagged=True),
+            FeatureConfig(["item", "action"], [50, 4], longest, True, RandomDistribution("uniform", high=longest)),
+        ],
+        "item",
+        ["user", "tags"],
+        "action" if with_actions else None,
+        max_num_candidates,
+        2,
+        actual_batch_size,
+        device="cpu",
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def plain_model(config=CONFIG, seed=0) -> HSTURankingModel:
+    torch.manual_seed(seed)
+    model = HSTURankingModel(config, plain_embeddings=True).double()
+    with torch.no_grad():  # biases and norms away from their special initial values
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------- tokens
+
+
+@st.composite
+def jagged_features(draw):
+    num_rows = draw(st.integers(0, 5))
+    contextual = [draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows)) for _ in range(2)]
+    items = draw(st.lists(st.integers(0, 6), min_size=num_rows, max_size=num_rows))
+    candidates = [draw(st.integers(0, count)) for count in items]
+    return contextual[: draw(st.integers(0, 2))], items, candidates, draw(st.booleans()), draw(st.booleans())
+
+
+def numbered(lengths, first, dtype=torch.int32):
+    """Embeddings of width 2 that name themselves: `first, first + 1, …`."""
+    values = torch.arange(first, first + sum(lengths), dtype=torch.float64)
+    values = torch.stack([values, -values], dim=1).requires_grad_()
+    return values, JaggedTensor(values=values, lengths=torch.tensor(lengths, dtype=dtype))
+
+
+@given(jagged_features())
+def test_tokens_are_context_then_items_and_actions_in_turn(features):
+    contextual, items, candidates, with_actions, with_candidates = features
+    leaves = [numbered(lengths, 1000 * (index + 1)) for index, lengths in enumerate(contextual)]
+    item_values, item_feature = numbered(items, 10_000, torch.int64)
+    action_values, action_feature = numbered(items, 20_000)
+    sequence = interleave_tokens(
+        [feature for _, feature in leaves],
+        item_feature,
+        action_feature if with_actions else None,
+        torch.tensor(candidates, dtype=torch.int32) if with_candidates else None,
+    )
+
+    tokens, lengths, targets, item_tokens, candidate_tokens = [], [], [], [], []
+    for row, count in enumerate(items):
+        begin = len(tokens)
+        for (values, _), feature_lengths in zip(leaves, contextual):
+            start = sum(feature_lengths[:row])
+            tokens += values[start : start + feature_lengths[row]]
+        start = sum(items[:row])
+        for index in range(start, start + count):
+            if with_candidates and index >= start + count - candidates[row]:
+                candidate_tokens.append(len(tokens))
+            item_tokens.append(len(tokens))
+            tokens.append(item_values[index])
+            if with_actions:
+                tokens.append(action_values[index])
+        lengths.append(len(tokens) - begin)
+        targets.append(candidates[row] * (2 if with_actions else 1) if with_candidates else 0)
+    expected = torch.stack(tokens) if tokens else torch.empty(0, 2, dtype=torch.float64)
+    assert torch.equal(sequence.values, expected)
+    assert sequence.lengths.tolist() == lengths and sequence.num_targets.tolist() == targets
+    assert sequence.item_tokens.tolist() == item_tokens
+    if with_candidates:
+        chosen = sequence.candidate_tokens(torch.tensor(candidates, dtype=torch.int64), sum(candidates))
+        assert chosen.tolist() == candidate_tokens
+
+    # Every embedding is used once, so its gradient is that of its token.
+    weight = torch.randn_like(sequence.values)
+    used = [values for values, _ in leaves] + [item_values] + ([action_values] if with_actions else [])
+    if tokens:
+        gradients = torch.autograd.grad((sequence.values * weight).sum(), used)
+        wanted = torch.autograd.grad((expected * weight).sum(), used, allow_unused=True)
+        for gradient, want in zip(gradients, wanted):
+            assert torch.equal(gradient, torch.zeros_like(gradient) if want is None else want)
+
+
+@pytest.mark.parametrize("with_actions", [True, False])
+@pytest.mark.parametrize("max_num_candidates", [0, 4])
+def test_the_batch_knows_how_many_tokens_the_model_computes(with_actions, max_num_candidates):
+    batch = random_batch(with_actions=with_actions, max_num_candidates=max_num_candidates, actual_batch_size=4)
+    features = batch.features.to_dict()
+    embeddings = {key: JaggedTensor(values=f.values()[:, None], lengths=f.lengths()) for key, f in features.items()}
+    sequence = interleave_tokens(
+        [embeddings["user"], embeddings["tags"]],
+        embeddings["item"],
+        embeddings["action"] if with_actions else None,
+        batch.num_candidates,
+    )
+    lengths, num_targets = batch.sequence_lengths()
+    assert torch.equal(sequence.lengths, lengths) and torch.equal(sequence.num_targets, num_targets)
+
+
+def test_items_without_their_actions_are_named():
+    _, items = numbered([2, 1], 0)
+    _, actions = numbered([2, 0], 0)
+    with pytest.raises(ValueError, match="there are 3 items and 2 actions"):
+        interleave_tokens([], items, actions)
+
+
+# ------------------------------------------------------------------------------------------------- the whole model
+
+
+def reference_logits(model: HSTURankingModel, batch: HSTUBatch) -> torch.Tensor:
+    """The model one row at a time, from the formulas of the paper, with loops over features, items and pairs."""
+    config = model.config.hstu
+    weights = dict(model.named_parameters())
+    heads, width = config.num_attention_heads, config.num_attention_heads * config.kv_channels
+
+    def norm(x, name):
+        mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return (x - mean) / (variance + config.layer_norm_eps).sqrt() * weights[f"{name}.weight"] + weights[
+            f"{name}.bias"
+        ]
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    logits = []
+    for row in range(batch.batch_size):
+        ids = {
+            key: jagged.values()[jagged.offsets()[row] : jagged.offsets()[row + 1]]
+            for key, jagged in batch.features.to_dict().items()
+        }
+        tables = {
+            key: weights[f"embedding.collection.embeddings.{key}.weight"] for key in model.config.embedding_tables
+        }
+        look_up = {key: table[ids[key]] for key, table in tables.items()}
+        tokens, item_places = [], []
+        for key in batch.contextual_feature_names:
+            tokens += look_up[key]
+        for index in range(len(ids["item"])):
+            item_places.append(len(tokens))
+            tokens.append(look_up["item"][index])
+            if batch.action_feature_name is not None:
+                tokens.append(look_up["action"][index])
+        if not tokens:
+            continue
+        num_candidates = 0 if batch.num_candidates is None else int(batch.num_candidates[row])
+        num_targets = num_candidates * (1 if batch.action_feature_name is None else 2)
+        x = torch.stack(tokens)
+        for layer in range(config.num_layers):
+            name = f"dense.encoder.layers.{layer}"
+            u, v, q, k = torch.nn.functional.silu(linear(norm(x, f"{name}.input_norm"), f"{name}.uvqk")).split(width, 1)
+            attended = reference_attention(
+                *(part.reshape(len(tokens), heads, -1) for part in (q, k, v)),
+                weights[f"{name}.position_bias.weight"],
+                [len(tokens)],
+                [num_targets],
+                normalizer=config.max_sequence_length,
+                is_causal=config.is_causal,
+                group_size=config.target_group_size,
+            )
+            x = x + linear(norm(attended.reshape(len(tokens), width), f"{name}.attention_norm") * u, f"{name}.output")
+        x = norm(x, "dense.encoder.norm")
+        predicted = item_places[len(item_places) - num_candidates :] if batch.max_num_candidates else item_places
+        for place in predicted:
+            logits.append(linear(torch.relu(linear(x[place], "dense.head.0")), "dense.head.2"))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("with_actions", [True, False])
+@pytest.mark.parametrize("max_num_candidates", [0, 4])
+@pytest.mark.parametrize(("is_causal", "group_size"), [(True, 1), (True, 2), (False, 1)])
+def test_logits_loss_and_gradients_equal_the_reference(with_actions, max_num_candidates, is_causal, group_size):
+    hstu = dataclasses.replace(HSTU, is_causal=is_causal, target_group_size=group_size)
+    tables = {name: rows for name, rows in TABLES.items() if with_actions or name != "action"}
+    model = plain_model(dataclasses.replace(CONFIG, hstu=hstu, embedding_tables=tables))
+    batch = random_batch(with_actions=with_actions, max_num_candidates=max_num_candidates, actual_batch_size=5)
+    loss, output = model(batch)
+    logits = reference_logits(model, batch)
+    torch.testing.assert_close(output.logits, logits.detach(), rtol=0, atol=1e-10)
+    labels = torch.stack([batch.labels["task_0"].values(), batch.labels["task_1"].values()], dim=1).double()
+    assert torch.equal(output.labels, labels)
+    probability = logits.sigmoid()
+    terms = -(labels * probability.log() + (1 - labels) * (1 - probability).log())
+    assert output.num_loss_tokens == terms.numel() == batch.num_loss_tokens()
+    torch.testing.assert_close(loss, terms.mean(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(output.loss_sum, terms.sum().detach(), rtol=0, atol=1e-10)
+    gradients = torch.autograd.grad(loss, model.parameters(), retain_graph=True)
+    wanted = torch.autograd.grad(terms.mean(), model.parameters())
+    for (name, _), gradient, want in zip(model.named_parameters(), gradients, wanted):
+        torch.testing.assert_close(gradient, want, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 30), st.sampled_from([0, 3]), st.randoms(use_true_random=False))
+def test_a_row_gets_the_same_whatever_rows_share_its_batch(seed, max_num_candidates, random):
+    model = plain_model()
+    batch = random_batch(max_num_candidates=max_num_candidates, seed=seed)
+    predictions = batch.labels["task_0"].lengths().tolist()
+    whole = model(batch)[1].logits.split(predictions)
+    order = list(range(batch.batch_size))
+    random.shuffle(order)
+    cut = random.randint(1, len(order) - 1)
+    for part in (order[:cut], order[cut:]):
+        logits = model(batch.index_select(part))[1].logits
+        for row, result in zip(part, logits.split([predictions[row] for row in part])):
+            torch.testing.assert_close(result, whole[row], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(("longest", "actual_batch_size"), [(0, 6), (9, 0)])
+def test_without_predictions_the_loss_is_zero_and_every_parameter_has_a_gradient(plain, longest, actual_batch_size):
+    model = HSTURankingModel(CONFIG, plain_embeddings=plain)
+    loss, output = model(random_batch(longest=longest, actual_batch_size=actual_batch_size))
+    assert loss.item() == 0.0 and output.logits.shape == output.labels.shape == (0, 2)
+    assert output.num_loss_tokens == 0
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_copies_train_alike():
+    model = HSTURankingModel(CONFIG)
+    twin, batch = copy.deepcopy(model), random_batch()
+    for each in (model, twin):
+        each(batch)[0].backward()
+    for parameter, other in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_the_output_holds_no_graph():
+    loss, output = HSTURankingModel(CONFIG)(random_batch())
+    assert loss.requires_grad
+    assert not any(tensor.requires_grad for tensor in (output.logits, output.labels, output.loss_sum))
+
+
+def test_both_kinds_of_embeddings_answer_alike_and_share_their_names():
+    sharded, plain = HSTURankingModel(CONFIG), HSTURankingModel(CONFIG, plain_embeddings=True)
+    plain.load_state_dict(sharded.state_dict())
+    batch = random_batch()
+    assert torch.equal(sharded(batch)[1].logits, plain(batch)[1].logits)
+
+
+def test_tables_of_both_kinds_start_within_the_same_range():
+    for plain in (True, False):
+        model = HSTURankingModel(dataclasses.replace(CONFIG, embedding_tables={"item": 400}), plain_embeddings=plain)
+        largest = float(model.embedding.collection.embeddings["item"].weight.detach().abs().max())
+        assert 0.045 < largest <= 0.05
+
+
+def test_layers_in_another_dtype_take_float32_embeddings():
+    model = HSTURankingModel(CONFIG)
+    model.dense.to(torch.bfloat16)
+    loss, output = model(random_batch())
+    loss.backward()
+    assert output.logits.dtype == torch.float32 and bool(loss.isfinite())
+
+
+def test_autocast_trains():
+    model = HSTURankingModel(CONFIG)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, output = model(random_batch())
+    loss.backward()
+    exact = model(random_batch())[1].logits
+    torch.testing.assert_close(output.logits, exact, rtol=0, atol=0.05)
+
+
+def test_dropout_acts_in_training_alone():
+    model = HSTURankingModel(dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, dropout=0.5)))
+    batch = random_batch()
+    assert not torch.equal(model(batch)[1].logits, model(batch)[1].logits)
+    model.eval()
+    assert torch.equal(model(batch)[1].logits, model(batch)[1].logits)
+
+
+def test_the_tower_scores_a_batch_without_labels():
+    model = HSTURankingModel(CONFIG)
+    batch = random_batch()
+    unlabelled = dataclasses.replace(batch, labels=None)
+    logits = model.dense.logits(model.embedding(batch.features), unlabelled)
+    assert torch.equal(logits, model(batch)[1].logits)
+    with pytest.raises(TypeError, match="labels are NoneType"):
+        model(unlabelled)
+
+
+def test_labels_that_do_not_fit_are_named():
+    labels = KeyedJaggedTensor(keys=["task_0", "task_1"], values=torch.zeros(6), lengths=torch.tensor([3, 3]))
+    assert stack_labels(labels, 2, 3).shape == (3, 2)
+    with pytest.raises(ValueError, match=r"labels have keys \['task_0', 'task_1'\], the model has 3 tasks"):
+        stack_labels(labels, 3, 2)
+    with pytest.raises(ValueError, match="labels have 6 values for 2 tasks and 4 predictions"):
+        stack_labels(labels, 2, 4)
+
+
+def test_a_feature_without_a_table_is_named():
+    model = HSTURankingModel(dataclasses.replace(CONFIG, embedding_tables={"item": 50, "action": 4, "tags": 9}))
+    with pytest.raises(
+        KeyError, match=r"features \['user'\] have no table, the model has \['item', 'action', 'tags'\]"
+    ):
+        model(random_batch())
+
+
+def test_a_row_that_is_too_long_is_named():
+    model = HSTURankingModel(dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, max_sequence_length=10)))
+    with pytest.raises(ValueError, match="the position bias reaches 10; a row may have at most max_sequence_length"):
+        model(random_batch(longest=20))
+
+
+# --------------------------------------------------------------------------------------------------- position bias
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("kind", ["direct", "bucketed", "none"])
+def test_position_bias_by_rising_distance(kind, is_causal):
+    config = dataclasses.replace(HSTU, position_bias=kind, is_causal=is_causal, position_buckets=6)
+    module = RelativePositionBias(config)
+    bias = module()
+    reach = config.max_sequence_length
+    assert bias.shape == (2, reach if is_causal else 2 * reach - 1)
+    if kind == "direct":
+        assert torch.equal(bias, module.weight)
+    if kind == "none":
+        assert not bias.any() and not list(module.parameters())
+    if kind == "bucketed":
+        assert module.weight.shape == (2, 6 if is_causal else 12)
+        present = bias[:, -reach:]  # distances from 0 on
+        assert torch.equal(present[:, :3], module.weight[:, :3])  # exact
+        assert torch.equal(present[:, -1], module.weight[:, 5])  # the longest distance is in the last bucket
+
+
+@given(st.integers(2, 40), st.integers(1, 300))
+def test_buckets_rise_with_the_distance_and_tell_the_sign(num_buckets, reach):
+    buckets = distance_buckets(torch.arange(reach), num_buckets, reach)
+    assert int(buckets[0]) == 0 and int(buckets.max()) < num_buckets
+    assert bool((buckets.diff() >= 0).all())
+    negative = distance_buckets(-torch.arange(1, reach), num_buckets, reach)
+    assert torch.equal(negative, buckets[1:] + num_buckets)
+
+
+@pytest.mark.parametrize("kind", ["direct", "bucketed", "none"])
+def test_an_encoder_without_tokens_keeps_its_graph(kind):
+    encoder = HSTUEncoder(dataclasses.replace(HSTU, position_bias=kind))
+    encoder(torch.empty(0, 8), torch.zeros(3, dtype=torch.int64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in encoder.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_layers": -1}, "num_layers is -1"),
+        ({"kv_channels": 2.5}, "kv_channels is 2.5"),
+        ({"max_sequence_length": True}, "max_sequence_length is True"),
+        ({"target_group_size": 0}, "target_group_size is 0"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"dropout": float("nan")}, "dropout is nan"),
+        ({"position_bias": "sine"}, "position_bias is 'sine'"),
+        ({"position_buckets": 1}, "position_buckets is 1"),
+        ({"layer_norm_eps": 0.0}, "layer_norm_eps is 0.0"),
+    ],
+)
+def test_layer_settings_are_checked(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(HSTU, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_tasks": 0}, "num_tasks is 0"),
+        ({"num_tasks": 3}, r"prediction_head_arch is \[6, 2\], num_tasks is 3"),
+        ({"prediction_head_arch": ()}, r"prediction_head_arch is \[\]"),
+        ({"prediction_head_arch": (0, 2)}, "a width in prediction_head_arch is 0"),
+        ({"embedding_tables": {}}, "embedding_tables is empty"),
+        ({"embedding_tables": {"item": 0}}, r"embedding_tables\['item'\] is 0"),
+    ],
+)
+def test_ranking_settings_are_checked(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)

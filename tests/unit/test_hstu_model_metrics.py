@@ -1,0 +1,60 @@
+"""AUC per task against the count of well-ordered pairs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hstu.metrics import RankingMetrics
+from hstu.model import RankingOutput
+
+
+def output(logits: torch.Tensor, labels: torch.Tensor) -> RankingOutput:
+    return RankingOutput(logits, labels, torch.zeros(()), labels.numel())
+
+
+def share_of_ordered_pairs(logits: list[float], labels: list[int]) -> float:
+    """The probability that a random positive scores above a random negative; ties count half."""
+    pairs = [
+        (p > n) + (p == n) / 2 for p, is_p in zip(logits, labels) if is_p for n, is_n in zip(logits, labels) if not is_n
+    ]
+    return sum(pairs) / len(pairs) if pairs else math.nan
+
+
+predictions = st.lists(st.tuples(st.integers(-30, 30), st.integers(0, 1), st.integers(0, 1)), max_size=25)
+
+
+@given(st.lists(predictions, max_size=4))
+def test_auc_is_the_share_of_ordered_pairs_over_all_steps(steps):
+    metrics = RankingMetrics(2)
+    for step in steps:
+        # Some steps have all logits within [0, 1], others far outside: the same scale must hold for all of them.
+        logits = torch.tensor([[p[0] / 10, -p[0] / 10] for p in step]).view(-1, 2)
+        metrics.update(output(logits, torch.tensor([[p[1], p[2]] for p in step], dtype=torch.float32).view(-1, 2)))
+    everything = [p for step in steps for p in step]
+    expected = [
+        share_of_ordered_pairs([p[0] for p in everything], [p[1] for p in everything]),
+        share_of_ordered_pairs([-p[0] for p in everything], [p[2] for p in everything]),
+    ]
+    assert list(metrics.compute().values()) == pytest.approx(expected, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("labels", [[], [1.0, 1.0], [0.0]])
+def test_auc_is_nan_without_both_labels(labels):
+    metrics = RankingMetrics(1)
+    metrics.update(output(torch.linspace(-1, 1, len(labels)).view(-1, 1), torch.tensor(labels).view(-1, 1)))
+    assert math.isnan(metrics.compute()["auc_task_0"])
+
+
+def test_reset_forgets_and_compute_may_be_repeated():
+    metrics = RankingMetrics(1)
+    right = output(torch.tensor([[2.0], [-1.0]]), torch.tensor([[1.0], [0.0]]))
+    metrics.update(right)
+    assert metrics.compute() == metrics.compute() == {"auc_task_0": 1.0}
+    metrics.reset()
+    metrics.update(output(-right.logits, right.labels))
+    assert metrics.compute() == {"auc_task_0": 0.0}

@@ -1,0 +1,276 @@
+"""Jagged attention against a reference that loops over rows and pairs, in float64."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.perf_model.task_estimator import attention_pairs
+from hstu.model.attention import hstu_attention
+from hstu.model.attention_plan import AttentionPlan, DeviceTuning, plan_attention
+
+LONGEST = 12
+# From one query at a time to whole blocks.
+TUNINGS = [None, DeviceTuning(1, 1), DeviceTuning(64, 8), DeviceTuning(600, 200)]
+
+
+def sees(i: int, j: int, history: int, group_size: int, is_causal: bool) -> bool:
+    """Whether query i of a row sees key j, as the text says it."""
+    if not is_causal:
+        return True
+    if j > i:
+        return False
+    return j < history or (i - history) // group_size == (j - history) // group_size
+
+
+def position(i: int, history: int, group_size: int, is_causal: bool) -> int:
+    """Where the bias sees token i: each group of targets stands directly behind the history."""
+    return i if i < history or not is_causal else history + (i - history) % group_size
+
+
+def reference_attention(query, key, value, bias, lengths, targets, *, normalizer, is_causal, group_size):
+    """Row by row, pair by pair, from the formula."""
+    rows = []
+    start = 0
+    for length, num_targets in zip(lengths, targets):
+        history = length - num_targets
+        q, k, v = (tensor[start : start + length].transpose(0, 1) for tensor in (query, key, value))
+        mask = torch.zeros(length, length, dtype=query.dtype)
+        column = torch.zeros(length, length, dtype=torch.int64)
+        for i in range(length):
+            for j in range(length):
+                if sees(i, j, history, group_size, is_causal):
+                    mask[i, j] = 1
+                    distance = position(i, history, group_size, is_causal)
+                    distance -= position(j, history, group_size, is_causal)
+                    column[i, j] = distance if is_causal else distance + bias.shape[1] // 2
+        scores = q @ k.transpose(1, 2) + bias[:, column]
+        weights = torch.nn.functional.silu(scores) / normalizer * mask
+        rows.append((weights @ v).transpose(0, 1))
+        start += length
+    return torch.cat(rows) if rows else query[:0]
+
+
+@st.composite
+def rows_with_targets(draw) -> tuple[list[int], list[int]]:
+    lengths = draw(st.lists(st.integers(0, LONGEST), max_size=7))
+    return lengths, [draw(st.integers(0, length)) for length in lengths]
+
+
+def random_inputs(num_tokens, is_causal, seed, num_heads=2, head_dim=3):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    bias = random(num_heads, LONGEST if is_causal else 2 * LONGEST - 1)
+    return [*(random(num_tokens, num_heads, head_dim) for _ in range(3)), bias]
+
+
+def make_plan(lengths, targets, num_heads=2, **options) -> AttentionPlan:
+    return plan_attention(
+        torch.tensor(lengths, dtype=torch.int64),
+        torch.tensor(targets, dtype=torch.int64),
+        num_heads=num_heads,
+        **options,
+    )
+
+
+@given(
+    rows_with_targets(), st.booleans(), st.sampled_from([1, 2, 3, 100]), st.sampled_from(TUNINGS), st.integers(0, 99)
+)
+def test_output_and_gradients_equal_the_reference(rows, is_causal, group_size, tuning, seed):
+    lengths, targets = rows
+    inputs = random_inputs(sum(lengths), is_causal, seed)
+    plan = make_plan(lengths, targets, is_causal=is_causal, target_group_size=group_size, tuning=tuning)
+    output = hstu_attention(*inputs, plan, normalizer=LONGEST)
+    expected = reference_attention(
+        *inputs, lengths, targets, normalizer=LONGEST, is_causal=is_causal, group_size=group_size
+    )
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+    weights = torch.randn_like(output)
+    gradients = torch.autograd.grad((output * weights).sum(), inputs, allow_unused=True)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), inputs, allow_unused=True)
+    for tensor, gradient, wanted in zip(inputs, gradients, expected_gradients):
+        wanted = torch.zeros_like(tensor) if wanted is None else wanted
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("is_causal", "group_size"), [(True, 1), (True, 2), (True, 4), (False, 1)])
+@pytest.mark.parametrize("tuning", [None, DeviceTuning(64, 8)])
+def test_the_mask_has_the_pairs_that_the_cost_formula_counts(dtype, is_causal, group_size, tuning):
+    """With one-hot values and equal scores, the output is the mask."""
+    lengths, targets = [9, 1, 0, 12, 5, 12], [4, 0, 0, 6, 5, 1]
+    identity = torch.cat([torch.eye(length, 12, dtype=dtype) for length in lengths]).unsqueeze(1)
+    zeros = torch.zeros_like(identity)
+    bias = torch.ones(1, 12 if is_causal else 23, dtype=dtype)
+    plan = make_plan(lengths, targets, 1, is_causal=is_causal, target_group_size=group_size, tuning=tuning)
+    output = hstu_attention(zeros, zeros, identity, bias, plan, normalizer=1.0).squeeze(1)
+    seen = torch.nn.functional.silu(torch.ones((), dtype=dtype))
+    for row, length, num_targets in zip(output.split(lengths), lengths, targets):
+        expected = torch.zeros(length, 12, dtype=dtype)
+        for i in range(length):
+            for j in range(length):
+                if sees(i, j, length - num_targets, group_size, is_causal):
+                    expected[i, j] = seen
+        assert torch.equal(row, expected)
+        pairs = attention_pairs(length, num_targets, causal=is_causal, target_group_size=group_size)
+        assert int(row.count_nonzero()) == pairs
+
+
+@pytest.mark.parametrize(("length", "num_targets", "group_size"), [(9, 0, 1), (12, 6, 1), (12, 6, 3), (8, 8, 2)])
+def test_the_mask_has_the_pairs_of_the_closed_form(length, num_targets, group_size):
+    history = length - num_targets
+    counted = sum(sees(i, j, history, group_size, True) for i in range(length) for j in range(length))
+    expected = history * (history + 1) / 2 + num_targets * history + num_targets * (group_size + 1) / 2
+    assert counted == expected
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_gradients_agree_with_finite_differences(is_causal):
+    inputs = random_inputs(11, is_causal, seed=1)
+    plan = make_plan([6, 0, 5], [3, 0, 2], is_causal=is_causal, target_group_size=2, tuning=DeviceTuning(8, 1))
+    assert torch.autograd.gradcheck(lambda *tensors: hstu_attention(*tensors, plan, normalizer=4.0), inputs)
+
+
+@given(rows_with_targets(), st.randoms(use_true_random=False))
+def test_a_row_gets_the_same_whatever_rows_share_its_batch(rows, random):
+    lengths, targets = rows
+    inputs = random_inputs(sum(lengths), True, seed=2)
+    whole = hstu_attention(*inputs, make_plan(lengths, targets), normalizer=LONGEST).split(lengths)
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    cut = random.randint(0, len(order))
+    for part in (order[:cut], order[cut:]):
+        chosen = [torch.cat([tensor.split(lengths)[row] for row in part] or [tensor[:0]]) for tensor in inputs[:3]]
+        plan = make_plan([lengths[row] for row in part], [targets[row] for row in part])
+        output = hstu_attention(*chosen, inputs[3], plan, normalizer=LONGEST)
+        for row, result in zip(part, output.split([lengths[row] for row in part])):
+            torch.testing.assert_close(result, whole[row], rtol=0, atol=1e-12)
+
+
+def test_the_place_of_a_candidate_among_the_candidates_does_not_matter():
+    length, num_targets, group = 12, 6, 2
+    inputs = random_inputs(length, True, seed=3)
+    plan = make_plan([length], [num_targets], target_group_size=group)
+    output = hstu_attention(*inputs, plan, normalizer=length)
+    order = torch.tensor([*range(6), 10, 11, 6, 7, 8, 9])  # groups rotated
+    permuted = hstu_attention(*(tensor[order] for tensor in inputs[:3]), inputs[3], plan, normalizer=length)
+    torch.testing.assert_close(permuted, output[order], rtol=0, atol=1e-12)
+
+
+@given(rows_with_targets(), st.booleans(), st.sampled_from([1, 2, 5]), st.sampled_from(TUNINGS))
+def test_every_token_has_its_own_slots(rows, is_causal, group_size, tuning):
+    lengths, targets = rows
+    plan = make_plan(lengths, targets, is_causal=is_causal, target_group_size=group_size, tuning=tuning)
+    queries = torch.cat([plan.query_slots, plan.target_slots])
+    for slots, bound in ((plan.key_slots, plan.num_key_slots), (queries, plan.num_query_slots)):
+        assert slots.unique().numel() == slots.numel()
+        assert not slots.numel() or (int(slots.min()) >= 0 and int(slots.max()) < bound)
+    expected = [
+        sum(lengths[:row]) + place
+        for row, (length, count) in enumerate(zip(lengths, targets))
+        for place in range(length - count, length)
+        if is_causal and count < length
+    ]
+    assert plan.target_tokens.tolist() == expected
+
+
+@given(st.lists(st.integers(0, 3000), max_size=40), st.booleans())
+def test_padding_costs_no_more_than_opening_another_block(lengths, is_causal):
+    tuning = DeviceTuning(max_scores=2**30, dispatch_scores=1000)
+    plan = make_plan(lengths, [0] * len(lengths), num_heads=2, is_causal=is_causal, tuning=tuning)
+    remaining = sorted((length for length in lengths if length), reverse=True)
+    for tokens, _ in plan.blocks:
+        rows, remaining = remaining[: tokens.num_rows], remaining[tokens.num_rows :]
+        assert tokens.length == rows[0]
+        wasted = sum(attention_pairs(rows[0], causal=is_causal) - attention_pairs(n, causal=is_causal) for n in rows)
+        assert 2 * wasted <= 2 * tuning.dispatch_scores
+    assert not remaining
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 5000))
+def test_chunks_hold_no_more_scores_than_allowed(num_queries, num_matrices, num_keys):
+    tuning = DeviceTuning(max_scores=2**16, dispatch_scores=2**12)
+    size = tuning.chunk_size(num_matrices, num_queries, num_keys)
+    assert 1 <= size <= num_queries
+    smallest = 16 * num_matrices * num_keys  # sixteen queries at least, however long the row
+    assert size * num_matrices * num_keys <= max(tuning.max_scores, smallest)
+
+
+def test_no_tokens_at_all():
+    inputs = random_inputs(0, True, seed=4)
+    for lengths in ([], [0, 0]):
+        output = hstu_attention(*inputs, make_plan(lengths, [0] * len(lengths)), normalizer=LONGEST)
+        assert output.shape == (0, 2, 3)
+        for gradient, tensor in zip(torch.autograd.grad(output.sum(), inputs), inputs):
+            assert gradient.shape == tensor.shape and not gradient.any()
+
+
+def test_scratch_memory_made_in_inference_mode_serves_training():
+    inputs = random_inputs(9, True, seed=5)
+    plan = make_plan([9], [0])
+
+    def in_fresh_thread(function):
+        results = []
+        thread = threading.Thread(target=lambda: results.append(function()))  # a thread has scratch memory of its own
+        thread.start()
+        thread.join()
+        return results[0]
+
+    def infer_then_train():
+        with torch.inference_mode():
+            inferred = hstu_attention(*inputs, plan, normalizer=LONGEST).clone()
+        trained = hstu_attention(*inputs, plan, normalizer=LONGEST)
+        trained.sum().backward()
+        return inferred, trained.detach()
+
+    inferred, trained = in_fresh_thread(infer_then_train)
+    assert torch.equal(inferred, trained)
+    assert inputs[0].grad is not None
+
+
+def test_threads_do_not_share_scratch_memory():
+    cases = []
+    for seed, lengths in enumerate(([12, 3, 7], [1, 12, 12], [5, 4, 3])):
+        inputs, plan = random_inputs(sum(lengths), True, seed), make_plan(lengths, [0, 0, 0])
+        cases.append((inputs, plan, hstu_attention(*inputs, plan, normalizer=LONGEST)))
+    wrong = []
+
+    def repeat(inputs, plan, expected):
+        for _ in range(50):
+            if not torch.equal(hstu_attention(*inputs, plan, normalizer=LONGEST), expected):
+                wrong.append(plan)
+
+    threads = [threading.Thread(target=repeat, args=case) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_autocast_leaves_the_attention_in_the_dtype_it_is_given():
+    inputs = [tensor.detach().float() for tensor in random_inputs(9, True, seed=6)]
+    plan = make_plan([9], [2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = hstu_attention(*inputs, plan, normalizer=LONGEST)
+    assert torch.equal(output, hstu_attention(*inputs, plan, normalizer=LONGEST))
+
+
+def test_mistakes_are_named():
+    inputs = random_inputs(5, True, seed=7)
+    with pytest.raises(ValueError, match="query has 5 tokens, the plan was made for 6"):
+        hstu_attention(*inputs, make_plan([6], [0]), normalizer=1.0)
+    short = inputs[3][:, :4]
+    with pytest.raises(ValueError, match="longest row has 5 tokens, the position bias reaches 4"):
+        hstu_attention(*inputs[:3], short, make_plan([5], [0]), normalizer=1.0)
+    with pytest.raises(ValueError, match="row 1 has 2 tokens and 3 targets"):
+        make_plan([4, 2], [0, 3])
+    with pytest.raises(ValueError, match="row 0 has -1 tokens"):
+        make_plan([-1], [0])
