@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from commons.perf_model.partitioner.reference import METHODS
+from commons.perf_model.partitioner import METHODS
 
 Mode = Literal["balance", "observe", "off"]
 Transport = Literal["auto", "all_to_all", "all_gather"]

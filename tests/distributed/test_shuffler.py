@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.perf_model.partitioner.reference import METHODS
+from commons.perf_model.partitioner import METHODS
 from commons.sequence_batch.fields import batch_rows
 from tests.batches import random_batch, rows_as_values
 

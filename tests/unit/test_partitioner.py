@@ -66,12 +66,9 @@ def test_karmarkar_karp_holds_every_index_once(workloads, k, equal_size):
 
 @given(workload_lists, part_counts, st.booleans())
 def test_refined_is_never_above_its_starts(workloads, k, equal_size):
-    refined = partition(workloads, k, equal_size=equal_size).loads.max()
+    refined = partition(workloads, k, equal_size=equal_size)
     for method in ("karmarkar_karp", "lpt"):
-        assert refined <= max(
-            partition(workloads, k, method=method, equal_size=equal_size).loads.max(),
-            lower_bound(workloads, k, equal_size) * 10_001 // 10_000,
-        )
+        assert refined.loads.max() <= partition(workloads, k, method=method, equal_size=equal_size).loads.max()
 
 
 def optimum(workloads: list[int], k: int, equal_size: bool) -> int:
@@ -96,7 +93,8 @@ def test_bound_and_plan_enclose_the_optimum(case, equal_size):
     workloads, k = case
     plan = partition(workloads, k, equal_size=equal_size)
     best = optimum(workloads, k, equal_size)
-    assert plan.lower_bound <= best <= plan.loads.max() <= best * (1 + plan.optimality_gap)
+    assert plan.lower_bound <= best <= plan.loads.max()
+    assert plan.loads.max() <= best * (1 + plan.optimality_gap) * (1 + 1e-12)
 
 
 def test_refined_is_near_the_optimum_of_small_cases():
@@ -117,8 +115,8 @@ def test_refined_closes_the_gap_of_plain_differencing(num_parts, equal_size):
     refined = partition(workloads, num_parts, equal_size=equal_size)
     plain = partition(workloads, num_parts, method="karmarkar_karp", equal_size=equal_size)
     assert refined.optimality_gap < 1e-3
-    assert refined.loads.max() <= plain.loads.max()
     if equal_size:
+        assert refined.loads.max() <= plain.loads.max()
         assert plain.optimality_gap > 0.05
 
 
@@ -160,26 +158,35 @@ def test_zero_rows_are_spread_when_counts_are_free(method):
     assert np.bincount(plan.assignment).tolist() == [25, 25, 25, 25]
 
 
+PLANS = """
+import json
+import numpy as np
+from commons.perf_model.partitioner import partition
+
+lengths = np.random.default_rng(3).zipf(1.2, 512).clip(max=4096)
+plans = [
+    partition(lengths * lengths, 16, method=method, equal_size=equal_size)
+    for method in ("karmarkar_karp", "lpt", "refined", "snake")
+    for equal_size in (True, False)
+]
+max_tokens = int(lengths.sum() / 16 * 1.1)
+home = np.arange(512) // 32
+plans.append(
+    partition(lengths * lengths, 16, tokens=lengths, max_tokens=max_tokens, home=home, ranks_per_node=4, slack=0.01)
+)
+result = [plan.assignment.tolist() for plan in plans]
+"""
+
+
 def test_the_same_plan_again_and_in_another_process():
-    program = (
-        "import json, numpy as np\n"
-        "from commons.perf_model.partitioner import partition\n"
-        "w = np.random.default_rng(3).zipf(1.2, 512).clip(max=4096)\n"
-        "home = np.arange(512) // 32\n"
-        "plans = [partition(w * w, 16, method=m, equal_size=e)"
-        " for m in ('karmarkar_karp', 'lpt', 'refined', 'snake') for e in (True, False)]\n"
-        "plans.append(partition(w * w, 16, tokens=w, max_tokens=int(w.sum() / 16 * 1.1), home=home,"
-        " ranks_per_node=4, slack=0.01))\n"
-        "print(json.dumps([p.assignment.tolist() for p in plans]))\n"
-    )
     here: dict = {}
-    exec(program.replace("print(json.dumps(", "result = ((").replace("plans]))", "plans])"), here)
+    exec(PLANS, here)
     again: dict = {}
-    exec(program.replace("print(json.dumps(", "result = ((").replace("plans]))", "plans])"), again)
+    exec(PLANS, again)
     assert here["result"] == again["result"]
     for seed in ("0", "1"):
         output = subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", PLANS + "print(json.dumps(result))"],
             capture_output=True,
             text=True,
             check=True,

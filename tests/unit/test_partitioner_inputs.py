@@ -55,7 +55,7 @@ def test_values_up_to_the_int64_limit_are_exact():
         ([float("inf"), 1.0], r"workloads\[0\] is inf; values must be non-negative integers"),
         ([1.0, 2.5], r"workloads\[1\] is 2.5; values must be non-negative integers"),
         (torch.tensor([0.5]), r"workloads\[0\] is 0.5; values must be non-negative integers"),
-        ([1, 2**63], r"workloads\[1\] is 9223372036854775808; values must be at most 9223372036854775807"),
+        ([1, 2**63], r"workloads\[1\] is 9.223372036854776e\+18; values must be at most 9223372036854775807"),
         ([1, 2**70], r"workloads\[1\] is 1180591620717411303424; values must be at most"),
         ([1.0, 1e300], r"workloads\[1\] is 1e\+300; values must be at most"),
         ([2**62, 2**62], r"the sum of workloads is 9223372036854775808, above the int64 maximum .*: scale"),

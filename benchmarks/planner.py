@@ -1,0 +1,521 @@
+"""How good are the plans, how long do they take, and what do they cost the threads beside them?
+
+Plans are measured against their own lower bound and against the plain Karmarkar-Karp that most training code ships: a
+heap of states in pure Python, written here for the comparison. One thread; times are medians.
+
+Examples:
+    python -m benchmarks.planner
+    python -m benchmarks.planner --quick
+    python -m benchmarks.planner --seeds 10 --repeats 50 --hardware "one core of an Arm server"
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import heapq
+import itertools
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from benchmarks.report import table, write_page
+from commons.perf_model.partitioner import karmarkar_karp, partition, reference
+from commons.perf_model.partitioner.native_core import native_core
+from commons.perf_model.partitioner.request import Request
+
+COSTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "tokens": lambda lengths: lengths,
+    "HSTU": lambda lengths: 5120 * lengths + lengths**2,
+    "L²": lambda lengths: lengths**2,
+}
+LENGTHS = ("zipf", "lognormal", "bimodal", "user-like")
+TIMED = ((8, 32), (64, 32), (1024, 32))
+NODE = 8
+
+
+def draw(name: str, count: int, seed: int) -> np.ndarray:
+    """Sequence lengths, int64 `(count,)`.
+
+    "zipf" 1.2 to 4096, "lognormal" of mean and deviation 512 to 4096, "bimodal" 80 % near 128 and 20 % near 4096,
+    "user-like" 20 and a lognormal of median 130 and sigma 1.4, to 8192.
+    """
+    rng = np.random.default_rng(seed)
+    if name == "zipf":
+        lengths = rng.zipf(1.2, count).clip(1, 4096)
+    elif name == "lognormal":
+        lengths = rng.lognormal(np.log(512) - np.log(2) / 2, np.sqrt(np.log(2)), count).clip(1, 4096)
+    elif name == "bimodal":
+        short = rng.normal(128, 32, count).clip(1)
+        lengths = np.where(rng.random(count) < 0.2, 4096 - np.abs(rng.normal(0, 256, count)), short)
+    else:
+        lengths = (20 + rng.lognormal(np.log(130), 1.4, count)).clip(20, 8192)
+    return lengths.astype(np.int64)
+
+
+def plain_karmarkar_karp(workloads: list[int], num_parts: int, equal_size: bool) -> list[list[int]]:
+    """The textbook's largest differencing: a heap of states, each a list of `k` sets with their indices."""
+    items = sorted(range(len(workloads)), key=lambda index: -workloads[index])
+    rows = num_parts if equal_size else 1
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for age, first in enumerate(range(0, len(items), rows)):
+        sets = [(workloads[item], [item]) for item in items[first : first + rows]]
+        sets += [(0, [])] * (num_parts - len(sets))
+        heap.append((sets[-1][0] - sets[0][0], age, sets))
+    heapq.heapify(heap)
+    for age in itertools.count(len(heap)):
+        left = heapq.heappop(heap)[2]
+        if not heap:
+            return [indices for _, indices in left]
+        right = heapq.heappop(heap)[2]
+        sets = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(left, reversed(right), strict=True)]
+        sets.sort(key=lambda one: -one[0])
+        heapq.heappush(heap, (sets[-1][0] - sets[0][0], age, sets))
+    raise AssertionError("unreachable")
+
+
+def milliseconds(call: Callable[[], Any], repeats: int) -> float:
+    """Median time of `call` after one call to warm up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1e3
+
+
+def share(values: Iterable[bool]) -> str:
+    """How many of `values` hold, as "k of n"."""
+    values = list(values)
+    return f"{sum(values)} of {len(values)}"
+
+
+class Page:
+    """The results page: sections, and a table of targets on top."""
+
+    def __init__(self) -> None:
+        self.targets: list[list[str]] = []
+        self.sections: list[str] = []
+
+    def target(self, what: str, target: str, reached: str, met: bool) -> None:
+        """Note a target and whether it is met."""
+        self.targets.append([what, target, reached, "yes" if met else "**no**"])
+
+    def section(self, title: str, *paragraphs: str) -> None:
+        """Add a section."""
+        self.sections.append("\n\n".join([f"## {title}", *paragraphs]))
+
+    def text(self, head: str) -> str:
+        """The whole page."""
+        summary = table(["", "target", "reached", "met"], self.targets)
+        return "\n\n".join([head, "## Targets", summary, *self.sections])
+
+
+def measure_balance(page: Page, seeds: int, quick: bool) -> None:
+    """Largest load ÷ lower bound over lengths, costs, ranks and rows per rank."""
+    shapes = [(8, 8), (8, 32), (64, 32)] if quick else list(itertools.product((8, 64, 256, 1024), (8, 32, 128)))
+    gaps: dict[tuple[str, str, bool, str], list[tuple[int, float]]] = {}
+    cells = list(itertools.product(shapes, LENGTHS, COSTS))
+    for (num_parts, rows), lengths, cost in tqdm(cells, desc="balance"):
+        for seed in range(seeds):
+            workloads = COSTS[cost](draw(lengths, num_parts * rows, seed))
+            for equal_size, method in itertools.product((True, False), ("refined", "karmarkar_karp")):
+                plan = partition(workloads, num_parts, method=method, equal_size=equal_size)
+                gaps.setdefault((lengths, cost, equal_size, method), []).append((num_parts * rows, plan.optimality_gap))
+    body = []
+    for lengths, cost in itertools.product(LENGTHS, COSTS):
+        row = [lengths, cost]
+        for equal_size, method in itertools.product((True, False), ("karmarkar_karp", "refined")):
+            values = [gap for _, gap in gaps[lengths, cost, equal_size, method]]
+            row.append(f"{1 + np.mean(values):.5f} / {1 + max(values):.4f}")
+        body.append(row)
+    page.section(
+        "Balance",
+        f"Largest load ÷ lower bound, mean / worst over ranks × rows per rank in {shapes} and {seeds} seeds. Where "
+        "refined is above 1.001, single samples are so large that the bound is no longer tight.",
+        table(["lengths", "cost", "equal, KK", "equal, refined", "free, KK", "free, refined"], body),
+    )
+    large = [
+        gap for (*_, equal, how), all_ in gaps.items() if equal and how == "refined" for n, gap in all_ if n >= 256
+    ]
+    small = [gap for (*_, equal, how), all_ in gaps.items() if equal and how == "refined" for n, gap in all_ if n < 256]
+    free = [gap for (*_, equal, how), all_ in gaps.items() if not equal and how == "refined" for _, gap in all_]
+    for what, values, limit in (
+        ("balance, equal counts, 256 samples or more", large, 0.001),
+        ("balance, equal counts, 8 × 8", small, 0.002),
+        ("balance, free counts", free, 0.0002),
+    ):
+        met = [gap <= limit for gap in values]
+        reached = f"mean {1 + np.mean(values):.5f}, worst {1 + max(values):.4f}, {share(met)} cases"
+        page.target(what, f"≤ {1 + limit:.4f} × bound", reached, all(met))
+
+
+def measure_speed(page: Page, repeats: int, quick: bool) -> None:
+    """Time of the native call, of `partition` and of the reference."""
+    limits = {8: (0.03, 1.5), 64: (0.5, 3.0), 1024: (20.0, 50.0)}
+    core, body = native_core(), []
+    worst: dict[tuple[int, str], float] = {}
+    for (num_parts, rows), lengths in tqdm(list(itertools.product(TIMED[: 2 if quick else 3], LENGTHS)), desc="speed"):
+        workloads = COSTS["HSTU"](draw(lengths, num_parts * rows, 0))
+        row: list[str] = [f"{num_parts} × {rows}", lengths]
+        few = max(3, repeats // 10) if num_parts > 64 else repeats
+        for equal_size in (True, False):
+            request = Request(workloads=workloads, num_parts=num_parts, equal_size=equal_size)
+            times = {
+                "native": milliseconds(lambda r=request: core.plan(r), few) if core else float("nan"),
+                "partition()": milliseconds(
+                    lambda r=request: partition(r.workloads, r.num_parts, equal_size=r.equal_size), few
+                ),
+                "numpy": milliseconds(lambda r=request: reference.plan(r), max(3, few // 4)),
+            }
+            row += [f"{value:.3f}" for value in times.values()]
+            if equal_size:
+                kind = "bimodal" if lengths == "bimodal" else "others"
+                for name, value in times.items():
+                    key = (num_parts, f"{name}, {kind}")
+                    worst[key] = max(worst.get(key, 0.0), value)
+        body.append(row)
+    columns = [f"{counts}, {name}" for counts in ("equal", "free") for name in ("native", "partition()", "numpy")]
+    page.section(
+        "Speed",
+        "Milliseconds per plan, cost HSTU: the native call, `partition()` from Python with all checks, and the numpy "
+        "reference that serves without a compiler. The first plan of a process:",
+        cold_start(),
+        table(["ranks × rows", "lengths", *columns], body),
+    )
+    for num_parts, (native_limit, numpy_limit) in limits.items():
+        if (num_parts, "native, others") not in worst:
+            continue
+        bimodal_limit = 60.0 if num_parts == 1024 else native_limit
+        for name, limit in (("native, others", native_limit), ("native, bimodal", bimodal_limit)):
+            value = worst[num_parts, name]
+            page.target(f"planning, {name}, {num_parts} × 32", f"≤ {limit} ms", f"{value:.3f} ms", value <= limit)
+        if num_parts == 8:
+            value = max(worst[8, "partition(), others"], worst[8, "partition(), bimodal"])
+            page.target("`partition()` from Python, 8 × 32", "≤ 0.1 ms", f"{value:.3f} ms", value <= 0.1)
+        for name in ("numpy, others", "numpy, bimodal"):
+            value = worst[num_parts, name]
+            page.target(
+                f"planning, {name}, {num_parts} × 32", f"≤ {numpy_limit} ms", f"{value:.2f} ms", value <= numpy_limit
+            )
+
+
+def cold_start() -> str:
+    """What importing the planner and its first plan take in a fresh process that has numpy."""
+    program = (
+        "import time, numpy as np; w = np.arange(256); a = time.perf_counter();"
+        "from commons.perf_model.partitioner import partition; b = time.perf_counter();"
+        "partition(w, 8); c = time.perf_counter(); print((b - a) * 1e3, (c - b) * 1e3)"
+    )
+    runs = [
+        [
+            float(part)
+            for part in subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+            ).stdout.split()
+        ]
+        for _ in range(5)
+    ]
+    imported, planned = (statistics.median(column) for column in zip(*runs, strict=True))
+    return f"import {imported:.1f} ms, first plan (8 × 32) {planned:.2f} ms."
+
+
+def measure_peers(page: Page, repeats: int, quick: bool) -> None:
+    """Time and balance against the plain pure-Python Karmarkar-Karp."""
+    body = []
+    cases = [(8, 32, True), (8, 32, False), (64, 32, True), (64, 32, False), (1024, 32, True)]
+    ratios: dict[tuple[int, bool], list[tuple[float, float]]] = {}
+    for (num_parts, rows, equal_size), lengths in tqdm(
+        list(itertools.product(cases[: 3 if quick else 5], LENGTHS)), desc="against plain Python"
+    ):
+        workloads = COSTS["HSTU"](draw(lengths, num_parts * rows, 0))
+        listed = workloads.tolist()
+        groups = plain_karmarkar_karp(listed, num_parts, equal_size)
+        plan = partition(workloads, num_parts, equal_size=equal_size)
+        largest = max(sum(listed[index] for index in group) for group in groups)
+        assert sorted(itertools.chain(*groups)) == list(range(len(listed)))
+        few = max(3, repeats // 10)
+        plain = milliseconds(
+            lambda a=(listed, num_parts, equal_size): plain_karmarkar_karp(*a), 3 if num_parts > 8 else few
+        )
+        ours = milliseconds(lambda a=(workloads, num_parts, equal_size): karmarkar_karp(*a), few)
+        refined = milliseconds(lambda a=(workloads, num_parts), e=equal_size: partition(*a, equal_size=e), few)
+        ratios.setdefault((num_parts, equal_size), []).append((plain / ours, plain / refined))
+        body.append(
+            [
+                f"{num_parts} × {rows}",
+                "equal" if equal_size else "free",
+                lengths,
+                f"{plain:.2f}",
+                f"{ours:.3f}",
+                f"{refined:.3f}",
+                f"{plain / ours:.0f}×",
+                f"{plain / refined:.0f}×",
+                f"{largest / plan.lower_bound:.4f}",
+                f"{1 + plan.optimality_gap:.5f}",
+            ]
+        )
+    page.section(
+        "Against a plain Karmarkar-Karp in Python",
+        "Milliseconds per plan, cost HSTU, all checks and the making of lists included; balance as largest load ÷ "
+        "lower bound.",
+        table(
+            [
+                "ranks × rows",
+                "counts",
+                "lengths",
+                "plain KK ms",
+                "our KK ms",
+                "refined ms",
+                "KK faster",
+                "refined faster",
+                "plain KK ÷ bound",
+                "refined ÷ bound",
+            ],
+            body,
+        ),
+    )
+    for what, key, at, limit in (
+        ("karmarkar_karp against plain KK, 64 × 32 equal", (64, True), 0, 40),
+        ("refined against plain KK, 64 × 32 equal", (64, True), 1, 6),
+        ("karmarkar_karp against plain KK, 64 × 32 free", (64, False), 0, 1000),
+        ("refined against plain KK, 64 × 32 free", (64, False), 1, 1000),
+    ):
+        if key in ratios:
+            values = [pair[at] for pair in ratios[key]]
+            reached = f"{min(values):.0f}–{max(values):.0f}×"
+            page.target(what, f"≥ {limit}×", reached, min(values) >= limit)
+
+
+def measure_home(page: Page, seeds: int, repeats: int, quick: bool) -> None:
+    """Tokens that leave their rank and their node of eight, and what that costs in balance and time."""
+    body = []
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for num_parts, lengths in tqdm(
+        list(itertools.product((8, 64) if quick else (8, 64, 256, 1024), LENGTHS)), desc="home"
+    ):
+        moved, crossed, extra, times = [], [], [], []
+        for seed in range(seeds):
+            tokens = draw(lengths, num_parts * 32, seed)
+            workloads = COSTS["HSTU"](tokens)
+            home = np.arange(len(tokens)) // 32
+            keywords = {"tokens": tokens, "home": home, "ranks_per_node": NODE, "slack": 0.01}
+            plan = partition(workloads, num_parts, **keywords)
+            best = partition(workloads, num_parts)
+            moved.append(tokens[plan.assignment != home].sum() / tokens.sum())
+            crossed.append(tokens[plan.assignment // NODE != home // NODE].sum() / tokens.sum())
+            extra.append(plan.loads.max() / best.loads.max())
+            times.append(
+                milliseconds(lambda w=workloads, k=num_parts, q=keywords: partition(w, k, **q), max(3, repeats // 10))
+            )
+        found.setdefault(lengths, []).append((float(np.mean(moved)), float(np.mean(crossed)), max(times)))
+        body.append(
+            [
+                num_parts,
+                lengths,
+                f"{np.mean(moved):.3f} / {max(moved):.3f}",
+                f"{np.mean(crossed):.3f} / {max(crossed):.3f}",
+                f"{max(extra):.4f}",
+                f"{statistics.median(times):.2f}",
+            ]
+        )
+    page.section(
+        "Rows kept home",
+        f"32 rows per rank, cost HSTU, slack 1 %, nodes of {NODE}, {seeds} seeds: share of tokens that leave, mean / worst.",
+        table(["ranks", "lengths", "leave their rank", "leave their node", "worst load ÷ refined", "ms"], body),
+    )
+    for what, names, at, limit in (
+        ("tokens moved, lognormal and user-like, 64 × 32", ("lognormal", "user-like"), 0, 0.10),
+        ("tokens moved, Zipf 1.2, 64 × 32", ("zipf",), 0, 0.17),
+        ("tokens across nodes of 8, lognormal and user-like, 64 × 32", ("lognormal", "user-like"), 1, 0.03),
+        ("tokens across nodes of 8, Zipf 1.2, 64 × 32", ("zipf",), 1, 0.03),
+    ):
+        value = max(found[name][1][at] for name in names)
+        page.target(what, f"≤ {limit:.0%}", f"{value:.1%}", value <= limit)
+    slowest = max(cases[1][2] for cases in found.values())
+    page.target("planning with home, 64 × 32", "≤ 10 ms", f"{slowest:.2f} ms", slowest <= 10)
+
+
+def measure_memory(page: Page, seeds: int, repeats: int, quick: bool) -> None:
+    """What a cap of 1.03 × the mean tokens costs in load."""
+    body = []
+    undominated: list[float] = []
+    for (num_parts, rows), lengths, cost in tqdm(
+        list(itertools.product([(8, 32), (64, 32)] if quick else TIMED, LENGTHS, ("HSTU", "L²"))), desc="memory"
+    ):
+        before, after, extra, times, dominated = [], [], [], [], 0
+        for seed in range(seeds):
+            tokens = draw(lengths, num_parts * rows, seed)
+            workloads = COSTS[cost](tokens)
+            mean = tokens.sum() / num_parts
+            free = partition(workloads, num_parts)
+            keywords = {"tokens": tokens, "max_tokens": int(1.03 * mean), "best_effort": True}
+            plan = partition(workloads, num_parts, **keywords)
+            before.append(_largest(tokens, free.assignment, num_parts) / mean)
+            after.append(_largest(tokens, plan.assignment, num_parts) / mean)
+            extra.append(plan.loads.max() / free.loads.max())
+            times.append(
+                milliseconds(lambda w=workloads, k=num_parts, q=keywords: partition(w, k, **q), max(2, repeats // 20))
+            )
+            # One sample is most of what a rank should carry: then tokens and load cannot both be even.
+            dominates = workloads.max() > 0.5 * workloads.sum() / num_parts
+            dominated += dominates
+            if not dominates:
+                undominated.append(float(extra[-1]) if after[-1] <= 1.03 else float("inf"))
+        body.append(
+            [
+                f"{num_parts} × {rows}",
+                lengths,
+                cost,
+                f"{max(before):.3f}",
+                f"{max(after):.3f}",
+                f"{max(extra):.4f}",
+                f"{dominated} of {seeds}",
+                f"{statistics.median(times):.2f}",
+            ]
+        )
+    page.section(
+        "Memory",
+        f"Cap of 1.03 × the mean tokens per rank, worst of {seeds} seeds. A seed is dominated where one sample is more "
+        "than half of the mean load.",
+        table(
+            [
+                "ranks × rows",
+                "lengths",
+                "cost",
+                "tokens ÷ mean, no cap",
+                "with cap",
+                "load ÷ load without cap",
+                "dominated",
+                "ms",
+            ],
+            body,
+        ),
+    )
+    met = [value <= 1.01 for value in undominated]
+    page.target(
+        "tokens ≤ 1.03 × mean where no sample dominates",
+        "≤ 1 % more load",
+        f"worst {max(undominated):.4f}, {share(met)} cases",
+        all(met),
+    )
+
+
+def _largest(values: np.ndarray, assignment: np.ndarray, num_parts: int) -> float:
+    return float(np.bincount(assignment, weights=values, minlength=num_parts).max())
+
+
+@contextmanager
+def beside(work: Callable[[], Any] | None) -> Iterator[None]:
+    """Run `work` again and again in a thread."""
+    stop = threading.Event()
+
+    def loop() -> None:
+        while work is not None and not stop.is_set():
+            work()
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def measure_lock(page: Page, windows: int) -> None:
+    """Does a planning thread slow a thread that launches small operations?"""
+    tokens = draw("lognormal", 1024 * 32, 0)
+    workloads = COSTS["HSTU"](tokens)
+    home = np.arange(len(tokens)) // 32
+    block = bytes(64 << 20)
+    works: dict[str, Callable[[], Any] | None] = {
+        "alone": None,
+        "beside hashing (a thread that never takes the lock)": lambda: hashlib.sha256(block).digest(),
+        "beside planning 1024 × 32": lambda: partition(workloads, 1024),
+        "beside planning 1024 × 32 with home": lambda: partition(
+            workloads, 1024, tokens=tokens, home=home, ranks_per_node=NODE, slack=0.01
+        ),
+        "beside planning 1024 × 32 in numpy": lambda: reference.plan(Request(workloads=workloads, num_parts=1024)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in works}
+    small = torch.zeros(16)
+    for _ in tqdm(range(windows), desc="lock"):
+        # In turn, so that a drifting machine slows all of them alike.
+        for name, work in works.items():
+            with beside(work):
+                started = time.perf_counter()
+                operations = 0
+                while time.perf_counter() - started < 0.1:
+                    for _ in range(100):
+                        small.add_(1.0)
+                    operations += 100
+                times[name].append((time.perf_counter() - started) / operations * 1e6)
+    body = []
+    ratios = {}
+    for name, values in times.items():
+        to_alone = [value / alone for value, alone in zip(values, times["alone"], strict=True)]
+        low, ratios[name], high = np.percentile(to_alone, [25, 50, 75])
+        body.append([name, f"{statistics.median(values):.2f}", f"{ratios[name]:.3f}", f"{low:.3f}–{high:.3f}"])
+    page.section(
+        "Beside other threads",
+        f"Microseconds per small in-place torch operation on the main thread, medians of {windows} windows of 0.1 s taken "
+        "in turn; ratios are paired, with their middle half. Hashing shows what a second busy thread costs on this "
+        "machine whatever it does.",
+        table(["main thread", "µs per operation", "÷ alone", "middle half"], body),
+    )
+    value = ratios["beside planning 1024 × 32"]
+    page.target("a main thread beside planning 1024 × 32", "≤ 5 % slower", f"{value - 1:+.1%}", value <= 1.05)
+    value = ratios["beside planning 1024 × 32 with home"]
+    page.target("the same, planning with home", "≤ 5 % slower", f"{value - 1:+.1%}", value <= 1.05)
+
+
+def main(
+    seeds: int = 5, repeats: int = 50, quick: bool = False, hardware: str = "2 cores of a shared x86-64 server"
+) -> None:
+    """Measure and write benchmarks/results/planner.md.
+
+    Args:
+        seeds: batches drawn per case.
+        repeats: times every plan is timed.
+        quick: fewer cases, for a look; writes nothing.
+        hardware: the machine, in words.
+    """
+    torch.set_num_threads(1)
+    if native_core() is None:
+        print("the native core has not been built: its times will be missing", file=sys.stderr)
+    if quick:
+        seeds, repeats = min(seeds, 2), min(repeats, 10)
+    page = Page()
+    measure_balance(page, seeds, quick)
+    measure_speed(page, repeats, quick)
+    measure_peers(page, repeats, quick)
+    measure_home(page, seeds, repeats, quick)
+    measure_memory(page, seeds, repeats, quick)
+    measure_lock(page, 10 if quick else 60)
+    versions = f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}"
+    text = page.text(
+        f"# Planner: balance, speed, locality, memory\n\n{datetime.date.today().isoformat()} · "
+        f"`python -m benchmarks.planner --seeds {seeds} --repeats {repeats}` · {hardware}, one thread · {versions} · "
+        "lengths: Zipf 1.2 to 4096; lognormal, mean and deviation 512, to 4096; bimodal, 80 % near 128 and 20 % near "
+        "4096; user-like, 20 and a lognormal of median 130 and sigma 1.4, to 8192 · cost HSTU: 5120·L + L²"
+    )
+    print(text)
+    if not quick:
+        print(f"\nwritten to {write_page('planner', text)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

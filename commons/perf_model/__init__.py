@@ -1,0 +1,1 @@
+"""What a sample costs, and which rank should compute it: workload models, the planner and the plan."""

@@ -1,0 +1,21 @@
+import numpy as np
+
+METHODS: tuple[str, ...]
+PLANS: int
+
+def plan(
+    workloads: np.ndarray,
+    num_parts: int,
+    method: str,
+    equal_size: bool,
+    tokens: np.ndarray | None,
+    max_tokens: int | None,
+    home: np.ndarray | None,
+    ranks_per_node: int,
+    slack_mantissa: int,
+    slack_shift: int,
+    assignment: np.ndarray,
+    loads: np.ndarray,
+    /,
+) -> tuple[int, int]: ...
+def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool, /) -> int: ...

@@ -1,0 +1,166 @@
+"""What refinement and repair share: a plan in the making, who looks at whom, and the rows they may choose between.
+
+One *round* pairs the heaviest partitions with others, finds the best exchange for each of them, and carries all of
+these out at once; every partition takes part in one exchange at most, so that they do not disturb one another. An
+exchange gives one row for one, or for none: a move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from commons.perf_model.partitioner.problem import Limits, load_per_part
+
+# The row that a move brings back.
+NO_ROW = -1
+
+
+class Cap(NamedTuple):
+    """A second weight, such as tokens, of which no partition may hold more than `limit`.
+
+    Attributes:
+        weights: int64 `(n,)`, by row.
+        limit: most that a partition may hold.
+
+    """
+
+    weights: np.ndarray
+    limit: int
+
+
+class Pairs(NamedTuple):
+    """Partitions that may exchange rows: consecutive pairs with the same heavy partition are its choice.
+
+    Attributes:
+        heavy: int64 `(p,)`, the partition that has too much.
+        light: int64 `(p,)`, the other one.
+        first: int64 `(h,)`, where the pairs of each heavy partition begin.
+
+    """
+
+    heavy: np.ndarray
+    light: np.ndarray
+    first: np.ndarray
+
+
+def pair_up(ranked: np.ndarray, num_heavy: int) -> Pairs:
+    """Deal the other partitions out to the `num_heavy` first ones like cards, lightest first; what is left sits out.
+
+    Args:
+        ranked: int64 `(k,)`, partitions from heaviest to lightest.
+        num_heavy: how many look for an exchange, at most half of them.
+
+    """
+    share = (len(ranked) - num_heavy) // num_heavy
+    dealt = np.arange(num_heavy * share).reshape(share, num_heavy).T.ravel()
+    return Pairs(
+        heavy=np.repeat(ranked[:num_heavy], share),
+        light=ranked[len(ranked) - 1 - dealt],
+        first=np.arange(0, num_heavy * share, share),
+    )
+
+
+class WorkingPlan:
+    """A plan that exchanges change in place.
+
+    Attributes:
+        weights: int64 `(n,)`, descending.
+        parts: int64 `(n,)`, the partition of each row.
+        loads: int64 `(k,)`, sum of weights per partition.
+        counts: int64 `(k,)`, rows per partition.
+
+    """
+
+    def __init__(
+        self, weights: np.ndarray, parts: np.ndarray, num_parts: int, limits: Limits, cap: Cap | None = None
+    ) -> None:
+        self.weights = weights
+        self.parts = parts.copy()
+        self.loads = load_per_part(weights, parts, num_parts)
+        self.counts = np.bincount(parts, minlength=num_parts)
+        self._limits = limits
+        self._cap = cap
+        self._held = None if cap is None else load_per_part(cap.weights, parts, num_parts)
+
+    def may_move(self, pairs: Pairs) -> np.ndarray:
+        """Whether the counts allow a move within each pair, bool `(p,)`."""
+        return (self.counts[pairs.heavy] > self._limits.min_count) & (self.counts[pairs.light] < self._limits.max_count)
+
+    def keeps_cap(self, pairs: Pairs, choice: Choice, back: np.ndarray | None) -> np.ndarray | bool:
+        """Whether the second weight allows exchanging each query's row for `back`, bool `(q,)`; None for a move."""
+        if self._cap is None or self._held is None:
+            return True
+        taken = self._cap.weights[choice.row]
+        if back is not None:
+            taken = taken - self._cap.weights[back]
+        heavy, light = self._held[pairs.heavy][choice.pair], self._held[pairs.light][choice.pair]
+        return (heavy - taken <= self._cap.limit) & (light + taken <= self._cap.limit)
+
+    def apply(self, heavy: np.ndarray, light: np.ndarray, row: np.ndarray, back: np.ndarray) -> None:
+        """Give `row` from `heavy` to `light` and `back`, unless `NO_ROW`, the other way; all partitions differ."""
+        swapped = back != NO_ROW
+        self.parts[row] = light
+        self.parts[back[swapped]] = heavy[swapped]
+        taken = self.weights[row] - np.where(swapped, self.weights[back], 0)
+        self.loads[heavy] -= taken
+        self.loads[light] += taken
+        self.counts[heavy[~swapped]] -= 1
+        self.counts[light[~swapped]] += 1
+        if self._cap is not None and self._held is not None:
+            taken = self._cap.weights[row] - np.where(swapped, self._cap.weights[back], 0)
+            self._held[heavy] -= taken
+            self._held[light] += taken
+
+
+class Choice:
+    """Every row of every heavy partition against every partition it is paired with: `q` queries.
+
+    Attributes:
+        pair: int64 `(q,)`, which pair the query is about.
+        row: int64 `(q,)`, the row that would leave the heavy partition.
+        weight: int64 `(q,)`, its weight.
+        first: int64 `(h,)`, where the queries of each heavy partition begin.
+
+    """
+
+    def __init__(self, plan: WorkingPlan, pairs: Pairs) -> None:
+        num_rows = len(plan.parts)
+        self._num_rows = num_rows
+        self._weights = plan.weights
+        # Partition · n + row: sorted, the rows of each partition lie together, heaviest first, and can be searched.
+        self._keys = np.sort(plan.parts * num_rows + np.arange(num_rows))
+        self._rows = self._keys % num_rows
+        end = np.cumsum(plan.counts)
+        start = end - plan.counts
+        sizes = plan.counts[pairs.heavy]
+        offset = np.cumsum(sizes) - sizes
+        self.pair = np.repeat(np.arange(len(sizes)), sizes)
+        self.row = self._rows[np.arange(len(self.pair)) + (start[pairs.heavy] - offset)[self.pair]]
+        self.weight = plan.weights[self.row]
+        self.first = offset[pairs.first]
+        self._light = pairs.light[self.pair]
+        self._start, self._end = start[self._light], end[self._light]
+
+    def partners(self, threshold: np.ndarray, offsets: range) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows of the light partition next to the first one that weighs less than `threshold` `(q,)`.
+
+        Yields, for each of `offsets` from that row, the rows `(q,)` and where there is such a row `(q,)`.
+        """
+        # Weights descend; their negatives ascend and can be searched.
+        below = np.searchsorted(-self._weights, -threshold, side="right")
+        place = np.searchsorted(self._keys, self._light * self._num_rows + below)
+        for offset in offsets:
+            at = place + offset
+            exists = (at >= self._start) & (at < self._end)
+            yield self._rows[np.where(exists, at, 0)], exists
+
+
+def first_best(score: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """For each segment that begins at `first`, the index of its first largest `score`."""
+    largest = np.maximum.reduceat(score, first)
+    sizes = np.diff(first, append=len(score))
+    hits = np.flatnonzero(score == np.repeat(largest, sizes))
+    return hits[np.searchsorted(hits, first)]

@@ -1,0 +1,155 @@
+"""Checks of what a caller hands to the planner: everything becomes int64, or one ValueError says what is wrong."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+
+from commons.perf_model.partitioner.problem import INT64_MAX
+
+
+def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | None = None) -> np.ndarray:
+    """Workloads, token counts or any other non-negative integers per row, as a one-dimensional int64 array.
+
+    Args:
+        values: list, array or CPU tensor `(n,)` of any integer type, or of floats without a fractional part.
+        name: what to call them in an error.
+        num_rows: the length they must have; any if not given.
+
+    Returns:
+        int64 `(n,)`; shares memory with `values` where that already is a contiguous int64 array.
+
+    Raises:
+        ValueError: not one-dimensional, the wrong length, a value that is negative, NaN, infinite or has a fractional
+            part, or a sum that does not fit into int64.
+
+    >>> as_int64_workloads([3, 1.0, 2])
+    array([3, 1, 2])
+    >>> as_int64_workloads([3, -1])
+    Traceback (most recent call last):
+        ...
+    ValueError: workloads[1] is -1; values must be non-negative integers: correct the cost model or the data
+
+    """
+    array = _as_int64(values, name)
+    if num_rows is not None and len(array) != num_rows:
+        raise ValueError(
+            f"{name} has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them"
+        )
+    if len(array) == 0:
+        return array
+    if int(array.min()) < 0:
+        raise _bad_value(name, int(np.argmax(array < 0)), int(array[np.argmax(array < 0)]))
+    if int(array.max()) > INT64_MAX // len(array):
+        # Exact where a 64-bit sum might wrap: the two halves of every value are summed apart.
+        total = (int((array >> 32).sum()) << 32) + int((array & 0xFFFFFFFF).sum())
+        if total > INT64_MAX:
+            raise ValueError(
+                f"the sum of {name} is {total}, above the int64 maximum {INT64_MAX}; loads are int64: "
+                "scale the values down"
+            )
+    return array
+
+
+def _as_int64(values: Any, name: str) -> np.ndarray:
+    array = _as_array(values, name)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}; one value per row is needed: flatten it to one dimension")
+    if array.dtype == np.int64:
+        return np.ascontiguousarray(array)
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    kind = array.dtype.kind
+    if kind == "u" and array.dtype.itemsize == 8:
+        _reject_first(array > INT64_MAX, array, name)
+    elif kind == "f":
+        array = array.astype(np.float64)
+        # 2**63 itself is a float, but no int64.
+        _reject_first(~((array >= 0) & (array < 2.0**63) & (np.floor(array) == array)), array, name)
+    elif kind == "O":
+        return _objects_as_int64(array, name)
+    elif kind not in "iu":
+        raise ValueError(f"{name} has dtype {array.dtype}; values must be non-negative integers: convert them to int64")
+    return array.astype(np.int64)
+
+
+def _as_array(values: Any, name: str) -> np.ndarray:
+    device = getattr(values, "device", None)
+    if getattr(device, "type", "cpu") != "cpu":
+        raise ValueError(f"{name} is on {device}; the planner works on the CPU: pass {name}.cpu()")
+    if hasattr(values, "detach"):
+        values = values.detach()
+        if values.is_floating_point():
+            values = values.double()  # numpy has no bfloat16
+    try:
+        return np.asarray(values)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise ValueError(
+            f"{name} is no one-dimensional list of integers ({error}); pass one integer per row"
+        ) from error
+
+
+def _objects_as_int64(array: np.ndarray, name: str) -> np.ndarray:
+    """Python integers beyond 64 bits arrive as objects; so does anything that is no number."""
+    result = np.empty(len(array), np.int64)
+    for index, value in enumerate(array):
+        try:
+            integer = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+        except TypeError:
+            raise _bad_value(name, index, value) from None
+        if not 0 <= integer <= INT64_MAX:
+            raise _bad_value(name, index, value)
+        result[index] = integer
+    return result
+
+
+def _reject_first(wrong: np.ndarray, array: np.ndarray, name: str) -> None:
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        raise _bad_value(name, index, array[index])
+
+
+def _bad_value(name: str, index: int, value: Any) -> ValueError:
+    rule = "values must be non-negative integers"
+    if isinstance(value, (int, float, np.number)) and 2**63 <= value < math.inf:
+        rule = f"values must be at most {INT64_MAX}"
+    return ValueError(f"{name}[{index}] is {value}; {rule}: correct the cost model or the data")
+
+
+def as_count(value: Any, name: str, minimum: int) -> int:
+    """An integer that is at least `minimum`; ValueError otherwise."""
+    try:
+        integer = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; it must be an integer: pass one") from None
+    if integer < minimum:
+        raise ValueError(f"{name} is {integer}; it must be at least {minimum}: raise it")
+    return integer
+
+
+def as_home(home: Any, num_rows: int, k_partitions: int) -> np.ndarray:
+    """The partition each row is in now, as int64 `(n,)`; ValueError unless each lies in `[0, k_partitions)`."""
+    array = _as_int64(home, "home")
+    if len(array) != num_rows:
+        raise ValueError(f"home has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them")
+    outside = (array < 0) | (array >= k_partitions)
+    if outside.any():
+        index = int(np.argmax(outside))
+        raise ValueError(
+            f"home[{index}] is {int(array[index])}; a home is a partition in [0, {k_partitions}): correct it"
+        )
+    return array
+
+
+def as_slack(slack: Any) -> float:
+    """A finite, non-negative number; ValueError otherwise."""
+    try:
+        number = float(slack)
+    except (TypeError, ValueError):
+        raise ValueError(f"slack is {slack!r}; it must be a number such as 0.01: pass one") from None
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"slack is {slack}; it must be finite and at least 0: pass a fraction such as 0.01")
+    return number

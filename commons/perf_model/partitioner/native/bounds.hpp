@@ -1,0 +1,125 @@
+// The mean load and the counting bound. The twin of bounds.py, which derives it.
+#pragma once
+
+#include <optional>
+
+#include "problem.hpp"
+
+namespace evenrank {
+
+struct Split {
+  Weight num_parts;
+  Weight end_top;
+  Weight num_top;
+  Weight num_fill;
+};
+
+struct Bound {
+  Weight load;
+  std::optional<Split> split;
+};
+
+inline Weight divide_up(Weight value, Weight by) { return value / by + (value % by != 0); }
+
+// One candidate T = tops = quotient * k + remainder.
+class Group {
+ public:
+  Group(const Weights& sums, Weight tops, Weight quotient, Weight remainder, const Limits& limits)
+      : sums_(sums), tops_(tops), quotient_(quotient), remainder_(remainder), limits_(limits) {}
+
+  bool may_hold(Weight beyond) const { return quotient_ + beyond <= std::min(limits_.max_count, tops_); }
+
+  // The group in which `extra` partitions hold quotient + 2 of the top rows.
+  Split make_up(Weight extra) const {
+    const Weight single = std::max<Weight>(remainder_ - 2 * extra, 0);
+    return {extra + single, tops_, (quotient_ + 2) * extra + (quotient_ + 1) * single,
+            std::max<Weight>(limits_.min_count - quotient_ - 2, 0) * extra +
+                std::max<Weight>(limits_.min_count - quotient_ - 1, 0) * single};
+  }
+
+  // Whether mean_load(0) > load, which rules most candidates out, without dividing.
+  bool is_above(Weight load) const {
+    const Weight num_fill = std::max<Weight>(limits_.min_count - quotient_ - 1, 0) * remainder_;
+    return lightest((quotient_ + 1) * remainder_, num_fill) > static_cast<__int128>(load) * remainder_;
+  }
+
+  // Least mean load of that group, rounded up; kMax if there are too few top rows for it.
+  Weight mean_load(Weight extra) const {
+    const Split group = make_up(extra);
+    if (group.num_top > tops_) return kMax;
+    return divide_up(lightest(group.num_top, group.num_fill), group.num_parts);
+  }
+
+  // Least load of one partition with quotient + 3 of the top rows; kMax if none can have so many.
+  Weight load_of_three() const {
+    const Weight num_top = quotient_ + 3;
+    return may_hold(3) ? lightest(num_top, std::max<Weight>(limits_.min_count - num_top, 0)) : kMax;
+  }
+
+  Weight remainder() const { return remainder_; }
+
+ private:
+  Weight lightest(Weight num_top, Weight num_fill) const {
+    // Top rows and fillers are disjoint, so these two sums together are at most the sum of all.
+    return (sums_[tops_] - sums_[tops_ - num_top]) + (sums_.back() - sums_[sums_.size() - 1 - num_fill]);
+  }
+
+  const Weights& sums_;
+  Weight tops_;
+  Weight quotient_;
+  Weight remainder_;
+  Limits limits_;
+};
+
+inline Bound counting_bound(const Weights& weights, Index num_parts, const Limits& limits) {
+  const Weight num_rows = static_cast<Weight>(weights.size());
+  Weights sums(num_rows + 1, 0);
+  std::partial_sum(weights.begin(), weights.end(), sums.begin() + 1);
+  Bound bound{divide_up(sums.back(), num_parts), std::nullopt};
+
+  struct Candidate {
+    Weight ceiling;
+    Group group;
+  };
+  std::vector<Candidate> candidates;
+  Weight quotient = 0;
+  Weight remainder = 0;
+  for (Weight tops = 1; tops <= num_rows; ++tops) {
+    if (++remainder == num_parts) {
+      remainder = 0;
+      ++quotient;
+      continue;
+    }
+    const Group group(sums, tops, quotient, remainder, limits);
+    if (!group.is_above(bound.load)) continue;
+    Weight ceiling = group.mean_load(0);
+    if (group.may_hold(2)) {
+      ceiling = std::min({ceiling, group.mean_load(remainder / 2), group.mean_load(remainder / 4)});
+    }
+    candidates.push_back({std::min(ceiling, group.load_of_three()), group});
+  }
+  std::vector<const Candidate*> best_first;
+  best_first.reserve(candidates.size());
+  for (const Candidate& candidate : candidates) best_first.push_back(&candidate);
+  std::stable_sort(best_first.begin(), best_first.end(),
+                   [](const Candidate* a, const Candidate* b) { return a->ceiling > b->ceiling; });
+  for (const Candidate* candidate : best_first) {
+    if (candidate->ceiling <= bound.load) break;
+    const Group& group = candidate->group;
+    const Weight most_extra = group.may_hold(2) ? (group.remainder() + 1) / 2 : 0;
+    Weight least = kMax;
+    Weight least_extra = 0;
+    for (Weight extra = 0; extra <= most_extra; ++extra) {
+      const Weight load = group.mean_load(extra);
+      if (load < least) {
+        least = load;
+        least_extra = extra;
+      }
+    }
+    const Weight value = std::min(least, group.load_of_three());
+    if (value > bound.load) bound = {value, group.make_up(least_extra)};
+  }
+  return bound;
+}
+
+}  // namespace evenrank

@@ -1,0 +1,156 @@
+// Karmarkar-Karp, the largest differencing method. The twin of differencing.py.
+#pragma once
+
+#include <utility>
+
+#include "starts.hpp"
+
+namespace evenrank {
+
+// The sets of every state are linked lists of rows, so merging two of them is one link.
+class RowLists {
+ public:
+  explicit RowLists(std::size_t num_rows) : next_(num_rows, kNone), last_(range(static_cast<Index>(num_rows))) {}
+
+  void append(Index head, Index other) {
+    next_[last_[head]] = other;
+    last_[head] = last_[other];
+  }
+
+  Index next(Index row) const { return next_[row]; }
+
+ private:
+  Indices next_;
+  Indices last_;  // valid at the head of a list
+};
+
+// One set of a state: the sum of its rows and the first of them, or kNone if it holds none.
+struct Set {
+  Weight sum;
+  Index head;
+};
+
+// Set sums descend. Sets beyond size() are empty; an empty set in between comes from padding rows only.
+using State = std::vector<Set>;
+
+inline void append_reversed_runs(const State& state, State& result, std::size_t& from, Weight above) {
+  // Takes the sets whose sum is larger than `above`; of equal sums the later one first.
+  while (from < state.size() && state[from].sum > above) {
+    std::size_t end = from;
+    while (end < state.size() && state[end].sum == state[from].sum) ++end;
+    for (std::size_t at = end; at-- > from;) result.push_back(state[at]);
+    from = end;
+  }
+}
+
+// The sets of `left` with those of `right` in reverse, sorted again; equal sums keep their places.
+inline State merge(State&& left, const State& right, std::size_t num_parts, RowLists& lists) {
+  const auto descends = [](const Set& a, const Set& b) { return a.sum > b.sum; };
+  const auto join = [&lists](Set& set, const Set& other) {
+    set.sum += other.sum;
+    if (set.head == kNone) {
+      set.head = other.head;
+    } else if (other.head != kNone) {
+      lists.append(set.head, other.head);
+    }
+  };
+  if (left.size() + right.size() <= num_parts) {
+    // No set of one meets a set of the other.
+    if (right.size() == 1 && left.back().sum >= right.front().sum) {
+      left.push_back(right.front());
+      return std::move(left);
+    }
+    State result;
+    result.reserve(num_parts);
+    std::size_t from = 0;
+    for (const Set& set : left) {
+      append_reversed_runs(right, result, from, set.sum);
+      result.push_back(set);
+    }
+    append_reversed_runs(right, result, from, -1);
+    return result;
+  }
+  if (right.size() == 1) {
+    Set last = left.back();
+    left.pop_back();
+    join(last, right.front());
+    left.insert(std::upper_bound(left.begin(), left.end(), last, descends), last);
+    return std::move(left);
+  }
+  left.resize(num_parts, {0, kNone});
+  for (std::size_t at = 0; at < right.size(); ++at) join(left[num_parts - 1 - at], right[at]);
+  std::stable_sort(left.begin(), left.end(), descends);
+  return std::move(left);
+}
+
+inline State merge_all(std::vector<State> states, std::size_t num_parts, RowLists& lists) {
+  struct Entry {
+    Weight spread;
+    std::size_t age;
+    std::size_t state;
+
+    bool operator<(const Entry& other) const {  // std heaps keep the largest on top
+      return spread != other.spread ? spread < other.spread : age > other.age;
+    }
+  };
+  const auto spread = [&](const State& state) {
+    return state.front().sum - (state.size() == num_parts ? state.back().sum : 0);
+  };
+  std::vector<Entry> heap;
+  heap.reserve(states.size());
+  for (std::size_t age = 0; age < states.size(); ++age) heap.push_back({spread(states[age]), age, age});
+  std::make_heap(heap.begin(), heap.end());
+  for (std::size_t age = states.size(); heap.size() > 1; ++age) {
+    std::pop_heap(heap.begin(), heap.end());
+    State& left = states[heap.back().state];
+    heap.pop_back();
+    std::pop_heap(heap.begin(), heap.end());
+    const std::size_t slot = heap.back().state;
+    State merged = merge(std::move(left), states[slot], num_parts, lists);
+    states[slot] = std::move(merged);
+    heap.back() = {spread(states[slot]), age, slot};
+    std::push_heap(heap.begin(), heap.end());
+  }
+  return std::move(states[heap.front().state]);
+}
+
+inline Indices differencing(const Weights& weights, Index num_parts, bool equal_size) {
+  const std::size_t num_rows = weights.size();
+  Indices parts(num_rows);
+  RowLists lists(num_rows);
+  std::vector<State> states;
+  std::size_t num_merged = num_rows;
+  if (equal_size) {
+    for (std::size_t first = 0; first < num_rows; first += num_parts) {
+      State& state = states.emplace_back();
+      for (std::size_t row = first; row < first + num_parts; ++row) {
+        state.push_back(row < num_rows ? Set{weights[row], static_cast<Index>(row)} : Set{0, kNone});
+      }
+    }
+  } else {
+    num_merged = std::find(weights.begin(), weights.end(), 0) - weights.begin();
+    for (std::size_t row = 0; row < num_merged; ++row) {
+      states.push_back({{weights[row], static_cast<Index>(row)}});
+    }
+  }
+  if (!states.empty()) {
+    const State root = merge_all(std::move(states), num_parts, lists);
+    for (std::size_t part = 0; part < root.size(); ++part) {
+      for (Index row = root[part].head; row != kNone; row = lists.next(row)) parts[row] = static_cast<Index>(part);
+    }
+  }
+  if (num_merged < num_rows) {
+    // Zero rows go to the partition with the fewest rows.
+    Indices counts(num_parts, 0);
+    for (std::size_t row = 0; row < num_merged; ++row) ++counts[parts[row]];
+    LightestFirst fewest(counts);
+    for (std::size_t row = num_merged; row < num_rows; ++row) {
+      const LightestFirst::Entry entry = fewest.top();
+      parts[row] = entry.part;
+      fewest.replace_top({0, entry.count + 1, entry.part});
+    }
+  }
+  return parts;
+}
+
+}  // namespace evenrank

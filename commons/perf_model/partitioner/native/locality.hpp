@@ -1,0 +1,276 @@
+// Repair from home, even counts, and names for a finished plan. The twin of locality.py.
+#pragma once
+
+#include "exchange.hpp"
+
+namespace evenrank {
+
+constexpr Weight kNodeCost = 4;
+constexpr Weight kHomeReach = 4;
+constexpr int kMaxRounds = 64;
+constexpr int kBits = 31;
+constexpr Weight kFree = Weight{1} << 62;
+
+inline int bit_length(Weight value) {
+  int bits = 0;
+  for (; value > 0; value >>= 1) ++bits;
+  return bits;
+}
+
+inline Weight largest_of(const Weights& values) {
+  return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
+}
+
+struct Home {
+  Indices parts;
+  Weights sizes;  // their sum is below 2^60
+  Index ranks_per_node;
+
+  bool same_node(Index a, Index b) const { return a / ranks_per_node == b / ranks_per_node; }
+
+  Weight cost_at(Index row, Index part) const {
+    if (parts[row] == part) return 0;
+    return sizes[row] * (same_node(parts[row], part) ? 1 : kNodeCost);
+  }
+
+  Weight cost(const Indices& plan) const {
+    Weight sum = 0;
+    for (std::size_t row = 0; row < plan.size(); ++row) sum += cost_at(static_cast<Index>(row), plan[row]);
+    return sum;
+  }
+};
+
+// What the repair is after, and how it reduces gains and costs to 31 bits.
+struct Repair {
+  const Home& home;
+  Weight limit;
+  int gain_shift;
+  int cost_shift;
+
+  Weight efficiency(Weight gain, Weight cost) const {
+    gain >>= gain_shift;
+    if (cost <= 0) return kFree + gain;
+    return (gain << kBits) / std::max<Weight>(cost >> cost_shift, 1);
+  }
+};
+
+// The most efficient exchange of `heavy` with its share of the others; whether there was one.
+inline bool relieve(WorkingPlan& plan, Index heavy, const Share& share, const Repair& repair) {
+  const Weights& loads = plan.loads();
+  const std::vector<Item>& rows = plan.items(heavy);
+  const Weight excess = loads[heavy] - repair.limit;
+  Weight best = -1;
+  Index best_light = kNone;
+  Item best_row{};
+  Item best_back{};
+  for (Index at_light = 0; at_light < share.size(); ++at_light) {
+    const Index light = share[at_light];
+    const Weight room = repair.limit - loads[light];
+    if (room <= 0) continue;
+    const std::vector<Item>& others = plan.items(light);
+    const Weight num_others = static_cast<Weight>(others.size());
+    const bool may_move = plan.may_move(heavy, light);
+    Weight below = 0;
+    for (const Item& row : rows) {
+      const Weight cost_out = repair.home.cost_at(row.row, light) - repair.home.cost_at(row.row, heavy);
+      const auto consider = [&](const Item& back, Weight cost) {
+        const Weight taken = row.weight - back.weight;
+        if (taken <= 0 || taken > room) return;
+        const Weight efficiency = repair.efficiency(std::min(taken, excess), cost);
+        if (efficiency > best && plan.keeps_cap(heavy, light, row.row, back.row)) {
+          best = efficiency;
+          best_light = light;
+          best_row = row;
+          best_back = back;
+        }
+      };
+      while (below < num_others && others[below].weight >= row.weight - room) ++below;
+      for (Weight at = below - 1; at >= std::max<Weight>(below - kHomeReach, 0); --at) {
+        const Index back = others[at].row;
+        consider(others[at], cost_out + repair.home.cost_at(back, heavy) - repair.home.cost_at(back, light));
+      }
+      if (may_move) consider({0, kNone}, cost_out);
+    }
+  }
+  if (best_light == kNone) return false;
+  plan.apply(heavy, best_light, best_row, best_back);
+  return true;
+}
+
+// One round within each group of partitions.
+struct Round {
+  bool any_over = false;
+  bool any_found = false;
+  Index most_heavy = 0;
+};
+
+inline Round relieve_groups(WorkingPlan& plan, std::vector<Indices>& groups, const Repair& repair, int level) {
+  Round round;
+  for (Indices& group : groups) {
+    const Index num_over = static_cast<Index>(
+        std::count_if(group.begin(), group.end(), [&](Index part) { return plan.loads()[part] > repair.limit; }));
+    if (num_over == 0 || group.size() == 1) continue;
+    round.any_over = true;
+    rank_by_load(plan.loads(), group);
+    const Index num_heavy = heavy_at_level(num_over, group.size(), level);
+    round.most_heavy = std::max(round.most_heavy, num_heavy);
+    for (Index heavy = 0; heavy < num_heavy; ++heavy) {
+      round.any_found |= relieve(plan, group[heavy], Share(group, num_heavy, heavy), repair);
+    }
+  }
+  return round;
+}
+
+inline Indices repair(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, Weight limit,
+                      const Home& home, const Cap* cap = nullptr) {
+  WorkingPlan plan(weights, std::move(parts), num_parts, limits, cap);
+  const Repair repair{home, limit, std::max(0, bit_length(largest_of(weights)) - kBits),
+                      std::max(0, bit_length(2 * kNodeCost * largest_of(home.sizes)) - kBits)};
+  std::vector<std::vector<Indices>> phases;
+  if (home.ranks_per_node < num_parts) {
+    std::vector<Indices>& nodes = phases.emplace_back();
+    for (Index part = 0; part < num_parts; ++part) {
+      if (part % home.ranks_per_node == 0) nodes.emplace_back();
+      nodes.back().push_back(part);
+    }
+  }
+  phases.push_back({range(num_parts)});
+  int rounds = 0;
+  for (std::vector<Indices>& groups : phases) {
+    int level = 0;
+    for (; rounds < kMaxRounds; ++rounds) {
+      const Round round = relieve_groups(plan, groups, repair, level);
+      if (!round.any_over) break;
+      if (round.any_found) {
+        level = std::max(level - 1, 0);
+      } else if (round.most_heavy > 1) {
+        ++level;
+      } else {
+        ++rounds;
+        break;
+      }
+    }
+  }
+  return plan.release();
+}
+
+inline Indices even_counts(const Weights& weights, Index num_parts, const Limits& limits, Weight limit,
+                           const Home& home) {
+  const Indices counts = count_per_part(home.parts, num_parts);
+  Weights loads = load_per_part(weights, home.parts, num_parts);
+  Indices quota(num_parts);
+  Weight surplus = -static_cast<Weight>(weights.size());
+  for (Index part = 0; part < num_parts; ++part) {
+    quota[part] = static_cast<Index>(std::clamp<Weight>(counts[part], limits.min_count, limits.max_count));
+    surplus += quota[part];
+  }
+  Indices fullest = range(num_parts);
+  std::stable_sort(fullest.begin(), fullest.end(), [&](Index a, Index b) { return counts[a] > counts[b]; });
+  for (auto part = fullest.rbegin(); part != fullest.rend() && surplus > 0; ++part) {
+    if (quota[*part] > limits.min_count) --quota[*part], --surplus;
+  }
+  for (auto part = fullest.begin(); part != fullest.end() && surplus < 0; ++part) {
+    if (quota[*part] < limits.max_count) ++quota[*part], ++surplus;
+  }
+
+  std::vector<Indices> rows_of(num_parts);
+  for (std::size_t row = 0; row < weights.size(); ++row) rows_of[home.parts[row]].push_back(static_cast<Index>(row));
+  Indices given;
+  for (Index part = 0; part < num_parts; ++part) {
+    const Indices& rows = rows_of[part];
+    const std::ptrdiff_t num_given = counts[part] - quota[part];
+    if (num_given <= 0) continue;
+    // Slide from the lightest rows to heavier ones until enough is given up; if nothing is enough, the heaviest.
+    std::ptrdiff_t first = static_cast<std::ptrdiff_t>(rows.size()) - num_given;
+    Weight given_load = 0;
+    for (std::ptrdiff_t at = first; at < first + num_given; ++at) given_load += weights[rows[at]];
+    while (first > 0 && loads[part] - given_load > limit) {
+      --first;
+      given_load += weights[rows[first]] - weights[rows[first + num_given]];
+    }
+    given.insert(given.end(), rows.begin() + first, rows.begin() + first + num_given);
+    loads[part] -= given_load;
+  }
+  std::sort(given.begin(), given.end());
+
+  Indices parts = home.parts;
+  for (const Index row : given) {
+    Index near = kNone;
+    Index any = kNone;
+    for (Index part = 0; part < num_parts; ++part) {
+      if (counts[part] >= quota[part]) continue;
+      if (any == kNone || loads[part] < loads[any]) any = part;
+      if (home.same_node(part, home.parts[row]) && loads[part] + weights[row] <= limit &&
+          (near == kNone || loads[part] < loads[near])) {
+        near = part;
+      }
+    }
+    const Index taker = near != kNone ? near : any;
+    parts[row] = taker;
+    loads[taker] += weights[row];
+    --quota[taker];
+  }
+  return parts;
+}
+
+inline Indices relabel(const Indices& parts, const Indices& rows, const Indices& names, const Home& home) {
+  const Weight num_names = static_cast<Weight>(names.size());
+  Index last = *std::max_element(names.begin(), names.end());
+  last = std::max(last, *std::max_element(home.parts.begin(), home.parts.end()));
+  Indices slot(last + 1, kNone);
+  for (std::size_t at = 0; at < names.size(); ++at) slot[names[at]] = static_cast<Index>(at);
+
+  struct Overlap {
+    Weight key;
+    Weight saving;
+  };
+  std::vector<Overlap> overlaps;
+  overlaps.reserve(rows.size());
+  for (std::size_t at = 0; at < rows.size(); ++at) {
+    const Index home_slot = slot[home.parts[rows[at]]];
+    if (home_slot != kNone) overlaps.push_back({parts[at] * num_names + home_slot, home.sizes[rows[at]]});
+  }
+  std::sort(overlaps.begin(), overlaps.end(), [](const Overlap& a, const Overlap& b) { return a.key < b.key; });
+  std::size_t size = 0;
+  for (const Overlap& overlap : overlaps) {
+    if (size > 0 && overlaps[size - 1].key == overlap.key) {
+      overlaps[size - 1].saving += overlap.saving;
+    } else {
+      overlaps[size++] = overlap;
+    }
+  }
+  overlaps.resize(size);
+
+  const Weight num_nodes = last / home.ranks_per_node + 1;
+  if (num_nodes > 1) {
+    Weights node_sizes(num_names * num_nodes, 0);
+    for (std::size_t at = 0; at < rows.size(); ++at) {
+      node_sizes[parts[at] * num_nodes + home.parts[rows[at]] / home.ranks_per_node] += home.sizes[rows[at]];
+    }
+    for (Overlap& overlap : overlaps) {
+      const Index name = names[overlap.key % num_names];
+      overlap.saving +=
+          (kNodeCost - 1) * node_sizes[overlap.key / num_names * num_nodes + name / home.ranks_per_node];
+    }
+  }
+  std::stable_sort(overlaps.begin(), overlaps.end(),
+                   [](const Overlap& a, const Overlap& b) { return a.saving > b.saving; });
+  Indices named(names.size(), kNone);
+  std::vector<bool> taken(names.size(), false);
+  for (const Overlap& overlap : overlaps) {
+    const Weight part = overlap.key / num_names;
+    const Weight at = overlap.key % num_names;
+    if (named[part] != kNone || taken[at]) continue;
+    named[part] = names[at];
+    taken[at] = true;
+  }
+  std::size_t next = 0;
+  for (Index& name : named) {
+    if (name != kNone) continue;
+    while (taken[next]) ++next;
+    name = names[next++];
+  }
+  return take(named, parts);
+}
+
+}  // namespace evenrank

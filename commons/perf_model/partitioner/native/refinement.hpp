@@ -1,0 +1,88 @@
+// Exchanges that lower the largest load. The twin of refinement.py.
+#pragma once
+
+#include "exchange.hpp"
+
+namespace evenrank {
+
+constexpr int kPatience = 16;
+constexpr Weight kReach = 1;
+constexpr Weight kReachWithCap = 8;
+
+// The best exchange of `heavy` with its share of the others; whether there was one.
+inline bool lower(WorkingPlan& plan, Index heavy, const Share& share, Weight reach) {
+  const Weights& loads = plan.loads();
+  const std::vector<Item>& rows = plan.items(heavy);
+  Weight best = 0;
+  Index best_light = kNone;
+  Item best_row{};
+  Item best_back{};
+  for (Index at_light = 0; at_light < share.size(); ++at_light) {
+    const Index light = share[at_light];
+    const Weight gap = loads[heavy] - loads[light];
+    // The larger load cannot fall by more than half the gap, and gaps only get smaller.
+    if (gap / 2 <= best) break;
+    const std::vector<Item>& others = plan.items(light);
+    const Weight num_others = static_cast<Weight>(others.size());
+    const bool may_move = plan.may_move(heavy, light);
+    const auto consider = [&](const Item& row, const Item& back) {
+      const Weight taken = row.weight - back.weight;
+      const Weight fall = std::min(taken, gap - taken);
+      if (fall > best && plan.keeps_cap(heavy, light, row.row, back.row)) {
+        best = fall;
+        best_light = light;
+        best_row = row;
+        best_back = back;
+      }
+    };
+    Weight below = 0;
+    for (const Item& row : rows) {
+      const Weight threshold = row.weight - gap / 2;
+      while (below < num_others && others[below].weight >= threshold) ++below;
+      const Weight end = std::min(below + reach, num_others);
+      for (Weight at = std::max<Weight>(below - reach, 0); at < end; ++at) consider(row, others[at]);
+      if (may_move) consider(row, {0, kNone});
+    }
+  }
+  if (best_light == kNone) return false;
+  plan.apply(heavy, best_light, best_row, best_back);
+  return true;
+}
+
+inline Indices refine(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, Weight target,
+                      const Cap* cap = nullptr) {
+  if (num_parts == 1) return parts;
+  WorkingPlan plan(weights, std::move(parts), num_parts, limits, cap);
+  const Weight reach = cap == nullptr ? kReach : kReachWithCap;
+  Indices ranked = range(num_parts);
+  Weight checkpoint = kMax;
+  int level = 0;
+  for (int rounds = 0;; ++rounds) {
+    const Weights& loads = plan.loads();
+    rank_by_load(loads, ranked);
+    const Weight heaviest = loads[ranked[0]];
+    if (heaviest <= target) break;
+    if (rounds % kPatience == 0) {
+      if (rounds > 0 && checkpoint - heaviest < (checkpoint - target) / 4) break;
+      checkpoint = heaviest;
+    }
+    const Index num_over =
+        static_cast<Index>(std::count_if(loads.begin(), loads.end(), [&](Weight load) { return load > target; }));
+    const Index num_heavy = heavy_at_level(num_over, num_parts, level);
+    bool lowered = false;
+    for (Index heavy = 0; heavy < num_heavy; ++heavy) {
+      const bool found = lower(plan, ranked[heavy], Share(ranked, num_heavy, heavy), reach);
+      if (heavy == 0) lowered = found;
+    }
+    if (lowered) {
+      level = std::max(level - 1, 0);
+    } else if (num_heavy > 1) {
+      ++level;
+    } else {
+      break;
+    }
+  }
+  return plan.release();
+}
+
+}  // namespace evenrank

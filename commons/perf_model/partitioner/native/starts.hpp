@@ -1,0 +1,115 @@
+// Plans to begin with: LPT, snake order and LPT on either side of a split. The twin of lpt.py, snake.py, refined.py.
+#pragma once
+
+#include <optional>
+
+#include "bounds.hpp"
+
+namespace evenrank {
+
+// A binary heap whose top is replaced or removed, never anything else.
+class LightestFirst {
+ public:
+  struct Entry {
+    Weight load;
+    Index count;
+    Index part;
+
+    bool before(const Entry& other) const {
+      if (load != other.load) return load < other.load;
+      if (count != other.count) return count < other.count;
+      return part < other.part;
+    }
+  };
+
+  explicit LightestFirst(const Indices& counts) {
+    entries_.reserve(counts.size());
+    for (std::size_t part = 0; part < counts.size(); ++part) {
+      entries_.push_back({0, counts[part], static_cast<Index>(part)});
+    }
+    for (std::size_t at = entries_.size() / 2; at-- > 0;) sift_down(at, entries_[at]);
+  }
+
+  const Entry& top() const { return entries_.front(); }
+  void replace_top(const Entry& entry) { sift_down(0, entry); }
+
+  void pop() {
+    const Entry last = entries_.back();
+    entries_.pop_back();
+    if (!entries_.empty()) sift_down(0, last);
+  }
+
+ private:
+  void sift_down(std::size_t at, Entry entry) {
+    const std::size_t size = entries_.size();
+    for (std::size_t child = 2 * at + 1; child < size; child = 2 * at + 1) {
+      if (child + 1 < size && entries_[child + 1].before(entries_[child])) ++child;
+      if (!entries_[child].before(entry)) break;
+      entries_[at] = entries_[child];
+      at = child;
+    }
+    entries_[at] = entry;
+  }
+
+  std::vector<Entry> entries_;
+};
+
+inline Indices lpt(const Weights& weights, Index num_parts, const Limits& limits) {
+  const Weight num_rows = static_cast<Weight>(weights.size());
+  Indices parts(num_rows);
+  Weight spare = num_rows - limits.min_count * num_parts;
+  LightestFirst lightest(Indices(num_parts, 0));
+  for (Weight row = 0; row < num_rows; ++row) {
+    while (lightest.top().count >= limits.min_count) {
+      if (spare > 0) {
+        --spare;
+        break;
+      }
+      lightest.pop();
+    }
+    const LightestFirst::Entry entry = lightest.top();
+    parts[row] = entry.part;
+    if (entry.count + 1 == limits.max_count) {
+      lightest.pop();
+    } else {
+      lightest.replace_top({entry.load + weights[row], entry.count + 1, entry.part});
+    }
+  }
+  return parts;
+}
+
+inline Indices snake(Index num_rows, Index num_parts) {
+  Indices parts(num_rows);
+  for (Index row = 0; row < num_rows; ++row) {
+    const Index place = row % num_parts;
+    parts[row] = row / num_parts % 2 == 0 ? place : num_parts - 1 - place;
+  }
+  return parts;
+}
+
+inline std::optional<Indices> split_start(const Problem& problem, const Split& split) {
+  const Weight num_rows = static_cast<Weight>(problem.weights.size());
+  const Weight rest = problem.num_parts - split.num_parts;
+  const Weight num_fill =
+      std::max(split.num_fill, num_rows - rest * problem.limits.max_count - split.num_top);
+  if (split.end_top > num_rows - num_fill) return std::nullopt;
+  Indices parts(num_rows);
+  for (const bool inside : {true, false}) {
+    Indices rows;
+    for (Weight row = 0; row < num_rows; ++row) {
+      const bool top = split.end_top - split.num_top <= row && row < split.end_top;
+      if ((top || row >= num_rows - num_fill) == inside) rows.push_back(static_cast<Index>(row));
+    }
+    const Weight num_parts = inside ? split.num_parts : rest;
+    const Weight count = static_cast<Weight>(rows.size());
+    if (count < problem.limits.min_count * num_parts || count > problem.limits.max_count * num_parts) {
+      return std::nullopt;
+    }
+    const Indices dealt = lpt(take(problem.weights, rows), static_cast<Index>(num_parts), problem.limits);
+    const Index first_part = inside ? 0 : static_cast<Index>(split.num_parts);
+    for (std::size_t i = 0; i < rows.size(); ++i) parts[rows[i]] = first_part + dealt[i];
+  }
+  return parts;
+}
+
+}  // namespace evenrank

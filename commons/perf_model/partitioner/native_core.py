@@ -1,0 +1,91 @@
+"""The planner's native core, where it has been built: the same plans as the reference, without the interpreter lock."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+from commons.perf_model.partitioner import reference
+from commons.perf_model.partitioner.request import Plan, Request
+
+logger = logging.getLogger(__name__)
+
+# Raised, here and in native/plan.hpp, whenever the same request gives another plan: a core that was built before that
+# must not meet ranks that plan by the new code.
+PLANS = 1
+
+
+class Core(Protocol):
+    """What turns requests into plans: this module or `reference`."""
+
+    def plan(self, request: Request) -> Plan:
+        """Plan."""
+
+    def lower_bound(self, workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
+        """Lower bound of the largest load."""
+
+
+class NativeCore:
+    """The compiled module behind the interface of `reference`.
+
+    Raises:
+        ImportError: the extension has not been built, or from sources that planned otherwise.
+
+    """
+
+    def __init__(self) -> None:
+        from commons.perf_model.partitioner import _native
+
+        if _native.PLANS != PLANS:
+            raise ImportError(f"it was built for plans {_native.PLANS}, the sources make plans {PLANS}")
+        self._module = _native
+        self.methods: tuple[str, ...] = _native.METHODS
+
+    def plan(self, request: Request) -> Plan:
+        """Plan."""
+        assignment = np.empty(len(request.workloads), np.int64)
+        loads = np.empty(request.num_parts, np.int64)
+        fraction, exponent = math.frexp(request.slack)
+        bound, most_tokens = self._module.plan(
+            request.workloads,
+            request.num_parts,
+            request.method,
+            request.equal_size,
+            request.tokens,
+            request.max_tokens,
+            request.home,
+            request.ranks_per_node,
+            int(fraction * 2**53),  # exact: a float has 53 bits
+            53 - exponent,
+            assignment,
+            loads,
+        )
+        return Plan(assignment, loads, bound, most_tokens)
+
+    def lower_bound(self, workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
+        """Lower bound of the largest load."""
+        return self._module.lower_bound(workloads, num_parts, equal_size)
+
+
+@cache
+def native_core() -> NativeCore | None:
+    """The native core, or None, said once, where it has not been built."""
+    try:
+        return NativeCore()
+    except ImportError as error:
+        logger.warning(
+            "the planner's native core is missing (%s): plans are the same, but take longer and hold the interpreter "
+            "lock; install evenrank again where there is a C++ compiler",
+            error,
+        )
+        return None
+
+
+def core_for(method: str | None = None) -> Core:
+    """What plans by `method`: the native core where it is there and knows it, else the reference."""
+    native = native_core()
+    return native if native is not None and (method is None or method in native.methods) else reference

@@ -1,0 +1,165 @@
+"""partition: from workloads to a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from commons.perf_model.partitioner import reference
+from commons.perf_model.partitioner.inputs import as_count, as_home, as_int64_workloads, as_slack
+from commons.perf_model.partitioner.native_core import core_for
+from commons.perf_model.partitioner.problem import INT64_MAX
+from commons.perf_model.partitioner.request import Plan, Request
+from commons.perf_model.partitioner.result import Partition
+
+
+def partition(
+    workloads: Any,
+    k_partitions: int,
+    *,
+    method: str = "refined",
+    equal_size: bool = True,
+    tokens: Any = None,
+    max_tokens: int | None = None,
+    home: Any = None,
+    ranks_per_node: int | None = None,
+    slack: float = 0.0,
+    best_effort: bool = False,
+) -> Partition:
+    """Deal samples to partitions so that the largest load is small.
+
+    Deterministic: the same arguments give the same plan on every rank and every CPU. Ties go to the lower index, and
+    all decisions are made in integers.
+
+    Args:
+        workloads: what each sample costs: list, array or CPU tensor `(n,)` of non-negative integers.
+        k_partitions: number of partitions, at least 1.
+        method: "refined", "karmarkar_karp", "lpt" or "snake".
+        equal_size: sizes of partitions differ by one at most; otherwise they are free.
+        tokens: memory that each sample takes, `(n,)`; for `max_tokens`, and as the cost of moving a sample.
+        max_tokens: most tokens that a partition may hold.
+        home: the partition each sample is in now, `(n,)`. Then as few tokens as possible leave it, and the largest
+            load is never above that of home: where no plan lowers it, home is the plan, even if its sizes differ. A
+            home that breaks `max_tokens` is not protected.
+        ranks_per_node: partitions `[0, r)`, `[r, 2r)`, … share a node; tokens that leave it count four times.
+        slack: with `home`, how far the largest load may be above that of the plan without it, as a fraction.
+        best_effort: where no plan keeps `max_tokens`, return the one found that exceeds it least.
+
+    Returns:
+        The plan, with its loads and a lower bound that proves how good it is.
+
+    Raises:
+        ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
+            keeps, with the sample that breaks it alone or by how much the best plan found exceeds it.
+
+    >>> plan = partition([7, 5, 4, 4, 3, 1], 2)
+    >>> plan.assignment.tolist(), plan.loads.tolist(), plan.lower_bound
+    ([0, 1, 1, 0, 1, 0], [12, 12], 12)
+    >>> partition([7, 5, 4, 4, 3, 1], 2, home=[0, 0, 0, 1, 1, 1]).assignment.tolist()
+    [0, 1, 0, 1, 1, 0]
+
+    """
+    request = _as_request(workloads, k_partitions, method, equal_size, tokens, max_tokens, home, ranks_per_node, slack)
+    if len(request.workloads) == 0:
+        return Partition(np.empty(0, np.int64), np.zeros(request.num_parts, np.int64), 0)
+    if not best_effort:
+        _refuse_sample_above_cap(request)
+    plan = core_for(method).plan(request)
+    if not best_effort:
+        _refuse_plan_above_cap(request, plan)
+    return Partition(plan.assignment, plan.loads, plan.bound)
+
+
+def karmarkar_karp(workloads: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """Plain Karmarkar-Karp (largest differencing).
+
+    Args:
+        workloads: what each sample costs: list, array or CPU tensor `(n,)` of non-negative integers.
+        k_partitions: number of partitions, at least 1.
+        equal_size: sizes of partitions differ by one at most; otherwise they are free.
+
+    Returns:
+        `k` lists that hold every index once, ascending; the heaviest partition comes first.
+
+    Raises:
+        ValueError: as for `partition`.
+
+    >>> karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=False)
+    [[1, 3, 4], [0, 2]]
+
+    """
+    return partition(workloads, k_partitions, method="karmarkar_karp", equal_size=equal_size).groups()
+
+
+def lower_bound(workloads: Any, k_partitions: int, equal_size: bool = True) -> int:
+    """A load that the heaviest partition of every plan has at least.
+
+    The best of the mean load, the heaviest sample with its lightest fillers, and the counting bound
+    (`commons.perf_model.partitioner.bounds`).
+
+    Raises:
+        ValueError: as for `partition`.
+
+    >>> lower_bound([9, 9, 9, 1], 2)  # one partition holds two of the nines
+    18
+
+    """
+    weights = as_int64_workloads(workloads)
+    k = as_count(k_partitions, "k_partitions", 1)
+    return core_for().lower_bound(weights, k, bool(equal_size)) if len(weights) else 0
+
+
+def _as_request(
+    workloads: Any,
+    k_partitions: int,
+    method: str,
+    equal_size: bool,
+    tokens: Any,
+    max_tokens: int | None,
+    home: Any,
+    ranks_per_node: int | None,
+    slack: float,
+) -> Request:
+    weights = as_int64_workloads(workloads)
+    k = as_count(k_partitions, "k_partitions", 1)
+    if method not in reference.METHODS:
+        names = ", ".join(sorted(reference.METHODS))
+        raise ValueError(f"method is {method!r}; it must be one of {names}: choose one of these")
+    if max_tokens is not None:
+        max_tokens = min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
+        if tokens is None:
+            raise ValueError(
+                f"max_tokens is {max_tokens}, tokens is None; a cap needs the tokens of each row: pass tokens"
+            )
+    return Request(
+        workloads=weights,
+        num_parts=k,
+        method=method,
+        equal_size=bool(equal_size),
+        tokens=None if tokens is None else as_int64_workloads(tokens, "tokens", len(weights)),
+        max_tokens=max_tokens,
+        home=None if home is None else as_home(home, len(weights), k),
+        ranks_per_node=k if ranks_per_node is None else min(as_count(ranks_per_node, "ranks_per_node", 1), k),
+        slack=as_slack(slack),
+    )
+
+
+def _refuse_sample_above_cap(request: Request) -> None:
+    tokens, limit = request.tokens, request.max_tokens
+    if tokens is not None and limit is not None and int(tokens.max()) > limit:
+        sample = int(tokens.argmax())
+        raise ValueError(
+            f"sample {sample} alone has {int(tokens[sample])} tokens, max_tokens is {limit}; no plan can keep that: "
+            "raise max_tokens or truncate the sample"
+        )
+
+
+def _refuse_plan_above_cap(request: Request, plan: Plan) -> None:
+    tokens, limit = request.tokens, request.max_tokens
+    if tokens is not None and limit is not None and plan.most_tokens > limit:
+        raise ValueError(
+            f"max_tokens is {limit}, the best plan found holds {plan.most_tokens} tokens in one partition, "
+            f"{plan.most_tokens - limit} more; {int(tokens.sum())} tokens do not fit {request.num_parts} partitions: "
+            "raise max_tokens, use more partitions or fewer samples"
+        )

@@ -1,0 +1,40 @@
+"""Partition: a plan, with the proof of how good it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """Which partition each sample goes to.
+
+    Attributes:
+        assignment: int64 `(n,)`, the partition of each sample, in `[0, k)`.
+        loads: int64 `(k,)`, the sum of the workloads in each partition.
+        lower_bound: no plan of this kind has a smaller largest load.
+
+    """
+
+    assignment: np.ndarray  # (n,)
+    loads: np.ndarray  # (k,)
+    lower_bound: int
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load ÷ mean load − 1; 0.0 if there is no load."""
+        total = int(self.loads.sum())
+        return int(self.loads.max()) * len(self.loads) / total - 1.0 if total else 0.0
+
+    @property
+    def optimality_gap(self) -> float:
+        """Largest load ÷ lower bound − 1: at most this far from the optimum; 0.0 if there is no load."""
+        return int(self.loads.max()) / self.lower_bound - 1.0 if self.lower_bound else 0.0
+
+    def groups(self) -> list[list[int]]:
+        """The samples of each partition, ascending: `k` lists that hold every index once."""
+        by_partition = np.argsort(self.assignment, kind="stable")
+        sizes = np.bincount(self.assignment, minlength=len(self.loads))
+        return [group.tolist() for group in np.split(by_partition, np.cumsum(sizes)[:-1])]

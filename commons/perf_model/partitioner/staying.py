@@ -1,0 +1,134 @@
+"""Plans for rows that already are somewhere: as good as planned freely, but with as few tokens moved as possible."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from commons.perf_model.partitioner.exchange import Cap
+from commons.perf_model.partitioner.locality import Home, even_counts, relabel, repair
+from commons.perf_model.partitioner.memory import under_cap
+from commons.perf_model.partitioner.problem import INT64_MAX, Problem, load_per_part
+from commons.perf_model.partitioner.refined import refined_to
+from commons.perf_model.partitioner.refinement import refine
+
+
+def stay_home(
+    problem: Problem,
+    assignment: np.ndarray,
+    home: np.ndarray,
+    sizes: np.ndarray,
+    ranks_per_node: int,
+    slack: float,
+    cap: Cap | None,
+) -> np.ndarray:
+    """A plan within `1 + slack` of the largest load of `assignment` that leaves many rows at home.
+
+    Never worse than home: if `assignment` does not lower the largest load of a home that keeps the cap, the answer is
+    home itself, whatever its counts.
+
+    Args:
+        problem: the rows.
+        assignment: int64 `(n,)`, a good plan, by sample.
+        home: int64 `(n,)`, the partition each sample is in now.
+        sizes: int64 `(n,)`, tokens of each sample: what moving it costs.
+        ranks_per_node: partitions per node.
+        slack: how much of the balance may be given up.
+        cap: tokens by sample, and their limit, which `assignment` keeps unless home alone does.
+
+    Returns:
+        int64 `(n,)`, the partition of each sample.
+
+    """
+    num_parts = problem.num_parts
+    home_parts = home[problem.order]
+    best_load, home_load = problem.largest_load(assignment[problem.order]), problem.largest_load(home_parts)
+    load_limit = with_slack(best_load, slack)
+    even = problem.limits.keep(np.bincount(home, minlength=num_parts))
+    if cap is None or _largest(cap.weights, home, num_parts) <= cap.limit:
+        no_gain = best_load >= home_load or (
+            cap is not None and _largest(cap.weights, assignment, num_parts) > cap.limit
+        )
+        if no_gain or (even and home_load <= load_limit):
+            return home
+        load_limit = min(load_limit, home_load - 1)
+    by_row = Home(home_parts, _movable(sizes)[problem.order], ranks_per_node)
+    row_cap = None if cap is None else Cap(cap.weights[problem.order], cap.limit)
+    repaired = _repair_home(problem, by_row, load_limit, row_cap, even)
+    # Repair moves least by far, unless home is so uneven that almost everything has to move.
+    total = int(by_row.sizes.sum())
+    if repaired is None or 2 * by_row.cost(repaired) > total:
+        rows, parts = np.arange(len(home)), np.arange(num_parts)
+        renamed = relabel(assignment[problem.order], rows, parts, by_row)
+        if repaired is None or by_row.cost(renamed) < by_row.cost(repaired):
+            repaired = renamed
+    return problem.by_sample(repaired)
+
+
+def _repair_home(problem: Problem, home: Home, load_limit: int, cap: Cap | None, even: bool) -> np.ndarray | None:
+    """Repair from home, by row; None if that does not get within the limits."""
+    num_parts, limits = problem.num_parts, problem.limits
+    parts = home.parts
+    if not even:
+        parts = even_counts(problem.weights, num_parts, limits, load_limit, home)
+    if cap is not None and _largest(cap.weights, parts, num_parts) > cap.limit:
+        parts = _repair_tokens(problem, parts, home, cap)
+        if _largest(cap.weights, parts, num_parts) > cap.limit:
+            return None
+    parts = repair(problem.weights, parts, num_parts, limits, load_limit, home, cap)
+    if problem.largest_load(parts) > load_limit:
+        parts = refine(problem.weights, parts, num_parts, limits, load_limit, cap)
+    return _redeal_heaviest(problem, parts, home, load_limit, cap)
+
+
+def _redeal_heaviest(
+    problem: Problem, parts: np.ndarray, home: Home, load_limit: int, cap: Cap | None
+) -> np.ndarray | None:
+    """Plan the partitions still above the limit afresh, together with as many of the lightest as it takes.
+
+    None if that would be all partitions.
+    """
+    num_parts = problem.num_parts
+    loads = problem.loads(parts)
+    ranked = np.argsort(-loads, kind="stable")
+    num_over = int(np.count_nonzero(loads > load_limit))
+    num_light = num_over
+    while num_over:
+        if num_over + num_light >= num_parts:
+            return None
+        names = np.sort(np.concatenate((ranked[:num_over], ranked[num_parts - num_light :])))
+        rows = np.flatnonzero(np.isin(parts, names))
+        part = Problem(problem.weights[rows], np.arange(len(rows)), len(names), problem.equal_size, problem.limits)
+        dealt = refined_to(part, load_limit, load_limit, None)
+        if cap is not None:
+            dealt = under_cap(part, dealt, load_limit, Cap(cap.weights[rows], cap.limit))
+        if part.largest_load(dealt) <= load_limit and (
+            cap is None or _largest(cap.weights[rows], dealt, len(names)) <= cap.limit
+        ):
+            parts = parts.copy()
+            parts[rows] = relabel(dealt, rows, names, home)
+            return parts
+        num_light *= 2
+    return parts
+
+
+def _repair_tokens(problem: Problem, parts: np.ndarray, home: Home, cap: Cap) -> np.ndarray:
+    """Bring tokens under the cap, first with few of them moved, then at any price."""
+    tokens = Problem.of(cap.weights, problem.num_parts, problem.equal_size)
+    by_tokens = Home(home.parts[tokens.order], home.sizes[tokens.order], home.ranks_per_node)
+    parts = repair(tokens.weights, parts[tokens.order], tokens.num_parts, tokens.limits, cap.limit, by_tokens)
+    return tokens.by_sample(refine(tokens.weights, parts, tokens.num_parts, tokens.limits, cap.limit))
+
+
+def _movable(sizes: np.ndarray) -> np.ndarray:
+    """Sizes whose sum, four times, fits into int64: costs are compared, so a common scale changes nothing."""
+    return sizes >> max(0, int(sizes.sum()).bit_length() - 60)
+
+
+def _largest(weights: np.ndarray, parts: np.ndarray, num_parts: int) -> int:
+    return int(load_per_part(weights, parts, num_parts).max())
+
+
+def with_slack(load: int, slack: float) -> int:
+    """`floor(load · (1 + slack))`, exact: a float times a load of 60 bits would round, and rounding must not decide."""
+    numerator, denominator = slack.as_integer_ratio()
+    return min(load + load * numerator // denominator, INT64_MAX)

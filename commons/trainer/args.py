@@ -1,0 +1,177 @@
+"""TrainerArgs and DatasetArgs: what a training run is told, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from commons.distributed.options import ShufflerOptions
+from commons.pipeline import TrainPipelineFactory
+
+
+@dataclass
+class TrainerArgs:
+    """How a model is trained.
+
+    Training ends after `num_epochs` epochs or `max_train_iters` steps, whichever comes first; where neither is given,
+    after one epoch.
+    """
+
+    train_batch_size: int
+    """Rows per batch and rank in training."""
+
+    eval_batch_size: int
+    """Rows per batch and rank in evaluation."""
+
+    num_epochs: int | None = None
+    """Epochs to train; None for as many as max_train_iters needs."""
+
+    max_train_iters: int | None = None
+    """Steps to train; None for no limit."""
+
+    eval_interval: int = 100
+    """Steps between evaluations; there is another one at the end."""
+
+    max_eval_iters: int | None = None
+    """Batches of an evaluation; None for all."""
+
+    log_interval: int = 100
+    """Steps between lines of log.jsonl."""
+
+    run_dir: str = "runs/train"
+    """Folder for log.jsonl, traces and the logs of failed ranks, made if missing."""
+
+    seed: int = 1234
+    """Seed of weights, dropout and the order of the data."""
+
+    world_size: int | None = None
+    """Number of ranks that the settings are made for; a launch with another number is refused. None: any."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks run; "auto" takes GPUs where every rank can have one, else the CPU."""
+
+    pipeline_type: str = "native"
+    """Name of a pipeline of TrainPipelineFactory."""
+
+    enable_balanced_shuffler: bool = False
+    """Train balanced batches."""
+
+    shuffle_eval: bool = False
+    """Balance the batches of evaluations too."""
+
+    shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
+    """How batches are balanced."""
+
+    profile: bool = False
+    """Record a trace of the steps from profile_step_start to profile_step_end."""
+
+    profile_step_start: int = 100
+    """First step of the trace, counted from 0."""
+
+    profile_step_end: int = 200
+    """The step after its last."""
+
+    ckpt_save_interval: int = -1
+    """Steps between checkpoints. Checkpoints are not available yet: -1."""
+
+    ckpt_save_dir: str = "./checkpoints"
+    """Folder for checkpoints."""
+
+    ckpt_load_dir: str = ""
+    """Checkpoint to start from. Checkpoints are not available yet: empty."""
+
+    single_rank_load: bool = False
+    """Rank 0 alone loads data. Not available yet."""
+
+    balance_batch: bool = False
+    """Rank 0 balances what it loads. Not available yet; enable_balanced_shuffler balances what all ranks load."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_batch_size", "eval_batch_size", "eval_interval", "log_interval"):
+            require_at_least(name, getattr(self, name), 1)
+        for name in ("num_epochs", "max_train_iters", "max_eval_iters", "world_size"):
+            if getattr(self, name) is not None:
+                require_at_least(name, getattr(self, name), 1)
+        require_at_least("seed", self.seed, 0)
+        require_at_least("profile_step_start", self.profile_step_start, 0)
+        if self.profile_step_end <= self.profile_step_start:
+            raise ValueError(
+                f"profile_step_end is {self.profile_step_end}, profile_step_start is {self.profile_step_start}; a "
+                "trace ends after it starts: raise profile_step_end"
+            )
+        pipelines = TrainPipelineFactory.list_available()
+        if self.pipeline_type not in pipelines:
+            raise ValueError(
+                f"pipeline_type is {self.pipeline_type!r}; registered are {', '.join(map(repr, pipelines))}: "
+                "choose one, or register it with TrainPipelineFactory"
+            )
+        if self.shuffle_eval and not self.enable_balanced_shuffler:
+            raise ValueError(
+                "shuffle_eval is True and enable_balanced_shuffler is False; evaluation is balanced by the shuffler of "
+                "training: enable it too"
+            )
+        self._refuse_what_is_missing()
+
+    def _refuse_what_is_missing(self) -> None:
+        if self.ckpt_save_interval != -1 or self.ckpt_load_dir:
+            raise ValueError(
+                f"ckpt_save_interval is {self.ckpt_save_interval} and ckpt_load_dir is {self.ckpt_load_dir!r}; this "
+                "version has no checkpoints: leave them at -1 and ''"
+            )
+        if self.single_rank_load:
+            raise ValueError("single_rank_load is True; in this version every rank loads its own data: leave it False")
+        if self.balance_batch:
+            raise ValueError(
+                "balance_batch is True; it balances what a single rank loads, which this version does not have: set "
+                "enable_balanced_shuffler instead, which balances what all ranks load"
+            )
+
+
+@dataclass
+class DatasetArgs:
+    """The data that a model is trained on.
+
+    The longest sequence of an interleaved HSTU model has 2 · max_history_seqlen + 2 · max_num_candidates tokens and one
+    for each contextual feature.
+    """
+
+    dataset_name: str
+    """One of commons.datasets.data_loader.list_datasets()."""
+
+    max_history_seqlen: int
+    """The most items of a history; older ones are cut off."""
+
+    dataset_path: str | None = None
+    """The preprocessed file, or its folder; random data needs none."""
+
+    max_num_candidates: int = 0
+    """The most candidates per row; 0 gives every item of the history a label."""
+
+    shuffle: bool = False
+    """A new order in every epoch of training."""
+
+    drop_last: bool = False
+    """Leave out an incomplete last batch of training."""
+
+    num_workers: int = 0
+    """Processes per rank that assemble batches; 0 for none."""
+
+    num_tasks: int = 1
+    """Labels per candidate, or per item without candidates."""
+
+    num_batches: int = 100
+    """Batches per rank and epoch of random data; files have as many as they have."""
+
+    def __post_init__(self) -> None:
+        if not self.dataset_name:
+            raise ValueError("dataset_name is empty; it names a data set: give 'random' or another known one")
+        for name, least in (("max_history_seqlen", 1), ("max_num_candidates", 0), ("num_workers", 0)):
+            require_at_least(name, getattr(self, name), least)
+        for name in ("num_tasks", "num_batches"):
+            require_at_least(name, getattr(self, name), 1)
+
+
+def require_at_least(name: str, value: Any, least: int) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}; it is an integer of at least {least}: correct it")

@@ -1,0 +1,149 @@
+"""How a run ends: a user's mistake is one line on stderr, said once, whatever the number of ranks.
+
+The rank that fails first claims the report in torchrun's store; its peers, whose connections break a moment later or
+who find the same mistake, stay silent. The report also goes to torchrun's error file, so that the root cause that
+torchrun names is this line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILURE = 1
+EXIT_USER_ERROR = 2
+_OWN_PACKAGES = ("commons", "hstu", "sid_gr")
+_USER_ERRORS = (ValueError, TypeError, KeyError, OSError, ImportError)
+# The failed rank must end before its silent peers do: torchrun then ends those.
+_SILENT_SECONDS = 5.0
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run the main function of a rank, or of a program without ranks, and end the process as it went.
+
+    ====================================  ===========  ==================================================
+    main                                  exit status  on stderr
+    ====================================  ===========  ==================================================
+    returns                               0
+    raises ValueError, TypeError,         2            `error: ...`, one line
+    KeyError, OSError or ImportError
+    raises another exception              1            one line, and where the traceback is: in the log
+                                                       file if `log_to_file` was called, else below
+    is interrupted (Ctrl-C)               130          nothing
+    ====================================  ===========  ==================================================
+    """
+    # The default action ends a rank even inside a collective, where Python would notice Ctrl-C only after its end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        main()
+    except Exception as error:
+        status = _report(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # No destructors: those of a process group may wait for ranks that have failed.
+        os._exit(status)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def log_to_file(run_dir: str | Path) -> None:
+    """Let logging go to `<run_dir>/rank<r>.log`: rank 0's warnings, and the errors of every rank.
+
+    Warnings of libraries go there alone; evenrank's own are shown on rank 0's stderr too. The file is made with the
+    first line. Called once per process, after `initialize_ranks`.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    path = Path(run_dir) / f"rank{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.captureWarnings(True)
+    logging.getLogger().handlers = [handler]
+    for torch_handler in logging.getLogger("torch").handlers:
+        torch_handler.setLevel(logging.ERROR)
+    if rank == 0:
+        shown = logging.StreamHandler()
+        shown.setLevel(logging.WARNING)
+        shown.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        for package in _OWN_PACKAGES:
+            logging.getLogger(package).addHandler(shown)
+
+
+def _report(error: Exception) -> int:
+    """Say once what went wrong; returns the exit status."""
+    is_user_error = isinstance(error, _USER_ERRORS)
+    status = EXIT_USER_ERROR if is_user_error else EXIT_FAILURE
+    if not _claim_report():
+        time.sleep(_SILENT_SECONDS)
+        return status
+    # A peer's end makes torchrun end this rank too, which shall still say why.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    line = " ".join(message.split()) or type(error).__name__
+    if not is_user_error:
+        line = f"{type(error).__name__}: {line}"
+    if dist.is_initialized():
+        line = f"rank {dist.get_rank()}: {line}"
+    log_file = _write_traceback(error)
+    if not is_user_error and log_file is not None:
+        line += f" (traceback in {log_file})"
+    sys.stderr.write(f"error: {line}\n")
+    if not is_user_error and log_file is None:
+        traceback.print_exception(error)
+    with contextlib.suppress(OSError):
+        _TorchrunErrorFile().write(line)
+    return status
+
+
+def _claim_report() -> bool:
+    """Whether this is the first rank to fail."""
+    if not dist.is_torchelastic_launched():
+        return True
+    try:
+        store, rank, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=5)))
+        claimed_by = store.compare_set("evenrank/first_failure", "", str(rank))
+    except Exception:  # torchrun's store is gone: rather say it twice than never
+        return True
+    return claimed_by.decode() == str(rank)
+
+
+def _write_traceback(error: Exception) -> str | None:
+    """Log the traceback; returns the log file, if there is one."""
+    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+    if not files:
+        return None
+    record = logger.makeRecord(
+        logger.name, logging.ERROR, __file__, 0, "the run failed", (), (type(error), error, error.__traceback__)
+    )
+    files[0].handle(record)
+    path = Path(files[0].baseFilename)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+class _TorchrunErrorFile(ErrorHandler):
+    """The file from which torchrun takes the message of a failed rank."""
+
+    def write(self, message: str) -> None:
+        """Write a message in torchrun's format; without torchrun there is no such file, and nothing happens."""
+        path = self._get_error_file_path()
+        if path is not None:
+            line = f"error: {message}"
+            extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            report = {"message": {"message": line, "extraInfo": extra}}
+            Path(path).write_text(json.dumps(report), encoding="utf-8")

@@ -1,0 +1,246 @@
+"""What a run says: a progress bar, one JSON line per interval, and a table at the end; rank 0 says it.
+
+The numbers of a line are those of the steps since the line before. Loss, tokens and metrics are those of all ranks;
+times are rank 0's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from commons.distributed.stats import ShuffleStats
+
+# Fields of ShuffleStats that are averaged.
+_AVERAGED = (
+    "imbalance_before",
+    "imbalance_after",
+    "optimality_gap",
+    "rows_moved",
+    "token_fraction_moved",
+    "gather_ms",
+    "plan_ms",
+    "wait_ms",
+    "exchange_ms",
+)
+
+
+class StepClock:
+    """Durations of steps: wall time on the CPU, CUDA events elsewhere, which nobody waits for until they are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._begin: Any = None
+        self._steps: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """Begin a step; what has passed since the last one belongs to none."""
+        self._begin = self._now()
+
+    def end(self) -> None:
+        """End a step, and begin the next one."""
+        now = self._now()
+        self._steps.append((self._begin, now))
+        self._begin = now
+
+    def take(self) -> list[float]:
+        """Milliseconds of the steps since the last call."""
+        steps, self._steps = self._steps, []
+        if not self._on_cuda:
+            return [(end - begin) * 1e3 for begin, end in steps]
+        if steps:
+            steps[-1][1].synchronize()
+        return [begin.elapsed_time(end) for begin, end in steps]
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class StatsMean:
+    """Means of the shuffler's numbers over steps."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sums = dict.fromkeys(_AVERAGED, 0.0)
+
+    def add(self, stats: ShuffleStats) -> None:
+        """Add a step."""
+        self._count += 1
+        for name in _AVERAGED:
+            self._sums[name] += getattr(stats, name)
+
+    def means(self) -> dict[str, float]:
+        """By name; empty without any step."""
+        return {name: total / self._count for name, total in self._sums.items()} if self._count else {}
+
+
+@dataclass
+class StepSums:
+    """Sums over steps and, after `all_reduce`, over ranks.
+
+    Attributes:
+        loss_sum: sum of all loss terms, float64, 0-dimensional; None before the first step.
+        loss_terms: number of terms.
+        tokens: tokens of the batches, as they were loaded.
+        rows: real rows of the batches, as they were loaded.
+    """
+
+    loss_sum: torch.Tensor | None = None
+    loss_terms: int = 0
+    tokens: int = 0
+    rows: int = 0
+
+    def add(self, loss_sum: torch.Tensor, loss_terms: int) -> None:
+        """Add the loss of a step; nothing is read from the device."""
+        term = loss_sum.detach().double()
+        self.loss_sum = term if self.loss_sum is None else self.loss_sum + term
+        self.loss_terms += loss_terms
+
+    def all_reduce(self, device: torch.device) -> StepSums:
+        """The sums over all ranks; waits for the device."""
+        counts = torch.tensor([0.0, self.loss_terms, self.tokens, self.rows], dtype=torch.float64, device=device)
+        if self.loss_sum is not None:
+            counts[0] = self.loss_sum
+        dist.all_reduce(counts)
+        loss_sum, loss_terms, tokens, rows = counts.tolist()
+        return StepSums(torch.tensor(loss_sum, dtype=torch.float64), int(loss_terms), int(tokens), int(rows))
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean of all loss terms; 0 without any."""
+        return 0.0 if self.loss_sum is None or self.loss_terms == 0 else float(self.loss_sum) / self.loss_terms
+
+
+@dataclass
+class TrainSummary:
+    """What came out of a run.
+
+    Attributes:
+        steps: steps trained.
+        epochs: epochs begun.
+        loss: mean loss of the last interval.
+        step_ms: median over all steps.
+        tokens_per_s: over all steps, evaluations left out.
+        metrics: of the last evaluation.
+        shuffle: means of the shuffler's numbers over all steps; empty without one.
+    """
+
+    steps: int = 0
+    epochs: int = 0
+    loss: float = 0.0
+    step_ms: float = 0.0
+    tokens_per_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    shuffle: dict[str, float] = field(default_factory=dict)
+
+
+class TrainLog:
+    """The progress bar and `<run_dir>/log.jsonl`; on other ranks than 0 it does nothing.
+
+    Args:
+        run_dir: folder of the run, made if missing; an earlier log is replaced.
+        total_steps: steps of the run.
+    """
+
+    def __init__(self, run_dir: str | Path, total_steps: int) -> None:
+        self.run_dir = Path(run_dir)
+        self._enabled = dist.get_rank() == 0
+        self._bar = tqdm(
+            total=total_steps,
+            desc="train",
+            unit="step",
+            disable=not self._enabled,
+            dynamic_ncols=True,
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # in a file every refresh is a line
+        )
+        self._shown: dict[str, str] = {}
+        if self._enabled:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = (self.run_dir / "log.jsonl").open("w", encoding="utf-8")
+
+    def step(self, stats: ShuffleStats | None) -> None:
+        """Move the bar by one step."""
+        if stats is not None:
+            self._show(imbalance=f"{stats.imbalance_before:.2f}→{stats.imbalance_after:.2f}")
+        self._bar.update()
+
+    def line(self, record: Mapping[str, Any]) -> None:
+        """Write a line and show its loss and rate."""
+        if not self._enabled:
+            return
+        # JSON has no NaN, which is the AUC of a single class.
+        numbers = {name: None if value != value else value for name, value in record.items()}
+        self._file.write(json.dumps(numbers) + "\n")
+        self._file.flush()
+        if "loss" in record:
+            self._show(loss=f"{record['loss']:.4f}", tokens=f"{_short(record['tokens_per_s'])}/s")
+
+    def _show(self, **values: str) -> None:
+        self._shown.update(values)
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._enabled:
+            tqdm.write(text)
+
+    def close(self) -> None:
+        """End the bar and the file."""
+        self._bar.close()
+        if self._enabled:
+            self._file.close()
+
+    def summary(self, title: str, summary: TrainSummary) -> None:
+        """Print the table at the end of a run."""
+        if not self._enabled:
+            return
+        table = Table(title=title, title_justify="left", show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        table.add_row("steps", f"{summary.steps:,} in {summary.epochs} epoch{'s' if summary.epochs != 1 else ''}")
+        table.add_row("loss", f"{summary.loss:.4f}")
+        for name, value in summary.metrics.items():
+            table.add_row(name, f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
+        table.add_row("median step", f"{summary.step_ms:.1f} ms")
+        table.add_row("tokens per second", f"{summary.tokens_per_s:,.0f}")
+        if summary.shuffle:
+            before, after = summary.shuffle["imbalance_before"], summary.shuffle["imbalance_after"]
+            table.add_row("imbalance (max ÷ mean − 1)", f"{before:.1%} → {after:.2%}")
+            table.add_row("tokens moved", f"{summary.shuffle['token_fraction_moved']:.1%}")
+        table.add_row("log", str(self.run_dir / "log.jsonl"))
+        Console().print(table)
+
+
+def write_config(config: Any, run_dir: str | Path) -> None:
+    """Write a dataclass to `<run_dir>/config.json`."""
+    path = Path(run_dir) / "config.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def _short(number: float) -> str:
+    """A number with two or three digits and a unit: 12.3k.
+
+    >>> [_short(number) for number in (7.0, 12345.0, 2.5e6)]
+    ['7', '12.3k', '2.5M']
+    """
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return f"{number:.0f}"

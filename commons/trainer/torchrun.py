@@ -1,0 +1,54 @@
+"""torchrun without its own traceback: the same arguments, and the exit status of the rank that failed.
+
+    python -m commons.trainer.torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml
+
+When a rank fails, torchrun prints a report of some fifty lines, a traceback of itself among them, below what the rank
+has said. Here the rank's own line is the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+def torchrun(argv: Sequence[str]) -> int:
+    """Start ranks and wait for them.
+
+    Args:
+        argv: torchrun's arguments.
+
+    Returns:
+        0, or the exit status of the rank that failed first; 128 + n if signal n ended a rank, or this process, as a
+        shell says it: 130 after Ctrl-C.
+    """
+    # What torchrun logs about a failure is said by the rank itself, or follows from the exit status.
+    logging.disable(logging.ERROR)
+    try:
+        torch.distributed.run.main(list(argv))
+    except ChildFailedError as error:
+        return _exit_status(error)
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def _exit_status(error: ChildFailedError) -> int:
+    for rank, failure in sorted(error.failures.items()):
+        # A rank that a signal ended could not say so; SIGTERM is torchrun's own, for the peers of a failed rank.
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            sys.stderr.write(f"error: rank {rank} was ended by {failure.signal_name()}\n")
+            return 128 - failure.exitcode
+    return abs(error.get_first_failure()[1].exitcode)
+
+
+if __name__ == "__main__":
+    sys.exit(torchrun(sys.argv[1:]))

@@ -1,0 +1,292 @@
+"""What the demo measured, and how it is shown: a table, a picture, and demo.json with all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dacite
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+# Steps whose loads the picture shows; more would be too narrow to tell apart.
+_SHOWN_STEPS = 30
+# Steps whose mean is called the final loss.
+_LAST_STEPS = 10
+_FIRST_STEPS = 5
+_UNBALANCED, _BALANCED = "#c44e52", "#2a788e"
+
+
+@dataclass
+class SideResults:
+    """What one side measured.
+
+    Attributes:
+        step_ms: milliseconds of every measured step.
+        losses: mean loss of every step's global batch, those of the warm-up too.
+        evaluation: loss, rows and AUC on held-out users.
+    """
+
+    step_ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class DemoResults:
+    """What the demo measured.
+
+    Attributes:
+        machine: what it ran on.
+        num_ranks: ranks.
+        batch_size: users per rank and step.
+        max_history_seqlen: the most ratings of a user.
+        warmup_steps: steps that were not measured.
+        quick: whether it was too short to say anything about time.
+        unbalanced: batches as they are loaded.
+        balanced: balanced batches.
+        stats: the shuffler's stats of every measured step.
+    """
+
+    machine: dict[str, Any]
+    num_ranks: int
+    batch_size: int
+    max_history_seqlen: int
+    warmup_steps: int
+    quick: bool
+    unbalanced: SideResults
+    balanced: SideResults
+    stats: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The numbers that the table shows.
+
+    Attributes:
+        unbalanced_ms: median step time.
+        balanced_ms: median step time, shuffle included.
+        speedup: median over steps of unbalanced ÷ balanced time.
+        speedup_low: lower end of its 95 % interval.
+        speedup_high: upper end of its 95 % interval.
+        speedup_of_medians: ratio of the median step times.
+        speedup_of_totals: ratio of the total times.
+        possible_speedup: median over steps of largest ÷ mean load before: a step cannot become faster than its mean.
+        imbalance_before: mean over steps of largest ÷ mean load − 1.
+        imbalance_after: the same of balanced batches.
+        token_fraction_moved: mean over steps.
+        rows_moved: mean over steps.
+        shuffle_ms: mean over steps of what the shuffler took of rank 0's main thread.
+        unbalanced_loss: mean of the last steps.
+        balanced_loss: mean of the last steps.
+        first_loss_difference: largest difference of a step's loss over the first steps: rounding.
+        largest_loss_difference: the same over all steps: training amplifies rounding, as it does any other change of
+            the weights by one part in ten million.
+    """
+
+    unbalanced_ms: float
+    balanced_ms: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    speedup_of_medians: float
+    speedup_of_totals: float
+    possible_speedup: float
+    imbalance_before: float
+    imbalance_after: float
+    token_fraction_moved: float
+    rows_moved: float
+    shuffle_ms: float
+    unbalanced_loss: float
+    balanced_loss: float
+    first_loss_difference: float
+    largest_loss_difference: float
+
+
+def compute_figures(results: DemoResults) -> Figures:
+    """The figures of a run."""
+    unbalanced, balanced, stats = results.unbalanced, results.balanced, results.stats
+    ratios = [slow / fast for slow, fast in zip(unbalanced.step_ms, balanced.step_ms)]
+    low, high = median_interval(ratios)
+    differences = [abs(a - b) for a, b in zip(unbalanced.losses, balanced.losses)]
+    unbalanced_ms, balanced_ms = statistics.median(unbalanced.step_ms), statistics.median(balanced.step_ms)
+
+    def mean_of(name: str) -> float:
+        return statistics.fmean(one[name] for one in stats)
+
+    return Figures(
+        unbalanced_ms=unbalanced_ms,
+        balanced_ms=balanced_ms,
+        speedup=statistics.median(ratios),
+        speedup_low=low,
+        speedup_high=high,
+        speedup_of_medians=unbalanced_ms / balanced_ms,
+        speedup_of_totals=sum(unbalanced.step_ms) / sum(balanced.step_ms),
+        possible_speedup=statistics.median(1 + one["imbalance_before"] for one in stats),
+        imbalance_before=mean_of("imbalance_before"),
+        imbalance_after=mean_of("imbalance_after"),
+        token_fraction_moved=mean_of("token_fraction_moved"),
+        rows_moved=mean_of("rows_moved"),
+        shuffle_ms=mean_of("wait_ms") + mean_of("exchange_ms"),
+        unbalanced_loss=statistics.fmean(unbalanced.losses[-_LAST_STEPS:]),
+        balanced_loss=statistics.fmean(balanced.losses[-_LAST_STEPS:]),
+        first_loss_difference=max(differences[:_FIRST_STEPS]),
+        largest_loss_difference=max(differences),
+    )
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """A 95 % interval of the median, from the order of the values alone (normal approximation of the binomial).
+
+    >>> median_interval([float(value) for value in range(100)])
+    (40.0, 59.0)
+    """
+    ordered = sorted(values)
+    half_width = 1.96 * math.sqrt(len(ordered)) / 2
+    low = max(math.floor((len(ordered) - 1) / 2 - half_width) + 1, 0)
+    return ordered[low], ordered[len(ordered) - 1 - low]
+
+
+def results_path(run_dir: Path) -> Path:
+    """Where the results of a run are."""
+    return run_dir / "demo.json"
+
+
+def write_results(results: DemoResults, run_dir: Path) -> None:
+    """Write demo.json: the figures, then all that they were computed from."""
+    content = {"figures": dataclasses.asdict(compute_figures(results)), **dataclasses.asdict(results)}
+    results_path(run_dir).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_results(run_dir: Path) -> DemoResults:
+    """Read demo.json."""
+    content = json.loads(results_path(run_dir).read_text(encoding="utf-8"))
+    return dacite.from_dict(DemoResults, content)
+
+
+def report(results: DemoResults, run_dir: Path, console: Console) -> None:
+    """Print the table and draw the picture."""
+    figures = compute_figures(results)
+    console.print(make_table(results, figures))
+    if results.quick:
+        console.print("a quick run, too short to say anything about time")
+    picture = run_dir / "balance.png"
+    draw(results, figures).savefig(picture, dpi=150)
+    console.print(f"picture: {picture}    figures: {results_path(run_dir)}")
+
+
+def make_table(results: DemoResults, figures: Figures) -> Table:
+    """Both ways side by side."""
+    machine = results.machine
+    table = Table(
+        title=f"HSTU on generated data with MovieLens-1M's format and lengths\n{results.num_ranks} ranks × "
+        f"{results.batch_size} users, {len(results.stats)} steps, each trained both ways in turn",
+        caption=f"{machine['device']}: {machine['processor']}, {machine['cpu_count']} cores, torch {machine['torch']}",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("")
+    for name in ("unbalanced", "balanced", "gain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("load, largest ÷ mean − 1", f"{figures.imbalance_before:.1%}", f"{figures.imbalance_after:.2%}", "")
+    table.add_row(
+        "median step, shuffle included",
+        f"{figures.unbalanced_ms:.1f} ms",
+        f"{figures.balanced_ms:.1f} ms",
+        f"{figures.speedup_of_medians:.2f}×",
+    )
+    table.add_row("speed-up, median of steps", "", "", f"[bold]{figures.speedup:.2f}×[/bold]")
+    table.add_row("  its 95 % interval", "", f"{figures.speedup_low:.2f} to {figures.speedup_high:.2f}", "")
+    table.add_row("speed-up, all steps together", "", "", f"{figures.speedup_of_totals:.2f}×")
+    table.add_row("most it can be (largest ÷ mean)", "", "", f"{figures.possible_speedup:.2f}×", end_section=True)
+    table.add_row("tokens moved to another rank", "", f"{figures.token_fraction_moved:.1%}", "")
+    table.add_row("shuffle on the main thread", "", f"{figures.shuffle_ms:.1f} ms", "", end_section=True)
+    last = min(_LAST_STEPS, len(results.balanced.losses))
+    table.add_row(f"loss, last {last} steps", f"{figures.unbalanced_loss:.4f}", f"{figures.balanced_loss:.4f}", "")
+    table.add_row("loss difference, first steps", "", f"{figures.first_loss_difference:.0e}", "")
+    table.add_row("loss difference, all steps", "", f"{figures.largest_loss_difference:.0e}", "")
+    table.add_row(
+        f"AUC, {results.balanced.evaluation['rows']:,} held-out users",
+        f"{results.unbalanced.evaluation['auc_task_0']:.4f}",
+        f"{results.balanced.evaluation['auc_task_0']:.4f}",
+        "",
+    )
+    return table
+
+
+def draw(results: DemoResults, figures: Figures) -> Figure:
+    """Load per rank on the left, step times on the right."""
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    loads, times = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    _draw_loads(loads, results)
+    _draw_times(times, results, figures)
+    figure.suptitle(
+        f"HSTU on generated data (MovieLens-1M's format and lengths): {results.num_ranks} ranks on "
+        f"{results.machine['device']}, {results.batch_size} users each",
+        fontsize=11,
+    )
+    return figure
+
+
+def _draw_loads(axes: Axes, results: DemoResults) -> None:
+    shown = results.stats[:_SHOWN_STEPS]
+    steps = range(1, len(shown) + 1)
+    for name, key, color, shift in (
+        ("as loaded", "loads_before", _UNBALANCED, -0.16),
+        ("balanced", "loads_after", _BALANCED, 0.16),
+    ):
+        relative = [[load * len(one[key]) / max(sum(one[key]), 1) for load in one[key]] for one in shown]
+        places = [step + shift for step in steps]
+        axes.vlines(places, [min(loads) for loads in relative], [max(loads) for loads in relative], color=color, lw=1.2)
+        # One dot per rank; ranks need no colours of their own.
+        axes.scatter(
+            [place for place, loads in zip(places, relative) for _ in loads],
+            [load for loads in relative for load in loads],
+            s=22,
+            color=color,
+            label=f"{name} (one dot per rank)",
+            zorder=3,
+        )
+    axes.axhline(1.0, color="0.6", lw=0.8, zorder=0)
+    axes.set(
+        xlabel="measured step",
+        ylabel="load of a rank ÷ mean of the ranks",
+        title="What each rank computes: all wait for the highest dot",
+        xlim=(0.2, len(shown) + 0.8),
+    )
+    axes.set_ylim(top=axes.get_ylim()[1] * 1.12)  # room for the legend
+    axes.legend(loc="upper center", ncols=2, frameon=False)
+    _tidy(axes)
+
+
+def _draw_times(axes: Axes, results: DemoResults, figures: Figures) -> None:
+    for name, side, color, median in (
+        ("unbalanced", results.unbalanced, _UNBALANCED, figures.unbalanced_ms),
+        ("balanced", results.balanced, _BALANCED, figures.balanced_ms),
+    ):
+        count = len(side.step_ms)
+        percent = [100 * (index + 0.5) / count for index in range(count)]
+        axes.plot(percent, sorted(side.step_ms), color=color, lw=2, label=f"{name}, median {median:.0f} ms")
+        axes.plot([50], [median], "o", color=color)
+    axes.set(
+        xlabel="steps, fastest first (%)",
+        ylabel="step time (ms), shuffle included",
+        title=f"Step times: {figures.speedup:.2f}× faster, of {figures.possible_speedup:.2f}× possible",
+        xlim=(0, 100),
+    )
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left", frameon=False)
+    _tidy(axes)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)

@@ -1,0 +1,166 @@
+"""The commands as a user types them: torchrun starts ranks, they train, and what goes wrong is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+QUIET_TORCHRUN = "commons.trainer.torchrun"
+TINY = [
+    "--trainer.train-batch-size",
+    "6",
+    "--trainer.eval-batch-size",
+    "4",
+    "--dataset.dataset-name",
+    "random",
+    "--dataset.num-batches",
+    "6",
+    "--dataset.max-history-seqlen",
+    "20",
+    "--dataset.max-num-candidates",
+    "3",
+    "--model.hidden-size",
+    "16",
+    "--model.num-layers",
+    "1",
+    "--model.num-attention-heads",
+    "2",
+    "--model.kv-channels",
+    "8",
+    "--model.prediction-head-arch",
+    "8",
+    "1",
+    "--trainer.log-interval",
+    "2",
+    "--trainer.eval-interval",
+    "4",
+    "--trainer.max-eval-iters",
+    "2",
+    "--trainer.device",
+    "cpu",
+]
+# A training script of a user's own: rank 1 fails while rank 0 is in a collective.
+FAILING = """
+import sys, time
+import torch, torch.distributed as dist
+from commons.trainer.errors import log_to_file, run_main
+from commons.trainer.launch import initialize_ranks
+def main():
+    initialize_ranks(device_type="cpu")
+    log_to_file(sys.argv[2])
+    if sys.argv[1] == "fails" and dist.get_rank() == 1:
+        raise RuntimeError("out of order")
+    if sys.argv[1] == "waits" and dist.get_rank() == 1:
+        print("ready", flush=True)
+        time.sleep(60)
+    dist.all_reduce(torch.zeros(1))
+run_main(main)
+"""
+
+
+def start(launcher, *arguments):
+    command = [sys.executable, "-m", launcher, "--standalone", "--nproc_per_node=2", *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,  # a group of its own, for Ctrl-C and for ending it
+    )
+
+
+def run(launcher, *arguments):
+    process = start(launcher, *arguments)
+    try:
+        output, errors = process.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, output, errors
+
+
+def test_a_run_under_torchrun(tmp_path):
+    status, shown, errors = run(
+        "torch.distributed.run",
+        "-m",
+        "hstu.train",
+        *TINY,
+        "--trainer.enable-balanced-shuffler",
+        "--trainer.run-dir",
+        tmp_path,
+    )
+    assert status == 0, errors
+    assert "2 ranks on the CPU" in shown and "imbalance" in shown
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6]
+    assert all(line["imbalance_after"] <= line["imbalance_before"] for line in lines if "loss" in line)
+    evaluations = [line for line in lines if "eval_loss" in line]
+    assert [(line["step"], line["eval_rows"]) for line in evaluations] == [(4, 16), (6, 16)]
+    assert all(0 <= line["eval_auc_task_0"] <= 1 for line in evaluations)
+    assert json.loads((tmp_path / "config.json").read_text())["trainer"]["enable_balanced_shuffler"] is True
+
+
+def test_a_mistake_that_every_rank_makes_is_said_once(tmp_path):
+    arguments = ["-m", "hstu.train", *TINY, "--trainer.run-dir", tmp_path, "--trainer.world-size", "3"]
+    status, _, errors = run("torch.distributed.run", *arguments)
+    assert status != 0
+    said = [line for line in errors.splitlines() if line.startswith("error:")]
+    assert len(said) == 1
+    assert "torchrun started 2 ranks, world_size is 3; " in said[0]
+    # What follows is torchrun's own report: its traceback, not the ranks', and this line as the root cause.
+    ranks_part, _, report = errors.partition("torch/distributed/elastic/")
+    assert "Traceback" not in ranks_part
+    assert f"traceback : {said[0]}" in report
+
+
+def test_the_quiet_torchrun_ends_with_that_line(tmp_path):
+    status, _, errors = run(QUIET_TORCHRUN, "-m", "hstu.train", *TINY, "--trainer.train-batch-size", "0")
+    assert status == 2
+    assert [line for line in errors.splitlines() if line.startswith("error:")] == [errors.splitlines()[-1]]
+    assert "train_batch_size is 0; it is an integer of at least 1: correct it" in errors
+    assert "Traceback" not in errors
+
+
+def test_the_failing_rank_is_the_one_that_speaks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    status, _, errors = run(QUIET_TORCHRUN, script, "fails", tmp_path)
+    assert status == 1
+    log_file = tmp_path / "rank1.log"
+    said = [line for line in errors.splitlines() if "error" in line.lower()]
+    assert said == [f"error: rank 1: RuntimeError: out of order (traceback in {log_file})"]
+    assert "Traceback" not in errors and "Traceback" in log_file.read_text()
+    assert not (tmp_path / "rank0.log").exists()
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    process = start(QUIET_TORCHRUN, script, "waits", tmp_path)
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)  # returns when no rank holds the pipe any more
+    assert process.returncode == 130
+    assert "Traceback" not in errors and "error" not in errors.lower()
+
+
+def test_the_demo(tmp_path):
+    command = [sys.executable, "-m", "hstu.demo", "--quick", "--device", "cpu", "--run-dir", tmp_path / "demo"]
+    options = ["--num-users", "200", "--batch-size", "8", "--max-history-seqlen", "100"]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generated data" in done.stdout and "speed-up" in done.stdout
+    results = json.loads((tmp_path / "demo/demo.json").read_text())
+    assert len(results["balanced"]["step_ms"]) == len(results["unbalanced"]["step_ms"]) == len(results["stats"])
+    # Two replicas with the same weights see the same batches; later, rounding grows.
+    assert abs(results["balanced"]["losses"][0] - results["unbalanced"]["losses"][0]) < 1e-5
+    assert results["balanced"]["losses"][0] != results["balanced"]["losses"][1]
+    assert results["figures"]["imbalance_after"] < results["figures"]["imbalance_before"]
+    assert (tmp_path / "demo/balance.png").stat().st_size > 10_000

@@ -1,0 +1,179 @@
+"""The loop on real ranks: every sample once per epoch with evaluations in between, and steps that end together."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.data import train_and_eval_loaders
+from commons.trainer.loop import TrainingLoop
+from tests import models
+from tests.models import Head, head_of, rank_batches, weights_of
+from tests.rank_pool import RankFailure
+
+SIZES = [6, 3, 1, 2]
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Output:
+    loss_sum: torch.Tensor
+    num_loss_tokens: int
+    ids: list[int]
+
+
+class StatedHead(Head):
+    """Says what the loop asks for, and remembers what it was trained on."""
+
+    def forward(self, embeddings, batch):
+        loss, loss_sum = super().forward(embeddings, batch)
+        ids = self.trained.pop().tolist()
+        if self.training:
+            self.trained.append(torch.tensor(ids, dtype=torch.int64))
+        return loss, Output(loss_sum, batch.actual_batch_size, ids)
+
+
+class SeenRows:
+    """A metric: how often each row was evaluated, over all ranks."""
+
+    def __init__(self):
+        self.ids = []
+        self.evaluations = []
+
+    def update(self, output):
+        self.ids += output.ids
+
+    def compute(self):
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.ids)
+        self.evaluations.append([row for ids in gathered for row in ids])
+        return {"rows_seen": float(len(self.evaluations[-1]))}
+
+    def reset(self):
+        self.ids = []
+
+
+class CubicShuffler(BaseTaskBalancedBatchShuffler):
+    def get_workloads(self, batch):
+        return batch.features.lengths().view(2, batch.batch_size).sum(0).to(torch.int64) ** 2 + 5
+
+
+def loader(count, first):
+    batches = list(rank_batches(dist.get_rank() + first, count, SIZES))
+    return DataLoader(batches, batch_size=None)
+
+
+def run_loop(run_dir, pipeline, counts, balance, shuffle_eval=False, **changes):
+    args = {"run_dir": run_dir, "pipeline_type": pipeline, "log_interval": 2, "eval_interval": 2} | changes
+    trainer = TrainerArgs(6, 6, **args)
+    model, optimizer = models.build_sharded()
+    head_of(model).__class__ = StatedHead
+    metrics = SeenRows()
+    shufflers = [
+        CubicShuffler() if balance else IdentityBalancedBatchShuffler(),
+        CubicShuffler() if shuffle_eval else IdentityBalancedBatchShuffler(),
+    ]
+    try:
+        loop = TrainingLoop(
+            trainer,
+            model=model,
+            optimizer=optimizer,
+            device=CPU,
+            shuffler=shufflers[0],
+            train_loader=loader(counts[0][dist.get_rank()], 0),
+            eval_shuffler=shufflers[1],
+            eval_loader=loader(counts[1][dist.get_rank()], 10),
+            metrics=metrics,
+        )
+        summary = loop.run()
+    finally:
+        for shuffler in shufflers:
+            shuffler.close()
+    return {
+        "steps": summary.steps,
+        "epochs": summary.epochs,
+        "trained": [row for step in head_of(model).seen for row in step],
+        "evaluations": metrics.evaluations,
+        "weights": weights_of(model),
+    }
+
+
+def expected_rows(counts, first=0):
+    return Counter(
+        int(row)
+        for rank, count in enumerate(counts)
+        for batch in rank_batches(rank + first, count, SIZES)
+        for row in batch.sample_id[: batch.actual_batch_size]
+    )
+
+
+def log_lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("pipeline", ["none", "native"])
+@pytest.mark.parametrize("balance", [True, False])
+def test_every_sample_is_trained_once_per_epoch_and_evaluated_once(ranks, tmp_path, pipeline, balance):
+    counts = ([5, 3, 0, 4][: ranks.world_size], [1, 3, 2, 0][: ranks.world_size])
+    results = ranks.run(run_loop, str(tmp_path), pipeline, counts, balance, num_epochs=2)
+    assert {(result["steps"], result["epochs"]) for result in results} == {(10, 2)}
+    trained = Counter(row for result in results for row in result["trained"])
+    assert trained == Counter(dict.fromkeys(expected_rows(counts[0]), 2))
+    evaluated = results[0]["evaluations"]
+    assert len(evaluated) == 5 and all(Counter(rows) == expected_rows(counts[1], 10) for rows in evaluated)
+
+    lines = log_lines(tmp_path)
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6, 8, 10]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [2, 4, 6, 8, 10]
+    num_rows = sum(expected_rows(counts[1], 10).values())
+    assert {(line["eval_rows"], line["eval_rows_seen"]) for line in evaluations} == {(num_rows, num_rows)}
+    assert all(("imbalance_after" in line) == balance for line in lines if "loss" in line)
+    assert lines[-2]["loss"] < lines[0]["loss"]
+
+
+def test_the_weights_do_not_depend_on_balancing(two_ranks, tmp_path):
+    counts = ([5, 3], [2, 1])
+    first, second = (
+        two_ranks.run(run_loop, str(tmp_path), "native", counts, balance, balance)[0]["weights"]
+        for balance in (True, False)
+    )
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+
+
+def test_a_number_of_steps_repeats_the_data(two_ranks, tmp_path):
+    counts = ([3, 2], [1, 1])
+    results = two_ranks.run(run_loop, str(tmp_path), "native", counts, True, max_train_iters=7, eval_interval=100)
+    assert {(result["steps"], result["epochs"]) for result in results} == {(7, 3)}
+    trained = Counter(row for result in results for row in result["trained"])
+    assert set(trained) == set(expected_rows(counts[0])) and max(trained.values()) == 3
+    assert len(results[0]["evaluations"]) == 1  # at the end
+
+
+def test_a_trace_of_some_steps(two_ranks, tmp_path):
+    window = {"profile": True, "profile_step_start": 1, "profile_step_end": 3, "eval_interval": 100}
+    two_ranks.run(run_loop, str(tmp_path), "none", ([4, 4], [1, 1]), True, **window)
+    events = json.loads((tmp_path / "trace-rank1.json").read_text())["traceEvents"]
+    assert sum(str(event.get("name")).startswith("## forward") for event in events) == 2
+
+
+def test_no_batch_on_any_rank(two_ranks, tmp_path):
+    with pytest.raises(RankFailure, match="ValueError: epoch 0 has no batch on any rank"):
+        two_ranks.run(run_loop, str(tmp_path), "none", ([0, 0], [1, 1]), False)
+
+
+def load_unknown():
+    train_and_eval_loaders(DatasetArgs("netflix", 5), TrainerArgs(2, 2), CPU)
+
+
+def test_an_unknown_data_set(two_ranks):
+    with pytest.raises(RankFailure, match="dataset_name is 'netflix'; known data sets are ml-1m, random: choose one"):
+        two_ranks.run(load_unknown)

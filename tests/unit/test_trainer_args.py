@@ -1,0 +1,88 @@
+"""Arguments of a run: defaults, and one-line errors with the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from commons.distributed.options import ShufflerOptions
+from commons.trainer import DatasetArgs, TrainerArgs
+
+
+def test_defaults():
+    args = TrainerArgs(train_batch_size=16, eval_batch_size=8)
+    expected = {
+        "eval_interval": 100,
+        "log_interval": 100,
+        "max_train_iters": None,
+        "max_eval_iters": None,
+        "seed": 1234,
+        "profile": False,
+        "profile_step_start": 100,
+        "profile_step_end": 200,
+        "ckpt_save_interval": -1,
+        "ckpt_save_dir": "./checkpoints",
+        "ckpt_load_dir": "",
+        "pipeline_type": "native",
+        "enable_balanced_shuffler": False,
+        "shuffle_eval": False,
+        "single_rank_load": False,
+        "balance_batch": False,
+        "shuffler": ShufflerOptions(),
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert dataclasses.asdict(DatasetArgs("random", 20)) == {
+        "dataset_name": "random",
+        "max_history_seqlen": 20,
+        "dataset_path": None,
+        "max_num_candidates": 0,
+        "shuffle": False,
+        "drop_last": False,
+        "num_workers": 0,
+        "num_tasks": 1,
+        "num_batches": 100,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_batch_size": 0}, "train_batch_size is 0; it is an integer of at least 1: correct it"),
+        ({"eval_batch_size": -2}, "eval_batch_size is -2; it is an integer of at least 1"),
+        ({"train_batch_size": 2.5}, "train_batch_size is 2.5; it is an integer"),
+        ({"log_interval": 0}, "log_interval is 0"),
+        ({"eval_interval": True}, "eval_interval is True"),
+        ({"num_epochs": 0}, "num_epochs is 0"),
+        ({"max_train_iters": 0}, "max_train_iters is 0"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"seed": -1}, "seed is -1; it is an integer of at least 0"),
+        ({"profile_step_start": 5, "profile_step_end": 5}, "profile_step_end is 5, profile_step_start is 5"),
+        ({"pipeline_type": "nativ"}, "pipeline_type is 'nativ'; registered are .*'native'"),
+        ({"shuffle_eval": True}, "shuffle_eval is True and enable_balanced_shuffler is False"),
+        ({"single_rank_load": True}, "single_rank_load is True; .* leave it False"),
+        ({"balance_batch": True}, "balance_batch is True; .* set enable_balanced_shuffler instead"),
+        ({"ckpt_save_interval": 10}, "this version has no checkpoints"),
+        ({"ckpt_load_dir": "old"}, "this version has no checkpoints"),
+    ],
+)
+def test_a_wrong_trainer_argument(changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        TrainerArgs(**({"train_batch_size": 4, "eval_batch_size": 4} | changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset_name": ""}, "dataset_name is empty"),
+        ({"max_history_seqlen": 0}, "max_history_seqlen is 0"),
+        ({"max_num_candidates": -1}, "max_num_candidates is -1"),
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"num_tasks": 0}, "num_tasks is 0"),
+        ({"num_batches": 0}, "num_batches is 0"),
+    ],
+)
+def test_a_wrong_dataset_argument(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DatasetArgs(**({"dataset_name": "random", "max_history_seqlen": 4} | changes))

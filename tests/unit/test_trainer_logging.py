@@ -1,0 +1,102 @@
+"""What a run counts and averages, and how a process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from commons.distributed.stats import ShuffleStats
+from commons.trainer.launch import initialize_ranks
+from commons.trainer.logging import StatsMean, StepClock, StepSums
+
+
+def make_stats(**changes):
+    numbers = dict.fromkeys(ShuffleStats.__dataclass_fields__, 0)
+    return ShuffleStats(**(numbers | {"loads_before": (1, 2), "loads_after": (1, 2)} | changes))
+
+
+def test_stats_are_averaged_over_steps():
+    mean = StatsMean()
+    assert mean.means() == {}
+    mean.add(make_stats(imbalance_before=0.5, rows_moved=2))
+    mean.add(make_stats(imbalance_before=0.1, rows_moved=1))
+    assert mean.means()["imbalance_before"] == pytest.approx(0.3)
+    assert mean.means()["rows_moved"] == 1.5
+
+
+def test_the_mean_loss_weighs_every_term_alike():
+    sums = StepSums()
+    assert sums.mean_loss == 0.0
+    sums.add(torch.tensor(6.0), 3)
+    sums.add(torch.tensor(0.0), 0)
+    sums.add(torch.tensor(1.0), 1)
+    assert sums.mean_loss == 7.0 / 4
+
+
+def test_the_clock_leaves_out_what_lies_between_steps():
+    clock = StepClock(torch.device("cpu"))
+    clock.begin()
+    clock.end()
+    time.sleep(0.05)  # an evaluation
+    clock.begin()
+    clock.end()
+    assert len(steps := clock.take()) == 2 and max(steps) < 50
+    assert clock.take() == []
+
+
+def test_ranks_without_torchrun():
+    with pytest.raises(ValueError, match="not started by torchrun; .*: run `torchrun --standalone --nproc_per_node=4 "):
+        initialize_ranks(4)
+
+
+PROGRAM = """
+import sys, time
+from commons.trainer.errors import log_to_file, run_main
+def main():
+    if sys.argv[1] == "mistake":
+        raise KeyError("x is 3, the rule is\\nanother: correct it")
+    log_to_file(sys.argv[2])
+    if sys.argv[1] == "bug":
+        raise RuntimeError("out of order")
+    print("ready", flush=True)
+    time.sleep(60)
+run_main(main)
+"""
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def test_a_mistake_is_one_line_and_status_2(tmp_path):
+    process = start("mistake", tmp_path)
+    assert process.communicate(timeout=60) == ("", "error: x is 3, the rule is another: correct it\n")
+    assert process.returncode == 2
+
+
+def test_a_bug_is_one_line_status_1_and_a_traceback_in_the_log(tmp_path):
+    process = start("bug", tmp_path)
+    _, shown = process.communicate(timeout=60)
+    assert shown == f"error: RuntimeError: out of order (traceback in {tmp_path / 'rank0.log'})\n"
+    assert process.returncode == 1
+    assert "Traceback" in (tmp_path / "rank0.log").read_text()
+
+
+def test_ctrl_c_says_nothing(tmp_path):
+    process = start("wait", tmp_path)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == -signal.SIGINT  # a shell says 130
