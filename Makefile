@@ -15,7 +15,9 @@ help: ## What can be made
 
 install: $(STAMP) ## Make .venv and install evenrank with its pinned dependencies
 
-$(STAMP): requirements/$(DEVICE).txt requirements/common.txt requirements/dev.txt pyproject.toml
+NATIVE := setup.py $(wildcard commons/perf_model/partitioner/native/*)
+
+$(STAMP): requirements/$(DEVICE).txt requirements/common.txt requirements/dev.txt pyproject.toml $(NATIVE)
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing the $(DEVICE) set (a minute or two, once)"
 	@$(PIP) install $(PIP_ARGS) "$$(grep '^torch==' requirements/$(DEVICE).txt)"
