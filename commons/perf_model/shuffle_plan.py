@@ -141,10 +141,11 @@ def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndar
     return totals
 
 
-def stay_home(gathered: GatheredRows, pads: bool = True) -> ShufflePlan:
+def stay_home(gathered: GatheredRows, max_tokens: int | None = None, pads: bool = True) -> ShufflePlan:
     """The plan in which nobody moves."""
+    home = gathered.home
     bound = lower_bound(gathered.workloads, gathered.num_ranks, equal_size=False)
-    return ShufflePlan(gathered, gathered.home, gathered.home, bound, pads=pads)
+    return ShufflePlan(gathered, home, home, bound, False, _excess_tokens(gathered, home, max_tokens), pads)
 
 
 def plan_shuffle(
@@ -175,7 +176,7 @@ def plan_shuffle(
         carry_out: False to plan without moving anything.
         pads: whether results may be padded.
     """
-    home_plan = stay_home(gathered, pads)
+    home_plan = stay_home(gathered, max_tokens, pads)
     if gathered.num_ranks == 1 or len(gathered.workloads) == 0:
         return home_plan
     result = partition(

@@ -172,6 +172,13 @@ def test_a_home_with_unequal_counts_wins_if_nothing_is_better():
     assert plan.lower_bound == lower_bound([9, 1, 2, 3], 2, equal_size=False) == 9
 
 
+def test_the_plan_does_not_share_memory_with_home():
+    home = np.array([0, 1, 1, 1])
+    plan = partition([9, 1, 2, 3], 2, home=home)
+    home[:] = 0
+    assert plan.assignment.tolist() == [0, 1, 1, 1]
+
+
 def test_a_cap_wins_over_home():
     plan = partition([4, 4, 1, 1], 2, tokens=[1, 1, 9, 9], max_tokens=10, home=[0, 0, 1, 1], slack=0.0)
     assert max(sums([1, 1, 9, 9], plan.assignment.tolist(), 2)) <= 10

@@ -20,7 +20,7 @@ PLANS = 1
 
 
 class Core(Protocol):
-    """What turns requests into plans: this module or `reference`."""
+    """What turns requests into plans: the native core or `reference`."""
 
     def plan(self, request: Request) -> Plan:
         """Plan."""

@@ -19,7 +19,7 @@ from commons.perf_model.partitioner.problem import Limits
 PATIENCE = 16
 # Rows looked at on either side of the best difference. A cap rules many of them out, so then it is more.
 REACH = 1
-REACH_WITH_CAP = 8
+REACH_WITH_CAP = 16
 
 
 def refine(

@@ -35,6 +35,9 @@ class Partition:
 
     def groups(self) -> list[list[int]]:
         """The samples of each partition, ascending: `k` lists that hold every index once."""
-        by_partition = np.argsort(self.assignment, kind="stable")
-        sizes = np.bincount(self.assignment, minlength=len(self.loads))
-        return [group.tolist() for group in np.split(by_partition, np.cumsum(sizes)[:-1])]
+        num_parts = len(self.loads)
+        # numpy sorts 16 bits by radix, several times faster than 64.
+        small = self.assignment.astype(np.uint16) if num_parts <= 1 << 16 else self.assignment
+        samples = np.argsort(small, kind="stable").tolist()
+        ends = np.cumsum(np.bincount(self.assignment, minlength=num_parts)).tolist()
+        return [samples[start:end] for start, end in zip([0, *ends[:-1]], ends)]

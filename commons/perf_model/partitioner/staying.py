@@ -49,7 +49,7 @@ def stay_home(
             cap is not None and _largest(cap.weights, assignment, num_parts) > cap.limit
         )
         if no_gain or (even and home_load <= load_limit):
-            return home
+            return home.copy()
         load_limit = min(load_limit, home_load - 1)
     by_row = Home(home_parts, _movable(sizes)[problem.order], ranks_per_node)
     row_cap = None if cap is None else Cap(cap.weights[problem.order], cap.limit)

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 namespace evenrank {
@@ -75,22 +76,23 @@ inline Indices descending(const Weights& values) {
     }
     return order;
   }
-  // Radix sort, one byte at a time; bytes that are the same everywhere are skipped.
-  constexpr std::size_t kBytes = sizeof(Weight);
-  std::array<std::array<Index, 256>, kBytes> counts{};
-  const auto digit = [&](Index at, std::size_t byte) {
-    return (~static_cast<std::uint64_t>(values[at]) >> (8 * byte)) & 0xFF;
+  // Radix sort by the bytes that are not zero everywhere; counting down the digits makes the order descend.
+  const std::uint64_t largest = *std::max_element(values.begin(), values.end());
+  std::size_t num_digits = 0;
+  while (num_digits < sizeof(Weight) && largest >> (8 * num_digits) > 0) ++num_digits;
+  const auto digit = [&](Index at, std::size_t place) {
+    return 255 - ((static_cast<std::uint64_t>(values[at]) >> (8 * place)) & 255);
   };
+  std::array<std::array<Index, 256>, sizeof(Weight)> counts;
+  std::fill_n(counts.begin(), num_digits, std::array<Index, 256>{});
   for (std::size_t at = 0; at < size; ++at) {
-    for (std::size_t byte = 0; byte < kBytes; ++byte) ++counts[byte][digit(static_cast<Index>(at), byte)];
+    for (std::size_t place = 0; place < num_digits; ++place) ++counts[place][digit(static_cast<Index>(at), place)];
   }
   Indices sorted(size);
-  for (std::size_t byte = 0; byte < kBytes; ++byte) {
-    auto& count = counts[byte];
-    if (count[digit(0, byte)] == static_cast<Index>(size)) continue;
+  for (std::size_t place = 0; place < num_digits; ++place) {
     Index before = 0;
-    for (Index& each : count) before += std::exchange(each, before);
-    for (const Index at : order) sorted[count[digit(at, byte)]++] = at;
+    for (Index& count : counts[place]) before += std::exchange(count, before);
+    for (const Index at : order) sorted[counts[place][digit(at, place)]++] = at;
     order.swap(sorted);
   }
   return order;

@@ -7,7 +7,7 @@ namespace evenrank {
 
 constexpr int kPatience = 16;
 constexpr Weight kReach = 1;
-constexpr Weight kReachWithCap = 8;
+constexpr Weight kReachWithCap = 16;
 
 // The best exchange of `heavy` with its share of the others; whether there was one.
 inline bool lower(WorkingPlan& plan, Index heavy, const Share& share, Weight reach) {
