@@ -176,9 +176,8 @@ def plan_shuffle(
         carry_out: False to plan without moving anything.
         pads: whether results may be padded.
     """
-    home_plan = stay_home(gathered, max_tokens, pads)
     if gathered.num_ranks == 1 or len(gathered.workloads) == 0:
-        return home_plan
+        return stay_home(gathered, max_tokens, pads)
     result = partition(
         gathered.workloads,
         gathered.num_ranks,
@@ -192,7 +191,8 @@ def plan_shuffle(
         best_effort=True,
     )
     planned = np.asarray(result.assignment, dtype=np.int64)
-    before, after = int(home_plan.loads_before.max()), int(result.loads.max())
+    before = int(sum_by_rank(gathered.home, gathered.workloads, gathered.num_ranks).max())
+    after = int(result.loads.max())
     excess_before = _excess_tokens(gathered, gathered.home, max_tokens)
     excess_after = _excess_tokens(gathered, planned, max_tokens)
     relieves_memory = excess_after < excess_before
