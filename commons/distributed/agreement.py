@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
 
 from commons.distributed.control import ControlChannel
@@ -24,10 +25,12 @@ class Agreement:
     Attributes:
         schema: the batch schema; None while no rank has had a batch.
         max_real_rows: the largest number of real rows among the ranks' first batches.
+        states_padding: whether batches of the schema's type can say which rows are padding.
     """
 
     schema: BatchSchema | None
     max_real_rows: int
+    states_padding: bool = True
 
 
 def agree(
@@ -52,6 +55,7 @@ def agree(
         "shuffler": shuffler_type,
         "versions": {"evenrank": version("evenrank"), "torch": torch.__version__},
         "real_rows": real_rows,
+        "states_padding": schema is not None and schema.states_padding,
     }
     said = [json.loads(text) for text in channel.gather_text(json.dumps(mine), step)]
     raise_first_error([item["error"] for item in said], error)
@@ -68,7 +72,22 @@ def agree(
                 f"the batches of ranks {first_rank} and {rank} differ: {'; '.join(different)}; all ranks must "
                 "bring the same type, keys, dtypes and plain values: make them equal"
             )
-    return Agreement(described[first_rank], max(item["real_rows"] for item in said))
+    agreed = described[first_rank]
+    _require_known_type(channel, step, agreed)
+    return Agreement(agreed, max(item["real_rows"] for item in said), said[first_rank]["states_padding"])
+
+
+def _require_known_type(channel: ControlChannel, step: int, schema: BatchSchema) -> None:
+    """Raise KeyError, on all ranks, if one of them could not build an empty batch of the agreed type."""
+    error: Exception | None = None
+    try:
+        schema.empty_batch()
+    except Exception as caught:
+        error = caught
+    failed = channel.gather(np.array([error is not None]), step, "gather of known batch types")[:, 0]
+    if failed.any():
+        texts = channel.gather_text("" if error is None else "\n".join(describe_error(error)), step)
+        raise_first_error([text.split("\n", 1) if text else None for text in texts], error)
 
 
 def describe_error(error: Exception) -> list[str]:

@@ -12,10 +12,9 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,28 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# How long close() waits for the worker thread.
+_CLOSE_SECONDS = 5.0
+
+
+class _Described(NamedTuple):
+    """What tells a batch from another, without a look at its values.
+
+    Attributes:
+        type_name: its class.
+        rows: batch_size.
+        real_rows: rows that are no padding.
+        sizes: elements of every row field.
+    """
+
+    type_name: str
+    rows: int
+    real_rows: int
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"a {self.type_name} of {self.rows} rows, {self.real_rows} of them real, and {sum(self.sizes)} elements"
+
 
 class ShuffleHandle:
     """A shuffle that has been started; to be finished once, with the batch it was started with.
@@ -48,7 +69,7 @@ class ShuffleHandle:
         self,
         step: int,
         session: ShuffleSession,
-        described: tuple[str, int, int] | None,
+        described: _Described | None,
         future: Future[PreparedShuffle],
     ) -> None:
         self.step = step
@@ -88,11 +109,11 @@ class ShuffleHandle:
         if self._finished:
             raise ValueError(f"the handle of step {self.step} is used twice; a shuffle is finished once: start another")
         described = _describe_rows(batch)
-        expected = self._described or (described[0], 0, 0)
+        expected = self._described or _Described(described.type_name, 0, 0, described.sizes)
         if described != expected:
             raise ValueError(
-                f"the handle of step {self.step} was started with {_say_rows(expected)} and is finished with "
-                f"{_say_rows(described)}; finish a shuffle with the batch it was started with"
+                f"the handle of step {self.step} was started with {expected} and is finished with {described}; "
+                "finish a shuffle with the batch it was started with"
             )
         self._finished = True
 
@@ -113,7 +134,6 @@ class BaseTaskBalancedBatchShuffler(ABC):
         options: the settings.
         last_stats: stats of the batch that was finished last; None before, and in mode "off".
         num_cap_exceeded: batches in which no plan could keep `max_tokens_per_rank`.
-        in_flight: handles of the batches that `balanced_iter` has handed out and `shuffle_stage` has not finished.
     """
 
     def __init__(self, options: ShufflerOptions | None = None, pg_group: dist.ProcessGroup | None = None) -> None:
@@ -122,14 +142,27 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self.options = options or ShufflerOptions()
         self.last_stats: ShuffleStats | None = None
         self.num_cap_exceeded = 0
-        self.in_flight: deque[ShuffleHandle] = deque()
         self._pg_group = pg_group
         self._sessions: dict[dist.ProcessGroup | None, ShuffleSession] = {}
         self._worker = DaemonWorker(f"evenrank-{type(self).__name__}")
         self._order = threading.Lock()
         self._closed = False
+        self.connect()
+
+    def connect(self, pg_group: dist.ProcessGroup | None = None) -> None:
+        """Make the process groups for a data-parallel group now, rather than with its first shuffle.
+
+        All ranks of the group call this together, on the main thread; pipelines do so when they are made. Without
+        effect where torch.distributed is not initialised.
+
+        Args:
+            pg_group: the group, if not the shuffler's own.
+
+        Raises:
+            ValueError: this process is no member of the group.
+        """
         if dist.is_available() and dist.is_initialized():
-            self._session(None)
+            self._session(pg_group)
 
     @abstractmethod
     def get_workloads(self, batch: Any) -> torch.Tensor:
@@ -238,7 +271,10 @@ class BaseTaskBalancedBatchShuffler(ABC):
         assert prepared.routes is not None and prepared.arrays is not None and session.layout is not None  # noqa: S101
         group = session.channel.payload_group
         before = checksums(batch, session.layout) if self.options.verify else None
-        result, bytes_sent = exchange_rows(batch, session.layout, prepared.routes, prepared.arrays, group)
+        try:
+            result, bytes_sent = exchange_rows(batch, session.layout, prepared.routes, prepared.arrays, group)
+        except RuntimeError as error:  # of the collective: a peer has ended or stalls
+            raise session.fail_exchange(handle.step) from error
         if before is not None:
             verify_rows(before, checksums(result, session.layout), session.layout, group, handle.step)
         handle.stats = self.last_stats = stats_of_plan(
@@ -282,7 +318,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if self._closed:
             return
         self._closed = True
-        if self._worker.stop(timeout=self.options.timeout):
+        # A worker that waits for a rank that will not come is left behind: a daemon, whose groups are not used again.
+        if self._worker.stop(timeout=min(_CLOSE_SECONDS, self.options.timeout)):
             for session in self._sessions.values():
                 session.close()
 
@@ -300,14 +337,10 @@ class BaseTaskBalancedBatchShuffler(ABC):
             rows, real = batch_rows(batch), real_rows(batch)
             if self.options.mode == "off":
                 return RankInput(schema, rows, real)
-            workloads = self.get_workloads(batch)
-            lengths = [
-                value.lengths().view(len(value.keys()), rows)
-                for _, value in row_fields(batch)
-                if isinstance(value, KeyedJaggedTensor)
-            ]
-            _check_values_on_host(batch)
-            return _copy_to_host(schema, rows, real, workloads, lengths)
+            jagged = [value for _, value in row_fields(batch) if isinstance(value, KeyedJaggedTensor)]
+            lengths = [value.lengths().view(len(value.keys()), rows) for value in jagged]
+            num_values = tuple(value.values().numel() for value in jagged)
+            return _copy_to_host(schema, rows, real, self.get_workloads(batch), lengths, num_values)
         except Exception as error:
             return RankInput(error=error)
 
@@ -352,13 +385,12 @@ class IdentityBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         return torch.ones(batch_rows(batch), dtype=torch.int64, device=batch_device(batch))
 
 
-def _describe_rows(batch: Any) -> tuple[str, int, int]:
-    return type(batch).__name__, batch_rows(batch), real_rows(batch)
-
-
-def _say_rows(described: tuple[str, int, int]) -> str:
-    name, rows, real = described
-    return f"a {name} of {rows} rows, {real} of them real"
+def _describe_rows(batch: Any) -> _Described:
+    sizes = tuple(
+        value.values().numel() if isinstance(value, KeyedJaggedTensor) else value.numel()
+        for _, value in row_fields(batch)
+    )
+    return _Described(type(batch).__name__, batch_rows(batch), real_rows(batch), sizes)
 
 
 def _padding_batch(session: ShuffleSession, batch: Any) -> Any:
@@ -367,23 +399,18 @@ def _padding_batch(session: ShuffleSession, batch: Any) -> Any:
     return session.schema.empty_batch(1).to(batch_device(batch), non_blocking=True)
 
 
-def _check_values_on_host(batch: Any) -> None:
-    """Raise ValueError if a KeyedJaggedTensor on the host holds other values than its lengths say."""
-    for name, value in row_fields(batch):
-        if isinstance(value, KeyedJaggedTensor) and value.lengths().device.type == "cpu":
-            stated, held = int(value.lengths().sum()), value.values().numel()
-            if stated != held:
-                raise ValueError(
-                    f"field {name!r} has lengths that add up to {stated} and {held} values; values must be exactly "
-                    "those of the rows: build the KeyedJaggedTensor from them alone"
-                )
-
-
-def _copy_to_host(schema: BatchSchema, rows: int, real: int, workloads: Any, lengths: list[torch.Tensor]) -> RankInput:
+def _copy_to_host(
+    schema: BatchSchema,
+    rows: int,
+    real: int,
+    workloads: Any,
+    lengths: list[torch.Tensor],
+    num_values: tuple[int, ...],
+) -> RankInput:
     """Copy what lies on CUDA into pinned memory without waiting; the worker waits for the event."""
     tensors = [workloads, *lengths]
     if not any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
-        return RankInput(schema, rows, real, workloads, tuple(lengths))
+        return RankInput(schema, rows, real, workloads, tuple(lengths), num_values)
     host = [
         torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
         if isinstance(tensor, torch.Tensor)
@@ -392,4 +419,4 @@ def _copy_to_host(schema: BatchSchema, rows: int, real: int, workloads: Any, len
     ]
     copied = torch.cuda.Event()
     copied.record()
-    return RankInput(schema, rows, real, host[0], tuple(host[1:]), copied)
+    return RankInput(schema, rows, real, host[0], tuple(host[1:]), num_values, copied)

@@ -8,15 +8,6 @@ import torch.distributed as dist
 from commons.distributed.process_group import all_gather_single
 from commons.distributed.row_routes import RowRoutes
 
-# Backends of torch.distributed whose all_to_all_single takes uneven splits.
-_ALL_TO_ALL_BACKENDS = ("nccl", "gloo", "mpi", "ucc", "xccl", "hccl")
-
-
-def has_all_to_all(group: dist.ProcessGroup) -> bool:
-    """Whether the group's backend has an all-to-all with uneven splits."""
-    backend = str(dist.get_backend(group))
-    return any(name in backend for name in _ALL_TO_ALL_BACKENDS)
-
 
 def all_to_all_words(packed: torch.Tensor, received: torch.Tensor, routes: RowRoutes, group: dist.ProcessGroup) -> int:
     """Send every moved row to the rank that trains it.

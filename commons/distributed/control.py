@@ -51,8 +51,9 @@ class ControlChannel:
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
         self._generation = next(_GENERATIONS[tuple(self.members)])
         if self.world_size > 1:
-            self._groups = acquire_groups(self.members, timeout)
-            self._group, self.payload_group = self._groups
+            assert group is not None  # noqa: S101  there are several ranks
+            self._groups = acquire_groups(group, timeout)
+            self._group, self.payload_group = self._groups.control, self._groups.payload
 
     def gather(self, values: np.ndarray, step: int, what: str = "gather") -> np.ndarray:
         """Gather int64 `(n,)`, of one size on all ranks, into `(world_size, n)`.
@@ -145,6 +146,15 @@ class ControlChannel:
             f"{names} did not take part in the {what} of step {step} ({self.description}); every rank must call the "
             "shuffler for every step: see the log there, or raise ShufflerOptions.timeout if it was only slow"
         )
+
+    @property
+    def has_all_to_all(self) -> bool:
+        """Whether rows can be sent to their receivers alone."""
+        return self._groups is None or self._groups.has_all_to_all
+
+    def name_missing(self, step: int, what: str) -> RankMissingError:
+        """The error for a collective of the main thread that failed, once the ranks have been called."""
+        return RankMissingError(self._roll_call(step, what))
 
     def close(self, intact: bool) -> None:
         """Give both groups back; only if no collective has failed in them."""

@@ -1,8 +1,8 @@
 """The process groups that shufflers make for themselves: a gloo group for metadata and a default one for rows.
 
 A closed shuffler's groups are kept for the next one over the same ranks. They are not destroyed, because torch derives
-the name of a locally synchronised group from how many groups there are: after a destruction the next group would get
-the old name, and with it the old addresses in the store.
+the name of a locally synchronised group from how many groups the process has: after a destruction a new group could get
+an old name, and with it the old addresses in the store.
 """
 
 from __future__ import annotations
@@ -13,12 +13,21 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from commons.distributed.process_group import all_gather_single
+
 
 class GroupPair(NamedTuple):
-    """Two groups over the same ranks."""
+    """Two groups over the same ranks.
+
+    Attributes:
+        control: gloo, for metadata.
+        payload: the default backend, for rows.
+        has_all_to_all: whether `payload` can send uneven splits.
+    """
 
     control: dist.ProcessGroup
     payload: dist.ProcessGroup
+    has_all_to_all: bool
 
 
 class _Pool:
@@ -27,38 +36,45 @@ class _Pool:
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
         self.free: dict[tuple[int, ...], list[GroupPair]] = {}
+        # Every group made here had fewer groups before it; names are unique from this count on.
+        self.names_used = 0
 
     def of_this_world(self) -> dict[tuple[int, ...], list[GroupPair]]:
         if self.world is not dist.group.WORLD:
-            self.world, self.free = dist.group.WORLD, {}
+            self.world, self.free, self.names_used = dist.group.WORLD, {}, 0
         return self.free
 
 
 _POOL = _Pool()
 
 
-def acquire_groups(members: list[int], timeout: float) -> GroupPair:
-    """A connected pair over `members`; all of them call this in the same order, on the main thread.
+def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
+    """A connected pair over the ranks of `group`; all of them call this in the same order, on the main thread.
 
     Args:
-        members: global ranks.
+        group: the ranks.
         timeout: seconds after which a collective fails.
     """
+    members = dist.get_process_group_ranks(group)
     limit = datetime.timedelta(seconds=timeout)
     free = _POOL.of_this_world().get(tuple(members))
     if free:
         pair = free.pop()
-        for group in pair:
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+        for each in (pair.control, pair.payload):
+            dist.distributed_c10d._set_pg_timeout(limit, each)
         return pair
     # Ranks outside a subgroup do not know of its shuffler: only its members make the groups.
     subgroup = len(members) < dist.get_world_size()
-    pair = GroupPair(
-        dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=subgroup),
-        dist.new_group(members, timeout=limit, use_local_synchronization=subgroup),
-    )
-    _connect(pair)
-    return pair
+    if subgroup:
+        _align_group_names(group)
+    control = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=subgroup)
+    if subgroup and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        # Bound to a device, torch would split WORLD's communicator, in which all ranks would have to take part.
+        payload = group
+    else:
+        payload = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup)
+    _POOL.names_used = _num_groups()
+    return GroupPair(control, payload, _connect(control, payload))
 
 
 def release_groups(members: list[int], pair: GroupPair) -> None:
@@ -67,13 +83,43 @@ def release_groups(members: list[int], pair: GroupPair) -> None:
         _POOL.of_this_world().setdefault(tuple(members), []).append(pair)
 
 
-def _connect(pair: GroupPair) -> None:
-    """Run one collective in each group now, so that the first step does not pay for the connections."""
-    dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=pair.control)
-    dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=payload_device(pair.payload)), group=pair.payload)
-
-
 def payload_device(group: dist.ProcessGroup) -> torch.device:
-    """Where the rows of a payload group lie: on CUDA for a group that has NCCL, else on the host."""
-    on_cuda = "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    """Where the rows of a group lie: on CUDA for a group that has a backend there, else on the host."""
+    if torch.cuda.is_available() and any(device.type == "cuda" for device in group._device_types):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def _align_group_names(group: dist.ProcessGroup) -> None:
+    """Bring all members to the same number of groups, of which torch makes the next group's name.
+
+    Members may know different numbers: groups of node leaders, of loggers, of pipeline stages. Those behind make groups
+    of their own, with themselves as the only member.
+    """
+    mine = torch.tensor([max(_num_groups(), _POOL.names_used)], device=payload_device(group))
+    counts = mine.new_empty(dist.get_world_size(group))
+    all_gather_single(counts, mine, group=group)
+    target = int(counts.max())
+    while _num_groups() < target:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def _connect(control: dist.ProcessGroup, payload: dist.ProcessGroup) -> bool:
+    """Run the collectives of a step once, so that the first one does not pay for the connections.
+
+    Returns:
+        Whether the payload group has an all-to-all; the same on all ranks, which share a backend.
+    """
+    dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=control)
+    device, world_size = payload_device(payload), dist.get_world_size(payload)
+    words = torch.zeros(world_size, dtype=torch.int32, device=device)
+    all_gather_single(words.new_empty(world_size * world_size), words, group=payload)
+    try:
+        dist.all_to_all_single(torch.empty_like(words), words, [1] * world_size, [1] * world_size, group=payload)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True

@@ -35,12 +35,7 @@ def global_mean_loss(
             f"local_sum has shape {tuple(local_sum.shape)} and dtype {local_sum.dtype}; it must be a floating-point "
             "scalar: sum the loss terms of the rank"
         )
-    count = torch.as_tensor(local_count, device=local_sum.device).detach().clone()
-    if count.dim() != 0:
-        raise ValueError(
-            f"local_count has shape {tuple(count.shape)}; it must be a scalar: count the rank's loss terms"
-        )
-    count = count.to(torch.float64 if count.is_floating_point() else torch.int64)
+    count = _as_scalar(local_count, local_sum.device)
     group = resolve_process_group(pg_group)
     world_size = 1
     if group is not None:
@@ -50,3 +45,19 @@ def global_mean_loss(
     safe = torch.where(count > 0, count, torch.ones_like(count)).to(torch.float64)
     scale = torch.where(count > 0, world_size / safe, torch.zeros_like(safe))
     return local_sum * scale.to(local_sum.dtype)
+
+
+def _as_scalar(count: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A new int64 or float64 scalar on `device`.
+
+    A number on the host is written by a kernel's argument: a copy from the host would wait for the forward pass.
+    """
+    if isinstance(count, torch.Tensor):
+        if count.dim() != 0:
+            raise ValueError(
+                f"local_count has shape {tuple(count.shape)}; it must be a scalar: count the rank's loss terms"
+            )
+        if count.device == device:
+            return count.detach().to(torch.float64 if count.is_floating_point() else torch.int64, copy=True)
+    number = count.item() if isinstance(count, torch.Tensor) else count
+    return torch.full((), number, dtype=torch.float64 if isinstance(number, float) else torch.int64, device=device)

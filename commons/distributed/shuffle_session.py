@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from commons.distributed.agreement import agree, describe_error, raise_first_error
 from commons.distributed.batch_exchange import ExchangeArrays, prepare_arrays
-from commons.distributed.collective_ops import has_all_to_all
 from commons.distributed.control import ControlChannel, RankMissingError
 from commons.distributed.group_pool import payload_device
 from commons.distributed.options import ShufflerOptions
@@ -41,6 +40,7 @@ class RankInput:
         real_rows: rows that are no padding.
         workloads: what `get_workloads` returned, on the host; None in mode "off".
         lengths: lengths `(keys, rows)` of every KeyedJaggedTensor field, on the host.
+        num_values: values that each of these fields holds.
         copied: the event after which host copies from a device are complete.
         error: what went wrong on this rank so far.
     """
@@ -50,6 +50,7 @@ class RankInput:
     real_rows: int = 0
     workloads: Any = None
     lengths: tuple[torch.Tensor, ...] = ()
+    num_values: tuple[int, ...] = ()
     copied: torch.Event | None = None
     error: Exception | None = None
 
@@ -91,12 +92,13 @@ class ShuffleSession:
         self._options = options
         self._shuffler_type = shuffler_type
         self._capacity = 0
+        self._pads = True
         self.steps = 0
         self._broken: RankMissingError | None = None
         payload = self.channel.payload_group
         self._pin_memory = payload is not None and payload_device(payload).type == "cuda"
         self._all_gather = options.transport == "all_gather" or (
-            options.transport == "auto" and payload is not None and not has_all_to_all(payload)
+            options.transport == "auto" and not self.channel.has_all_to_all
         )
 
     def next_step(self) -> int:
@@ -119,6 +121,11 @@ class ShuffleSession:
         except RankMissingError as error:
             self._broken = error
             raise
+
+    def fail_exchange(self, step: int) -> RankMissingError:
+        """Name who is missing from a payload collective that failed; every later call raises the same."""
+        self._broken = self.channel.name_missing(step, "exchange")
+        return self._broken
 
     def close(self) -> None:
         """Give the groups back; called when the worker thread has ended."""
@@ -154,7 +161,7 @@ class ShuffleSession:
         )
         if agreement.schema is None:
             return False
-        self.schema = agreement.schema
+        self.schema, self._pads = agreement.schema, agreement.states_padding
         self.layout = PayloadLayout.of(agreement.schema)
         self._capacity = agreement.max_real_rows
         return True
@@ -177,8 +184,7 @@ class ShuffleSession:
             if mine.copied is not None:
                 mine.copied.synchronize()
             workloads = as_int64_workloads(_one_per_row(mine.workloads, mine.rows)[: mine.real_rows])
-            lengths = [lengths[:, : mine.real_rows].t().to(torch.int64).numpy() for lengths in mine.lengths]
-            return np.concatenate([workloads[:, None], *lengths], axis=1), None
+            return np.concatenate([workloads[:, None], *_real_lengths(mine)], axis=1), None
         except Exception as error:
             return nothing, error
 
@@ -237,7 +243,7 @@ class ShuffleSession:
             max_tokens=options.max_tokens_per_rank,
             min_gain=options.min_gain,
             carry_out=options.mode == "balance",
-            pads=self.schema.states_padding,
+            pads=self._pads,
         )
         without = np.flatnonzero(plan.result_real_rows == 0)
         if len(without) and not plan.pads:
@@ -248,7 +254,7 @@ class ShuffleSession:
         """A batch type that cannot state padding needs a row on every rank when nothing may move."""
         assert self.schema is not None  # noqa: S101
         without = np.flatnonzero(table[:, 3] == 0)
-        if len(without) and self._options.mode != "balance" and not self.schema.states_padding:
+        if len(without) and self._options.mode != "balance" and not self._pads:
             raise _cannot_pad(self.schema, without.tolist())
 
     def _compare(self, step: int, plan: ShufflePlan) -> None:
@@ -264,6 +270,31 @@ class ShuffleSession:
             f"ranks {others} made another plan than the rest of {self.channel.description} at step {step}; a plan must "
             "be a pure function of what was gathered: use the same evenrank version and settings on every rank"
         )
+
+
+def _real_lengths(mine: RankInput) -> list[np.ndarray]:
+    """int64 `(real rows, keys)` lengths of every jagged field, after a look at whether they fit its values."""
+    assert mine.schema is not None  # noqa: S101  a rank without a batch has no lengths
+    tables = []
+    for field, lengths, num_values in zip(mine.schema.jagged, mine.lengths, mine.num_values):
+        table = lengths.numpy().astype(np.int64)
+        stated = int(table.sum())
+        if table.min(initial=0) < 0:
+            raise ValueError(
+                f"field {field.name!r} has a length of {table.min()}; lengths are not negative: correct it"
+            )
+        if stated != num_values:
+            raise ValueError(
+                f"field {field.name!r} has lengths that add up to {stated} and {num_values} values; values must be "
+                "exactly those of the rows: build the KeyedJaggedTensor from them alone"
+            )
+        if table[:, mine.real_rows :].any():
+            raise ValueError(
+                f"field {field.name!r} has values in padding rows [{mine.real_rows}, {mine.rows}); padding rows have "
+                "zero lengths: raise actual_batch_size or empty these rows"
+            )
+        tables.append(table[:, : mine.real_rows].T)
+    return tables
 
 
 def _one_per_row(workloads: Any, rows: int) -> Any:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -22,10 +24,13 @@ class DaemonWorker:
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._cuda_device: int | None = None
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job; its result or exception is in the future."""
         if self._thread is None:
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                self._cuda_device = torch.cuda.current_device()
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         future: Future[T] = Future()
@@ -44,6 +49,8 @@ class DaemonWorker:
         return ended
 
     def _serve(self) -> None:
+        if self._cuda_device is not None:  # a new thread begins on device 0, whatever the rank's own
+            torch.cuda.set_device(self._cuda_device)
         while (item := self._jobs.get()) is not None:
             future, job = item
             try:

@@ -79,7 +79,7 @@ class ShufflePlan:
 
     @cached_property
     def moves(self) -> np.ndarray:
-        """bool `(N,)`, rows that change rank."""
+        """Bool `(N,)`, rows that change rank."""
         return self.destination != self.gathered.home
 
     @cached_property

@@ -75,6 +75,13 @@ def balanced(pipeline_class: type) -> type:
             f"{getattr(pipeline_class, '__name__', pipeline_class)!s} has no known place for the shuffle after the "
             f"host-to-device copy; supported are {supported} and their subclasses: use one of them"
         )
+    if issubclass(pipeline_class, PrefetchTrainPipelineSparseDist) and (
+        "fill_pipeline" not in PrefetchTrainPipelineSparseDist.__dict__
+    ):
+        raise TypeError(
+            f"{pipeline_class.__name__} of this TorchRec does not copy batches in enqueue_batch, where the shuffle is "
+            "hooked in; TorchRec 1.8 does: install it or use another pipeline"
+        )
     missing = [name for name in _REQUIRED[hook] if not callable(getattr(pipeline_class, name, None))]
     if missing:
         raise TypeError(

@@ -39,6 +39,7 @@ class BalancedPipeline:
             raise ValueError(
                 "execute_all_batches is False; it would drop batches whose rows are on other ranks then: leave it out"
             )
+        batch_shuffler.connect(pg_group)
         self.batch_shuffler = batch_shuffler
         self._pg_group = pg_group
         self._look_ahead: LookAhead | None = None
@@ -62,6 +63,11 @@ class BalancedPipeline:
         if self._look_ahead is None or self._look_ahead.source is not dataloader_iter:
             self._look_ahead = self._change_iterator(dataloader_iter)
         output = self._advance(self._look_ahead)
+        if not self._stats:
+            raise RuntimeError(
+                f"{type(self).__name__} trained a batch whose shuffle was never finished; this TorchRec copies batches "
+                "elsewhere than the hook expects: use the versions that evenrank names"
+            )
         self._last_stats = self._stats.popleft()
         return output
 
@@ -154,17 +160,6 @@ class HookAtEnqueueWithEvents(HookAtEnqueue):
         return enqueued
 
 
-class _CurrentLookAhead(Iterator[Any]):
-    """The one iterator that a loading thread is given; it reads from whichever LookAhead is current."""
-
-    def __init__(self) -> None:
-        self.look_ahead: LookAhead | None = None
-
-    def __next__(self) -> Any:
-        assert self.look_ahead is not None  # noqa: S101  set before the thread starts
-        return next(self.look_ahead)
-
-
 class HookAtDataDist(BalancedPipeline):
     """For EvalPipelineSparseDist, whose loading thread reads and copies batches.
 
@@ -177,7 +172,9 @@ class HookAtDataDist(BalancedPipeline):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._source = _CurrentLookAhead()
+        # Iterators that the user has left, with batches still to come; each has its own loading thread.
+        self._leaving: deque[LookAhead] = deque()
+        self._is_over = True
 
     def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
         """Finish the batch's shuffle, once (TorchRec comes here twice with the first batch), then go on as TorchRec."""
@@ -199,15 +196,28 @@ class HookAtDataDist(BalancedPipeline):
             # TorchRec's thread class hides a method that is_alive() and join() need; the list of threads does not.
             self.batch_shuffler.realign(self._pg_group, until=lambda: loader not in threading.enumerate())
         super().reset()
-        self._source = _CurrentLookAhead()
+        self._leaving.clear()
+        self._is_over = True
+
+    def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
+        if self._look_ahead is not None and not self._is_over:
+            self._look_ahead.abandon()
+            self._leaving.append(self._look_ahead)
+        # A loading thread serves one iterator; the next step starts one, after those that are left.
+        if not self._leaving:
+            self._batch_loader = None
+        self._is_over = False
+        return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._handles)
 
     def _advance(self, look_ahead: LookAhead) -> Any:
-        self._source.look_ahead = look_ahead
+        while self._leaving:
+            try:
+                return self._progress_from(self._leaving[0])
+            except StopIteration:  # after the same step on every rank, wherever their loading threads were
+                self._leaving.popleft()
+                self._batch_loader = None
         try:
-            return self._progress_from(self._source)
+            return self._progress_from(look_ahead)
         except StopIteration:
-            if look_ahead.ended:
-                raise
-        # The loading thread had come to the end of an earlier iterator just before this one was given.
-        self._batch_loader = None
-        return self._progress_from(self._source)
+            self._is_over = True
+            raise

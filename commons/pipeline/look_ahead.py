@@ -45,10 +45,10 @@ class LookAhead(Iterator[Any]):
         self._handles = handles
         self._previous = previous
         self._next: tuple[Any | None, ShuffleHandle] | None = None
-        self._abandoned = False
+        self._exhausted = False
         self.ended = False
         if previous is not None:
-            previous._abandoned = True
+            previous.abandon()
 
     def __next__(self) -> Any:
         """The next batch, an empty one if this rank has none left while others do.
@@ -76,6 +76,10 @@ class LookAhead(Iterator[Any]):
         self._next = self._read_ahead()
         return batch
 
+    def abandon(self) -> None:
+        """Read nothing more from the source; what has been read ahead is still handed out."""
+        self._exhausted = True
+
     def drain(self) -> None:
         """Wait for the shuffle that is under way and drop it, and that of an abandoned iterator before."""
         if self._previous is not None:
@@ -86,9 +90,11 @@ class LookAhead(Iterator[Any]):
 
     def _read_ahead(self) -> tuple[Any | None, ShuffleHandle]:
         batch, error = None, None
-        if not self._abandoned:
+        if not self._exhausted:
             try:
                 batch = next(self.source, None)
             except Exception as caught:  # travels to every rank, which raises it instead of waiting for this one
                 error = caught
+            # A source that has ended is not asked again: it might block, or begin anew.
+            self._exhausted = batch is None
         return batch, self._shuffler.start_shuffle(batch, self._pg_group, error=error)

@@ -63,6 +63,11 @@ def num_rows_of(name: str, value: RowField) -> int:
             f"field {name!r} has a variable batch per key (strides {value.stride_per_key()}); all keys must have the "
             "same number of rows: build the KeyedJaggedTensor without stride_per_key_per_rank"
         )
+    if value.inverse_indices_or_none() is not None:
+        raise ValueError(
+            f"field {name!r} has inverse_indices; they point into rows that are about to move: expand the "
+            "KeyedJaggedTensor to one row per sample first"
+        )
     keys = value.keys()
     if len(set(keys)) != len(keys):
         repeated = sorted({key for key in keys if keys.count(key) > 1})
@@ -96,8 +101,16 @@ def batch_rows(batch: Any) -> int:
 
 def real_rows(batch: Any) -> int:
     """Number of rows that are no padding: `actual_batch_size` where the batch states it, else all rows."""
+    rows = batch_rows(batch)
     actual = getattr(batch, "actual_batch_size", None)
-    return batch_rows(batch) if actual is None else int(actual)
+    if actual is None:
+        return rows
+    if not 0 <= actual <= rows:
+        raise ValueError(
+            f"actual_batch_size is {actual}, batch_size is {rows}; real rows are counted within the batch: give a "
+            "number between 0 and batch_size"
+        )
+    return int(actual)
 
 
 def batch_device(batch: Any) -> torch.device:

@@ -127,7 +127,8 @@ class BatchSchema:
         """
         require_dataclass(batch)
         batch_rows(batch)
-        fields = [_describe(item.name, getattr(batch, item.name)) for item in dataclasses.fields(batch)]
+        _require_rebuildable(batch)
+        fields = [_describe(item.name, getattr(batch, item.name)) for item in dataclasses.fields(batch) if item.init]
         return cls(_type_name(type(batch)), tuple(field for field in fields if field is not None))
 
     def empty_batch(self, rows: int = 0) -> Any:
@@ -159,6 +160,25 @@ class BatchSchema:
             for name in {**mine, **theirs}
             if mine.get(name) != theirs.get(name)
         ]
+
+
+def _require_rebuildable(batch: Any) -> None:
+    """Raise TypeError for a dataclass that cannot be made again from its fields."""
+    for item in dataclasses.fields(batch):
+        if not item.init and isinstance(getattr(batch, item.name, None), (KeyedJaggedTensor, torch.Tensor)):
+            raise TypeError(
+                f"field {item.name!r} is a tensor with init=False; a shuffled batch is made from its fields: let "
+                "__init__ take it"
+            )
+    # dataclasses.fields leaves InitVar fields out; __init__ would ask for them.
+    init_only = [
+        name for name, item in type(batch).__dataclass_fields__.items() if item._field_type.name == "_FIELD_INITVAR"
+    ]
+    if init_only:
+        raise TypeError(
+            f"{type(batch).__name__} has the InitVar fields {init_only}; a shuffled batch is made from its fields, and "
+            "these are not kept: make them ordinary fields"
+        )
 
 
 def _field_names(batch_type: type) -> set[str]:
