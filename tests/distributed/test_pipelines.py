@@ -89,6 +89,11 @@ def expected_ids(counts, world_size, first=0):
     )
 
 
+def host_count(iterator):
+    """How many batches an iterator hands out."""
+    return sum(1 for _ in iterator)
+
+
 def largest_difference(first, second):
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 

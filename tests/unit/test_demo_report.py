@@ -44,6 +44,7 @@ def make_results():
         num_ranks=2,
         batch_size=16,
         max_history_seqlen=512,
+        num_layers=2,
         warmup_steps=2,
         quick=False,
         unbalanced=SideResults([1.25 * ms for ms in balanced_ms], losses, {"rows": 500, "auc_task_0": 0.75}),
