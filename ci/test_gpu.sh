@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The multi-GPU job: tests/gpu on every rank of a torchrun job, one rank per GPU, then the overhead benchmark.
+# The multi-GPU job: tests/gpu on every rank of a torchrun job, one rank per GPU.
 #
 #   ci/test_gpu.sh              all GPUs of this machine (NCCL)
 #   ci/test_gpu.sh --gpus 4     four of them
@@ -23,13 +23,11 @@ if [ "$device" = cuda ] && ! "$python" -c 'import sys, torch; sys.exit(not torch
 fi
 
 run() {
-  "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" --local-ranks-filter=0 "$@"
+  "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" "$@"
 }
 echo "== tests/gpu on $ranks rank(s), $device"
 run -m pytest tests/gpu --device "$device" -p no:cacheprovider "$@"
 if [ "$device" = cuda ]; then
   echo "== concurrent communicators with one hardware queue"
   CUDA_DEVICE_MAX_CONNECTIONS=1 run -m pytest tests/gpu --device cuda -p no:cacheprovider -k "take_turns or sparse"
-  echo "== overhead on uniform and heavy-tailed lengths"
-  "$python" -m benchmarks.pipeline_overhead
 fi

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +28,8 @@ def device(request: pytest.FixtureRequest):
     torch.set_num_threads(1)
     if kind == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
     yield kind
     dist.barrier()
     dist.destroy_process_group()

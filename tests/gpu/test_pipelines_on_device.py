@@ -164,8 +164,8 @@ def test_two_shufflers_take_turns(device):
         assert len(global_ids(head_of(model).seen)) >= len(expected_ids(5))
 
 
-def test_the_main_thread_never_waits_for_the_device(device):
-    """After the pipeline has filled, a whole balanced step passes with synchronisation forbidden."""
+def test_finish_shuffle_never_waits_for_the_device(device):
+    """Once everything is warm, copy, exchange and what TorchRec asks of the result pass with waiting forbidden."""
     if device != "cuda":
         pytest.skip("needs CUDA: the host has nothing to synchronise with")
     shuffler = CubicShuffler()
