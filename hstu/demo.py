@@ -33,10 +33,10 @@ from hstu.demo_report import read_results, report, results_path
 class DemoOptions:
     """What the demo trains, and for how long."""
 
-    steps: int = 120
+    steps: int = 80
     """Steps that are measured, each trained both ways; at most one epoch."""
 
-    warmup_steps: int = 5
+    warmup_steps: int = 4
     """Steps before them, trained but not measured."""
 
     batch_size: int = 16
@@ -44,6 +44,9 @@ class DemoOptions:
 
     max_history_seqlen: int = 1024
     """The most ratings of a user; older ones are cut off."""
+
+    num_layers: int = 4
+    """Layers of the model, whose other dimensions are those of ModelArgs."""
 
     num_users: int = 6040
     """Users to generate; the default is the number in MovieLens-1M."""
@@ -61,7 +64,7 @@ class DemoOptions:
     """A few steps on few users, to see it work; such a speed-up says nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "max_history_seqlen", "num_users"):
+        for name in ("steps", "batch_size", "max_history_seqlen", "num_layers", "num_users"):
             require_at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "seed"):
             require_at_least(name, getattr(self, name), 0)

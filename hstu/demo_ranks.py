@@ -86,7 +86,8 @@ def main() -> None:
         "ml-1m", options.max_history_seqlen, dataset_path=str(options.data_dir), shuffle=True, drop_last=True
     )
     num_steps = available_steps(options, dataset, trainer, device)
-    unbalanced, balanced_side = make_sides(dataset, trainer, num_steps, device)
+    model = ModelArgs(num_layers=options.num_layers)
+    unbalanced, balanced_side = make_sides(model, dataset, trainer, num_steps, device)
     stats = train_both(unbalanced, balanced_side, options.warmup_steps, num_steps, device)
     _, eval_loader = train_and_eval_loaders(dataset, trainer, device)
     eval_shuffler = IdentityBalancedBatchShuffler()
@@ -101,6 +102,7 @@ def main() -> None:
             num_ranks=dist.get_world_size(),
             batch_size=options.batch_size,
             max_history_seqlen=options.max_history_seqlen,
+            num_layers=options.num_layers,
             warmup_steps=options.warmup_steps,
             quick=options.quick,
             unbalanced=unbalanced.results,
@@ -124,18 +126,27 @@ def available_steps(options: DemoOptions, dataset: DatasetArgs, trainer: Trainer
     return num_steps
 
 
-def make_sides(dataset: DatasetArgs, trainer: TrainerArgs, num_steps: int, device: torch.device) -> tuple[Side, Side]:
+def make_sides(
+    model_args: ModelArgs, dataset: DatasetArgs, trainer: TrainerArgs, num_steps: int, device: torch.device
+) -> tuple[Side, Side]:
     """The unbalanced and the balanced side, with the same weights and the same batches."""
     sides = []
     for is_balanced in (False, True):
         loader, _ = train_and_eval_loaders(dataset, trainer, device)
         data: Any = loader.dataset
-        config = ModelArgs().ranking_config(
+        config = model_args.ranking_config(
             max_sequence_length=data.max_sequence_length, tables=data.vocabulary_sizes, num_tasks=1
         )
         seed_all(trainer.seed)
-        model = build_distributed_model(HSTURankingModel(config), device=device, embedding_lr=0.05)
-        optimizer = build_optimizer(model, OptimizerArgs())
+        # A table on one rank would be work that no shuffle can even out.
+        optimizer_args = OptimizerArgs(sharding="row_wise")
+        model = build_distributed_model(
+            HSTURankingModel(config),
+            device=device,
+            embedding_lr=optimizer_args.embedding_lr,
+            sharding=optimizer_args.sharding,
+        )
+        optimizer = build_optimizer(model, optimizer_args)
         batches = itertools.islice(iter(loader), num_steps)
         if is_balanced:
             shuffler = make_shuffler(config)

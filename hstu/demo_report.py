@@ -48,6 +48,7 @@ class DemoResults:
         num_ranks: ranks.
         batch_size: users per rank and step.
         max_history_seqlen: the most ratings of a user.
+        num_layers: layers of the model.
         warmup_steps: steps that were not measured.
         quick: whether it was too short to say anything about time.
         unbalanced: batches as they are loaded.
@@ -59,6 +60,7 @@ class DemoResults:
     num_ranks: int
     batch_size: int
     max_history_seqlen: int
+    num_layers: int
     warmup_steps: int
     quick: bool
     unbalanced: SideResults
@@ -186,9 +188,11 @@ def make_table(results: DemoResults, figures: Figures) -> Table:
     """Both ways side by side."""
     machine = results.machine
     table = Table(
-        title=f"HSTU on generated data with MovieLens-1M's format and lengths\n{results.num_ranks} ranks × "
-        f"{results.batch_size} users, {len(results.stats)} steps, each trained both ways in turn",
-        caption=f"{machine['device']}: {machine['processor']}, {machine['cpu_count']} cores, torch {machine['torch']}",
+        title="HSTU on generated data with MovieLens-1M's format and lengths\n"
+        f"{results.num_layers} layers, {results.num_ranks} ranks × {results.batch_size} users, up to "
+        f"{results.max_history_seqlen:,} ratings each\n{len(results.stats)} steps, each trained both ways in turn",
+        caption=f"{machine['device']}: {machine['processor']}, {machine['cpu_count']} cores, torch {machine['torch']}\n"
+        "Both ways see the same batches; float32 rounding grows with every step.",
         title_justify="left",
         caption_justify="left",
     )
@@ -227,9 +231,10 @@ def draw(results: DemoResults, figures: Figures) -> Figure:
     loads, times = figure.subplots(1, 2, width_ratios=(1.35, 1))
     _draw_loads(loads, results)
     _draw_times(times, results, figures)
+    device = results.machine["device"]
     figure.suptitle(
         f"HSTU on generated data (MovieLens-1M's format and lengths): {results.num_ranks} ranks on "
-        f"{results.machine['device']}, {results.batch_size} users each",
+        f"{'the CPU' if device == 'cpu' else device}, {results.batch_size} users each",
         fontsize=11,
     )
     return figure

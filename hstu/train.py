@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
@@ -45,6 +46,7 @@ def main() -> None:
         num_tasks=config.dataset.num_tasks,
     )
     model = build_model(model_config, config.optimizer, device)
+    seed_all(config.trainer.seed + dist.get_rank())  # dropout differs between ranks
     trains_balanced = config.trainer.enable_balanced_shuffler
     shuffler = build_shuffler(config, model_config, balances=trains_balanced)
     eval_shuffler = build_shuffler(config, model_config, balances=trains_balanced and config.trainer.shuffle_eval)

@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 _OWN_PACKAGES = ("commons", "hstu", "sid_gr")
-_USER_ERRORS = (ValueError, TypeError, KeyError, OSError, ImportError)
+# Of the operating system's errors only those that are about a path: a broken connection is no mistake of the user's.
+_PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_USER_ERRORS = (ValueError, TypeError, KeyError, ImportError, *_PATH_ERRORS)
 # The failed rank must end before its silent peers do: torchrun then ends those.
 _SILENT_SECONDS = 5.0
 
@@ -35,16 +37,18 @@ _SILENT_SECONDS = 5.0
 def run_main(main: Callable[[], None]) -> None:
     """Run the main function of a rank, or of a program without ranks, and end the process as it went.
 
-    ====================================  ===========  ==================================================
-    main                                  exit status  on stderr
-    ====================================  ===========  ==================================================
-    returns                               0
-    raises ValueError, TypeError,         2            `error: ...`, one line
-    KeyError, OSError or ImportError
-    raises another exception              1            one line, and where the traceback is: in the log
-                                                       file if `log_to_file` was called, else below
-    is interrupted (Ctrl-C)               130          nothing
-    ====================================  ===========  ==================================================
+    =============================  ======  =========================================================
+    main                           status  on stderr
+    =============================  ======  =========================================================
+    returns                        0
+    raises a user's mistake¹       2       `error: ...`, one line
+    raises another exception       1       one line, and where the traceback is: in the log file if
+                                           `log_to_file` was called, else below
+    is interrupted (Ctrl-C)        130     nothing
+    =============================  ======  =========================================================
+
+    ¹ ValueError, TypeError, KeyError, ImportError, or an OSError about a path, such as FileNotFoundError. Its traceback
+    goes to the log file as well, for the case that it is none of the user's.
     """
     # The default action ends a rank even inside a collective, where Python would notice Ctrl-C only after its end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

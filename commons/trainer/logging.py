@@ -228,7 +228,9 @@ class TrainLog:
 
 
 def write_config(config: Any, run_dir: str | Path) -> None:
-    """Write a dataclass to `<run_dir>/config.json`."""
+    """Write a dataclass to `<run_dir>/config.json`; rank 0 does."""
+    if dist.get_rank() != 0:
+        return
     path = Path(run_dir) / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")

@@ -44,7 +44,7 @@ class TrainingLoop:
         optimizer: of the dense parameters, or all.
         device: of this rank.
         shuffler: for training; `IdentityBalancedBatchShuffler` for batches as they are loaded.
-        train_loader: host batches of this rank.
+        train_loader: host batches of this rank; it has a length.
         eval_shuffler: for evaluation, another one than `shuffler`; needed with an `eval_loader`.
         eval_loader: host batches of this rank; None for no evaluation.
         metrics: what an evaluation measures besides the loss.
