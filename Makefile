@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # The CUDA set where nvidia-smi answers, the CPU set elsewhere; `make test DEVICE=cpu` decides by hand.
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# Further arguments for the program behind a target: make test ARGS="tests/unit -k plan", make bench ARGS=--quick.
+ARGS ?=
 # Further arguments for pip, such as an index that holds the CPU build of torch.
 PIP_ARGS ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -26,13 +28,13 @@ $(STAMP): requirements/$(DEVICE).txt requirements/common.txt requirements/dev.tx
 	@rm -f $(VENV)/.installed-* && touch $@
 
 demo: $(STAMP) ## Train HSTU on two ranks, unbalanced and balanced, side by side
-	@ci/demo.sh $(BIN) $(DEVICE)
+	@ci/demo.sh $(BIN) $(DEVICE) $(ARGS)
 
 test: $(STAMP) ## Run the test suite
 	@$(BIN)/python -m pytest $(ARGS)
 
 bench: $(STAMP) ## Run the benchmarks; results go to benchmarks/results
-	@ci/bench.sh $(BIN)
+	@ci/bench.sh $(BIN) $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
