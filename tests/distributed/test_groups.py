@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed import global_mean_loss
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.process_group import describe_group, resolve_process_group
 from commons.pipeline import TrainPipelineFactory
 from tests.batches import rows_as_values
-from tests.distributed.test_pipelines import CubicShuffler
-from tests.models import build_plain, head_of, make_batch, rank_batches
+from tests.distributed.test_pipelines import CubicShuffler, largest_difference
+from tests.models import build_plain, build_sharded, head_of, make_batch, rank_batches, weights_of
 from tests.rank_pool import RankPool
 
 
@@ -58,6 +59,53 @@ def test_tensor_parallel_peers_end_with_identical_batches(fresh_ranks):
         assert answers[first][2] == answers[second][2]
     assert answers[0][2] != answers[2][2] and any(moved for _, _, moved in answers[0][2])
     assert all(loss == pytest.approx(2 * 1.0 / 6) for _, _, _, loss in answers)
+
+
+def _tensor_parallel_training():
+    """Tables sharded over all four ranks: a peer's copy of a batch does not count twice.
+
+    TorchRec averages over four ranks what the two data-parallel ranks contribute twice each, and the loss is scaled by
+    the two data-parallel ranks.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    try:
+        data_rank = parallel_state.get_data_parallel_rank()
+        results = []
+        for shuffler in (CubicShuffler(), IdentityBalancedBatchShuffler()):
+            model, optimizer = build_sharded()
+            pipeline = TrainPipelineFactory.create(
+                "native", model=model, optimizer=optimizer, device=torch.device("cpu"), batch_shuffler=shuffler
+            )
+            source = rank_batches(data_rank, 6, [6, 2, 5])
+            for _ in range(6):
+                pipeline.progress(source)
+            shuffler.close()
+            results.append(weights_of(model))
+        return data_rank, results
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _two_ranks_training():
+    model, optimizer = build_sharded()
+    shuffler = IdentityBalancedBatchShuffler()
+    pipeline = TrainPipelineFactory.create(
+        "native", model=model, optimizer=optimizer, device=torch.device("cpu"), batch_shuffler=shuffler
+    )
+    source = rank_batches(dist.get_rank(), 6, [6, 2, 5])
+    for _ in range(6):
+        pipeline.progress(source)
+    shuffler.close()
+    return weights_of(model)
+
+
+def test_tensor_parallel_peers_do_not_double_the_gradients(fresh_ranks, two_ranks):
+    reference = two_ranks.run(_two_ranks_training)[0]
+    for _, (balanced_weights, plain_weights) in fresh_ranks.run(_tensor_parallel_training):
+        assert largest_difference(balanced_weights, reference) < 1e-5
+        assert largest_difference(plain_weights, reference) < 1e-5
 
 
 def _given_group():
