@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.distributed.batch_exchange import exchange_rows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
-from commons.distributed.shuffle_session import PreparedShuffle, RankInput, ShuffleSession
+from commons.distributed.shuffle_session import PlannedExchange, PreparedShuffle, RankInput, ShuffleSession
 from commons.distributed.stats import ShuffleStats, stats_of_plan
 from commons.distributed.verification import checksums, verify_rows
 from commons.distributed.worker import DaemonWorker
@@ -83,7 +83,7 @@ class ShuffleHandle:
     @property
     def ended(self) -> bool:
         """Whether no rank brought a batch; waits for the gather, and raises any rank's error."""
-        return self.prepared().ended
+        return self.prepared().schema is None
 
     def prepared(self) -> PreparedShuffle:
         """The worker's result; waits for it, and raises any rank's error."""
@@ -94,10 +94,15 @@ class ShuffleHandle:
             self._wait_ms += (time.perf_counter() - started) * 1e3
 
     def empty_batch(self) -> Any:
-        """A host batch of no rows, for a rank that brought none but takes part in the others'."""
-        self.prepared()
-        assert self._session.schema is not None  # noqa: S101  agreed before anything is prepared
-        return self._session.schema.empty_batch()
+        """A host batch of no rows, for a rank that brought none but takes part in the others'.
+
+        Raises:
+            ValueError: no rank has a batch.
+        """
+        schema = self.prepared().schema
+        if schema is None:
+            raise ValueError(f"no rank has a batch at step {self.step}; the data has ended: check handle.ended first")
+        return schema.empty_batch()
 
     def drain(self) -> None:
         """Wait for the worker and drop the result; an error of a batch that is given up does not matter."""
@@ -262,27 +267,19 @@ class BaseTaskBalancedBatchShuffler(ABC):
             )
         prepared = handle.prepared()
         handle._take(batch)
-        if prepared.ended:
+        if prepared.schema is None:
             raise ValueError(f"no rank has a batch at step {handle.step}; the data has ended: check handle.ended first")
         started = time.perf_counter()
-        session = handle._session
-        if prepared.plan is None:
-            return batch if batch_rows(batch) else _padding_batch(session, batch)
-        assert prepared.routes is not None and prepared.arrays is not None and session.layout is not None  # noqa: S101
-        group = session.channel.payload_group
-        before = checksums(batch, session.layout) if self.options.verify else None
-        try:
-            result, bytes_sent = exchange_rows(batch, session.layout, prepared.routes, prepared.arrays, group)
-        except RuntimeError as error:  # of the collective: a peer has ended or stalls
-            raise session.fail_exchange(handle.step) from error
-        if before is not None:
-            verify_rows(before, checksums(result, session.layout), session.layout, group, handle.step)
+        planned = prepared.planned
+        if planned is None:
+            return batch if batch_rows(batch) else _padding_batch(prepared.schema, batch)
+        result, bytes_sent = self._exchange(batch, handle, planned)
         handle.stats = self.last_stats = stats_of_plan(
-            prepared.plan,
+            planned.plan,
             handle.step,
             bytes_sent=bytes_sent,
             gather_ms=prepared.gather_ms,
-            plan_ms=prepared.plan_ms,
+            plan_ms=planned.plan_ms,
             wait_ms=handle._wait_ms,
             exchange_ms=(time.perf_counter() - started) * 1e3,
         )
@@ -344,19 +341,32 @@ class BaseTaskBalancedBatchShuffler(ABC):
         except Exception as error:
             return RankInput(error=error)
 
+    def _exchange(self, batch: T, handle: ShuffleHandle, planned: PlannedExchange) -> tuple[T, int]:
+        """Exchange and, if asked for, verify; returns the batch to train and the bytes sent."""
+        session, layout = handle._session, planned.layout
+        group = session.channel.payload_group
+        before = checksums(batch, layout) if self.options.verify else None
+        try:
+            result, bytes_sent = exchange_rows(batch, layout, planned.routes, planned.arrays, group)
+        except RuntimeError as error:  # of the collective: a peer has ended or stalls
+            raise session.fail_exchange(handle.step) from error
+        if before is not None:
+            verify_rows(before, checksums(result, layout), layout, group, handle.step)
+        return result, bytes_sent
+
     def _indices(self, handle: ShuffleHandle, batch: Any) -> torch.Tensor:
         prepared = handle.prepared()
-        if prepared.plan is None:
+        if prepared.planned is None:
             return prepared.rows_before + torch.arange(real_rows(batch))
-        mine = prepared.plan.rows_for(handle._session.channel.rank)
-        return torch.from_numpy(prepared.plan.gathered.global_id[mine])
+        plan = prepared.planned.plan
+        return torch.from_numpy(plan.gathered.global_id[plan.rows_for(handle._session.channel.rank)])
 
     def _workloads(self, handle: ShuffleHandle, batch: Any, own: torch.Tensor | None) -> torch.Tensor:
         prepared = handle.prepared()
-        if prepared.plan is None:
+        if prepared.planned is None:
             return torch.as_tensor(own)[: real_rows(batch)].cpu()
-        mine = prepared.plan.rows_for(handle._session.channel.rank)
-        return torch.from_numpy(prepared.plan.gathered.workloads[mine])
+        plan = prepared.planned.plan
+        return torch.from_numpy(plan.gathered.workloads[plan.rows_for(handle._session.channel.rank)])
 
     def _count_exceeded_cap(self, stats: ShuffleStats) -> None:
         if not stats.excess_tokens:
@@ -393,10 +403,9 @@ def _describe_rows(batch: Any) -> _Described:
     return _Described(type(batch).__name__, batch_rows(batch), real_rows(batch), sizes)
 
 
-def _padding_batch(session: ShuffleSession, batch: Any) -> Any:
+def _padding_batch(schema: BatchSchema, batch: Any) -> Any:
     """One row of padding on the device of a batch without rows: TorchRec's modules need at least one."""
-    assert session.schema is not None  # noqa: S101  agreed before anything is prepared
-    return session.schema.empty_batch(1).to(batch_device(batch), non_blocking=True)
+    return schema.empty_batch(1).to(batch_device(batch), non_blocking=True)
 
 
 def _copy_to_host(

@@ -56,26 +56,54 @@ class RankInput:
 
 
 @dataclass(frozen=True)
+class PlannedExchange:
+    """A plan, and what one rank needs to carry it out.
+
+    Attributes:
+        plan: the plan, the same on every rank.
+        layout: the parts of a row.
+        routes: this rank's index arrays.
+        arrays: the same as tensors.
+        plan_ms: milliseconds of planning, comparing and building the arrays.
+    """
+
+    plan: ShufflePlan
+    layout: PayloadLayout
+    routes: RowRoutes
+    arrays: ExchangeArrays
+    plan_ms: float
+
+
+@dataclass(frozen=True)
 class PreparedShuffle:
     """What the worker hands to `finish_shuffle`.
 
     Attributes:
-        ended: no rank has a batch.
+        schema: the agreed schema; None if no rank has a batch any more.
         rows_before: rows of the ranks before this one; global ids start there.
-        plan: the plan; None in mode "off".
-        routes: this rank's index arrays; None in mode "off".
-        arrays: the same as tensors; None in mode "off".
+        planned: the plan; None in mode "off".
         gather_ms: milliseconds of the gather.
-        plan_ms: milliseconds of planning, comparing and building the arrays.
     """
 
-    ended: bool
+    schema: BatchSchema | None = None
     rows_before: int = 0
-    plan: ShufflePlan | None = None
-    routes: RowRoutes | None = None
-    arrays: ExchangeArrays | None = None
+    planned: PlannedExchange | None = None
     gather_ms: float = 0.0
-    plan_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks know of their batches.
+
+    Attributes:
+        schema: of every batch.
+        layout: the parts of its rows.
+        pads: whether its type can state padding.
+    """
+
+    schema: BatchSchema
+    layout: PayloadLayout
+    pads: bool
 
 
 class ShuffleSession:
@@ -87,12 +115,10 @@ class ShuffleSession:
 
     def __init__(self, group: dist.ProcessGroup | None, options: ShufflerOptions, shuffler_type: str) -> None:
         self.channel = ControlChannel(group, options.timeout)
-        self.schema: BatchSchema | None = None
-        self.layout: PayloadLayout | None = None
+        self._agreed: _Agreed | None = None
         self._options = options
         self._shuffler_type = shuffler_type
         self._capacity = 0
-        self._pads = True
         self.steps = 0
         self._broken: RankMissingError | None = None
         payload = self.channel.payload_group
@@ -133,50 +159,47 @@ class ShuffleSession:
 
     def _prepare(self, step: int, mine: RankInput) -> PreparedShuffle:
         started = time.perf_counter()
-        if self.schema is None and not self._agree(step, mine):
-            return PreparedShuffle(ended=True)
-        assert self.schema is not None  # noqa: S101  just agreed
-        body, error = self._body(mine)
+        agreed = self._agreed = self._agreed or self._agree(step, mine)
+        if agreed is None:
+            return PreparedShuffle()
+        body, error = self._body(agreed.schema, mine)
         table = self._gather(step, body, mine, error)
         if (table[:, 1] == _NONE).all():
-            return PreparedShuffle(ended=True)
+            return PreparedShuffle()
         gather_ms = (time.perf_counter() - started) * 1e3
         rows_before = int(table[: self.channel.rank, 2].sum())
-        self._require_rows(table)
-        if self._options.mode == "off":
-            return PreparedShuffle(ended=False, rows_before=rows_before, gather_ms=gather_ms)
-        started = time.perf_counter()
-        gathered, lengths = self._unpack(table)
-        plan = self._plan(gathered)
-        self._compare(step, plan)
-        assert self.layout is not None  # noqa: S101  made with the schema
-        routes = route_rows(plan, lengths, self.layout, self.channel.rank, self._all_gather)
-        arrays = prepare_arrays(routes, self.layout, self._pin_memory)
-        plan_ms = (time.perf_counter() - started) * 1e3
-        return PreparedShuffle(False, rows_before, plan, routes, arrays, gather_ms, plan_ms)
+        self._require_rows(agreed, table)
+        planned = None if self._options.mode == "off" else self._plan_exchange(step, agreed, table)
+        return PreparedShuffle(agreed.schema, rows_before, planned, gather_ms)
 
-    def _agree(self, step: int, mine: RankInput) -> bool:
+    def _plan_exchange(self, step: int, agreed: _Agreed, table: np.ndarray) -> PlannedExchange:
+        started = time.perf_counter()
+        gathered, lengths = _unpack(agreed.schema, table)
+        plan = self._plan(agreed, gathered)
+        self._compare(step, plan)
+        routes = route_rows(plan, lengths, agreed.layout, self.channel.rank, self._all_gather)
+        arrays = prepare_arrays(routes, agreed.layout, self._pin_memory)
+        return PlannedExchange(plan, agreed.layout, routes, arrays, (time.perf_counter() - started) * 1e3)
+
+    def _agree(self, step: int, mine: RankInput) -> _Agreed | None:
         agreement = agree(
             self.channel, step, self._options, self._shuffler_type, mine.schema, mine.real_rows, mine.error
         )
         if agreement.schema is None:
-            return False
-        self.schema, self._pads = agreement.schema, agreement.states_padding
-        self.layout = PayloadLayout.of(agreement.schema)
+            return None
         self._capacity = agreement.max_real_rows
-        return True
+        return _Agreed(agreement.schema, PayloadLayout.of(agreement.schema), agreement.states_padding)
 
-    def _body(self, mine: RankInput) -> tuple[np.ndarray, Exception | None]:
+    def _body(self, schema: BatchSchema, mine: RankInput) -> tuple[np.ndarray, Exception | None]:
         """Workload and lengths of every real row, int64 `(real rows, 1 + keys)`; or the error that prevents them."""
-        assert self.schema is not None  # noqa: S101
-        columns = 0 if self._options.mode == "off" else 1 + self.schema.num_keys
+        columns = 0 if self._options.mode == "off" else 1 + schema.num_keys
         nothing = np.zeros((0, columns), dtype=np.int64)
         if mine.error is not None or mine.schema is None:
             return nothing, mine.error
         try:
-            if mine.schema != self.schema:
+            if mine.schema != schema:
                 raise ValueError(
-                    f"this batch differs from the first: {'; '.join(self.schema.differences(mine.schema))}; type, "
+                    f"this batch differs from the first: {'; '.join(schema.differences(mine.schema))}; type, "
                     "keys, dtypes and plain values stay the same: make every batch alike"
                 )
             if columns == 0:
@@ -211,28 +234,7 @@ class ShuffleSession:
                 return table
             self._capacity = largest + largest // 4
 
-    def _unpack(self, table: np.ndarray) -> tuple[GatheredRows, np.ndarray]:
-        assert self.schema is not None  # noqa: S101
-        rows, real_rows = table[:, 2].copy(), table[:, 3].copy()
-        columns = 1 + self.schema.num_keys
-        bodies = [
-            table[rank, _HEADER : _HEADER + count * columns].reshape(count, columns)
-            for rank, count in enumerate(real_rows.tolist())
-        ]
-        whole = np.concatenate(bodies)
-        lengths = whole[:, 1:]
-        return GatheredRows(rows, real_rows, whole[:, 0].copy(), self._tokens(lengths)), lengths
-
-    def _tokens(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens per row: the lengths of every jagged field but the labels; 1 for a batch without jagged fields."""
-        assert self.schema is not None  # noqa: S101
-        counted = [field.name != "labels" for field in self.schema.jagged for _ in field.keys]
-        if not any(counted):
-            return np.ones(len(lengths), dtype=np.int64)
-        return lengths[:, np.array(counted)].sum(axis=1)
-
-    def _plan(self, gathered: GatheredRows) -> ShufflePlan:
-        assert self.schema is not None  # noqa: S101
+    def _plan(self, agreed: _Agreed, gathered: GatheredRows) -> ShufflePlan:
         options = self._options
         plan = plan_shuffle(
             gathered,
@@ -243,19 +245,18 @@ class ShuffleSession:
             max_tokens=options.max_tokens_per_rank,
             min_gain=options.min_gain,
             carry_out=options.mode == "balance",
-            pads=self._pads,
+            pads=agreed.pads,
         )
         without = np.flatnonzero(plan.result_real_rows == 0)
-        if len(without) and not plan.pads:
-            raise _cannot_pad(self.schema, without.tolist())
+        if len(without) and not agreed.pads:
+            raise _cannot_pad(agreed.schema, without.tolist())
         return plan
 
-    def _require_rows(self, table: np.ndarray) -> None:
+    def _require_rows(self, agreed: _Agreed, table: np.ndarray) -> None:
         """A batch type that cannot state padding needs a row on every rank when nothing may move."""
-        assert self.schema is not None  # noqa: S101
         without = np.flatnonzero(table[:, 3] == 0)
-        if len(without) and self._options.mode != "balance" and not self._pads:
-            raise _cannot_pad(self.schema, without.tolist())
+        if len(without) and self._options.mode != "balance" and not agreed.pads:
+            raise _cannot_pad(agreed.schema, without.tolist())
 
     def _compare(self, step: int, plan: ShufflePlan) -> None:
         """Stop, on all ranks, if the ranks did not make the same plan."""
@@ -270,6 +271,27 @@ class ShuffleSession:
             f"ranks {others} made another plan than the rest of {self.channel.description} at step {step}; a plan must "
             "be a pure function of what was gathered: use the same evenrank version and settings on every rank"
         )
+
+
+def _unpack(schema: BatchSchema, table: np.ndarray) -> tuple[GatheredRows, np.ndarray]:
+    """The gathered rows of all ranks, and their lengths, int64 `(N, keys)`."""
+    rows, real_rows = table[:, 2].copy(), table[:, 3].copy()
+    columns = 1 + schema.num_keys
+    bodies = [
+        table[rank, _HEADER : _HEADER + count * columns].reshape(count, columns)
+        for rank, count in enumerate(real_rows.tolist())
+    ]
+    whole = np.concatenate(bodies)
+    lengths = whole[:, 1:]
+    return GatheredRows(rows, real_rows, whole[:, 0].copy(), _tokens(schema, lengths)), lengths
+
+
+def _tokens(schema: BatchSchema, lengths: np.ndarray) -> np.ndarray:
+    """Tokens per row: the lengths of every jagged field but the labels; 1 for a batch without jagged fields."""
+    counted = [field.name != "labels" for field in schema.jagged for _ in field.keys]
+    if not any(counted):
+        return np.ones(len(lengths), dtype=np.int64)
+    return lengths[:, np.array(counted)].sum(axis=1)
 
 
 def _real_lengths(mine: RankInput) -> list[np.ndarray]:
