@@ -9,7 +9,7 @@ a drifting machine cannot fake a ratio. Times are CPU times of the process: what
 
 Examples:
     python benchmarks/jagged_attention.py
-    python benchmarks/jagged_attention.py --repeats 3 --output /tmp/attention.md
+    python benchmarks/jagged_attention.py --repeats 3 --output attention.md
     python benchmarks/jagged_attention.py --num-heads 2 --head-dim 64 --longest 256
 """
 

@@ -109,7 +109,12 @@ def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
     """Generate an archive and preprocess it as the published one; what an earlier run has made serves again."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         found = SequenceFile(options.data_dir, "ml-1m", []).metadata
-        if found.generated and (found.num_users, found.options["seed"]) == (options.num_users, options.seed):
+        if not found.generated:
+            raise FileExistsError(
+                f"{options.data_dir} holds data that were not generated; the demo would replace them: choose another "
+                "--run-dir"
+            )
+        if (found.num_users, found.options["seed"]) == (options.num_users, options.seed):
             return found
     archive = options.data_dir / "ml-1m.zip"
     archive.parent.mkdir(parents=True, exist_ok=True)

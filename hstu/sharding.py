@@ -45,7 +45,8 @@ def build_distributed_model(
     """Shard the tables of a model and copy the rest to every rank.
 
     A collective call: every rank of the group makes it, with the same arguments. Tables made on a real device keep
-    their weights, which must be the same on all ranks; tables on "meta" are initialised shard by shard.
+    their weights, which must be the same on all ranks; tables on "meta" are initialised shard by shard, by each rank
+    from its own random state: seed the ranks differently, or their shards are alike.
 
     Args:
         model: the model. All ranks start from rank 0's dense weights.

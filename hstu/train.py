@@ -36,7 +36,8 @@ def main() -> None:
     device = initialize_ranks(config.trainer.world_size, config.trainer.device)
     log_to_file(config.trainer.run_dir)
     write_config(config, config.trainer.run_dir)
-    seed_all(config.trainer.seed)
+    # Every rank initialises its own shards of the tables, and draws its own dropout; the dense weights are rank 0's.
+    seed_all(config.trainer.seed + dist.get_rank())
 
     train_loader, eval_loader = train_and_eval_loaders(config.dataset, config.trainer, device)
     dataset: Any = train_loader.dataset
@@ -46,7 +47,6 @@ def main() -> None:
         num_tasks=config.dataset.num_tasks,
     )
     model = build_model(model_config, config.optimizer, device)
-    seed_all(config.trainer.seed + dist.get_rank())  # dropout differs between ranks
     trains_balanced = config.trainer.enable_balanced_shuffler
     shuffler = build_shuffler(config, model_config, balances=trains_balanced)
     eval_shuffler = build_shuffler(config, model_config, balances=trains_balanced and config.trainer.shuffle_eval)

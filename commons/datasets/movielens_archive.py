@@ -185,16 +185,26 @@ def _shorten(line: str, limit: int = 80) -> str:
 
 def check_archive_output(output: Path) -> None:
     """Raise FileExistsError where writing an archive would replace something else."""
-    if output.suffix == ".zip":
-        blocked = output.is_dir()
-    else:
-        # A folder of other files is not ours to replace.
-        names = {path.name for path in output.iterdir()} if output.is_dir() else set()
-        blocked = output.is_file() or not names <= {"README", *FILE_NAMES}
-    if blocked:
+    if not output.exists():
+        return
+    is_kind = output.is_file() if output.suffix == ".zip" else output.is_dir()
+    if not is_kind or not _is_replaceable(output):
         raise FileExistsError(
-            f"{output} exists and is no earlier archive of this kind; it is not overwritten: give another path"
+            f"{output} exists and is no generated archive of this kind; it is not overwritten: give another path"
         )
+
+
+def _is_replaceable(archive: Path) -> bool:
+    """Whether an archive says of itself that it was generated, and holds nothing else; or is an empty folder."""
+    try:
+        if archive.is_dir():
+            names = {path.name for path in archive.iterdir()}
+            readme = (archive / "README").read_bytes() if names else GENERATED_MARK.encode(ENCODING)
+            return names <= {"README", *FILE_NAMES} and readme.startswith(GENERATED_MARK.encode(ENCODING))
+        with zipfile.ZipFile(archive) as members:
+            return members.read("ml-1m/README").startswith(GENERATED_MARK.encode(ENCODING))
+    except (OSError, KeyError, zipfile.BadZipFile, zlib.error):
+        return False
 
 
 def write_movielens_archive(output: Path, contents: Mapping[str, bytes]) -> None:

@@ -17,6 +17,9 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.pipeline.balanced import balanced
 
+# TorchRec's classes of these names work on CUDA streams.
+CUDA_PIPELINES = ("prefetch", "fused", "semi_sync")
+
 
 class TrainPipelineFactory:
     """Registry of pipelines.

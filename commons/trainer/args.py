@@ -51,7 +51,7 @@ class TrainerArgs:
     """Where ranks run; "auto" takes GPUs where every rank can have one, else the CPU."""
 
     pipeline_type: str = "native"
-    """Name of a pipeline of TrainPipelineFactory."""
+    """Name of a pipeline of TrainPipelineFactory; "prefetch", "fused" and "semi_sync" need CUDA."""
 
     enable_balanced_shuffler: bool = False
     """Train balanced batches."""
@@ -139,7 +139,8 @@ class DatasetArgs:
     """One of commons.datasets.data_loader.list_datasets()."""
 
     max_history_seqlen: int
-    """The most items of a history; older ones are cut off."""
+    """The most items of a history; older ones are cut off. Random data draw history and candidates together, at most
+    max_history_seqlen + max_num_candidates."""
 
     dataset_path: str | None = None
     """The preprocessed file, or its folder; random data needs none."""

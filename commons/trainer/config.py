@@ -110,7 +110,10 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{path} ends in {path.suffix!r}; a config is a .toml, .yaml or .yml file: rename it")
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; --config names a TOML or YAML file: correct the path")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from None
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:

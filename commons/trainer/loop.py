@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.pipeline import TrainPipelineFactory
+from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.args import TrainerArgs
 from commons.trainer.evaluation import Metrics, StepOutput, evaluate
@@ -69,6 +69,11 @@ class TrainingLoop:
             raise ValueError(
                 "eval_loader and eval_shuffler go together, and eval_shuffler is not the shuffler of training; an "
                 "evaluation agrees on the end of its own data: give both or none"
+            )
+        if device.type == "cpu" and args.pipeline_type in CUDA_PIPELINES:
+            raise ValueError(
+                f"pipeline_type is {args.pipeline_type!r}, the device is the CPU; TorchRec's pipeline of that name "
+                "needs CUDA streams: choose 'native' or 'none'"
             )
         self._args = args
         self._model = model

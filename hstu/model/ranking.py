@@ -143,10 +143,10 @@ def stack_labels(labels: KeyedJaggedTensor | torch.Tensor | None, num_tasks: int
             "num_tasks or the labels"
         )
     values = labels.values()
-    if values.numel() != num_tasks * num_predictions:
+    if labels.length_per_key() != [num_predictions] * num_tasks:
         raise ValueError(
-            f"labels have {values.numel()} values for {num_tasks} tasks and {num_predictions} predictions; a task has "
-            "one label per candidate or, without candidates, one per item: give the labels these lengths"
+            f"labels have {labels.length_per_key()} values for {num_tasks} tasks and {num_predictions} predictions; a "
+            "task has one label per candidate or, without candidates, one per item: give the labels these lengths"
         )
     return values.view(num_tasks, num_predictions).t()
 

@@ -324,7 +324,7 @@ def test_labels_that_do_not_fit_are_named():
     assert stack_labels(labels, 2, 3).shape == (3, 2)
     with pytest.raises(ValueError, match=r"labels have keys \['task_0', 'task_1'\], the model has 3 tasks"):
         stack_labels(labels, 3, 2)
-    with pytest.raises(ValueError, match="labels have 6 values for 2 tasks and 4 predictions"):
+    with pytest.raises(ValueError, match=r"labels have \[3, 3\] values for 2 tasks and 4 predictions"):
         stack_labels(labels, 2, 4)
 
 

@@ -157,3 +157,23 @@ def test_the_latest_movies_tell_what_comes_next(histories):
     mean = {name: np.mean(values) for name, values in log_ranks.items()}
     assert mean["history"] < mean["popularity"] - 0.25
     assert mean["latest"] < mean["history"] - 0.1
+
+
+def test_what_was_not_generated_is_not_replaced(tmp_path):
+    precious = tmp_path / "ml-1m.zip"
+    with zipfile.ZipFile(precious, "w") as archive:
+        archive.writestr("ml-1m/README", "SUMMARY of the published archive")
+        archive.writestr("ml-1m/ratings.dat", "1::1193::5::978300760\n")
+    other = tmp_path / "notes.zip"
+    other.write_bytes(b"x")
+    folder = tmp_path / "ml-1m"
+    folder.mkdir()
+    (folder / "README").write_text("SUMMARY")
+    (folder / "ratings.dat").write_text("1::1193::5::978300760\n")
+    for path in (precious, other, folder):
+        with pytest.raises(FileExistsError, match="is no generated archive"):
+            generate_movielens(path, num_users=30)
+    assert zipfile.ZipFile(precious).namelist() == ["ml-1m/README", "ml-1m/ratings.dat"]
+    again = tmp_path / "generated.zip"
+    for _ in range(2):  # its own earlier archive it does replace
+        generate_movielens(again, num_users=30)
