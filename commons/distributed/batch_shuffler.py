@@ -27,7 +27,7 @@ from commons.distributed.shuffle_session import PlannedExchange, PreparedShuffle
 from commons.distributed.stats import ShuffleStats, stats_of_plan
 from commons.distributed.verification import checksums, verify_rows
 from commons.distributed.worker import DaemonWorker
-from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, row_fields
+from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, row_counts, row_fields
 from commons.sequence_batch.schema import BatchSchema, register_batch_type
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class ShuffleHandle:
         self._finished = True
         self._future.exception()
 
-    def _take(self, batch: Any) -> None:
+    def _take(self, batch: Any) -> _Described:
         """Check that the handle may be finished with this batch, and mark it used."""
         if self._finished:
             raise ValueError(f"the handle of step {self.step} is used twice; a shuffle is finished once: start another")
@@ -121,6 +121,7 @@ class ShuffleHandle:
                 "finish a shuffle with the batch it was started with"
             )
         self._finished = True
+        return described
 
 
 class BaseTaskBalancedBatchShuffler(ABC):
@@ -236,8 +237,9 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if self._closed:
             raise RuntimeError("the shuffler is closed; it cannot start another shuffle: make a new one")
         session = self._session(pg_group)
-        mine = RankInput(error=error) if batch is None or error is not None else self._describe(batch)
-        described = _describe_rows(batch) if batch is not None and mine.error is None else None
+        mine, described = RankInput(error=error), None
+        if batch is not None and error is None:
+            mine, described = self._describe(batch)
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
             future = self._worker.submit(lambda: session.prepare(step, mine))
@@ -266,13 +268,13 @@ class BaseTaskBalancedBatchShuffler(ABC):
                 f"handle is a {type(handle).__name__}; finish needs what start_shuffle returned: start first"
             )
         prepared = handle.prepared()
-        handle._take(batch)
+        described = handle._take(batch)
         if prepared.schema is None:
             raise ValueError(f"no rank has a batch at step {handle.step}; the data has ended: check handle.ended first")
         started = time.perf_counter()
         planned = prepared.planned
         if planned is None:
-            return batch if batch_rows(batch) else _padding_batch(prepared.schema, batch)
+            return batch if described.rows else _padding_batch(prepared.schema, batch)
         result, bytes_sent = self._exchange(batch, handle, planned)
         handle.stats = self.last_stats = stats_of_plan(
             planned.plan,
@@ -326,20 +328,21 @@ class BaseTaskBalancedBatchShuffler(ABC):
             self._sessions[group] = ShuffleSession(group, self.options, type(self).__name__)
         return self._sessions[group]
 
-    def _describe(self, batch: Any) -> RankInput:
-        """What this rank brings; a mistake becomes part of it, so that every rank raises it."""
+    def _describe(self, batch: Any) -> tuple[RankInput, _Described | None]:
+        """What this rank brings, a mistake included, so that all raise it; and what tells its batch from others."""
         try:
             schema = BatchSchema.of(batch)
             register_batch_type(type(batch))
-            rows, real = batch_rows(batch), real_rows(batch)
+            described = _describe_rows(batch)
+            rows, real = described.rows, described.real_rows
             if self.options.mode == "off":
-                return RankInput(schema, rows, real)
+                return RankInput(schema, rows, real), described
             jagged = [value for _, value in row_fields(batch) if isinstance(value, KeyedJaggedTensor)]
             lengths = [value.lengths().view(len(value.keys()), rows) for value in jagged]
             num_values = tuple(value.values().numel() for value in jagged)
-            return _copy_to_host(schema, rows, real, self.get_workloads(batch), lengths, num_values)
+            return _copy_to_host(schema, rows, real, self.get_workloads(batch), lengths, num_values), described
         except Exception as error:
-            return RankInput(error=error)
+            return RankInput(error=error), None
 
     def _exchange(self, batch: T, handle: ShuffleHandle, planned: PlannedExchange) -> tuple[T, int]:
         """Exchange and, if asked for, verify; returns the batch to train and the bytes sent."""
@@ -400,7 +403,7 @@ def _describe_rows(batch: Any) -> _Described:
         value.values().numel() if isinstance(value, KeyedJaggedTensor) else value.numel()
         for _, value in row_fields(batch)
     )
-    return _Described(type(batch).__name__, batch_rows(batch), real_rows(batch), sizes)
+    return _Described(type(batch).__name__, *row_counts(batch), sizes)
 
 
 def _padding_batch(schema: BatchSchema, batch: Any) -> Any:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from commons.distributed.payload import PayloadLayout
-from commons.perf_model.shuffle_plan import ShufflePlan
+from commons.perf_model.shuffle_plan import ShufflePlan, sum_by_rank
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def route_rows(plan: ShufflePlan, lengths: np.ndarray, layout: PayloadLayout, ra
     moved = np.flatnonzero(plan.moves)
     moved = moved[np.lexsort((local_row[moved], destination[moved], home[moved]))]  # sender, receiver, row
     sent = moved[home[moved] == rank]
-    input_splits = _sums(destination[sent], words_of_row[sent], num_ranks)
+    input_splits = sum_by_rank(destination[sent], words_of_row[sent], num_ranks)
     output_from = moved[destination[moved] == rank]
-    output_splits = _sums(home[output_from], words_of_row[output_from], num_ranks)
+    output_splits = sum_by_rank(home[output_from], words_of_row[output_from], num_ranks)
 
     if all_gather:
         arrived, gather_words, arrived_lengths, first_segment = _gathered_blocks(
@@ -153,7 +153,7 @@ def _gathered_blocks(
         segment within the region.
     """
     num_segments = row_words.shape[1]
-    block_words = _sums(home[moved], words_of_row[moved], num_ranks)
+    block_words = sum_by_rank(home[moved], words_of_row[moved], num_ranks)
     gather_words = int(block_words.max(initial=0))
     rows_per_sender = np.bincount(home[moved], minlength=num_ranks)
     # Sender k's rows come after k pads of the blocks before it.
@@ -163,9 +163,3 @@ def _gathered_blocks(
     lengths[pad_segment] = gather_words - block_words
     lengths[(first_segment[:, None] + np.arange(num_segments)).ravel()] = row_words[moved].ravel()
     return moved, gather_words, lengths, first_segment
-
-
-def _sums(rank: np.ndarray, words: np.ndarray, num_ranks: int) -> np.ndarray:
-    totals = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(totals, rank, words)
-    return totals

@@ -16,7 +16,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.sequence_batch.fields import RowField, batch_device, batch_rows, row_fields
+from commons.sequence_batch.fields import RowField, batch_device, row_counts, row_fields
 from commons.sequence_batch.jagged import select_kjt_rows
 
 B = TypeVar("B", bound="BaseBatch")
@@ -52,14 +52,7 @@ class BaseBatch(Pipelineable):
     actual_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        rows = batch_rows(self)
-        if self.actual_batch_size is None:
-            self.actual_batch_size = rows
-        if not 0 <= self.actual_batch_size <= rows:
-            raise ValueError(
-                f"actual_batch_size is {self.actual_batch_size}, batch_size is {rows}; real rows are counted within "
-                "the batch: give a number between 0 and batch_size"
-            )
+        _, self.actual_batch_size = row_counts(self)
         unknown = [name for name in self.contextual_feature_names if name not in self.features.keys()]
         if unknown:
             raise ValueError(

@@ -99,18 +99,27 @@ def batch_rows(batch: Any) -> int:
     return next(iter(counts.values()))
 
 
-def real_rows(batch: Any) -> int:
-    """Number of rows that are no padding: `actual_batch_size` where the batch states it, else all rows."""
+def row_counts(batch: Any) -> tuple[int, int]:
+    """Rows of a batch with padding, and real ones: `actual_batch_size` where the batch states it, else all.
+
+    Raises:
+        TypeError, ValueError: as `batch_rows`; also an `actual_batch_size` outside the batch.
+    """
     rows = batch_rows(batch)
     actual = getattr(batch, "actual_batch_size", None)
     if actual is None:
-        return rows
+        return rows, rows
     if not 0 <= actual <= rows:
         raise ValueError(
             f"actual_batch_size is {actual}, batch_size is {rows}; real rows are counted within the batch: give a "
             "number between 0 and batch_size"
         )
-    return int(actual)
+    return rows, int(actual)
+
+
+def real_rows(batch: Any) -> int:
+    """Number of rows that are no padding."""
+    return row_counts(batch)[1]
 
 
 def batch_device(batch: Any) -> torch.device:

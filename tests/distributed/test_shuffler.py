@@ -287,20 +287,14 @@ def test_a_rank_may_outgrow_the_first_batch(ranks):
 
 
 def _long_lengths():
-    lengths = torch.tensor([4096, 1, 2, 4096], dtype=torch.int32)
-    batch = random_batch(0, 4)
+    lengths = torch.tensor([4096, 1, 2, 4096], dtype=torch.int32).repeat(3)
     features = KeyedJaggedTensor(
-        keys=["user", "item", "action"], values=torch.zeros(3 * 4195), lengths=lengths.repeat(3)
+        keys=["user", "item", "action"], values=torch.zeros(int(lengths.sum())), lengths=lengths
     )
-    batch = dataclasses.replace(batch, features=dataclasses.replace(batch).features and _with_total(features))
+    batch = dataclasses.replace(random_batch(0, 4), features=features)
     with closing(SquareShuffler()) as shuffler:
         _, workloads = shuffler.shuffle(batch, return_workloads=True)
     return workloads.tolist()
-
-
-def _with_total(features):
-    total = int(features.lengths().sum())
-    return KeyedJaggedTensor(keys=features.keys(), values=torch.zeros(total), lengths=features.lengths())
 
 
 def test_int32_lengths_of_4096_do_not_overflow(two_ranks):
