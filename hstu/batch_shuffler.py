@@ -14,7 +14,7 @@ from commons.perf_model.task_estimator import HSTUAttentionTask
 
 @register_batch_shuffler("hstu")
 class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
-    """Balances the forward operations of an HSTU model.
+    """Balances the forward operations of an HSTU model or, with `options.calibration`, its measured time.
 
     The length of a row is the number of tokens that the model computes for it: the contextual features it has, its
     history and its candidates, the latter two doubled when actions are interleaved. A user with an empty history
@@ -50,8 +50,9 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         )
         self.action_interleaved = action_interleaved
         super().__init__(options, pg_group)
+        self.cost = self.calibrated(self.task)
 
     def get_workloads(self, batch: HSTUBatch) -> torch.Tensor:
-        """Forward operations of every row, int64 `(batch_size,)`."""
+        """Forward operations of every row or, with a calibration, its time: int64 `(batch_size,)`."""
         seqlen, num_targets = batch.sequence_lengths(self.action_interleaved)
-        return self.task.get_workloads(seqlen, num_targets)
+        return self.cost.get_workloads(seqlen, num_targets)

@@ -10,6 +10,7 @@ Config ─► ranks ─► data ─► model ─► optimizer ─► shuffler �
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from commons.trainer.errors import log_to_file, run_main
 from commons.trainer.launch import initialize_ranks, seed_all
 from commons.trainer.logging import write_config
 from commons.trainer.loop import TrainingLoop
+from hstu.flops import batch_training_flops, hstu_task
 from hstu.metrics import RankingMetrics
 from hstu.model import HSTURankingModel, RankingConfig
 from hstu.sharding import build_distributed_model, dense_parameters
@@ -60,6 +62,7 @@ def main() -> None:
         eval_shuffler=eval_shuffler,
         eval_loader=eval_loader,
         metrics=RankingMetrics(config.dataset.num_tasks, device=device),
+        flops=partial(batch_training_flops, hstu_task(model_config.hstu)),
     )
     loop.run()
     # Not after a failure: the worker may then wait for a rank that is gone.

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import tyro
 
+from commons.cli.calibrate import Calibrate
 from commons.cli.console import one_line, print_error
 from commons.cli.generate import Generate
 from commons.cli.preprocess import Preprocess
+from commons.cli.simulate import Simulate
 
 
 class Command(Protocol):
@@ -27,8 +30,10 @@ class Command(Protocol):
 
 
 _COMMANDS: dict[str, Callable[..., Command]] = {
+    "calibrate": Calibrate,
     "generate": Generate,
     "preprocess": Preprocess,
+    "simulate": Simulate,
 }
 
 _USAGE_ERROR = 2
@@ -45,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 for success and for help, 2 for a user's mistake, said in one line on stderr, 130 for Ctrl-C.
 
     """
+    _quiet_torch()
     try:
         command = _parse(sys.argv[1:] if argv is None else list(argv))
         if command is not None:
@@ -56,6 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error("interrupted")
         return _INTERRUPTED
     return 0
+
+
+def _quiet_torch() -> None:
+    """Let torch's own loggers show errors alone; their hints are for developers of torch."""
+    for handler in logging.getLogger("torch").handlers:
+        handler.setLevel(logging.ERROR)
 
 
 def _parse(argv: list[str]) -> Command | None:

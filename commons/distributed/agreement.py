@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,6 +13,7 @@ import torch
 
 from commons.distributed.control import ControlChannel
 from commons.distributed.options import ShufflerOptions
+from commons.perf_model.calibration import Calibration
 from commons.sequence_batch.schema import BatchSchema
 
 # The exception types that travel by name: a user's mistake raises the same type on every rank.
@@ -41,8 +43,9 @@ def agree(
     schema: BatchSchema | None,
     real_rows: int,
     error: Exception | None,
+    calibration: Calibration | None = None,
 ) -> Agreement:
-    """Compare schemas, options and versions over the ranks; a rank without data learns the schema.
+    """Compare schemas, options, calibrations and versions over the ranks; a rank without data learns the schema.
 
     Raises:
         ValueError: ranks differ; the message says which and in what.
@@ -52,6 +55,7 @@ def agree(
         "error": None if error is None else describe_error(error),
         "schema": None if schema is None else schema.to_json(),
         "options": json.loads(options.to_json()),
+        "calibrations": None if calibration is None else dataclasses.asdict(calibration),
         "shuffler": shuffler_type,
         "versions": {"evenrank": version("evenrank"), "torch": torch.__version__},
         "real_rows": real_rows,
@@ -59,7 +63,7 @@ def agree(
     }
     said = [json.loads(text) for text in channel.gather_text(json.dumps(mine), step)]
     raise_first_error([item["error"] for item in said], error)
-    for name in ("options", "shuffler", "versions"):
+    for name in ("options", "calibrations", "shuffler", "versions"):
         _require_equal(name, [item[name] for item in said])
     described = {rank: BatchSchema.from_json(item["schema"]) for rank, item in enumerate(said) if item["schema"]}
     if not described:
@@ -113,7 +117,7 @@ def _require_equal(name: str, values: list[Any]) -> None:
     for rank, value in enumerate(values):
         if value == values[0]:
             continue
-        if isinstance(value, dict):
+        if isinstance(value, dict) and isinstance(values[0], dict):
             keys = [key for key in value if value[key] != values[0].get(key)]
             shown = [{key: item.get(key) for key in keys} for item in (values[0], value)]
         else:

@@ -21,12 +21,15 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.batch_exchange import exchange_rows
+from commons.distributed.group_pool import payload_device
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.shuffle_session import PlannedExchange, PreparedShuffle, RankInput, ShuffleSession
-from commons.distributed.stats import ShuffleStats, stats_of_plan
+from commons.distributed.stats import ShuffleStats, ShuffleTimes, stats_of_plan
 from commons.distributed.verification import checksums, verify_rows
 from commons.distributed.worker import DaemonWorker
+from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
+from commons.perf_model.task_estimator import AttentionTask
 from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, row_counts, row_fields
 from commons.sequence_batch.schema import BatchSchema, register_batch_type
 
@@ -153,6 +156,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self._worker = DaemonWorker(f"evenrank-{type(self).__name__}")
         self._order = threading.Lock()
         self._closed = False
+        self._calibrated: CalibratedTask | None = None
+        self._calibration_error: Exception | None = None
         self.connect()
 
     def connect(self, pg_group: dist.ProcessGroup | None = None) -> None:
@@ -180,6 +185,27 @@ class BaseTaskBalancedBatchShuffler(ABC):
         Returns:
             int64 `(batch_size,)` on the device of the batch, not negative; the values of padding rows are ignored.
         """
+
+    def calibrated(self, task: AttentionTask) -> AttentionTask | CalibratedTask:
+        """What a subclass computes its workloads with: measured times if `options.calibration` is set, else the task.
+
+        To be called once, by the subclass' constructor after that of this class. A file that cannot be read, or was
+        measured on another model or device, is reported by the first shuffle, on every rank, since the ranks of other
+        machines may have a good one.
+
+        Args:
+            task: operations of the model.
+        """
+        if self.options.calibration is None or self.options.mode == "off":
+            return task
+        try:
+            calibration = load_calibration(self.options.calibration)
+            calibration.require_match(None, describe_device(self._device()))
+            self._calibrated = CalibratedTask(task, calibration)
+        except (OSError, ValueError) as error:
+            self._calibration_error = ValueError(f"calibration {self.options.calibration!r}: {error}")
+            return task
+        return self._calibrated
 
     def shuffle(
         self,
@@ -237,9 +263,10 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if self._closed:
             raise RuntimeError("the shuffler is closed; it cannot start another shuffle: make a new one")
         session = self._session(pg_group)
-        mine, described = RankInput(error=error), None
-        if batch is not None and error is None:
+        mine, described = RankInput(error=error or self._calibration_problem()), None
+        if batch is not None and mine.error is None:
             mine, described = self._describe(batch)
+        mine = dataclasses.replace(mine, calibrated=self._calibrated)
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
             future = self._worker.submit(lambda: session.prepare(step, mine))
@@ -279,11 +306,15 @@ class BaseTaskBalancedBatchShuffler(ABC):
         handle.stats = self.last_stats = stats_of_plan(
             planned.plan,
             handle.step,
+            ShuffleTimes(
+                gather_ms=prepared.gather_ms,
+                plan_ms=planned.plan_ms,
+                wait_ms=handle._wait_ms,
+                exchange_ms=(time.perf_counter() - started) * 1e3,
+            ),
             bytes_sent=bytes_sent,
-            gather_ms=prepared.gather_ms,
-            plan_ms=planned.plan_ms,
-            wait_ms=handle._wait_ms,
-            exchange_ms=(time.perf_counter() - started) * 1e3,
+            ranks_per_node=self.options.ranks_per_node,
+            units_per_ms=None if self._calibrated is None else self._calibrated.units_per_ms,
         )
         self._count_exceeded_cap(handle.stats)
         return result
@@ -321,6 +352,23 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if self._worker.stop(timeout=min(_CLOSE_SECONDS, self.options.timeout)):
             for session in self._sessions.values():
                 session.close()
+
+    def _device(self) -> torch.device:
+        """Where the group's batches are trained."""
+        group = resolve_process_group(self._pg_group)
+        if group is not None:
+            return payload_device(group)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _calibration_problem(self) -> Exception | None:
+        """Why the workloads are not the measured ones that were asked for."""
+        if self.options.calibration is None or self.options.mode == "off" or self._calibrated is not None:
+            return None
+        return self._calibration_error or ValueError(
+            f"calibration is {self.options.calibration!r}, but {type(self).__name__} does not compute its workloads "
+            "with self.calibrated(task); its costs stay as they are: remove the option, or use calibrated() in its "
+            "constructor"
+        )
 
     def _session(self, pg_group: dist.ProcessGroup | None) -> ShuffleSession:
         group = resolve_process_group(pg_group if pg_group is not None else self._pg_group)

@@ -39,6 +39,7 @@ class ControlChannel:
         rank: this process' rank in the group.
         world_size: ranks in the group.
         payload_group: the group for rows; None for a group of one.
+        generation: how many channels over the same ranks there were before; the same on all of them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
@@ -49,7 +50,7 @@ class ControlChannel:
         self._group: dist.ProcessGroup | None = None
         self._groups: GroupPair | None = None
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
-        self._generation = next(_GENERATIONS[tuple(self.members)])
+        self.generation = next(_GENERATIONS[tuple(self.members)])
         if self.world_size > 1:
             assert group is not None  # noqa: S101  there are several ranks
             self._groups = acquire_groups(group, timeout)
@@ -113,7 +114,7 @@ class ControlChannel:
             raise RankMissingError(self._roll_call(step, what)) from error
 
     def _key(self, step: int, what: str) -> str:
-        return f"evenrank/{'_'.join(map(str, self.members))}/{self._generation}/{what}/{step}"
+        return f"evenrank/{'_'.join(map(str, self.members))}/{self.generation}/{what}/{step}"
 
     @staticmethod
     def _store_has(key: str) -> bool:

@@ -29,6 +29,8 @@ class ShufflerOptions:
         ranks_per_node: ranks that share a node; rows that leave a node count four times. None: nodes are not looked at.
         max_tokens_per_rank: cap on the tokens of a rank; where no plan keeps it, the one exceeding it least is taken.
         min_gain: when less than this fraction of the largest load would be gained, nobody moves; 0 switches that off.
+        min_gain_ms: the same gate in milliseconds of a step; needs a calibration, without which loads are no times.
+        calibration: a file of `evenrank calibrate`; workloads are then measured times instead of operations. None: off.
         timeout: seconds after which a rank that does not take part is reported.
         verify: compare a checksum of every row before and after; for debugging, it waits for the device.
 
@@ -44,6 +46,8 @@ class ShufflerOptions:
     ranks_per_node: int | None = None
     max_tokens_per_rank: int | None = None
     min_gain: float = 0.0
+    min_gain_ms: float = 0.0
+    calibration: str | None = None
     timeout: float = 600.0
     verify: bool = False
 
@@ -53,6 +57,12 @@ class ShufflerOptions:
         _require_one_of("transport", self.transport, get_args(Transport))
         _require_range("slack", self.slack, 0.0, math.inf)
         _require_range("min_gain", self.min_gain, 0.0, 1.0)
+        _require_range("min_gain_ms", self.min_gain_ms, 0.0, math.inf)
+        if self.min_gain_ms and self.calibration is None:
+            raise ValueError(
+                f"min_gain_ms is {self.min_gain_ms} and calibration is None; only calibrated loads are times: run "
+                "`evenrank calibrate` and name its file, or set min_gain, a fraction"
+            )
         if not (isinstance(self.timeout, (int, float)) and 0 < self.timeout < math.inf):
             raise ValueError(f"timeout is {self.timeout!r}; it is a number of seconds above 0: raise it")
         for name in ("ranks_per_node", "max_tokens_per_rank"):
@@ -73,5 +83,5 @@ def _require_one_of(name: str, value: Any, allowed: Any) -> None:
 def _require_range(name: str, value: Any, low: float, high: float) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not low <= value <= high or math.isinf(value):
-        limit = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"a finite fraction of at least {low:g}"
+        limit = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"a finite number of at least {low:g}"
         raise ValueError(f"{name} is {value!r}; it must be {limit}: correct it")

@@ -21,7 +21,9 @@ from commons.distributed.control import ControlChannel, RankMissingError
 from commons.distributed.group_pool import payload_device
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
+from commons.distributed.peer_calibration import require_equal_among_peers
 from commons.distributed.row_routes import RowRoutes, route_rows
+from commons.perf_model.calibration import CalibratedTask
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 from commons.sequence_batch.schema import BatchSchema
@@ -43,6 +45,7 @@ class RankInput:
         num_values: values that each of these fields holds.
         copied: the event after which host copies from a device are complete.
         error: what went wrong on this rank so far.
+        calibrated: what makes times of the workloads; None where they are operations.
     """
 
     schema: BatchSchema | None = None
@@ -53,6 +56,7 @@ class RankInput:
     num_values: tuple[int, ...] = ()
     copied: torch.Event | None = None
     error: Exception | None = None
+    calibrated: CalibratedTask | None = None
 
 
 @dataclass(frozen=True)
@@ -169,21 +173,30 @@ class ShuffleSession:
         gather_ms = (time.perf_counter() - started) * 1e3
         rows_before = int(table[: self.channel.rank, 2].sum())
         self._require_rows(agreed, table)
-        planned = None if self._options.mode == "off" else self._plan_exchange(step, agreed, table)
+        planned = None if self._options.mode == "off" else self._plan_exchange(step, agreed, table, mine.calibrated)
         return PreparedShuffle(agreed.schema, rows_before, planned, gather_ms)
 
-    def _plan_exchange(self, step: int, agreed: _Agreed, table: np.ndarray) -> PlannedExchange:
+    def _plan_exchange(
+        self, step: int, agreed: _Agreed, table: np.ndarray, calibrated: CalibratedTask | None
+    ) -> PlannedExchange:
         started = time.perf_counter()
         gathered, lengths = _unpack(agreed.schema, table)
-        plan = self._plan(agreed, gathered)
+        plan = self._plan(agreed, gathered, 1 if calibrated is None else calibrated.units_per_ms)
         self._compare(step, plan)
         routes = route_rows(plan, lengths, agreed.layout, self.channel.rank, self._all_gather)
         arrays = prepare_arrays(routes, agreed.layout, self._pin_memory)
         return PlannedExchange(plan, agreed.layout, routes, arrays, (time.perf_counter() - started) * 1e3)
 
     def _agree(self, step: int, mine: RankInput) -> _Agreed | None:
+        error, calibration = mine.error, None
+        if mine.calibrated is not None:
+            calibration = mine.calibrated.calibration
+            try:
+                require_equal_among_peers(calibration, self.channel.generation, self._options.timeout)
+            except Exception as caught:
+                error = error or caught
         agreement = agree(
-            self.channel, step, self._options, self._shuffler_type, mine.schema, mine.real_rows, mine.error
+            self.channel, step, self._options, self._shuffler_type, mine.schema, mine.real_rows, error, calibration
         )
         if agreement.schema is None:
             return None
@@ -234,7 +247,7 @@ class ShuffleSession:
                 return table
             self._capacity = largest + largest // 4
 
-    def _plan(self, agreed: _Agreed, gathered: GatheredRows) -> ShufflePlan:
+    def _plan(self, agreed: _Agreed, gathered: GatheredRows, units_per_ms: int) -> ShufflePlan:
         options = self._options
         plan = plan_shuffle(
             gathered,
@@ -244,6 +257,7 @@ class ShuffleSession:
             ranks_per_node=options.ranks_per_node,
             max_tokens=options.max_tokens_per_rank,
             min_gain=options.min_gain,
+            min_gain_load=round(options.min_gain_ms * units_per_ms),
             carry_out=options.mode == "balance",
             pads=agreed.pads,
         )

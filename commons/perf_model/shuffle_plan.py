@@ -64,7 +64,7 @@ class ShufflePlan:
         planned: int64 `(N,)`, the destination that balancing alone asks for; differs from `destination` when a plan was
             made but not carried out (mode "observe", or a gain below the gate).
         lower_bound: no plan can have a smaller largest load.
-        gated: a better plan was found and its gain was below `min_gain`.
+        gated: a better plan was found and its gain was below the gate.
         excess_tokens: how far the fullest rank exceeds the token cap; 0 where the cap is kept or there is none.
         pads: whether results are padded to the rows that a rank brought; False for batches that cannot state padding.
     """
@@ -157,6 +157,7 @@ def plan_shuffle(
     ranks_per_node: int | None = None,
     max_tokens: int | None = None,
     min_gain: float = 0.0,
+    min_gain_load: int = 0,
     carry_out: bool = True,
     pads: bool = True,
 ) -> ShufflePlan:
@@ -173,6 +174,7 @@ def plan_shuffle(
         ranks_per_node: ranks that share a node; rows leaving a node count more.
         max_tokens: cap on the tokens of a rank. Where none can keep it, the plan that exceeds it least is taken.
         min_gain: fraction of the largest load that must be gained, else nobody moves; 0 switches the gate off.
+        min_gain_load: the same as a load; the stricter of both counts.
         carry_out: False to plan without moving anything.
         pads: whether results may be padded.
     """
@@ -198,7 +200,8 @@ def plan_shuffle(
     relieves_memory = excess_after < excess_before
     if not relieves_memory and (after >= before or excess_after > excess_before):
         planned = gathered.home
-    gated = not relieves_memory and after < before and (before - after) / before < min_gain
+    gain = before - after
+    gated = not relieves_memory and gain > 0 and (gain / before < min_gain or gain < min_gain_load)
     moves = carry_out and not gated
     destination = planned if moves else gathered.home
     return ShufflePlan(

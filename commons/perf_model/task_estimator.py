@@ -8,7 +8,7 @@ them. All arithmetic is in int64 or in Python integers: an int32 length of 4096 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -18,8 +18,22 @@ IntLike = TypeVar("IntLike", int, np.ndarray, torch.Tensor)
 
 _INT64_MAX = 2**63 - 1
 
+# The backward pass of a matrix product is two of the same size, one for each of its factors.
+_PASSES_OF_TRAINING = 3
 
-def attention_pairs(seqlen: Any, num_targets: Any = 0, *, causal: bool = True, target_group_size: int = 1) -> Any:
+
+def training_flops(forward_flops: IntLike) -> IntLike:
+    """Operations of the forward and the backward pass: three times those of the forward pass.
+
+    Operations that are done a second time to save memory (activation checkpointing, the scores of a fused attention)
+    do not count, as usual in the utilisation of a model (Chowdhery et al. 2022, "PaLM", appendix B).
+    """
+    return _PASSES_OF_TRAINING * forward_flops
+
+
+def attention_pairs(
+    seqlen: Any, num_targets: Any = 0, num_contextual: Any = 0, *, causal: bool = True, target_group_size: int = 1
+) -> Any:
     """Number of (query, key) pairs that the attention mask keeps.
 
     Full attention keeps L². Under a causal mask, with the last T tokens being targets in groups of g, a history token
@@ -27,11 +41,14 @@ def attention_pairs(seqlen: Any, num_targets: Any = 0, *, causal: bool = True, t
 
         (L − T)(L − T + 1) ÷ 2  +  T·(L − T)  +  T·(g + 1) ÷ 2
 
-    which is L(L + 1) ÷ 2 without targets. A last group of r < g targets keeps r(r + 1) ÷ 2 pairs within itself.
+    which is L(L + 1) ÷ 2 without targets. A last group of r < g targets keeps r(r + 1) ÷ 2 pairs within itself. Where
+    the first C tokens see all but the targets, C·(L − T) − C(C + 1) ÷ 2 pairs are added.
 
     Args:
         seqlen: tokens per row, targets included; an int or an integer array or tensor.
         num_targets: targets per row, of the same kind.
+        num_contextual: tokens at the front of a row that are exempt from the causal mask, of the same kind; 0 for a
+            mask that treats contextual tokens as history.
         causal: whether the mask is causal.
         target_group_size: targets that may see one another.
 
@@ -43,7 +60,8 @@ def attention_pairs(seqlen: Any, num_targets: Any = 0, *, causal: bool = True, t
     history = seqlen - num_targets
     groups, rest = num_targets // target_group_size, num_targets % target_group_size
     within_groups = groups * (target_group_size * (target_group_size + 1) // 2) + rest * (rest + 1) // 2
-    return history * (history + 1) // 2 + num_targets * history + within_groups
+    beyond_causal = num_contextual * history - num_contextual * (num_contextual + 1) // 2
+    return history * (history + 1) // 2 + num_targets * history + within_groups + beyond_causal
 
 
 def hstu_layer_flops(seqlen: Any, pairs: Any, *, hidden_size: int, num_heads: int, head_dim: int) -> Any:
@@ -66,20 +84,29 @@ def transformer_layer_flops(
     num_query_groups: int,
     ffn_hidden_size: int,
     gated_ffn: bool,
+    num_experts: int = 1,
+    num_active_experts: int = 1,
 ) -> Any:
     """Forward operations of one transformer layer (Vaswani et al. 2017), grouped queries and gated FFN allowed.
 
     With p = heads · head_dim and G query groups: the Q, K, V projections 2·L·h·(H + 2G)·d, attention 4·p·pairs, the
-    output projection 2·L·p·h, and the feed-forward block 4·L·h·f, or 6·L·h·f when gated.
+    output projection 2·L·p·h, and the feed-forward block 4·L·h·f, or 6·L·h·f when gated. With experts (Shazeer et al.
+    2017) a token passes k feed-forward blocks and, where there is a choice, a router of 2·L·h·experts.
     """
     projected = num_heads * head_dim
     qkv = 2 * hidden_size * (num_heads + 2 * num_query_groups) * head_dim
-    ffn = (6 if gated_ffn else 4) * hidden_size * ffn_hidden_size
-    return (qkv + 2 * projected * hidden_size + ffn) * seqlen + 4 * projected * pairs
+    ffn = (6 if gated_ffn else 4) * hidden_size * ffn_hidden_size * num_active_experts
+    router = 2 * hidden_size * num_experts if num_experts > 1 else 0
+    return (qkv + 2 * projected * hidden_size + ffn + router) * seqlen + 4 * projected * pairs
+
+
+def vocabulary_head_flops(num_tokens: Any, *, hidden_size: int, vocab_size: int) -> Any:
+    """Forward operations of a head that scores a vocabulary: 2·L·h·V for L tokens."""
+    return 2 * hidden_size * vocab_size * num_tokens
 
 
 @dataclass(frozen=True)
-class _AttentionTask(ABC):
+class AttentionTask(ABC):
     """Dimensions of a stack of attention layers."""
 
     hidden_size: int
@@ -88,29 +115,42 @@ class _AttentionTask(ABC):
     num_layers: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in self.__dict__.items():
-            if isinstance(value, bool) or value is None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(item.default, bool) or value is None:
                 continue
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; a model dimension must be a positive integer: correct it")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{item.name} is {value!r}; a model dimension must be a positive integer: correct it")
 
     @abstractmethod
-    def _layer_flops(self, seqlen: Any, num_targets: Any) -> Any:
-        """Forward operations of one layer, for lengths and targets of one kind."""
+    def _pairs(self, seqlen: Any, num_targets: Any, num_contextual: Any) -> Any:
+        """Pairs that the mask of one layer keeps, for numbers of one kind."""
+
+    @abstractmethod
+    def forward_flops(self, tokens: Any, pairs: Any) -> Any:
+        """Forward operations of the whole stack, for numbers of one kind, of rows or summed over rows.
+
+        Args:
+            tokens: tokens that the model computes.
+            pairs: (query, key) pairs that the mask of a layer keeps, see `tokens_and_pairs`.
+        """
 
     @overload
-    def get_workloads(self, seqlen: int, num_targets: int | None = None) -> int: ...
+    def get_workloads(self, seqlen: int, num_targets: int | None = None, num_contextual: int | None = None) -> int: ...
     @overload
-    def get_workloads(self, seqlen: torch.Tensor, num_targets: torch.Tensor | None = None) -> torch.Tensor: ...
+    def get_workloads(
+        self, seqlen: torch.Tensor, num_targets: torch.Tensor | None = None, num_contextual: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
     @overload
-    def get_workloads(self, seqlen: Any, num_targets: Any = None) -> np.ndarray: ...
-    def get_workloads(self, seqlen: Any, num_targets: Any = None) -> Any:
+    def get_workloads(self, seqlen: Any, num_targets: Any = None, num_contextual: Any = None) -> np.ndarray: ...
+    def get_workloads(self, seqlen: Any, num_targets: Any = None, num_contextual: Any = None) -> Any:
         """Forward operations per row.
 
         Args:
             seqlen: tokens that the model computes for a row (context, interleaved history and targets): an int, or
                 integers `(batch_size,)` of any dtype as tensor, array or list.
             num_targets: how many of the last tokens are targets, of the same shape; none if not given.
+            num_contextual: how many of the first tokens see all but the targets, of the same shape; none if not given.
 
         Returns:
             int for an int, an int64 tensor on the same device for a tensor, an int64 array for an array or a list.
@@ -119,44 +159,61 @@ class _AttentionTask(ABC):
             TypeError: lengths that are no integers.
             ValueError: on the host: a negative length, more targets than tokens, or a result beyond int64.
         """
-        lengths, targets = (
-            _as_int64(seqlen, "seqlen"),
-            _as_int64(0 if num_targets is None else num_targets, "num_targets"),
-        )
-        if isinstance(lengths, torch.Tensor) and not isinstance(targets, torch.Tensor):
-            targets = torch.as_tensor(targets, device=lengths.device)
-        self._check(lengths, targets)
-        return self.num_layers * self._layer_flops(lengths, targets)
+        lengths, pairs = self.tokens_and_pairs(seqlen, num_targets, num_contextual)
+        return self.forward_flops(lengths, pairs)
 
-    def _check(self, lengths: Any, targets: Any) -> None:
+    def tokens_and_pairs(self, seqlen: Any, num_targets: Any = None, num_contextual: Any = None) -> tuple[Any, Any]:
+        """Tokens per row, and the (query, key) pairs that the mask of a layer keeps: what a cost is made of.
+
+        Args:
+            seqlen: as for `get_workloads`.
+            num_targets: as for `get_workloads`.
+            num_contextual: as for `get_workloads`.
+
+        Returns:
+            Both as int for an int, int64 tensors for a tensor, int64 arrays for an array or a list.
+
+        Raises:
+            TypeError, ValueError: as for `get_workloads`.
+        """
+        lengths = _as_int64(seqlen, "seqlen")
+        targets = _as_int64(0 if num_targets is None else num_targets, "num_targets")
+        contextual = _as_int64(0 if num_contextual is None else num_contextual, "num_contextual")
+        if isinstance(lengths, torch.Tensor):
+            targets, contextual = (torch.as_tensor(part, device=lengths.device) for part in (targets, contextual))
+        self._check(lengths, targets, contextual)
+        return lengths, self._pairs(lengths, targets, contextual)
+
+    def _check(self, lengths: Any, targets: Any, contextual: Any) -> None:
         """Look at values that lie on the host; a device is not asked for its values."""
         if isinstance(lengths, torch.Tensor):
-            if lengths.device.type != "cpu" or targets.device.type != "cpu":
+            if any(part.device.type != "cpu" for part in (lengths, targets, contextual)):
                 return
-            lengths, targets = lengths.numpy(), targets.numpy()
-        lengths, targets = np.atleast_1d(lengths), np.atleast_1d(targets)
+            lengths, targets, contextual = lengths.numpy(), targets.numpy(), contextual.numpy()
+        lengths, targets, contextual = np.atleast_1d(lengths), np.atleast_1d(targets), np.atleast_1d(contextual)
         if lengths.size == 0:
             return
-        if lengths.min() < 0:
-            raise ValueError(f"seqlen holds {lengths.min()}; a length cannot be negative: correct the lengths")
-        if targets.size and targets.min() < 0:
-            raise ValueError(f"num_targets holds {targets.min()}; a count cannot be negative: correct it")
-        excess = targets - lengths
-        if excess.max() > 0:
-            row = int(excess.argmax())
-            raise ValueError(
-                f"row {row} has {lengths[row] + excess[row]} targets in {lengths[row]} tokens; targets are among the "
-                "tokens: give seqlen with its targets included"
-            )
+        _require_not_negative("seqlen", "a length", lengths)
+        _require_not_negative("num_targets", "a count", targets)
+        _require_not_negative("num_contextual", "a count", contextual)
+        for name, parts in (("targets", targets), ("targets and contextual tokens", targets + contextual)):
+            excess = parts - lengths
+            if excess.max() > 0:
+                row = int(excess.argmax())
+                raise ValueError(
+                    f"row {row} has {lengths[row] + excess[row]} {name} in {lengths[row]} tokens; {name} are among the "
+                    "tokens: give seqlen with all of them included"
+                )
         longest = int(lengths.max())
-        if self.num_layers * self._layer_flops(longest, 0) > _INT64_MAX:
+        # In Python's integers, which do not overflow; no mask keeps more than all pairs.
+        if self.forward_flops(longest, longest * longest) > _INT64_MAX:
             raise ValueError(
-                f"a row of {longest} tokens costs more than 2**63 operations; workloads are int64: check seqlen"
+                f"a row of {longest} tokens can cost more than 2**63 operations; workloads are int64: check seqlen"
             )
 
 
 @dataclass(frozen=True)
-class HSTUAttentionTask(_AttentionTask):
+class HSTUAttentionTask(AttentionTask):
     """Cost of a stack of HSTU layers.
 
     Args:
@@ -177,15 +234,20 @@ class HSTUAttentionTask(_AttentionTask):
     causal: bool = field(default=True, kw_only=True)
     target_group_size: int = field(default=1, kw_only=True)
 
-    def _layer_flops(self, seqlen: Any, num_targets: Any) -> Any:
-        pairs = attention_pairs(seqlen, num_targets, causal=self.causal, target_group_size=self.target_group_size)
-        return hstu_layer_flops(
-            seqlen, pairs, hidden_size=self.hidden_size, num_heads=self.num_heads, head_dim=self.head_dim
+    def _pairs(self, seqlen: Any, num_targets: Any, num_contextual: Any) -> Any:
+        return attention_pairs(
+            seqlen, num_targets, num_contextual, causal=self.causal, target_group_size=self.target_group_size
+        )
+
+    def forward_flops(self, tokens: Any, pairs: Any) -> Any:
+        """Forward operations of the whole stack; see AttentionTask."""
+        return self.num_layers * hstu_layer_flops(
+            tokens, pairs, hidden_size=self.hidden_size, num_heads=self.num_heads, head_dim=self.head_dim
         )
 
 
 @dataclass(frozen=True)
-class SelfAttentionTask(_AttentionTask):
+class SelfAttentionTask(AttentionTask):
     """Cost of a stack of transformer layers.
 
     Args:
@@ -197,9 +259,12 @@ class SelfAttentionTask(_AttentionTask):
         num_query_groups: key and value heads; num_heads if not given.
         gated_ffn: whether the feed-forward block is gated (three matrices instead of two).
         causal: whether attention is causal.
+        num_experts: feed-forward blocks of a layer that a router chooses from; 1 for none to choose.
+        num_active_experts: blocks that a token passes.
+        vocab_size: classes that the head scores for every token; none if not given.
 
     Raises:
-        ValueError: a dimension below 1, or query groups that do not divide the heads.
+        ValueError: a dimension below 1, query groups that do not divide the heads, or more active experts than experts.
 
     >>> SelfAttentionTask(hidden_size=4, num_heads=2, head_dim=2).get_workloads(2)
     816
@@ -209,26 +274,48 @@ class SelfAttentionTask(_AttentionTask):
     num_query_groups: int | None = field(default=None, kw_only=True)
     gated_ffn: bool = field(default=False, kw_only=True)
     causal: bool = field(default=True, kw_only=True)
+    num_experts: int = field(default=1, kw_only=True)
+    num_active_experts: int = field(default=1, kw_only=True)
+    vocab_size: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.num_active_experts > self.num_experts:
+            raise ValueError(
+                f"num_active_experts is {self.num_active_experts}, num_experts is {self.num_experts}; a token passes "
+                "some of the experts: raise num_experts"
+            )
         if self.num_query_groups is not None and self.num_heads % self.num_query_groups:
             raise ValueError(
                 f"num_query_groups is {self.num_query_groups}, num_heads is {self.num_heads}; the groups share the "
                 "heads evenly: choose a divisor"
             )
 
-    def _layer_flops(self, seqlen: Any, num_targets: Any) -> Any:
-        return transformer_layer_flops(
-            seqlen,
-            attention_pairs(seqlen, num_targets, causal=self.causal),
+    def _pairs(self, seqlen: Any, num_targets: Any, num_contextual: Any) -> Any:
+        return attention_pairs(seqlen, num_targets, num_contextual, causal=self.causal)
+
+    def forward_flops(self, tokens: Any, pairs: Any) -> Any:
+        """Forward operations of the whole stack; see AttentionTask."""
+        layer = transformer_layer_flops(
+            tokens,
+            pairs,
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
             num_query_groups=self.num_query_groups or self.num_heads,
             ffn_hidden_size=self.ffn_hidden_size or 4 * self.hidden_size,
             gated_ffn=self.gated_ffn,
+            num_experts=self.num_experts,
+            num_active_experts=self.num_active_experts,
         )
+        return self.num_layers * layer + vocabulary_head_flops(
+            tokens, hidden_size=self.hidden_size, vocab_size=self.vocab_size or 0
+        )
+
+
+def _require_not_negative(name: str, what: str, values: np.ndarray) -> None:
+    if values.min(initial=0) < 0:
+        raise ValueError(f"{name} holds {values.min()}; {what} cannot be negative: correct it")
 
 
 def _as_int64(value: Any, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -62,6 +63,12 @@ class TrainerArgs:
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
     """How batches are balanced."""
 
+    peak_tflops: float | None = None
+    """Peak rate of a device in TFLOPS, of which MFU is a fraction; None looks it up. Unknown devices have no MFU."""
+
+    tensorboard: bool = True
+    """Write the scalars of log.jsonl for TensorBoard too, to run_dir/tensorboard."""
+
     profile: bool = False
     """Record a trace of the steps from profile_step_start to profile_step_end."""
 
@@ -93,6 +100,10 @@ class TrainerArgs:
             if getattr(self, name) is not None:
                 require_at_least(name, getattr(self, name), 1)
         require_at_least("seed", self.seed, 0)
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise ValueError(
+                f"peak_tflops is {self.peak_tflops}; it is the positive rate of a device's data sheet: correct it"
+            )
         require_at_least("profile_step_start", self.profile_step_start, 0)
         if self.profile_step_end <= self.profile_step_start:
             raise ValueError(

@@ -23,17 +23,26 @@ from tqdm import tqdm
 
 from commons.distributed.stats import ShuffleStats
 
-# Fields of ShuffleStats that are averaged.
+# Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
 _AVERAGED = (
     "imbalance_before",
     "imbalance_after",
     "optimality_gap",
+    "moved",
+    "gated",
     "rows_moved",
     "token_fraction_moved",
+    "rows_moved_across_nodes",
+    "tokens_moved_across_nodes",
+    "bytes_sent",
     "gather_ms",
     "plan_ms",
     "wait_ms",
+    "hidden_fraction",
     "exchange_ms",
+    "predicted_saving",
+    "predicted_saving_ms",
+    "measured_saving_ms",
 )
 
 
@@ -76,18 +85,20 @@ class StatsMean:
     """Means of the shuffler's numbers over steps."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._counts = dict.fromkeys(_AVERAGED, 0)
         self._sums = dict.fromkeys(_AVERAGED, 0.0)
 
     def add(self, stats: ShuffleStats) -> None:
-        """Add a step."""
-        self._count += 1
+        """Add a step; what it does not know is left out."""
         for name in _AVERAGED:
-            self._sums[name] += getattr(stats, name)
+            value = getattr(stats, name)
+            if value is not None:
+                self._counts[name] += 1
+                self._sums[name] += value
 
     def means(self) -> dict[str, float]:
-        """By name; empty without any step."""
-        return {name: total / self._count for name, total in self._sums.items()} if self._count else {}
+        """By name, of what any step knew."""
+        return {name: self._sums[name] / count for name, count in self._counts.items() if count}
 
 
 @dataclass
@@ -99,12 +110,14 @@ class StepSums:
         loss_terms: number of terms.
         tokens: tokens of the batches, as they were loaded.
         rows: real rows of the batches, as they were loaded.
+        flops: operations of forward and backward pass; summed over ranks in float64, exact to 16 digits.
     """
 
     loss_sum: torch.Tensor | None = None
     loss_terms: int = 0
     tokens: int = 0
     rows: int = 0
+    flops: int = 0
 
     def add(self, loss_sum: torch.Tensor, loss_terms: int) -> None:
         """Add the loss of a step; nothing is read from the device."""
@@ -114,12 +127,14 @@ class StepSums:
 
     def all_reduce(self, device: torch.device) -> StepSums:
         """The sums over all ranks; waits for the device."""
-        counts = torch.tensor([0.0, self.loss_terms, self.tokens, self.rows], dtype=torch.float64, device=device)
+        counts = torch.tensor(
+            [0.0, self.loss_terms, self.tokens, self.rows, self.flops], dtype=torch.float64, device=device
+        )
         if self.loss_sum is not None:
             counts[0] = self.loss_sum
         dist.all_reduce(counts)
-        loss_sum, loss_terms, tokens, rows = counts.tolist()
-        return StepSums(torch.tensor(loss_sum, dtype=torch.float64), int(loss_terms), int(tokens), int(rows))
+        loss_sum, *others = counts.tolist()
+        return StepSums(torch.tensor(loss_sum, dtype=torch.float64), *map(int, others))
 
     @property
     def mean_loss(self) -> float:
@@ -151,14 +166,15 @@ class TrainSummary:
 
 
 class TrainLog:
-    """The progress bar and `<run_dir>/log.jsonl`; on other ranks than 0 it does nothing.
+    """The progress bar, `<run_dir>/log.jsonl` and scalars for TensorBoard; on other ranks than 0 it does nothing.
 
     Args:
         run_dir: folder of the run, made if missing; an earlier log is replaced.
         total_steps: steps of the run.
+        tensorboard: whether scalars are written to `<run_dir>/tensorboard` too.
     """
 
-    def __init__(self, run_dir: str | Path, total_steps: int) -> None:
+    def __init__(self, run_dir: str | Path, total_steps: int, tensorboard: bool = False) -> None:
         self.run_dir = Path(run_dir)
         self._enabled = dist.get_rank() == 0
         self._bar = tqdm(
@@ -173,6 +189,7 @@ class TrainLog:
         if self._enabled:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._file = (self.run_dir / "log.jsonl").open("w", encoding="utf-8")
+        self._scalars = self._open_scalars() if self._enabled and tensorboard else None
 
     def step(self, stats: ShuffleStats | None) -> None:
         """Move the bar by one step."""
@@ -188,6 +205,9 @@ class TrainLog:
         numbers = {name: None if value != value else value for name, value in record.items()}
         self._file.write(json.dumps(numbers) + "\n")
         self._file.flush()
+        if self._scalars is not None:
+            for name, value in record.items():
+                self._scalars.add_scalar(_scalar_tag(name), value, record["step"])
         if "loss" in record:
             self._show(loss=f"{record['loss']:.4f}", tokens=f"{_short(record['tokens_per_s'])}/s")
 
@@ -205,6 +225,15 @@ class TrainLog:
         self._bar.close()
         if self._enabled:
             self._file.close()
+        if self._scalars is not None:
+            self._scalars.close()
+
+    def _open_scalars(self) -> Any:
+        # Imported here: it takes half a second, and only rank 0 needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What an earlier run has written there is hidden, as its log is replaced.
+        return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=0)
 
     def summary(self, title: str, summary: TrainSummary) -> None:
         """Print the table at the end of a run."""
@@ -223,6 +252,7 @@ class TrainLog:
             before, after = summary.shuffle["imbalance_before"], summary.shuffle["imbalance_after"]
             table.add_row("imbalance (max ÷ mean − 1)", f"{before:.1%} → {after:.2%}")
             table.add_row("tokens moved", f"{summary.shuffle['token_fraction_moved']:.1%}")
+            table.add_row("largest load saved", _saving(summary.shuffle))
         table.add_row("log", str(self.run_dir / "log.jsonl"))
         Console().print(table)
 
@@ -234,6 +264,30 @@ def write_config(config: Any, run_dir: str | Path) -> None:
     path = Path(run_dir) / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def _scalar_tag(name: str) -> str:
+    """Where TensorBoard shows a number: evaluations, the shuffler and the rest apart.
+
+    >>> [_scalar_tag(name) for name in ("eval_auc", "imbalance_before", "loss")]
+    ['eval/auc', 'shuffle/imbalance_before', 'train/loss']
+    """
+    if name.startswith("eval_"):
+        return f"eval/{name.removeprefix('eval_')}"
+    return f"{'shuffle' if name in _AVERAGED else 'train'}/{name}"
+
+
+def _saving(shuffle: Mapping[str, float]) -> str:
+    """Predicted and measured saving of a step, as far as they are known.
+
+    >>> _saving({"predicted_saving": 0.21, "predicted_saving_ms": 80.0, "measured_saving_ms": 76.2})
+    '21.0 %, predicted 80.0 ms, measured 76.2 ms per step'
+    """
+    parts = [f"{100 * shuffle['predicted_saving']:.1f} %"]
+    for kind in ("predicted", "measured"):
+        if f"{kind}_saving_ms" in shuffle:
+            parts.append(f"{kind} {shuffle[f'{kind}_saving_ms']:.1f} ms")
+    return ", ".join(parts) + (" per step" if len(parts) > 1 else "")
 
 
 def _short(number: float) -> str:

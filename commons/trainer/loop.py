@@ -10,6 +10,7 @@ before the next evaluation: its last batch is trained before the model changes h
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from collections import deque
@@ -21,6 +22,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.stats import ShuffleStats
+from commons.perf_model.measured_saving import MeasuredSaving
+from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.args import TrainerArgs
@@ -49,6 +53,8 @@ class TrainingLoop:
         eval_loader: host batches of this rank; None for no evaluation.
         metrics: what an evaluation measures besides the loss.
         count: tokens of a host batch.
+        flops: operations of forward and backward pass on a host batch; None leaves TFLOPS and MFU out of the log.
+        compute_dtype: of the model's matrix products, for MFU.
     """
 
     def __init__(
@@ -64,6 +70,8 @@ class TrainingLoop:
         eval_loader: DataLoader[Any] | None = None,
         metrics: Metrics | None = None,
         count: Callable[[Any], int] = count_tokens,
+        flops: Callable[[Any], int] | None = None,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         if (eval_loader is None) != (eval_shuffler is None) or eval_shuffler is shuffler:
             raise ValueError(
@@ -82,6 +90,8 @@ class TrainingLoop:
         self._eval_loader = eval_loader
         self._metrics = metrics
         self._count = count
+        self._flops = flops
+        self._peak_flops = peak_flops_of(device, compute_dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
         pipeline: dict[str, Any] = {"model": model, "optimizer": optimizer, "device": device}
         self._pipeline = TrainPipelineFactory.create(args.pipeline_type, batch_shuffler=shuffler, **pipeline)
         if eval_shuffler is not None:
@@ -92,9 +102,12 @@ class TrainingLoop:
         self._evaluated_at = -1
         self._sums = StepSums()
         self._clock = StepClock(device)
-        self._stats, self._all_stats = StatsMean(), StatsMean()
-        # Rows and tokens of batches that are loaded but not trained.
-        self._loaded: deque[tuple[int, int]] = deque()
+        # Of the steps since the last line; None for a step that was not balanced.
+        self._stats: list[ShuffleStats | None] = []
+        self._all_stats = StatsMean()
+        # Rows, tokens and operations of batches that are loaded but not trained.
+        self._loaded: deque[tuple[int, int, int]] = deque()
+        self._saving = MeasuredSaving()
         self._profiler = StepProfiler(args, device)
         self._all_step_ms: list[float] = []
         self._all_tokens = 0
@@ -106,7 +119,7 @@ class TrainingLoop:
             ValueError: the loaders have no batch on any rank.
             Exception: an error of any rank's data or shuffler, on every rank.
         """
-        self._log = TrainLog(self._args.run_dir, self._total_steps())
+        self._log = TrainLog(self._args.run_dir, self._total_steps(), self._args.tensorboard)
         self._log.say(describe_ranks(self._device))
         self._summary = TrainSummary()
         try:
@@ -187,21 +200,21 @@ class TrainingLoop:
 
     def _watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._loaded.append((real_rows(batch), self._count(batch)))
+            flops = 0 if self._flops is None else self._flops(batch)
+            self._loaded.append((real_rows(batch), self._count(batch), flops))
             yield batch
 
     def _after_step(self, output: StepOutput) -> None:
         self._clock.end()
         self._step += 1
         # Rows move between ranks, but the rows of step n are those that all ranks loaded n-th.
-        rows, tokens = self._loaded.popleft() if self._loaded else (0, 0)
+        rows, tokens, flops = self._loaded.popleft() if self._loaded else (0, 0, 0)
         self._sums.rows += rows
         self._sums.tokens += tokens
+        self._sums.flops += flops
         self._sums.add(output.loss_sum, output.num_loss_tokens)
         stats = self._pipeline.last_stats
-        if stats is not None:
-            self._stats.add(stats)
-            self._all_stats.add(stats)
+        self._stats.append(stats)
         self._log.step(stats)
         self._profiler.step(self._step)
         if self._step % self._args.log_interval == 0:
@@ -212,7 +225,6 @@ class TrainingLoop:
         if not step_ms:
             return
         sums, self._sums = self._sums.all_reduce(self._device), StepSums()
-        stats, self._stats = self._stats, StatsMean()
         self._all_step_ms += step_ms
         self._all_tokens += sums.tokens
         self._summary.loss = sums.mean_loss
@@ -223,9 +235,34 @@ class TrainingLoop:
                 "tokens_per_s": sums.tokens / sum(step_ms) * 1e3,
                 "rows_per_s": sums.rows / sum(step_ms) * 1e3,
                 "step_ms": statistics.median(step_ms),
-                **stats.means(),
+                **self._rates(sums.flops, sum(step_ms)),
+                **self._take_stats(step_ms).means(),
             }
         )
+
+    def _rates(self, flops: float, total_ms: float) -> dict[str, float]:
+        """TFLOPS per rank and, where the device's peak is known, the utilisation of the model."""
+        if self._flops is None:
+            return {}
+        rate = flops / dist.get_world_size() / total_ms * 1e3
+        utilisation = {} if self._peak_flops is None else {"mfu": rate / self._peak_flops}
+        return {"tflops_per_rank": rate / 1e12, **utilisation}
+
+    def _take_stats(self, step_ms: list[float]) -> StatsMean:
+        """Means of the shuffler's numbers since the last line, completed by the time of the step that trained each."""
+        timed = [dataclasses.replace(stats, step_ms=ms) for stats, ms in zip(self._stats, step_ms) if stats is not None]
+        self._stats = []
+        for stats in timed:
+            self._saving.add(stats.largest_load_trained, stats.step_ms or 0.0)
+        ms_per_load = self._saving.ms_per_load()
+        mean = StatsMean()
+        for stats in timed:
+            if ms_per_load is not None:
+                saved = stats.largest_load_before - stats.largest_load_after
+                stats = dataclasses.replace(stats, measured_saving_ms=ms_per_load * saved)
+            mean.add(stats)
+            self._all_stats.add(stats)
+        return mean
 
     def _evaluate(self) -> None:
         """Evaluate without the training pipeline's changes to the model, which has no batch in flight."""

@@ -9,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 ROOT = Path(__file__).parents[2]
 QUIET_TORCHRUN = "commons.trainer.torchrun"
 TINY = [
@@ -93,6 +96,8 @@ def test_a_run_under_torchrun(tmp_path):
         "hstu.train",
         *TINY,
         "--trainer.enable-balanced-shuffler",
+        "--trainer.peak-tflops",
+        "0.5",
         "--trainer.run-dir",
         tmp_path,
     )
@@ -104,6 +109,14 @@ def test_a_run_under_torchrun(tmp_path):
     evaluations = [line for line in lines if "eval_loss" in line]
     assert [(line["step"], line["eval_rows"]) for line in evaluations] == [(4, 16), (6, 16)]
     assert all(0 <= line["eval_auc_task_0"] <= 1 for line in evaluations)
+    trained = [line for line in lines if "loss" in line]
+    assert all(line["tflops_per_rank"] > 0 for line in trained)
+    assert all(line["mfu"] == pytest.approx(line["tflops_per_rank"] / 0.5) for line in trained)
+    scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    logged = scalars.Scalars("shuffle/imbalance_before")
+    assert [event.step for event in logged] == [2, 4, 6]
+    assert [event.value for event in logged] == pytest.approx([line["imbalance_before"] for line in trained])
+    assert {"train/loss", "train/mfu", "eval/auc_task_0"} <= set(scalars.Tags()["scalars"])
     assert json.loads((tmp_path / "config.json").read_text())["trainer"]["enable_balanced_shuffler"] is True
 
 

@@ -92,6 +92,7 @@ def run_loop(run_dir, pipeline, counts, balance, shuffle_eval=False, **changes):
             eval_shuffler=shufflers[1],
             eval_loader=loader(counts[1][dist.get_rank()], 10),
             metrics=metrics,
+            flops=lambda batch: 10**15 * batch.actual_batch_size,
         )
         summary = loop.run()
     finally:
@@ -177,3 +178,14 @@ def load_unknown():
 def test_an_unknown_data_set(two_ranks):
     with pytest.raises(RankFailure, match="dataset_name is 'netflix'; known data sets are ml-1m, random: choose one"):
         two_ranks.run(load_unknown)
+
+
+def test_operations_are_those_of_the_rows_that_were_trained(ranks, tmp_path):
+    counts = [2, 5, 0, 3][: ranks.world_size]  # ranks end at different steps
+    ranks.run(run_loop, str(tmp_path), "native", (counts, [1, 1, 1, 1]), True)
+    lines = [line for line in log_lines(tmp_path) if "loss" in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert line["tflops_per_rank"] * ranks.world_size == pytest.approx(1000 * line["rows_per_s"])
+        assert "mfu" not in line  # a CPU has no peak rate in the table
+        assert line["predicted_saving"] >= 0 and "predicted_saving_ms" not in line

@@ -28,6 +28,10 @@ def test_stats_are_averaged_over_steps():
     mean.add(make_stats(imbalance_before=0.1, rows_moved=1))
     assert mean.means()["imbalance_before"] == pytest.approx(0.3)
     assert mean.means()["rows_moved"] == 1.5
+    mean.add(make_stats(measured_saving_ms=4.0, gated=True))
+    mean.add(make_stats(measured_saving_ms=None, gated=False))
+    assert mean.means()["measured_saving_ms"] == pytest.approx(4 / 3)  # 0, 0 and 4: one step does not know
+    assert mean.means()["gated"] == 0.25
 
 
 def test_the_mean_loss_weighs_every_term_alike():

@@ -1,0 +1,84 @@
+"""`evenrank calibrate`: what a row of the user's model costs on the user's device, in time."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tqdm import tqdm
+
+from commons.cli.console import print_summary
+from commons.cli.cost_target import choose_device, load_cost_target
+from commons.perf_model.calibration import Calibration, describe_device
+from commons.perf_model.calibration_fit import fit_calibration
+from commons.perf_model.measurement import draw_mixes, measure_steps
+
+
+@dataclass
+class Calibrate:
+    """Measure forward and backward pass of a model over many batch mixes, and fit what a row costs.
+
+    The file goes to --trainer.shuffler.calibration of training, or to ShufflerOptions(calibration=…). Measure on the
+    machine that trains, with nothing else running there.
+
+    For example:
+      evenrank calibrate --config hstu/configs/demo.toml --output calibration.toml
+      evenrank calibrate --config my.toml --model my_package --device cuda --output h200.toml
+    """
+
+    config: Path
+    """The TOML or YAML file of a training run: model, data set and batch size."""
+
+    output: Path
+    """The calibration, a small TOML file."""
+
+    model: str = "hstu"
+    """Package of the model; its module `cost` has a function cost_target(config, device)."""
+
+    num_mixes: int = 80
+    """Batches of different sizes and lengths; every fourth is held out of the fit."""
+
+    repeats: int = 5
+    """Times that each batch is measured."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to measure."""
+
+    threads: int = 1
+    """Threads on the CPU; ranks on the CPU have one each."""
+
+    seed: int = 0
+    """Seed of the batches."""
+
+    def run(self) -> None:
+        """Measure, fit, save, and print how well the fit predicts."""
+        if self.output.suffix != ".toml":
+            raise ValueError(f"output is {str(self.output)!r}; a calibration is a TOML file: let it end in .toml")
+        target = load_cost_target(self.model, self.config, choose_device(self.device, self.threads))
+        mixes = draw_mixes(self.num_mixes, target.batch_size, target.max_length, self.seed)
+        measurements = measure_steps(
+            target,
+            mixes,
+            repeats=self.repeats,
+            progress=lambda steps: tqdm(steps, desc="measure", unit="step", disable=not sys.stderr.isatty()),
+        )
+        calibration = fit_calibration(measurements, target.task, describe_device(target.device))
+        calibration.save(self.output)
+        print_summary(f"{self.model} on {calibration.device.name}", _describe(calibration, self.output))
+
+
+def _describe(calibration: Calibration, path: Path) -> dict[str, str]:
+    quality = calibration.quality
+    return {
+        "a step": f"{calibration.per_step:.3g} ms",
+        "a row": f"{calibration.per_row * 1e3:.3g} µs",
+        "a token": f"{calibration.per_token * 1e3:.3g} µs",
+        "a million pairs": f"{calibration.per_pair * 1e6:.3g} ms",
+        "batches": f"{quality.num_measurements}, every fourth held out",
+        "R²": f"{quality.r2:.4f}, held out {quality.held_out_r2:.4f}",
+        "held-out error": f"mean {quality.held_out_mean_error:.1%}, worst {quality.held_out_worst_error:.1%}",
+        "by operations alone": f"mean {quality.flops_mean_error:.1%}",
+        "file": str(path),
+    }

@@ -1,0 +1,65 @@
+"""Calibrations of tensor-parallel peers: measured numbers must be equal on all of them.
+
+The ranks of a tensor-parallel group belong to different data-parallel groups, which plan by themselves and must come to
+the same plan. What they gather is the same; what they read from a file may not be.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import sys
+from dataclasses import asdict
+
+import torch.distributed as dist
+
+from commons.perf_model.calibration import Calibration
+
+
+def require_equal_among_peers(calibration: Calibration, generation: int, timeout: float) -> None:
+    """Raise, on all tensor-parallel peers, unless they read the same calibration; a store lookup, no collective.
+
+    Args:
+        calibration: this rank's.
+        generation: tells shufflers from one another; the same on all peers.
+        timeout: seconds to wait for a peer.
+
+    Raises:
+        ValueError: peers have different calibrations.
+        RuntimeError: a peer did not say what it has in time.
+    """
+    peers = _tensor_parallel_ranks()
+    if len(peers) < 2:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"evenrank/calibration/{'_'.join(map(str, peers))}/{generation}"
+    store.set(f"{prefix}/{dist.get_rank()}", _digest(calibration))
+    keys = [f"{prefix}/{rank}" for rank in peers]
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout))
+    except RuntimeError as error:
+        silent = [rank for rank, key in zip(peers, keys) if not store.check([key])]
+        raise RuntimeError(
+            f"ranks {silent} of the tensor-parallel group {peers} did not say which calibration they use within "
+            f"{timeout:g} s; all of them must shuffle alike: see the log there"
+        ) from error
+    said = [store.get(key).decode() for key in keys]
+    differing = [rank for rank, digest in zip(peers, said) if digest != said[0]]
+    if differing:
+        raise ValueError(
+            f"ranks {differing} have another calibration than rank {peers[0]} of their tensor-parallel group; peers "
+            "must make the same plan: copy one file to all machines"
+        )
+
+
+def _tensor_parallel_ranks() -> list[int]:
+    """Global ranks of this rank's tensor-parallel group, ascending; empty without megatron-core."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
+        return []
+    return sorted(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
+
+
+def _digest(calibration: Calibration) -> str:
+    return hashlib.blake2b(json.dumps(asdict(calibration), sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,261 @@
+"""WORKLOAD, measured: what a sample costs on the user's own hardware, in time.
+
+    measured steps ─► calibration_fit ─► Calibration (a small TOML) ─► CalibratedTask: workloads, as those of a task
+
+A step of a rank takes
+
+    time = c0 + c1 · rows + c2 · tokens + c3 · Σ pairs
+
+where pairs are the (query, key) pairs that the attention mask keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from commons.perf_model.task_estimator import AttentionTask
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_INT64_MAX = 2**63 - 1
+FORMAT_VERSION = 1
+_TERMS = ("per_step", "per_row", "per_token", "per_pair")
+
+
+@dataclass(frozen=True)
+class DeviceShape:
+    """What a calibration was measured on.
+
+    Attributes:
+        type: "cpu" or "cuda".
+        name: of the processor.
+        threads: of a process on the CPU; 1 on a GPU.
+    """
+
+    type: str
+    name: str
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class FitQuality:
+    """How well a fit predicts.
+
+    Attributes:
+        num_measurements: steps measured, held-out ones included.
+        r2: coefficient of determination over all measurements.
+        held_out_r2: the same over those that the fit has not seen.
+        held_out_mean_error: their mean relative error.
+        held_out_worst_error: their largest relative error.
+        flops_mean_error: mean relative error, on the same measurements, of time = c0 + c · FLOPs.
+    """
+
+    num_measurements: int
+    r2: float
+    held_out_r2: float
+    held_out_mean_error: float
+    held_out_worst_error: float
+    flops_mean_error: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a step costs, in milliseconds, for one model on one device.
+
+    Attributes:
+        model: name of the task's class as "task", and its dimensions.
+        device: what it was measured on.
+        per_step: milliseconds of a step, whatever is in it.
+        per_row: milliseconds per row.
+        per_token: milliseconds per token.
+        per_pair: milliseconds per pair of the mask of one layer.
+        quality: of the fit.
+
+    Raises:
+        ValueError: a coefficient that is negative or not finite, or no cost of rows, tokens and pairs at all.
+    """
+
+    model: dict[str, Any]
+    device: DeviceShape
+    per_step: float
+    per_row: float
+    per_token: float
+    per_pair: float
+    quality: FitQuality
+
+    def __post_init__(self) -> None:
+        for name in _TERMS:
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise ValueError(
+                    f"{name} is {value!r}; a cost is a number of milliseconds, not negative: measure again"
+                )
+        if max(self.per_row, self.per_token, self.per_pair) == 0:
+            raise ValueError(
+                "per_row, per_token and per_pair are all 0; with them every row would cost nothing: measure again"
+            )
+
+    @property
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """Milliseconds per step, row, token and pair."""
+        return self.per_step, self.per_row, self.per_token, self.per_pair
+
+    def predict_ms(self, rows: Any, tokens: Any, pairs: Any) -> Any:
+        """Milliseconds of a step; numbers or arrays of one shape."""
+        return self.per_step + self.per_row * rows + self.per_token * tokens + self.per_pair * pairs
+
+    def require_match(self, task: AttentionTask | None, device: DeviceShape | None) -> None:
+        """Raise ValueError unless the calibration was made for this model on such a device.
+
+        Args:
+            task: the model; None to leave it unchecked.
+            device: the device; None to leave it unchecked.
+        """
+        checks = [("model", self.model, describe_task(task))] if task is not None else []
+        if device is not None:
+            checks.append(("device", dataclasses.asdict(self.device), dataclasses.asdict(device)))
+        for what, measured, present in checks:
+            for name in sorted(measured.keys() | present.keys()):
+                if measured.get(name) != present.get(name):
+                    raise ValueError(
+                        f"the calibration was measured with {what}.{name} = {measured.get(name)!r}, here it is "
+                        f"{present.get(name)!r}; costs hold for one model on one device: run `evenrank calibrate` here"
+                    )
+
+    def save(self, path: str | Path) -> None:
+        """Write the calibration as TOML; see `load_calibration`."""
+        sections = {
+            "": {"version": FORMAT_VERSION},
+            "milliseconds": {name: getattr(self, name) for name in _TERMS},
+            "model": self.model,
+            "device": dataclasses.asdict(self.device),
+            "quality": dataclasses.asdict(self.quality),
+        }
+        lines = ["# What a step costs: per_step + per_row · rows + per_token · tokens + per_pair · Σ pairs"]
+        for name, values in sections.items():
+            lines += ["", f"[{name}]"] if name else []
+            # JSON's strings, numbers and booleans are TOML's; TOML has no null, and an absent key reads as one.
+            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Read a file that `Calibration.save` wrote.
+
+    Raises:
+        FileNotFoundError: no file.
+        ValueError: no TOML, another format, a missing or wrong value.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist; `evenrank calibrate` writes calibrations: run it, or correct the path"
+        )
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML ({error}): run `evenrank calibrate` again") from None
+    if content.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has version {content.get('version')!r}; this is a calibration of version {FORMAT_VERSION}: run "
+            "`evenrank calibrate` again"
+        )
+    try:
+        return Calibration(
+            model=dict(content["model"]),
+            device=DeviceShape(**content["device"]),
+            quality=FitQuality(**content["quality"]),
+            **{name: content["milliseconds"][name] for name in _TERMS},
+        )
+    except KeyError as error:
+        raise ValueError(
+            f"{path} lacks {error.args[0]!r}; a calibration has it: run `evenrank calibrate` again"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no calibration ({error}): run `evenrank calibrate` again") from None
+
+
+def describe_task(task: AttentionTask) -> dict[str, Any]:
+    """Class and dimensions of a model, as a calibration names them."""
+    dimensions = {name: value for name, value in dataclasses.asdict(task).items() if value is not None}
+    return {"task": type(task).__name__, **dimensions}
+
+
+def describe_device(device: torch.device) -> DeviceShape:
+    """What a calibration says of a device."""
+    if device.type == "cuda":
+        return DeviceShape("cuda", torch.cuda.get_device_name(device))
+    return DeviceShape(device.type, _cpu_name(), torch.get_num_threads())
+
+
+class CalibratedTask:
+    """A task whose workloads are measured times; it takes the place of the task it is made from.
+
+    Workloads count a power of ten of a second, chosen from the coefficients alone so that the smallest of them is at
+    least a thousand units: rounding a coefficient changes it by less than 0.05 %, and from there on arithmetic is in
+    integers, the same on every rank.
+
+    Args:
+        task: the model.
+        calibration: measured for it.
+
+    Raises:
+        ValueError: the calibration is of another model; its file says of which.
+    """
+
+    def __init__(self, task: AttentionTask, calibration: Calibration) -> None:
+        calibration.require_match(task, None)
+        self.task = task
+        self.calibration = calibration
+        smallest = min(value for value in calibration.coefficients[1:] if value > 0)
+        self.units_per_ms = 10 ** max(0, math.ceil(math.log10(1e3 / smallest)))
+        self._per_row, self._per_token, self._per_pair = (
+            round(value * self.units_per_ms) for value in calibration.coefficients[1:]
+        )
+
+    def get_workloads(self, seqlen: Any, num_targets: Any = None, num_contextual: Any = None) -> Any:
+        """Time per row, in units of 1 ÷ `units_per_ms` milliseconds; arguments and result as those of the task.
+
+        Raises:
+            TypeError, ValueError: as the task's; also for a row that would take longer than int64 can hold.
+        """
+        tokens, pairs = self.task.tokens_and_pairs(seqlen, num_targets, num_contextual)
+        self._check(tokens, pairs)
+        return self._cost(tokens, pairs)
+
+    def _cost(self, tokens: Any, pairs: Any) -> Any:
+        return self._per_row + self._per_token * tokens + self._per_pair * pairs
+
+    def _check(self, tokens: Any, pairs: Any) -> None:
+        """Look at values that lie on the host; a device is not asked for its values."""
+        if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":
+            return
+        most_tokens, most_pairs = (int(np.max(np.asarray(part), initial=0)) for part in (tokens, pairs))
+        if self._cost(most_tokens, most_pairs) > _INT64_MAX:
+            raise ValueError(
+                f"a row of {most_tokens} tokens takes more than 2**63 of the calibration's time units; workloads are "
+                "int64: check seqlen"
+            )
+
+
+def _cpu_name() -> str:
+    """The processor's name where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

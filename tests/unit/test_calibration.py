@@ -1,0 +1,191 @@
+"""Calibrations: what is fitted, saved, matched and turned into workloads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.distributed.options import ShufflerOptions
+from commons.perf_model.calibration import (
+    CalibratedTask,
+    Calibration,
+    DeviceShape,
+    FitQuality,
+    describe_device,
+    describe_task,
+    load_calibration,
+)
+from commons.perf_model.calibration_fit import StepMeasurement, fit_calibration
+from commons.perf_model.measurement import draw_mixes, measure_steps
+from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask
+
+TASK = HSTUAttentionTask(64, 4, 16, 2)
+DEVICE = DeviceShape("cpu", "some processor", 1)
+QUALITY = FitQuality(60, 0.99, 0.99, 0.01, 0.05, 0.08)
+
+
+def make_calibration(per_step=3.0, per_row=0.01, per_token=0.008, per_pair=4e-5, task=TASK):
+    return Calibration(describe_task(task), DEVICE, per_step, per_row, per_token, per_pair, QUALITY)
+
+
+def measured(cost, num=80, noise=0.0, seed=0):
+    generator = np.random.default_rng(seed)
+    found = []
+    for lengths in draw_mixes(num, 16, 512, seed):
+        tokens, pairs = TASK.tokens_and_pairs(lengths)
+        size = len(lengths), int(tokens.sum()), int(pairs.sum())
+        found.append(StepMeasurement(*size, cost.predict_ms(*size) * (1 + noise * generator.standard_normal())))
+    return found
+
+
+def test_the_fit_finds_what_a_step_costs():
+    cost = make_calibration()
+    found = fit_calibration(measured(cost), TASK, DEVICE)
+    np.testing.assert_allclose(found.coefficients, cost.coefficients, rtol=1e-6)
+    assert found.quality.r2 > 0.999999 and found.quality.held_out_worst_error < 1e-6
+    assert found.quality.flops_mean_error > 0.001  # operations alone do not know what a row costs
+    noisy = fit_calibration(measured(cost, num=200, noise=0.03), TASK, DEVICE)
+    np.testing.assert_allclose(noisy.per_pair, cost.per_pair, rtol=0.05)
+    assert 0.01 < noisy.quality.held_out_mean_error < 0.04
+
+
+def test_no_coefficient_is_negative():
+    cost = make_calibration(per_row=0.0, per_step=0.0)
+    found = fit_calibration(measured(cost, noise=0.1, seed=3), TASK, DEVICE)
+    assert min(found.coefficients) >= 0
+
+
+def test_measurements_that_tell_too_little_are_refused():
+    good = measured(make_calibration())
+    with pytest.raises(ValueError, match="there are 15 measurements; a fit needs at least 16"):
+        fit_calibration(good[:15], TASK, DEVICE)
+    with pytest.raises(ValueError, match="too alike to tell the cost"):
+        fit_calibration([good[0]] * 40, TASK, DEVICE)
+    same_length = [StepMeasurement(n, 10 * n, 55 * n, 1.0 + n) for n in range(1, 40)]
+    with pytest.raises(ValueError, match="too alike to tell the cost"):
+        fit_calibration(same_length, TASK, DEVICE)
+    for wrong in (0.0, float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="measurement 3 took"):
+            fit_calibration([*good[:3], dataclasses.replace(good[3], ms=wrong), *good[4:]], TASK, DEVICE)
+
+
+def test_a_file_says_what_was_measured(tmp_path):
+    calibration = make_calibration(task=SelfAttentionTask(32, 4, 8, 3, gated_ffn=True))
+    calibration.save(tmp_path / "folder" / "c.toml")
+    assert load_calibration(tmp_path / "folder" / "c.toml") == calibration
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda text: text.replace("version = 1", "version = 2"), "has version 2; this is a calibration of version 1"),
+        (lambda text: text.replace("per_token", "per_word"), "lacks 'per_token'"),
+        (lambda text: text.replace("per_token = 0.008", "per_token = -1"), "per_token is -1; a cost"),
+        (lambda text: text.replace("per_token = 0.008", "per_token = nan"), "per_token is nan; a cost"),
+        (lambda text: text.replace("threads", "fibres"), "is no calibration"),
+        (lambda text: text[: len(text) // 2] + "[", "is no TOML"),
+        (lambda text: "title = 'something else'", "has version None"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, damage, message):
+    path = tmp_path / "c.toml"
+    make_calibration().save(path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match=message):
+        load_calibration(path)
+    with pytest.raises(FileNotFoundError, match="evenrank calibrate"):
+        load_calibration(tmp_path / "none.toml")
+
+
+def test_another_model_or_device_is_named():
+    calibration = make_calibration()
+    with pytest.raises(ValueError, match=r"model\.num_layers = 2, here it is 3"):
+        CalibratedTask(dataclasses.replace(TASK, num_layers=3), calibration)
+    with pytest.raises(ValueError, match=r"model\."):
+        CalibratedTask(SelfAttentionTask(64, 4, 16, 2), calibration)
+    with pytest.raises(ValueError, match=r"device\.threads = 1, here it is 8"):
+        calibration.require_match(TASK, dataclasses.replace(DEVICE, threads=8))
+    here = describe_device(torch.device("cpu"))
+    assert here.type == "cpu" and here.name and here.threads == torch.get_num_threads()
+
+
+costs = st.floats(1e-12, 1e3)
+
+
+@given(costs, costs, costs, st.lists(st.integers(0, 4096), min_size=1, max_size=20))
+def test_workloads_are_times_in_whole_units(per_row, per_token, per_pair, lengths):
+    task = CalibratedTask(TASK, make_calibration(0.0, per_row, per_token, per_pair))
+    tokens, pairs = TASK.tokens_and_pairs(lengths)
+    exact = np.array([per_row + per_token * int(t) + per_pair * int(p) for t, p in zip(tokens, pairs)])
+    try:
+        workloads = task.get_workloads(lengths)
+    except ValueError as error:
+        assert "2**63" in str(error) and exact.max() * task.units_per_ms > 2.0**62
+        return
+    assert workloads.dtype == np.int64
+    np.testing.assert_allclose(workloads / task.units_per_ms, exact, rtol=1e-3)
+    assert task.get_workloads(torch.tensor(lengths)).tolist() == workloads.tolist()
+    assert task.get_workloads(lengths[0]) == workloads[0]
+
+
+def test_what_costs_nothing_is_left_out():
+    task = CalibratedTask(TASK, make_calibration(per_row=0.0, per_pair=0.0, per_token=0.5))
+    assert task.get_workloads([0, 1, 10]).tolist() == [0, task.units_per_ms // 2, 5 * task.units_per_ms]
+    with pytest.raises(ValueError, match="all 0"):
+        make_calibration(per_row=0.0, per_token=0.0, per_pair=0.0)
+    with pytest.raises(ValueError, match="holds -1"):
+        task.get_workloads([-1])
+
+
+def test_mixes_spread_over_rows_and_lengths():
+    mixes = draw_mixes(200, 16, 512, seed=1)
+    assert mixes == draw_mixes(200, 16, 512, seed=1) != draw_mixes(200, 16, 512, seed=2)
+    assert all(1 <= len(mix) <= 32 and min(mix) >= 1 and max(mix) <= 512 for mix in mixes)
+    assert all(sum(mix) <= 16 * 512 // 2 for mix in mixes)
+    assert len({len(mix) for mix in mixes}) > 15
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        draw_mixes(5, 0, 10, seed=0)
+
+
+class CountingTarget:
+    """Sleeps for nobody: counts its steps."""
+
+    task, device, batch_size, max_length = TASK, torch.device("cpu"), 4, 32
+
+    def __init__(self):
+        self.trained = []
+
+    def make_batch(self, lengths):
+        return torch.tensor(lengths)
+
+    def train_step(self, batch):
+        self.trained.append(tuple(batch.tolist()))
+
+    def row_tokens(self, batch):
+        return batch, torch.zeros_like(batch)
+
+    def host_batches(self):
+        return iter([])
+
+
+def test_every_mix_is_measured_in_turn():
+    target, mixes = CountingTarget(), [[1, 2], [3], [30, 30]]
+    found = measure_steps(target, mixes, repeats=2)
+    assert target.trained == [(30, 30)] * 2 + [(1, 2), (3,), (30, 30)] * 2
+    assert [(m.rows, m.tokens, m.pairs) for m in found] == [(2, 3, 4), (1, 3, 6), (2, 60, 930)]
+    assert all(m.ms > 0 for m in found)
+    with pytest.raises(ValueError, match="repeats is 0"):
+        measure_steps(target, mixes, repeats=0)
+
+
+def test_a_gate_in_milliseconds_needs_a_calibration():
+    with pytest.raises(ValueError, match="min_gain_ms is 2.0 and calibration is None"):
+        ShufflerOptions(min_gain_ms=2.0)
+    with pytest.raises(ValueError, match="min_gain_ms is -1"):
+        ShufflerOptions(min_gain_ms=-1.0, calibration="c.toml")
+    assert ShufflerOptions(min_gain_ms=2.0, calibration="c.toml").min_gain_ms == 2.0

@@ -1,0 +1,107 @@
+"""`evenrank calibrate` and `evenrank simulate`: what they write, and what they say of a mistake."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from commons.cli.main import main
+from commons.perf_model.calibration import load_calibration
+
+CONFIG = """
+[trainer]
+train_batch_size = 4
+eval_batch_size = 4
+max_train_iters = 2
+[dataset]
+dataset_name = "random"
+max_history_seqlen = 48
+max_num_candidates = {candidates}
+num_batches = 5
+[model]
+hidden_size = 16
+num_layers = 1
+num_attention_heads = 2
+kv_channels = 8
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(candidates=3))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("candidates", [0, 3])
+def test_calibrate_then_simulate(tmp_path, capsys, config, candidates):
+    config.write_text(CONFIG.format(candidates=candidates))
+    output, figure = tmp_path / "out" / "c.toml", tmp_path / "out" / "gain.png"
+    argv = ["calibrate", "--config", str(config), "--output", str(output), "--num-mixes", "24", "--repeats", "1"]
+    assert main(argv) == 0, capsys.readouterr().err
+    calibration = load_calibration(output)
+    assert calibration.model["hidden_size"] == 16 and calibration.device.threads == 1
+    assert calibration.quality.num_measurements == 24
+    assert "held-out error" in capsys.readouterr().out
+    argv = ["simulate", "--config", str(config), "--ranks", "2", "4", "--steps", "3"]
+    assert main([*argv, "--shuffler.calibration", str(output), "--figure", str(figure)]) == 0
+    assert "ms" in capsys.readouterr().out and figure.stat().st_size > 5000
+    assert main(argv) == 0
+    assert "speed-up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--output", "c.json"], "let it end in .toml"),
+        (["--model", "no_such_package"], "there is no module no_such_package.cost"),
+        (["--model", "commons"], "there is no module commons.cost"),
+        (["--config", "none.toml"], "none.toml does not exist"),
+        (["--num-mixes", "3"], "there are 3 measurements"),
+        (["--repeats", "0"], "repeats is 0"),
+        (["--threads", "0"], "threads is 0"),
+    ]
+    + ([] if torch.cuda.is_available() else [(["--device", "cuda"], "no GPU that torch can use")]),
+)
+def test_calibrate_says_what_is_wrong(tmp_path, capsys, config, flags, message):
+    assert main(["calibrate", "--config", str(config), "--output", str(tmp_path / "c.toml"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--ranks", "1"], "balancing needs 2 ranks"),
+        (["--steps", "0"], "balancing needs 2 ranks and a step"),
+        (["--figure", "gain.gif"], "choose one of these endings"),
+        (["--shuffler.calibration", "none.toml"], "none.toml does not exist"),
+        (["--shuffler.min-gain", "3"], "min_gain is 3"),
+    ],
+)
+def test_simulate_says_what_is_wrong(capsys, config, flags, message):
+    assert main(["simulate", "--config", str(config), "--ranks", "2", "--steps", "1", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_of_the_user_s_own(tmp_path, capsys, config, monkeypatch):
+    package = tmp_path / "users_model"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "cost.py").write_text("from hstu.cost import cost_target\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    argv = ["simulate", "--config", str(config), "--ranks", "2", "--steps", "1", "--model", "users_model"]
+    assert main(argv) == 0
+    (package / "cost.py").write_text("import a_package_that_is_missing\n")
+    sys.modules.pop("users_model.cost", None)
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
+        main(argv)

@@ -1,0 +1,124 @@
+"""What a shuffle is worth: predicted before a run, measured in it, and said in the table of stats."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from commons.distributed.stats import ShuffleStats, ShuffleTimes, stats_of_plan
+from commons.perf_model.measured_saving import MeasuredSaving
+from commons.perf_model.peak_rates import peak_flops, peak_flops_of
+from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
+from commons.perf_model.simulation import RowCosts, simulate_steps
+from tests.unit.test_calibration import make_calibration
+
+ROOT = Path(__file__).parents[2]
+
+
+def gathered(*ranks):
+    rows = np.array([len(rank) for rank in ranks])
+    workloads = np.array([value for rank in ranks for value in rank])
+    return GatheredRows(rows, rows, workloads, workloads.copy())
+
+
+def test_stats_of_a_plan():
+    plan = plan_shuffle(gathered([40, 4], [3, 3], [2, 2], [1, 9]))
+    stats = stats_of_plan(plan, 7, ShuffleTimes(1.0, 3.0, 1.0, 2.0), bytes_sent=12, ranks_per_node=2, units_per_ms=8)
+    assert (stats.largest_load_before, stats.largest_load_after, stats.lower_bound) == (44, 41, 41)
+    assert stats.predicted_saving == pytest.approx(3 / 44) and stats.predicted_saving_ms == pytest.approx(3 / 8)
+    assert stats.hidden_fraction == pytest.approx(0.75)
+    crossing = plan.destination // 2 != plan.gathered.home // 2
+    assert stats.rows_moved_across_nodes == crossing.sum() > 0
+    assert stats.tokens_moved_across_nodes == plan.gathered.tokens[crossing].sum()
+    assert stats.largest_load_trained == 41 and stats.moved and not stats.gated
+    unknown = stats_of_plan(plan, 7, ShuffleTimes(0.0, 0.0, 0.0, 0.0), bytes_sent=0)
+    assert unknown.predicted_saving_ms is None and unknown.rows_moved_across_nodes is None
+    assert unknown.hidden_fraction == 1.0
+    assert stats.to_dict()["loads_before"] == (44, 6, 4, 10)
+
+
+def test_a_gate_leaves_the_load_where_it_is():
+    rows = gathered([40, 4], [3, 3], [2, 2], [1, 9])
+    for gate in ({"min_gain": 0.1}, {"min_gain_load": 4}):
+        plan = plan_shuffle(rows, **gate)
+        stats = stats_of_plan(plan, 0, ShuffleTimes(0.0, 0.0, 0.0, 0.0), bytes_sent=0)
+        assert stats.gated and not stats.moved
+        assert stats.largest_load_trained == 44 and stats.largest_load_after == 41
+    for gate in ({"min_gain": 0.05}, {"min_gain_load": 3}):
+        assert plan_shuffle(rows, **gate).num_moved
+
+
+def test_every_number_is_in_the_table():
+    table = (ROOT / "docs" / "stats.md").read_text()
+    for field in dataclasses.fields(ShuffleStats):
+        assert f"| `{field.name}` " in table
+
+
+def test_the_saving_is_what_the_steps_show():
+    generator = np.random.default_rng(0)
+    saving = MeasuredSaving()
+    for step in range(19):
+        saving.add(10**14 + step * 10**12, 5.0 + step)
+    assert saving.ms_per_load() is None
+    for _ in range(300):
+        load = int(generator.integers(10**14, 2 * 10**14))
+        slow = 500.0 if generator.random() < 0.05 else 0.0  # a few steps that something else held up
+        saving.add(load, 20 + 3e-13 * load + generator.normal() + slow)
+    assert saving.ms_per_load() == pytest.approx(3e-13, rel=0.1)
+
+
+def test_no_saving_is_claimed_without_evidence():
+    generator = np.random.default_rng(1)
+    flat, even = MeasuredSaving(), MeasuredSaving()
+    for _ in range(100):
+        flat.add(int(generator.integers(100, 200)), float(generator.normal(50)))
+        even.add(1000, float(generator.normal(50)))
+    assert flat.ms_per_load() is None or abs(flat.ms_per_load()) < 0.02
+    assert even.ms_per_load() is None
+
+
+def costs(*workloads):
+    values = np.array(workloads, dtype=np.int64)
+    return RowCosts(values, values, values * values)
+
+
+def test_simulated_steps():
+    batches = [costs(40, 4), costs(3, 3), costs(10, 10), costs(10, 10), costs(7, 7)]
+    result = simulate_steps(batches, 2)
+    assert result.cost_before.tolist() == [44, 20] and result.cost_mean.tolist() == [25, 20]
+    assert result.cost_after.tolist() == [43, 20]  # counts stay equal: the 4 goes, a 3 comes
+    assert result.speed_up == pytest.approx(64 / 63) and result.possible_speed_up == pytest.approx(64 / 45)
+    assert result.tokens_moved == pytest.approx(7 / 90) and not result.in_ms
+    assert result.loads_before.tolist() == [44, 6] and result.loads_after.tolist() == [43, 7]
+    free = simulate_steps(batches, 2, equal_size=False)
+    assert free.cost_after.tolist() == [40, 20]
+
+
+def test_simulated_milliseconds_have_the_fixed_cost():
+    calibration = make_calibration(per_step=100.0, per_row=1.0, per_token=0.5, per_pair=0.25)
+    result = simulate_steps([costs(40, 4), costs(3, 3)], 2, calibration=calibration)
+    assert result.in_ms
+    assert result.cost_before.tolist() == [100 + 2 + 22 + 0.25 * (1600 + 16)]
+    assert result.cost_after.tolist() == [100 + 2 + 21.5 + 0.25 * (1600 + 9)]
+
+
+def test_a_simulation_needs_a_batch_per_rank():
+    with pytest.raises(ValueError, match="there are 1 batches for 2 ranks"):
+        simulate_steps([costs(1)], 2)
+    with pytest.raises(ValueError, match="all workloads are 0"):
+        simulate_steps([costs(0), costs(0)], 2)
+
+
+def test_peak_rates():
+    assert peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989.4e12
+    assert peak_flops("NVIDIA H100 PCIe", torch.float16) == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32, allow_tf32=True) == 156e12
+    assert peak_flops("NVIDIA L40S", torch.float16) != peak_flops("NVIDIA L40", torch.float16)
+    assert peak_flops("NVIDIA H200", torch.float64) is None
+    assert peak_flops("Some Accelerator", torch.float16) is None
+    assert peak_flops_of(torch.device("cpu"), torch.float32) is None
