@@ -1,0 +1,217 @@
+"""How well does the cost model know what a step costs, and how even are ranks that are balanced by it, in time?
+
+Fit: 200 random batch mixes are measured, forward and backward, in turn; three quarters are fitted, a quarter is held
+out. Operations alone (time = c0 + c · FLOPs) stand beside the calibrated model.
+
+Balance: the batches of W ranks are planned by operations and by the calibration, and every rank's batch is replayed,
+one rank after another, on this one device. What counts is the largest ÷ mean time of the ranks, as loaded and under
+both plans; the three take turns.
+
+Examples:
+    python -m benchmarks.cost_model
+    python -m benchmarks.cost_model --device cuda --ranks 16 --rows 32
+    python -m benchmarks.cost_model --quick
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+import tyro
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from benchmarks.gpt_reference import GPTCostTarget
+from benchmarks.report import RESULTS, draw_lengths, heading, table, write_page
+from commons.cli.cost_target import choose_device
+from commons.perf_model.calibration import CalibratedTask, Calibration, describe_device
+from commons.perf_model.calibration_fit import StepMeasurement, fit_calibration
+from commons.perf_model.measurement import CostTarget, draw_mixes, measure_steps, time_step
+from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
+from commons.perf_model.task_estimator import SelfAttentionTask
+from commons.trainer import DatasetArgs, TrainerArgs
+from hstu.cost import HSTUCostTarget
+from hstu.train_config import ModelArgs, TrainConfig
+
+PLANS = ("as loaded", "by operations", "calibrated")
+LENGTHS = ("zipf", "lognormal", "user-like")
+
+
+@dataclass
+class Sizes:
+    """What is measured."""
+
+    longest: int
+    rows: int
+    ranks: int
+    mixes: int
+    repeats: int
+    steps: int
+
+
+def hstu_target(sizes: Sizes, device: torch.device) -> CostTarget:
+    large = device.type == "cuda"
+    model = ModelArgs(
+        hidden_size=256 if large else 64,
+        num_layers=8 if large else 2,
+        num_attention_heads=4,
+        kv_channels=64 if large else 16,
+    )
+    dataset = DatasetArgs("random", max_history_seqlen=sizes.longest, num_batches=2)
+    return HSTUCostTarget(TrainConfig(TrainerArgs(sizes.rows, sizes.rows), dataset, model), device)
+
+
+def gpt_target(sizes: Sizes, device: torch.device) -> CostTarget:
+    if device.type == "cuda":
+        task = SelfAttentionTask(512, 8, 64, 8, vocab_size=2048)
+    else:
+        task = SelfAttentionTask(64, 4, 16, 2, vocab_size=500)
+    return GPTCostTarget(task, sizes.rows, sizes.longest, device)
+
+
+TARGETS: dict[str, Callable[[Sizes, torch.device], CostTarget]] = {"HSTU": hstu_target, "GPT": gpt_target}
+
+
+def fit(target: CostTarget, sizes: Sizes) -> tuple[Calibration, list[StepMeasurement]]:
+    mixes = draw_mixes(sizes.mixes, sizes.rows, sizes.longest, seed=0)
+    measured = measure_steps(
+        target, mixes, repeats=sizes.repeats, progress=lambda steps: tqdm(steps, desc="fit", unit="step")
+    )
+    return fit_calibration(measured, target.task, describe_device(target.device)), measured
+
+
+def plans(target: CostTarget, calibration: Calibration, lengths: np.ndarray, ranks: int) -> dict[str, np.ndarray]:
+    """The rank of every row, for each way to plan."""
+    home = np.repeat(np.arange(ranks), len(lengths) // ranks)
+    rows = np.full(ranks, len(lengths) // ranks, dtype=np.int64)
+    seqlen, targets = target.row_tokens(target.make_batch(lengths.tolist()))
+    costs = {"by operations": target.task, "calibrated": CalibratedTask(target.task, calibration)}
+    found = {"as loaded": home}
+    for name, cost in costs.items():
+        workloads = np.asarray(cost.get_workloads(seqlen.cpu(), targets.cpu()))
+        found[name] = plan_shuffle(GatheredRows(rows, rows, workloads, lengths), slack=0.01).destination
+    return found
+
+
+def replay(
+    target: CostTarget, calibration: Calibration, name: str, sizes: Sizes
+) -> dict[str, list[tuple[float, float]]]:
+    """(largest, mean) milliseconds of the ranks, per plan and step; every rank's batch is the median of three."""
+    found: dict[str, list[tuple[float, float]]] = {plan: [] for plan in PLANS}
+    for step in tqdm(range(sizes.steps), desc=f"replay {name}", unit="step"):
+        lengths = np.clip(draw_lengths(name, sizes.ranks * sizes.rows, step), 1, sizes.longest)
+        ways = plans(target, calibration, lengths, sizes.ranks)
+        times: dict[str, list[list[float]]] = {plan: [[] for _ in range(sizes.ranks)] for plan in PLANS}
+        for _ in range(3):
+            for rank in range(sizes.ranks):
+                for plan in PLANS:
+                    batch = target.make_batch(lengths[ways[plan] == rank].tolist())
+                    times[plan][rank].append(time_step(target, batch))
+        for plan in PLANS:
+            of_ranks = [statistics.median(each) for each in times[plan]]
+            found[plan].append((max(of_ranks), statistics.mean(of_ranks)))
+    return found
+
+
+def draw_fit(fitted: dict[str, tuple[Calibration, list[StepMeasurement]]], name: str) -> None:
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for axes, (model, (calibration, measured)) in zip(
+        figure.subplots(1, len(fitted), squeeze=False)[0], fitted.items()
+    ):
+        times = np.array([m.ms for m in measured])
+        predicted = np.array([calibration.predict_ms(m.rows, m.tokens, m.pairs) for m in measured])
+        axes.loglog(times, predicted, ".", color="#2e6fb5", markersize=5)
+        ends = [times.min(), times.max()]
+        axes.loglog(ends, ends, color="grey", linewidth=0.8)
+        axes.set(xlabel="measured, ms", ylabel="calibrated, ms", title=f"{model}: {len(times)} batch mixes")
+        axes.spines[["top", "right"]].set_visible(False)
+    with matplotlib.rc_context({"svg.hashsalt": "evenrank"}):
+        figure.savefig(RESULTS / f"{name}.png", dpi=120)
+
+
+def page(
+    fitted: dict[str, Any], replayed: dict[tuple[str, str], Any], sizes: Sizes, command: str, hardware: str
+) -> str:
+    fits = []
+    for model, (calibration, _) in fitted.items():
+        quality = calibration.quality
+        fits.append(
+            [
+                model,
+                f"{quality.r2:.4f}",
+                f"{quality.held_out_r2:.4f}",
+                f"{quality.held_out_mean_error:.1%}",
+                f"{quality.held_out_worst_error:.1%}",
+                f"{quality.flops_mean_error:.1%}",
+            ]
+        )
+    balance = []
+    for (model, lengths), found in replayed.items():
+        largest = {plan: sum(step[0] for step in found[plan]) for plan in PLANS}
+        spread = {plan: statistics.mean(step[0] / step[1] for step in found[plan]) for plan in PLANS}
+        possible = largest["as loaded"] / sum(step[1] for step in found["as loaded"])
+        balance.append(
+            [model, lengths]
+            + [f"{spread[plan]:.3f}" for plan in PLANS]
+            + [f"{largest['as loaded'] / largest[plan]:.2f}×" for plan in PLANS[1:]]
+            + [f"{possible:.2f}×"]
+        )
+    text = [
+        heading("Cost model", command),
+        f"Device: {hardware}. {sizes.mixes} batch mixes of up to {2 * sizes.rows} rows of up to {sizes.longest} items, "
+        f"each the median of {sizes.repeats}; every fourth is held out of the fit.\n",
+        table(
+            ["model", "R²", "R² held out", "mean error held out", "worst", "mean error by operations alone"],
+            fits,
+        ),
+        f"\n![predicted against measured](cost_model{'_cuda' if 'cuda' in command else ''}.png)\n",
+        f"Balance in time: {sizes.ranks} ranks of {sizes.rows} rows, {sizes.steps} steps, every rank's batch replayed "
+        "on this device one after another (median of three). Largest ÷ mean time of the ranks, and the speed-up of the "
+        "slowest rank that follows; the published gain on 16 H100 is 1.53×.\n",
+        table(
+            ["model", "lengths", *[f"{plan}" for plan in PLANS]]
+            + [f"speed-up {plan}" for plan in PLANS[1:]]
+            + ["possible"],
+            balance,
+        ),
+    ]
+    return "\n".join(text)
+
+
+def main(device: str = "auto", ranks: int = 8, rows: int = 16, longest: int | None = None, quick: bool = False) -> None:
+    """Measure and write the page.
+
+    Args:
+        device: auto, cpu or cuda.
+        ranks: ranks whose batches are replayed.
+        rows: rows per rank.
+        longest: items of the longest row; 256 on a CPU, 4096 on a GPU.
+        quick: fewer mixes and steps, and no page.
+    """
+    where = choose_device(device, threads=1)
+    longest = longest or (4096 if where.type == "cuda" else 256)
+    sizes = Sizes(longest, rows, ranks, *((40, 2, 2) if quick else (200, 5, 12)))
+    fitted, replayed = {}, {}
+    for model, make in TARGETS.items():
+        target = make(sizes, where)
+        fitted[model] = fit(target, sizes)
+        for lengths in LENGTHS[:1] if quick else LENGTHS:
+            replayed[model, lengths] = replay(target, fitted[model][0], lengths, sizes)
+    on_cuda = where.type == "cuda"
+    command = "python -m benchmarks.cost_model" + (f" --device cuda --ranks {ranks} --rows {rows}" if on_cuda else "")
+    text = page(fitted, replayed, sizes, command, describe_device(where).name)
+    print(text)
+    if not quick:
+        name = "cost_model_cuda" if on_cuda else "cost_model"
+        draw_fit(fitted, name)
+        print(write_page(name, text))
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
