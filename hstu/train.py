@@ -10,6 +10,7 @@ Config ─► ranks ─► data ─► model ─► optimizer ─► shuffler �
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,7 @@ def main() -> None:
         eval_shuffler=eval_shuffler,
         eval_loader=eval_loader,
         metrics=RankingMetrics(config.dataset.num_tasks, device=device),
+        fingerprint={"model": asdict(model_config), "optimizer": config.optimizer.kinds()},
         flops=partial(batch_training_flops, hstu_task(model_config.hstu)),
     )
     loop.run()

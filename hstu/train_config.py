@@ -78,6 +78,10 @@ class OptimizerArgs:
     sharding: Sharding | None = None
     """How tables lie on the ranks; None lets TorchRec's planner choose."""
 
+    def kinds(self) -> dict[str, str]:
+        """The optimizers by name; their state fits no other."""
+        return {"dense_optimizer": self.dense_optimizer, "embedding_optimizer": self.embedding_optimizer}
+
     def __post_init__(self) -> None:
         for name in ("dense_lr", "embedding_lr"):
             if not getattr(self, name) > 0:

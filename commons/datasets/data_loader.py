@@ -37,7 +37,9 @@ def _random_builder(
     # Another stream for each split; all batches are full, and there is no file.
     split_seed = seed * 2 + (split != "train")
     dataset = user_like_dataset(batch_size=batch_size, rank=rank, world_size=world_size, seed=split_seed, **options)
-    return dataset, BatchOrderSampler(len(dataset), shuffle=shuffle, seed=seed)
+    return dataset, BatchOrderSampler(
+        len(dataset), rows_per_step=batch_size * world_size, shuffle=shuffle, seed=seed
+    )
 
 
 def _sequence_builder(schema: SequenceSchema) -> Builder:

@@ -25,17 +25,24 @@ class EpochSampler(Sampler[T]):
 
     Attributes:
         epoch: the epoch that the next iteration draws.
+        first_row: rows at the front of the epoch, over all ranks, that the next iteration leaves out.
 
     """
 
     def __init__(self, *, shuffle: bool, seed: int) -> None:
         self.epoch = 0
+        self.first_row = 0
         self._shuffle = shuffle
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; without this call every epoch has the order of epoch 0."""
+        """Choose the epoch, from its first row; without this call every epoch has the order of epoch 0."""
         self.epoch = epoch
+        self.first_row = 0
+
+    def start_at(self, row: int) -> None:
+        """Begin this epoch behind its first `row` rows, counted over all ranks, however many ranks read those."""
+        self.first_row = row
 
     def order(self, size: int) -> np.ndarray:
         """int64 `(size,)`: 0 … size − 1, permuted for this seed and epoch if the sampler shuffles."""
@@ -48,17 +55,26 @@ class EpochSampler(Sampler[T]):
 
 
 class BatchOrderSampler(EpochSampler[int]):
-    """Indices of a data set whose items are ready batches, each rank's own."""
+    """Indices of a data set whose items are ready batches, each rank's own.
 
-    def __init__(self, num_batches: int, *, shuffle: bool = False, seed: int = 0) -> None:
+    Args:
+        num_batches: batches of each rank.
+        rows_per_step: rows of one batch of every rank together, by which `start_at` counts.
+        shuffle: a new order in every epoch.
+        seed: of the order.
+
+    """
+
+    def __init__(self, num_batches: int, *, rows_per_step: int = 1, shuffle: bool = False, seed: int = 0) -> None:
         super().__init__(shuffle=shuffle, seed=seed)
         self._num_batches = num_batches
+        self._rows_per_step = rows_per_step
 
     def __len__(self) -> int:
         return self._num_batches
 
     def __iter__(self) -> Iterator[int]:
-        yield from self.order(self._num_batches).tolist()
+        yield from self.order(self._num_batches)[-(-self.first_row // self._rows_per_step) :].tolist()
 
 
 class ShardedBatchSampler(EpochSampler[list[int]]):
@@ -111,6 +127,8 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         return full + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        own_rows = self.order(self._num_rows)[self._rank :: self._world_size]
-        for batch in range(len(self)):
-            yield own_rows[batch * self._batch_size : (batch + 1) * self._batch_size].tolist()
+        own_rows = self.order(self._num_rows)[self.first_row :][self._rank :: self._world_size]
+        for first in range(0, len(own_rows), self._batch_size):
+            batch = own_rows[first : first + self._batch_size]
+            if len(batch) == self._batch_size or not self._drop_last:
+                yield batch.tolist()

@@ -79,13 +79,17 @@ class TrainerArgs:
     """The step after its last."""
 
     ckpt_save_interval: int = -1
-    """Steps between checkpoints. Checkpoints are not available yet: -1."""
+    """Steps between checkpoints; there is another one at the end. -1 for none."""
 
     ckpt_save_dir: str = "./checkpoints"
-    """Folder for checkpoints."""
+    """Folder for checkpoints, shared by all ranks. SIGTERM saves one there and ends the run with status 0."""
 
     ckpt_load_dir: str = ""
-    """Checkpoint to start from. Checkpoints are not available yet: empty."""
+    """Checkpoint to go on from, or a folder of them, whose latest whole one is taken; empty for none. torch pickles
+    its metadata: load only what you trust."""
+
+    ckpt_keep: int = 3
+    """Checkpoints to keep; older ones are removed."""
 
     single_rank_load: bool = False
     """Rank 0 alone loads data. Not available yet."""
@@ -100,6 +104,9 @@ class TrainerArgs:
             if getattr(self, name) is not None:
                 require_at_least(name, getattr(self, name), 1)
         require_at_least("seed", self.seed, 0)
+        require_at_least("ckpt_keep", self.ckpt_keep, 1)
+        if self.ckpt_save_interval != -1:
+            require_at_least("ckpt_save_interval", self.ckpt_save_interval, 1)
         if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
             raise ValueError(
                 f"peak_tflops is {self.peak_tflops}; it is the positive rate of a device's data sheet: correct it"
@@ -124,11 +131,6 @@ class TrainerArgs:
         self._refuse_what_is_missing()
 
     def _refuse_what_is_missing(self) -> None:
-        if self.ckpt_save_interval != -1 or self.ckpt_load_dir:
-            raise ValueError(
-                f"ckpt_save_interval is {self.ckpt_save_interval} and ckpt_load_dir is {self.ckpt_load_dir!r}; this "
-                "version has no checkpoints: leave them at -1 and ''"
-            )
         if self.single_rank_load:
             raise ValueError("single_rank_load is True; in this version every rank loads its own data: leave it False")
         if self.balance_batch:

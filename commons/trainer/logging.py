@@ -172,13 +172,17 @@ class TrainLog:
         run_dir: folder of the run, made if missing; an earlier log is replaced.
         total_steps: steps of the run.
         tensorboard: whether scalars are written to `<run_dir>/tensorboard` too.
+        first_step: steps that a resumed run has behind it; its log is then continued.
     """
 
-    def __init__(self, run_dir: str | Path, total_steps: int, tensorboard: bool = False) -> None:
+    def __init__(
+        self, run_dir: str | Path, total_steps: int, tensorboard: bool = False, *, first_step: int = 0
+    ) -> None:
         self.run_dir = Path(run_dir)
         self._enabled = dist.get_rank() == 0
         self._bar = tqdm(
             total=total_steps,
+            initial=first_step,
             desc="train",
             unit="step",
             disable=not self._enabled,
@@ -188,8 +192,8 @@ class TrainLog:
         self._shown: dict[str, str] = {}
         if self._enabled:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = (self.run_dir / "log.jsonl").open("w", encoding="utf-8")
-        self._scalars = self._open_scalars() if self._enabled and tensorboard else None
+            self._file = (self.run_dir / "log.jsonl").open("a" if first_step else "w", encoding="utf-8")
+        self._scalars = self._open_scalars(first_step) if self._enabled and tensorboard else None
 
     def step(self, stats: ShuffleStats | None) -> None:
         """Move the bar by one step."""
@@ -228,12 +232,12 @@ class TrainLog:
         if self._scalars is not None:
             self._scalars.close()
 
-    def _open_scalars(self) -> Any:
+    def _open_scalars(self, first_step: int) -> Any:
         # Imported here: it takes half a second, and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an earlier run has written there is hidden, as its log is replaced.
-        return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=0)
+        # What an earlier run has written from here on is hidden.
+        return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step + 1 if first_step else 0)
 
     def summary(self, title: str, summary: TrainSummary) -> None:
         """Print the table at the end of a run."""

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,10 +28,12 @@ from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.args import TrainerArgs
+from commons.trainer.checkpoint import Checkpointer, TrainProgress
 from commons.trainer.evaluation import Metrics, StepOutput, evaluate
 from commons.trainer.launch import describe_ranks
 from commons.trainer.logging import StatsMean, StepClock, StepSums, TrainLog, TrainSummary
 from commons.trainer.profiling import StepProfiler
+from commons.trainer.stop import StopSignal
 
 
 def count_tokens(batch: Any) -> int:
@@ -53,6 +55,7 @@ class TrainingLoop:
         eval_loader: host batches of this rank; None for no evaluation.
         metrics: what an evaluation measures besides the loss.
         count: tokens of a host batch.
+        fingerprint: what must be equal to load a checkpoint, JSON-ready; needed for checkpoints.
         flops: operations of forward and backward pass on a host batch; None leaves TFLOPS and MFU out of the log.
         compute_dtype: of the model's matrix products, for MFU.
     """
@@ -70,6 +73,7 @@ class TrainingLoop:
         eval_loader: DataLoader[Any] | None = None,
         metrics: Metrics | None = None,
         count: Callable[[Any], int] = count_tokens,
+        fingerprint: Mapping[str, Any] | None = None,
         flops: Callable[[Any], int] | None = None,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -98,8 +102,19 @@ class TrainingLoop:
             self._eval_pipeline = TrainPipelineFactory.create("none", batch_shuffler=eval_shuffler, **pipeline)
         # Where only the number of steps is limited, the data repeats.
         self._num_epochs = args.num_epochs or (None if args.max_train_iters else 1)
-        self._step = 0
-        self._evaluated_at = -1
+        self._step, self._first_epoch, self._progress = 0, 0, TrainProgress()
+        self._evaluated_at = self._saved_at = -1
+        self._stop = StopSignal(enabled=args.ckpt_save_interval > 0)
+        self._checkpoints = None
+        if args.ckpt_save_interval > 0 or args.ckpt_load_dir:
+            self._checkpoints = Checkpointer(
+                args.ckpt_save_dir,
+                keep=args.ckpt_keep,
+                model=model,
+                optimizer=optimizer,
+                fingerprint=fingerprint or {},
+                device=device,
+            )
         self._sums = StepSums()
         self._clock = StepClock(device)
         # Of the steps since the last line; None for a step that was not balanced.
@@ -119,15 +134,22 @@ class TrainingLoop:
             ValueError: the loaders have no batch on any rank.
             Exception: an error of any rank's data or shuffler, on every rank.
         """
-        self._log = TrainLog(self._args.run_dir, self._total_steps(), self._args.tensorboard)
+        resumed = self._resume()
+        self._log = TrainLog(self._args.run_dir, self._total_steps(), self._args.tensorboard, first_step=self._step)
         self._log.say(describe_ranks(self._device))
+        if resumed:
+            self._log.say(f"resumed after step {self._step}, from {self._args.ckpt_load_dir}")
         self._summary = TrainSummary()
         try:
-            for epoch in self._epochs():
-                self._summary.epochs = epoch + 1
-                self._train_epoch(epoch)
-            self._write_line()
-            if self._evaluated_at != self._step:
+            with self._stop:
+                for epoch in self._epochs():
+                    self._summary.epochs = epoch + 1
+                    self._train_epoch(epoch)
+                self._write_line()
+                self._save()
+            if self._stop.agreed:
+                self._log.say(f"stopped by SIGTERM after step {self._step}; {self._how_to_resume()}")
+            elif self._evaluated_at != self._step:
                 self._evaluate()
         finally:
             self._profiler.close()
@@ -141,13 +163,15 @@ class TrainingLoop:
         return self._summary
 
     def _epochs(self) -> Iterator[int]:
-        for epoch in itertools.count() if self._num_epochs is None else range(self._num_epochs):
+        first = self._first_epoch
+        for epoch in itertools.count(first) if self._num_epochs is None else range(first, self._num_epochs):
             if self._is_done():
                 return
             yield epoch
 
     def _is_done(self) -> bool:
-        return self._args.max_train_iters is not None and self._step >= self._args.max_train_iters
+        trained_all = self._args.max_train_iters is not None and self._step >= self._args.max_train_iters
+        return trained_all or self._stop.agreed
 
     def _total_steps(self) -> int:
         """Steps of the run, for the bar; ranks with fewer batches go on with the others."""
@@ -159,29 +183,37 @@ class TrainingLoop:
         return min(limits)
 
     def _train_epoch(self, epoch: int) -> None:
-        _set_epoch(self._train_loader, epoch)
+        self._progress = TrainProgress(self._step, epoch, self._rows_done_before(epoch))
+        _set_epoch(self._train_loader, epoch, self._progress.rows_in_epoch)
         batches = iter(self._train_loader)
-        started_at = self._step
+        if self._checkpoints is not None:  # after the loader has drawn its seed, as in the run that goes on
+            self._checkpoints.restore_random_state()
         while not self._is_done():
             limit = self._steps_to_next_stop()
             trained = self._train_segment(itertools.islice(batches, limit))
-            if self._step == started_at:
+            rows = trained * self._args.train_batch_size * dist.get_world_size()
+            self._progress = TrainProgress(self._step, epoch, self._progress.rows_in_epoch + rows)
+            if self._progress.rows_in_epoch == 0:
                 raise ValueError(
                     f"epoch {epoch} has no batch on any rank; training needs at least one: check the data set, its "
                     "split and drop_last"
                 )
+            if trained and self._args.ckpt_save_interval > 0 and self._step % self._args.ckpt_save_interval == 0:
+                self._save()
             if self._eval_loader is not None and trained and self._step % self._args.eval_interval == 0:
                 self._evaluate()
             if limit is None or trained < limit:  # the same on all ranks: they train together until the last has ended
                 return
 
     def _steps_to_next_stop(self) -> int | None:
-        """Steps until the next evaluation or the end of training; None for neither."""
+        """Steps until the next checkpoint, the next evaluation or the end of training; None for none of them."""
         stops = []
         if self._args.max_train_iters is not None:
             stops.append(self._args.max_train_iters - self._step)
         if self._eval_loader is not None:
             stops.append(self._args.eval_interval - self._step % self._args.eval_interval)
+        if self._args.ckpt_save_interval > 0:
+            stops.append(self._args.ckpt_save_interval - self._step % self._args.ckpt_save_interval)
         return min(stops, default=None)
 
     def _train_segment(self, batches: Iterator[Any]) -> int:
@@ -199,7 +231,10 @@ class TrainingLoop:
             self._after_step(output)
 
     def _watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+        while not self._stop.agreed:  # looked at before a batch is taken, which would be lost
+            batch = next(batches, None)
+            if batch is None:
+                return
             flops = 0 if self._flops is None else self._flops(batch)
             self._loaded.append((real_rows(batch), self._count(batch), flops))
             yield batch
@@ -207,6 +242,7 @@ class TrainingLoop:
     def _after_step(self, output: StepOutput) -> None:
         self._clock.end()
         self._step += 1
+        self._stop.after_step()
         # Rows move between ranks, but the rows of step n are those that all ranks loaded n-th.
         rows, tokens, flops = self._loaded.popleft() if self._loaded else (0, 0, 0)
         self._sums.rows += rows
@@ -264,6 +300,30 @@ class TrainingLoop:
             self._all_stats.add(stats)
         return mean
 
+    def _resume(self) -> bool:
+        """Load the checkpoint that the settings name, if they do; returns whether."""
+        if self._checkpoints is None or not self._args.ckpt_load_dir:
+            return False
+        progress = self._checkpoints.load(self._args.ckpt_load_dir)
+        self._step, self._first_epoch, self._progress = progress.step, progress.epoch, progress
+        return True
+
+    def _rows_done_before(self, epoch: int) -> int:
+        """Rows of an epoch that a checkpoint has seen trained."""
+        return self._progress.rows_in_epoch if epoch == self._first_epoch else 0
+
+    def _save(self) -> None:
+        """Save a checkpoint, unless this step has one; no batch is in flight here."""
+        if self._checkpoints is None or self._args.ckpt_save_interval <= 0 or self._saved_at == self._step:
+            return
+        if self._checkpoints.save(self._progress) is not None:
+            self._saved_at = self._step
+
+    def _how_to_resume(self) -> str:
+        if self._saved_at != self._step:
+            return "its state could not be saved"
+        return f"go on with --trainer.ckpt-load-dir {self._args.ckpt_save_dir}"
+
     def _evaluate(self) -> None:
         """Evaluate without the training pipeline's changes to the model, which has no batch in flight."""
         if self._eval_loader is None:
@@ -279,7 +339,16 @@ class TrainingLoop:
             self._pipeline.attach(self._model)
 
 
-def _set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    set_epoch = getattr(loader.sampler, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
+def _set_epoch(loader: DataLoader[Any], epoch: int, first_row: int) -> None:
+    """Choose the epoch of a loader and, in the first one after a checkpoint, where it begins."""
+    sampler = loader.sampler
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    if first_row == 0:
+        return
+    if not hasattr(sampler, "start_at"):
+        raise ValueError(
+            f"the checkpoint ends within epoch {epoch}, and {type(sampler).__name__} cannot begin there; resuming "
+            "needs a sampler with start_at(row): use one of commons.datasets.samplers"
+        )
+    sampler.start_at(first_row)

@@ -62,8 +62,9 @@ def test_defaults():
         ({"shuffle_eval": True}, "shuffle_eval is True and enable_balanced_shuffler is False"),
         ({"single_rank_load": True}, "single_rank_load is True; .* leave it False"),
         ({"balance_batch": True}, "balance_batch is True; .* set enable_balanced_shuffler instead"),
-        ({"ckpt_save_interval": 10}, "this version has no checkpoints"),
-        ({"ckpt_load_dir": "old"}, "this version has no checkpoints"),
+        ({"ckpt_save_interval": 0}, "ckpt_save_interval is 0; it is an integer of at least 1"),
+        ({"ckpt_keep": 0}, "ckpt_keep is 0; it is an integer of at least 1"),
+        ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
     ],
 )
 def test_a_wrong_trainer_argument(changes, message):

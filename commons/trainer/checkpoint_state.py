@@ -1,0 +1,110 @@
+"""What a checkpoint holds, as one flat dictionary for torch.distributed.checkpoint.
+
+Sharded tables and the state of their optimizers are ShardedTensors, which can be loaded on another number of ranks or
+under another sharding. Everything dense is the same on all ranks and saved once. Random states belong to ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+_MODEL, _TABLES, _DENSE, _RANDOM = "model/", "tables_optimizer/", "dense_optimizer/", "random/"
+
+
+def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything of this rank."""
+    state: dict[str, Any] = {_MODEL + name: value for name, value in model.state_dict().items()}
+    for table, slots in _tables_optimizer_state(model).items():
+        state |= {f"{_TABLES}{table}/{slot}": value for slot, value in slots.items()}
+    for name, parameter in _dense_names(model, optimizer).items():
+        slots = optimizer.state.get(parameter, {})
+        state |= {f"{_DENSE}{name}/{slot}": torch.as_tensor(value) for slot, value in slots.items()}
+    return state | _random_state()
+
+
+def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Load what `state_to_save` gave, in place.
+
+    Returns:
+        Random states of the rank that had this one's number, for `set_random_state`; empty if there was none.
+
+    Raises:
+        ValueError: the checkpoint lacks something that the model has.
+    """
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    model_state = model.state_dict()
+    state: dict[str, Any] = {_MODEL + name: value for name, value in model_state.items()}
+    tables = _tables_optimizer_state(model)
+    for table, slots in tables.items():
+        state |= {f"{_TABLES}{table}/{slot}": value for slot, value in slots.items()}
+    missing = sorted(name for name in state if name not in saved)
+    if missing:
+        raise ValueError(
+            f"{path} lacks {missing[0]} (and {len(missing) - 1} more); a checkpoint fits the model that wrote it: use "
+            "that model, or another checkpoint"
+        )
+    names = _dense_names(model, optimizer)
+    dense = {name: found for name, found in saved.items() if name.startswith(_DENSE)}
+    random = {name: found for name, found in saved.items() if name in _random_state()}
+    state |= {name: _empty_like(found) for name, found in (dense | random).items()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(model_state)
+    if tables:
+        _fused_optimizer(model).load_state_dict({"state": tables})
+    _load_dense(names, optimizer, {name: state[name] for name in dense})
+    return {name: state[name] for name in random}
+
+
+def _fused_optimizer(model: nn.Module) -> Any:
+    return getattr(model, "fused_optimizer", None)
+
+
+def _tables_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """State of the optimizers that train tables during the backward pass, by table and slot."""
+    fused = _fused_optimizer(model)
+    return {} if fused is None else fused.state_dict()["state"]
+
+
+def _dense_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by the names that the model gives them."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _load_dense(names: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    for key, value in state.items():
+        name, slot = key.removeprefix(_DENSE).rsplit("/", 1)
+        parameter = names[name]
+        # A step count stays where the optimizer keeps it, on the host.
+        optimizer.state[parameter][slot] = value if value.dim() == 0 else value.to(parameter.device)
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    """The random states of this rank, by names that say whose they are."""
+    mine = f"{_RANDOM}{dist.get_rank()}/"
+    state = {f"{mine}cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state[f"{mine}cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, torch.Tensor]) -> None:
+    """Set the random states that `_random_state` names."""
+    for name, value in state.items():
+        if name.endswith("/cuda"):
+            torch.cuda.set_rng_state(value)
+        else:
+            torch.set_rng_state(value)
+
+
+def _empty_like(found: Any) -> torch.Tensor:
+    if not isinstance(found, TensorStorageMetadata):
+        raise ValueError(f"a checkpoint entry is {type(found).__name__}, where a tensor is expected: load another one")
+    return torch.empty(found.size, dtype=found.properties.dtype)

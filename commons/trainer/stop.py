@@ -1,0 +1,62 @@
+"""SIGTERM: all ranks stop after the same step, so that they can save together."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class StopSignal:
+    """Listens for SIGTERM and agrees on it; a context manager around the steps of a run, entered by all ranks.
+
+    A cluster's signal reaches ranks at different times, or only some of them. After every step the ranks reduce who has
+    heard it, in the background over a gloo group of their own, and look at the answer one step later.
+
+    Args:
+        enabled: False leaves the signal to do what it did before.
+
+    Attributes:
+        agreed: some rank had heard the signal by the step before; the same on all ranks after the same step.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.agreed = False
+        self._enabled = enabled
+        self._heard = False
+        self._pending: tuple[torch.Tensor, Any] | None = None
+        self._group = dist.new_group(backend="gloo") if enabled else None
+
+    def __enter__(self) -> StopSignal:
+        if self._enabled:
+            self._before = signal.signal(signal.SIGTERM, self._hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            signal.signal(signal.SIGTERM, self._before)
+        if kind is None:
+            self._take_answer()
+
+    def after_step(self) -> None:
+        """Take the answer of the step before, and ask again; called on all ranks."""
+        if not self._enabled:
+            return
+        self._take_answer()
+        heard = torch.tensor([int(self._heard)])
+        self._pending = heard, dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _take_answer(self) -> None:
+        if self._pending is not None:
+            heard, work = self._pending
+            work.wait()
+            self.agreed = self.agreed or bool(heard)
+            self._pending = None
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._heard = True

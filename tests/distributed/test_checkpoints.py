@@ -1,0 +1,208 @@
+"""A run that is stopped and resumed is the run that was never stopped, on as many ranks or on others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+
+from commons.datasets.data_loader import get_data_loader
+from commons.datasets.movielens import preprocess_movielens
+from commons.datasets.movielens_generator import generate_movielens
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.trainer import TrainerArgs
+from commons.trainer.checkpoint import list_checkpoints
+from commons.trainer.loop import TrainingLoop
+from hstu import HSTUBalancedBatchShuffler
+from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
+from hstu.sharding import build_distributed_model, dense_parameters
+from tests.models import weights_of
+from tests.rank_pool import RankFailure
+
+CPU = torch.device("cpu")
+SAVE_AT = 5
+STEPS = 12  # an epoch has 8: the run goes into its second
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    archive = generate_movielens(folder / "ml-1m", num_users=70, seed=3)
+    return str(preprocess_movielens(archive.path, folder / "out", test_fraction=0.1, seed=0))
+
+
+class KilledAt:
+    """A loader whose rank 1 is asked to end when it reads its n-th batch."""
+
+    def __init__(self, loader, number):
+        self._loader, self._number = loader, number
+        self.dataset, self.sampler = loader.dataset, loader.sampler
+
+    def __len__(self):
+        return len(self._loader)
+
+    def __iter__(self):
+        for number, batch in enumerate(self._loader):
+            if number == self._number and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+
+def run(data, run_dir, *, sharding="row_wise", dropout=0.2, killed_at=None, heads=2, disk_full=False, **changes):
+    """Losses by step, the weights and the summary of one run, on the ranks of a pool."""
+    world_size = dist.get_world_size()
+    torch.manual_seed(7)
+    args = TrainerArgs(
+        8 // world_size, 4, run_dir=run_dir, log_interval=1, eval_interval=4, tensorboard=False, **changes
+    )
+    options = {"dataset_path": data, "max_history_seqlen": 24, "rank": dist.get_rank(), "world_size": world_size}
+    loader = get_data_loader("ml-1m", "train", batch_size=args.train_batch_size, shuffle=True, **options)
+    eval_loader = get_data_loader("ml-1m", "test", batch_size=4, **options)
+    hstu = HSTUConfig(16, 1, heads, 8, max_sequence_length=loader.dataset.max_sequence_length, dropout=dropout)
+    config = RankingConfig(hstu, loader.dataset.vocabulary_sizes, (8, 1), 1)
+    model = build_distributed_model(
+        HSTURankingModel(config), device=CPU, sharding=sharding, local_world_size=world_size
+    )
+    # Dropout differs from rank to rank.
+    torch.manual_seed(100 + dist.get_rank())
+    shufflers = HSTUBalancedBatchShuffler(16, heads, 8), IdentityBalancedBatchShuffler()
+    write_data = FileSystemWriter.write_data
+    if disk_full:
+
+        def fail(self, *arguments):
+            raise OSError(28, "No space left on device")
+
+        if dist.get_rank() == 1 and args.ckpt_load_dir:
+            FileSystemWriter.write_data = fail
+    try:
+        loop = TrainingLoop(
+            args,
+            model=model,
+            optimizer=torch.optim.Adam(dense_parameters(model).values(), lr=0.01),
+            device=CPU,
+            shuffler=shufflers[0],
+            train_loader=loader if killed_at is None else KilledAt(loader, killed_at),
+            eval_shuffler=shufflers[1],
+            eval_loader=eval_loader,
+            fingerprint={"hstu": {"num_attention_heads": heads, "head": (8, 1)}},
+        )
+        summary = loop.run()
+        trained = [row.tolist() for row in weights_of(model).values()]
+    finally:
+        FileSystemWriter.write_data = write_data
+        for shuffler in shufflers:
+            shuffler.close()
+    return summary.steps, trained
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def settings(folder, **changes):
+    return {"max_train_iters": STEPS, "ckpt_save_dir": str(folder), **changes}
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path):
+    whole = two_ranks.run(run, data, str(tmp_path / "whole"), max_train_iters=STEPS)
+    parts = settings(tmp_path / "checkpoints")
+    two_ranks.run(run, data, str(tmp_path / "parts"), **parts | {"max_train_iters": 7, "ckpt_save_interval": SAVE_AT})
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000005", "step_00000007"]
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000007")
+    resumed = two_ranks.run(run, data, str(tmp_path / "parts"), **parts | {"ckpt_load_dir": parts["ckpt_save_dir"]})
+    assert resumed == whole
+    expected, found = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert list(found) == list(range(1, STEPS + 1))
+    assert found == expected
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+def test_a_run_goes_on_with_other_ranks(rank_pools, data, tmp_path, sharding):
+    changes = settings(tmp_path / "checkpoints", dropout=0.0)
+    rank_pools[2].run(run, data, str(tmp_path / "whole"), **changes)
+    saving = changes | {"max_train_iters": SAVE_AT, "ckpt_save_interval": 100}
+    rank_pools[2].run(run, data, str(tmp_path / "parts"), **saving)
+    loading = changes | {"ckpt_load_dir": changes["ckpt_save_dir"], "sharding": sharding}
+    rank_pools[4].run(run, data, str(tmp_path / "parts"), **loading)
+    expected, found = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert list(found) == list(expected)
+    assert [found[step] for step in found] == pytest.approx(list(expected.values()), rel=2e-4)
+
+
+def test_sigterm_on_one_rank_saves_and_ends_all(two_ranks, data, tmp_path):
+    whole = two_ranks.run(run, data, str(tmp_path / "whole"), max_train_iters=STEPS)
+    changes = settings(tmp_path / "checkpoints", ckpt_save_interval=100)
+    killed = two_ranks.run(run, data, str(tmp_path / "parts"), killed_at=3, **changes)
+    (stopped_at, _), (also_at, _) = killed
+    assert stopped_at == also_at < STEPS - 2
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [f"step_{stopped_at:08d}"]
+    resumed = two_ranks.run(run, data, str(tmp_path / "parts"), **changes, ckpt_load_dir=str(tmp_path / "checkpoints"))
+    assert resumed == whole
+
+
+def _warnings(*args, **kwargs):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("commons.trainer.checkpoint").addHandler(handler)
+    try:
+        return run(*args, **kwargs)[0], messages
+    finally:
+        logging.getLogger("commons.trainer.checkpoint").removeHandler(handler)
+
+
+@pytest.fixture
+def saved(two_ranks, data, tmp_path):
+    """Checkpoints of steps 2 and 4."""
+    changes = settings(tmp_path / "checkpoints", max_train_iters=4, ckpt_save_interval=2)
+    two_ranks.run(run, data, str(tmp_path / "run"), **changes)
+    return tmp_path / "checkpoints"
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def test_a_damaged_checkpoint_is_passed_over(two_ranks, data, tmp_path, saved):
+    changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved))
+    truncate(saved / "step_00000004" / "__1_0.distcp")
+    (steps, said), _ = two_ranks.run(_warnings, data, str(tmp_path / "again"), **changes)
+    assert steps == 6 and list(losses(tmp_path / "again")) == [3, 4, 5, 6]
+    assert any("step_00000004 is damaged (__1_0.distcp has" in text and "the one before" in text for text in said)
+    with pytest.raises(RankFailure, match=r"step_00000004 is damaged \(__1_0\.distcp has"):
+        named = str(saved / "step_00000004")
+        two_ranks.run(run, data, str(tmp_path / "named"), **changes | {"ckpt_load_dir": named})
+    (saved / "step_00000002" / ".metadata").unlink()
+    with pytest.raises(RankFailure, match="all 2 checkpoints of .* are damaged"):
+        two_ranks.run(run, data, str(tmp_path / "none"), **changes)
+    with pytest.raises(RankFailure, match="holds no checkpoint"):
+        two_ranks.run(run, data, str(tmp_path / "none"), **changes | {"ckpt_load_dir": str(tmp_path / "nowhere")})
+
+
+def test_a_checkpoint_of_another_model_says_what_differs(two_ranks, data, tmp_path, saved):
+    changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved))
+    with pytest.raises(RankFailure, match="was written with hstu.num_attention_heads = 2, here it is 4"):
+        two_ranks.run(run, data, str(tmp_path / "other"), heads=4, **changes)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(two_ranks, data, tmp_path, saved):
+    changes = settings(saved, max_train_iters=8, ckpt_load_dir=str(saved), ckpt_save_interval=2)
+    (steps, said), _ = two_ranks.run(_warnings, data, str(tmp_path / "again"), disk_full=True, **changes)
+    assert steps == 8
+    assert [path.name for path in sorted(saved.iterdir())] == ["step_00000002", "step_00000004"]
+    assert "no checkpoint of step 6" in said[0] and "No space left on device" in said[0]
+
+
+def test_old_checkpoints_are_removed(two_ranks, data, tmp_path):
+    changes = settings(tmp_path / "checkpoints", max_train_iters=6, ckpt_save_interval=1, ckpt_keep=2)
+    (tmp_path / "checkpoints" / "step_00000003.tmp").mkdir(parents=True)  # of a run that was ended
+    two_ranks.run(run, data, str(tmp_path / "run"), **changes)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000005", "step_00000006"]
