@@ -11,6 +11,34 @@ from commons.pipeline import TrainPipelineFactory
 
 
 @dataclass
+class OptimizationArgs:
+    """How gradients become updates; tables that train themselves in the backward pass follow the schedule alone."""
+
+    accumulation_steps: int = 1
+    """Steps whose gradients make one update, weighed by their loss terms."""
+
+    max_grad_norm: float | None = None
+    """Norm to which the gradient of the dense parameters is clipped; None for no limit."""
+
+    warmup_steps: int = 0
+    """Updates in which learning rates rise linearly from 0."""
+
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """What learning rates do then: stay, or fall to min_lr_ratio at the end of the run."""
+
+    min_lr_ratio: float = 0.0
+    """Where the cosine ends, as a part of the learning rate."""
+
+    def __post_init__(self) -> None:
+        require_at_least("accumulation_steps", self.accumulation_steps, 1)
+        require_at_least("warmup_steps", self.warmup_steps, 0)
+        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}; a norm is positive: raise it, or leave it out")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}; it is a part of the learning rate: give 0 to 1")
+
+
+@dataclass
 class TrainerArgs:
     """How a model is trained.
 
@@ -63,6 +91,9 @@ class TrainerArgs:
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
     """How batches are balanced."""
 
+    optimization: OptimizationArgs = field(default_factory=OptimizationArgs)
+    """Accumulation, clipping and the schedule of learning rates."""
+
     peak_tflops: float | None = None
     """Peak rate of a device in TFLOPS, of which MFU is a fraction; None looks it up. Unknown devices have no MFU."""
 
@@ -107,6 +138,12 @@ class TrainerArgs:
         require_at_least("ckpt_keep", self.ckpt_keep, 1)
         if self.ckpt_save_interval != -1:
             require_at_least("ckpt_save_interval", self.ckpt_save_interval, 1)
+            if self.ckpt_save_interval % self.optimization.accumulation_steps:
+                raise ValueError(
+                    f"ckpt_save_interval is {self.ckpt_save_interval}, accumulation_steps is "
+                    f"{self.optimization.accumulation_steps}; a checkpoint holds no half-accumulated gradient: give a "
+                    "multiple"
+                )
         if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
             raise ValueError(
                 f"peak_tflops is {self.peak_tflops}; it is the positive rate of a device's data sheet: correct it"

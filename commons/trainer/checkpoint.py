@@ -58,7 +58,6 @@ class Checkpointer:
         keep: checkpoints to keep; older ones are removed after a new one is whole.
         model: on a TorchRec DistributedModelParallel, sharded tables are saved as they lie.
         optimizer: of the dense parameters.
-        scheduler: of the learning rate, if there is one.
         fingerprint: what must be equal to load a checkpoint, JSON-ready: dimensions of the model, kinds of optimizers.
         device: of this rank.
     """
@@ -72,11 +71,10 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         fingerprint: Mapping[str, Any],
         device: torch.device,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
         self.folder = Path(folder)
         self._keep = keep
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._model, self._optimizer = model, optimizer
         # As it will be read: tuples become lists, keys strings.
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._device = device
@@ -125,8 +123,6 @@ class Checkpointer:
             raise (FileNotFoundError if answer["kind"] == "FileNotFoundError" else ValueError)(answer["error"])
         state = answer["state"]
         self._random = load_state(Path(answer["path"]), self._model, self._optimizer)
-        if self._scheduler is not None and state["scheduler"] is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
         return TrainProgress(**state["progress"])
 
     def restore_random_state(self) -> None:
@@ -161,7 +157,6 @@ class Checkpointer:
             "progress": asdict(progress),
             "world_size": dist.get_world_size(),
             "fingerprint": self._fingerprint,
-            "scheduler": None if self._scheduler is None else _json_state(self._scheduler),
             "files": {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())},
         }
         (unfinished / _STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
@@ -237,12 +232,6 @@ def _first_line(error: CheckpointException) -> str:
     rank, failure = next(iter(error.failures.items()))
     cause = failure[0] if isinstance(failure, tuple) else failure
     return f"rank {rank}: {' '.join(str(cause).split()) or type(cause).__name__}"
-
-
-def _json_state(scheduler: torch.optim.lr_scheduler.LRScheduler) -> dict[str, Any]:
-    """The numbers of a scheduler; its functions are made anew by the run that loads."""
-    state = {name: value for name, value in scheduler.state_dict().items() if name != "lr_lambdas"}
-    return json.loads(json.dumps({name: value for name, value in state.items() if not callable(value)}))
 
 
 def _differences(written: Any, here: Any, name: str = "") -> Any:

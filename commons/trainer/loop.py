@@ -32,6 +32,7 @@ from commons.trainer.checkpoint import Checkpointer, TrainProgress
 from commons.trainer.evaluation import Metrics, StepOutput, evaluate
 from commons.trainer.launch import describe_ranks
 from commons.trainer.logging import StatsMean, StepClock, StepSums, TrainLog, TrainSummary
+from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.profiling import StepProfiler
 from commons.trainer.stop import StopSignal
 
@@ -89,6 +90,7 @@ class TrainingLoop:
             )
         self._args = args
         self._model = model
+        self._optimizer = optimizer
         self._device = device
         self._train_loader = train_loader
         self._eval_loader = eval_loader
@@ -96,7 +98,7 @@ class TrainingLoop:
         self._count = count
         self._flops = flops
         self._peak_flops = peak_flops_of(device, compute_dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
-        pipeline: dict[str, Any] = {"model": model, "optimizer": optimizer, "device": device}
+        pipeline: dict[str, Any] = {"model": model, "optimizer": DeferredOptimizer(optimizer), "device": device}
         self._pipeline = TrainPipelineFactory.create(args.pipeline_type, batch_shuffler=shuffler, **pipeline)
         if eval_shuffler is not None:
             self._eval_pipeline = TrainPipelineFactory.create("none", batch_shuffler=eval_shuffler, **pipeline)
@@ -123,6 +125,7 @@ class TrainingLoop:
         # Rows, tokens and operations of batches that are loaded but not trained.
         self._loaded: deque[tuple[int, int, int]] = deque()
         self._saving = MeasuredSaving()
+        self._guard = FiniteLossGuard(device)
         self._profiler = StepProfiler(args, device)
         self._all_step_ms: list[float] = []
         self._all_tokens = 0
@@ -135,7 +138,9 @@ class TrainingLoop:
             Exception: an error of any rank's data or shuffler, on every rank.
         """
         resumed = self._resume()
-        self._log = TrainLog(self._args.run_dir, self._total_steps(), self._args.tensorboard, first_step=self._step)
+        total = self._total_steps()
+        self._update = StepUpdate(self._args.optimization, self._optimizer, self._model, total, self._device)
+        self._log = TrainLog(self._args.run_dir, total, self._args.tensorboard, first_step=self._step)
         self._log.say(describe_ranks(self._device))
         if resumed:
             self._log.say(f"resumed after step {self._step}, from {self._args.ckpt_load_dir}")
@@ -145,6 +150,7 @@ class TrainingLoop:
                 for epoch in self._epochs():
                     self._summary.epochs = epoch + 1
                     self._train_epoch(epoch)
+                self._update.flush()
                 self._write_line()
                 self._save()
             if self._stop.agreed:
@@ -171,7 +177,7 @@ class TrainingLoop:
 
     def _is_done(self) -> bool:
         trained_all = self._args.max_train_iters is not None and self._step >= self._args.max_train_iters
-        return trained_all or self._stop.agreed
+        return trained_all or self._may_stop()
 
     def _total_steps(self) -> int:
         """Steps of the run, for the bar; ranks with fewer batches go on with the others."""
@@ -223,21 +229,29 @@ class TrainingLoop:
         self._clock.begin()
         steps = 0
         while True:
+            self._update.before_step(self._step)
             try:
                 output = self._pipeline.progress(segment)
             except StopIteration:
                 return steps
+            self._update.after_step(self._step, output.num_loss_tokens)
+            self._guard.look(self._step + 1, output.loss_sum)
             steps += 1
             self._after_step(output)
 
     def _watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        while not self._stop.agreed:  # looked at before a batch is taken, which would be lost
+        while not self._may_stop():  # looked at before a batch is taken, which would be lost
             batch = next(batches, None)
             if batch is None:
                 return
             flops = 0 if self._flops is None else self._flops(batch)
             self._loaded.append((real_rows(batch), self._count(batch), flops))
             yield batch
+
+    def _may_stop(self) -> bool:
+        """Whether a run that was asked to end may do so before the next batch: not within an accumulation."""
+        next_step = self._step + len(self._loaded)
+        return self._stop.agreed and next_step % self._args.optimization.accumulation_steps == 0
 
     def _after_step(self, output: StepOutput) -> None:
         self._clock.end()
@@ -260,6 +274,7 @@ class TrainingLoop:
         step_ms = self._clock.take()
         if not step_ms:
             return
+        self._guard.check()
         sums, self._sums = self._sums.all_reduce(self._device), StepSums()
         self._all_step_ms += step_ms
         self._all_tokens += sums.tokens
@@ -316,6 +331,7 @@ class TrainingLoop:
         """Save a checkpoint, unless this step has one; no batch is in flight here."""
         if self._checkpoints is None or self._args.ckpt_save_interval <= 0 or self._saved_at == self._step:
             return
+        self._guard.check()
         if self._checkpoints.save(self._progress) is not None:
             self._saved_at = self._step
 

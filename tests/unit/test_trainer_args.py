@@ -8,6 +8,7 @@ import pytest
 
 from commons.distributed.options import ShufflerOptions
 from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.args import OptimizationArgs
 
 
 def test_defaults():
@@ -63,6 +64,7 @@ def test_defaults():
         ({"single_rank_load": True}, "single_rank_load is True; .* leave it False"),
         ({"balance_batch": True}, "balance_batch is True; .* set enable_balanced_shuffler instead"),
         ({"ckpt_save_interval": 0}, "ckpt_save_interval is 0; it is an integer of at least 1"),
+        ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
         ({"ckpt_keep": 0}, "ckpt_keep is 0; it is an integer of at least 1"),
         ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
     ],

@@ -1,0 +1,164 @@
+"""What happens between a backward pass and the next forward pass: accumulate, clip, schedule, update.
+
+TorchRec's pipelines call the optimizer inside `progress`. `DeferredOptimizer` lets that call pass; the loop then
+updates when it has the step's output, whose number of loss terms gradient accumulation needs. Tables that train
+themselves in the backward pass take part in the learning rate alone: they are neither accumulated nor clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commons.trainer.args import OptimizationArgs
+
+
+class DeferredOptimizer:
+    """Stands in for an optimizer within a pipeline: gradients are cleared, updates wait for the loop."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the step before, which the loop has used."""
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        """Leave the update to the loop."""
+
+
+class StepUpdate:
+    """Updates the dense parameters, and sets the learning rate of everything.
+
+    With accumulation over k steps, the gradient of an update is that of the mean over all loss terms of its k global
+    batches: each step's gradient, a mean over its own terms, is weighed by their number.
+
+    Args:
+        args: settings.
+        optimizer: of the dense parameters.
+        model: its fused optimizers, if it has some, follow the schedule.
+        total_steps: steps of the run, for the cosine.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        args: OptimizationArgs,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        total_steps: int,
+        device: torch.device,
+    ) -> None:
+        self._args = args
+        self._optimizer = optimizer
+        self._fused = getattr(model, "fused_optimizer", None)
+        self._total_updates = -(-total_steps // args.accumulation_steps)
+        self._device = device
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._scheduled = [optimizer] if self._fused is None else [optimizer, self._fused]
+        self._base_rates = [[group["lr"] for group in each.param_groups] for each in self._scheduled]
+        self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self._terms: torch.Tensor | None = None
+
+    def before_step(self, step: int) -> None:
+        """Set the learning rates of a step, counted from 0; tables use theirs in its backward pass."""
+        if self._args.lr_schedule == "constant" and self._args.warmup_steps == 0:
+            return
+        update = step // self._args.accumulation_steps
+        factor = learning_rate_factor(self._args, update, self._total_updates)
+        for optimizer, rates in zip(self._scheduled, self._base_rates):
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * factor
+        if self._fused is not None:
+            self._fused.step()  # hands the rate to the tables
+
+    def after_step(self, step: int, num_loss_tokens: int) -> None:
+        """Take the gradients of a step, counted from 0, and update when as many as are accumulated are there."""
+        if self._args.accumulation_steps == 1:
+            self._update()
+            return
+        self._accumulate(num_loss_tokens)
+        if (step + 1) % self._args.accumulation_steps == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Update with what has been accumulated, if there is something."""
+        if self._terms is None:
+            return
+        terms = self._terms.clamp(min=1)
+        for parameter, total in zip(self._parameters, self._sums):
+            parameter.grad = None if total is None else (total / terms).to(parameter.dtype)
+        self._sums, self._terms = [None] * len(self._parameters), None
+        self._update()
+
+    def _accumulate(self, num_loss_tokens: int) -> None:
+        terms = torch.tensor(float(num_loss_tokens), dtype=torch.float64, device=self._device)
+        dist.all_reduce(terms)
+        self._terms = terms if self._terms is None else self._terms + terms
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                weighed = parameter.grad * terms
+                before = self._sums[index]
+                self._sums[index] = weighed if before is None else before.add_(weighed)
+
+    def _update(self) -> None:
+        if self._args.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
+        self._optimizer.step()
+
+
+def learning_rate_factor(args: OptimizationArgs, update: int, total_updates: int) -> float:
+    """What learning rates are multiplied by: a linear warm-up, then 1 or a half cosine (Loshchilov and Hutter 2017).
+
+    Args:
+        args: settings.
+        update: number of the update, from 0.
+        total_updates: updates of the run.
+
+    >>> args = OptimizationArgs(warmup_steps=2, lr_schedule="cosine", min_lr_ratio=0.1)
+    >>> [round(learning_rate_factor(args, update, 6), 3) for update in range(7)]
+    [0.333, 0.667, 1.0, 0.868, 0.55, 0.232, 0.1]
+    """
+    if update < args.warmup_steps:
+        return (update + 1) / (args.warmup_steps + 1)
+    if args.lr_schedule == "constant":
+        return 1.0
+    done = min(1.0, (update - args.warmup_steps) / max(1, total_updates - args.warmup_steps))
+    return args.min_lr_ratio + (1 - args.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2
+
+
+class FiniteLossGuard:
+    """Notices a loss that is not finite, and says on which rank and at which step, without waiting in every step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._never = torch.tensor(torch.iinfo(torch.int64).max, device=device)
+        self._first = self._never
+
+    def look(self, step: int, loss: torch.Tensor) -> None:
+        """Take the loss of this rank's part of a step; nothing is read from the device."""
+        found = torch.where(torch.isfinite(loss).all(), self._never, torch.full_like(self._never, step))
+        self._first = torch.minimum(self._first, found)
+
+    def check(self) -> None:
+        """Raise on all ranks if one has seen such a loss; called on all ranks together, waits for the device.
+
+        Raises:
+            ArithmeticError: names the first step, and the ranks that saw it there.
+        """
+        first = torch.full((dist.get_world_size(),), int(self._never), device=self._device)
+        first[dist.get_rank()] = self._first
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        steps = first.tolist()
+        if min(steps) == int(self._never):
+            return
+        ranks = [rank for rank, step in enumerate(steps) if step == min(steps)]
+        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        raise ArithmeticError(
+            f"the loss of {names} is not finite at step {min(steps)}; the weights are spoilt: go on from "
+            "an earlier checkpoint with a lower learning rate or max_grad_norm, or look at that step's data"
+        )

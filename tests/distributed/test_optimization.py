@@ -1,0 +1,184 @@
+"""Updates of the training loop: accumulated over several global batches, clipped, scheduled, and never from a NaN."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.trainer import TrainerArgs
+from commons.trainer.args import OptimizationArgs
+from commons.trainer.loop import TrainingLoop
+from tests.distributed.test_trainer_loop import CubicShuffler, Output
+from tests.models import (
+    KEYS,
+    LEARNING_RATE,
+    Head,
+    PlainModel,
+    build_plain,
+    build_sharded,
+    head_of,
+    rank_batches,
+    weights_of,
+)
+from tests.rank_pool import RankFailure
+
+CPU = torch.device("cpu")
+SIZES = [6, 1, 3, 2, 5]  # steps differ in their number of terms
+
+
+class NoisyHead(Head):
+    """Says what the loop asks for; from one step on, one rank's loss is not finite."""
+
+    broken_from = 10**9
+
+    def forward(self, embeddings, batch):
+        loss, loss_sum = super().forward(embeddings, batch)
+        if len(self.trained) > self.broken_from and dist.get_rank() == 1:
+            loss_sum = loss_sum * float("nan")
+        return loss, Output(loss_sum, batch.actual_batch_size, [])
+
+
+class RecordingSGD(torch.optim.SGD):
+    """Remembers its learning rate and gradient norm at every update."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = []
+
+    def step(self, closure=None):
+        gradients = [parameter.grad for parameter in self.param_groups[0]["params"]]
+        self.seen.append((self.param_groups[0]["lr"], float(torch.nn.utils.get_total_norm(gradients))))
+        return super().step(closure)
+
+
+def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=None, **optimization):
+    model, optimizer = build()
+    head_of(model).__class__ = NoisyHead
+    head_of(model).broken_from = broken_from
+    if build is build_sharded:
+        optimizer = RecordingSGD(optimizer.param_groups[0]["params"], lr=LEARNING_RATE)
+    shuffler = CubicShuffler() if balance else IdentityBalancedBatchShuffler()
+    batches = list(rank_batches(dist.get_rank(), steps, SIZES))
+    interval = 100 * optimization.get("accumulation_steps", 1)
+
+    def source():
+        for number, batch in enumerate(batches):
+            if number == kill_at and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    class Source(DataLoader):
+        def __iter__(self):
+            return source()
+
+    loop = TrainingLoop(
+        TrainerArgs(
+            6,
+            6,
+            run_dir=run_dir,
+            log_interval=2,
+            tensorboard=False,
+            ckpt_save_dir=run_dir + "/checkpoints",
+            ckpt_save_interval=interval if kill_at is not None else -1,
+            pipeline_type="native" if build is build_sharded else "none",
+            optimization=OptimizationArgs(**optimization),
+        ),
+        model=model,
+        optimizer=optimizer,
+        device=CPU,
+        shuffler=shuffler,
+        train_loader=Source(batches, batch_size=None),
+    )
+    try:
+        summary = loop.run()
+    finally:
+        shuffler.close()
+    fused = [group["lr"] for group in getattr(model, "fused_optimizer", optimizer).param_groups]
+    return summary.steps, weights_of(model), getattr(optimizer, "seen", []), fused
+
+
+def reference(world_size, steps, accumulation):
+    """One process: the gradient of the mean over all rows of `accumulation` global batches."""
+    torch.manual_seed(0)
+    model = PlainModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    columns = [list(rank_batches(rank, steps, SIZES)) for rank in range(world_size)]
+    for first in range(0, steps, accumulation):
+        optimizer.zero_grad()
+        batches = [column[step] for column in columns for step in range(first, min(first + accumulation, steps))]
+        rows = sum(batch.actual_batch_size for batch in batches)
+        for batch in batches:
+            loss, _ = model(batch)  # without process groups: the mean over the batch
+            (loss * batch.actual_batch_size / rows).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("accumulation, steps", [(3, 6), (4, 7)])  # 7 steps: the last update has three
+def test_accumulated_gradients_are_those_of_the_whole_batch(ranks, tmp_path, balance, accumulation, steps):
+    answers = ranks.run(run_loop, str(tmp_path), build_plain, steps, balance=balance, accumulation_steps=accumulation)
+    expected = reference(ranks.world_size, steps, accumulation)
+    for _, weights, _, _ in answers:
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
+    assert len(KEYS) == 2 and len(expected) == 4
+
+
+def test_gradients_are_clipped(two_ranks, tmp_path):
+    _, _, free, _ = two_ranks.run(run_loop, str(tmp_path), build_sharded, 5)[0]
+    limit = sorted(norm for _, norm in free)[0] / 2
+    for _, _, clipped, _ in two_ranks.run(run_loop, str(tmp_path), build_sharded, 5, max_grad_norm=limit):
+        assert [norm for _, norm in clipped] == pytest.approx([limit] * 5, rel=1e-4)
+
+
+def test_all_learning_rates_follow_the_schedule(two_ranks, tmp_path):
+    schedule = {"warmup_steps": 2, "lr_schedule": "cosine", "min_lr_ratio": 0.1}
+    for accumulation in (1, 2):
+        answers = two_ranks.run(
+            run_loop, str(tmp_path), build_sharded, 6 * accumulation, accumulation_steps=accumulation, **schedule
+        )
+        for _, _, seen, fused in answers:
+            factors = [rate / LEARNING_RATE for rate, _ in seen]
+            assert factors == pytest.approx([1 / 3, 2 / 3, 1.0, 0.868198, 0.55, 0.231802], abs=1e-5)
+            assert fused == pytest.approx([LEARNING_RATE * 0.1] * len(fused))  # of the update that would follow
+    constant = two_ranks.run(run_loop, str(tmp_path), build_sharded, 3)
+    assert all(rate == LEARNING_RATE for _, _, seen, _ in constant for rate, _ in seen)
+
+
+def test_tables_train_at_the_scheduled_rate(two_ranks, tmp_path):
+    """With a rate that has fallen to zero, tables stay as they are."""
+    ends = {"lr_schedule": "cosine", "min_lr_ratio": 0.0}
+    first = two_ranks.run(run_loop, str(tmp_path), build_sharded, 1)[0][1]
+    stopped = two_ranks.run(run_loop, str(tmp_path), build_sharded, 1, warmup_steps=10**9)[0][1]
+    start = two_ranks.run(_start)[0]
+    table = "embedding.embeddings.t_item.weight"
+    assert not torch.equal(first[table], start[table])
+    torch.testing.assert_close(stopped[table], start[table], rtol=0, atol=1e-8)
+    assert two_ranks.run(run_loop, str(tmp_path), build_sharded, 2, **ends)[0][0] == 2
+
+
+def _start():
+    return weights_of(build_sharded()[0])
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(two_ranks, tmp_path):
+    with pytest.raises(RankFailure, match="the loss of rank 1 is not finite at step 4;"):
+        two_ranks.run(run_loop, str(tmp_path), build_sharded, 8, broken_from=3)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2]
+
+
+def test_sigterm_waits_for_the_end_of_an_accumulation(two_ranks, tmp_path):
+    answers = two_ranks.run(run_loop, str(tmp_path), build_sharded, 40, kill_at=3, accumulation_steps=5)
+    assert len({steps for steps, *_ in answers}) == 1
+    steps = answers[0][0]
+    assert steps % 5 == 0 and steps < 40
+    assert (tmp_path / "checkpoints" / f"step_{steps:08d}").is_dir()
