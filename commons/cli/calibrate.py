@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from tqdm import tqdm
 
 from commons.cli.console import print_summary
@@ -56,6 +57,19 @@ class Calibrate:
         """Measure, fit, save, and print how well the fit predicts."""
         if self.output.suffix != ".toml":
             raise ValueError(f"output is {str(self.output)!r}; a calibration is a TOML file: let it end in .toml")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; seeds are not negative: correct it")
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.output.open("a").close()  # before the measurements, which would be lost
+        try:
+            self._measure()
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                "the device has too little memory for the largest batch mix; mixes have up to twice train_batch_size "
+                "rows and half its longest tokens: lower train_batch_size or max_history_seqlen in the config"
+            ) from None
+
+    def _measure(self) -> None:
         target = load_cost_target(self.model, self.config, choose_device(self.device, self.threads))
         mixes = draw_mixes(self.num_mixes, target.batch_size, target.max_length, self.seed)
         measurements = measure_steps(

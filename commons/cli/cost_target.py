@@ -24,6 +24,8 @@ def load_cost_target(model: str, config: Path, device: torch.device) -> CostTarg
     """
     if not config.is_file():
         raise FileNotFoundError(f"{config} does not exist; --config names the TOML or YAML file of a training run")
+    if not all(part.isidentifier() for part in model.split(".")):
+        raise ValueError(f"model is {model!r}; it names an importable package, such as 'hstu': correct it")
     name = f"{model}.cost"
     try:
         module = importlib.import_module(name)

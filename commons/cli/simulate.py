@@ -14,7 +14,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from commons.cli.cost_target import load_cost_target
-from commons.cli.simulate_figure import write_figure
+from commons.cli.simulate_figure import require_picture, write_figure
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.perf_model.measurement import CostTarget
@@ -57,6 +57,12 @@ class Simulate:
             raise ValueError(
                 f"ranks is {self.ranks} and steps is {self.steps}; balancing needs 2 ranks and a step: raise them"
             )
+        if self.shuffler.mode != "balance":
+            raise ValueError(
+                f"shuffler.mode is {self.shuffler.mode!r}; a simulation says what balancing would gain: leave it out"
+            )
+        if self.figure is not None:
+            require_picture(self.figure)
         target = load_cost_target(self.model, self.config, torch.device("cpu"))
         results = [self._simulate(target, num_ranks) for num_ranks in self.ranks]
         _print_results(results, self.config, target.batch_size)

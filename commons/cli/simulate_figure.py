@@ -15,14 +15,19 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 _BEFORE, _AFTER = "#b5442e", "#2e6fb5"
 
 
+def require_picture(path: Path) -> None:
+    """Raise ValueError unless the file's type is png, svg or pdf."""
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"figure is {str(path)!r}; pictures are {', '.join(_SUFFIXES)}: choose one of these endings")
+
+
 def write_figure(results: Sequence[SimulatedSteps], path: Path) -> None:
     """Draw the gain by number of ranks, and the ranks' loads in the most uneven step of the largest number.
 
     Raises:
         ValueError: a file type other than png, svg and pdf.
     """
-    if path.suffix not in _SUFFIXES:
-        raise ValueError(f"figure is {str(path)!r}; pictures are {', '.join(_SUFFIXES)}: choose one of these endings")
+    require_picture(path)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     gain, loads = figure.subplots(1, 2)
     ranks = [str(result.num_ranks) for result in results]

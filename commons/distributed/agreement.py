@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -62,9 +63,9 @@ def agree(
         "states_padding": schema is not None and schema.states_padding,
     }
     said = [json.loads(text) for text in channel.gather_text(json.dumps(mine), step)]
-    raise_first_error([item["error"] for item in said], error)
+    raise_first_error([item["error"] for item in said], error, channel.members)
     for name in ("options", "calibrations", "shuffler", "versions"):
-        _require_equal(name, [item[name] for item in said])
+        _require_equal(name, [item[name] for item in said], channel.members)
     described = {rank: BatchSchema.from_json(item["schema"]) for rank, item in enumerate(said) if item["schema"]}
     if not described:
         return Agreement(None, 0)
@@ -73,8 +74,9 @@ def agree(
         different = described[first_rank].differences(other)
         if different:
             raise ValueError(
-                f"the batches of ranks {first_rank} and {rank} differ: {'; '.join(different)}; all ranks must "
-                "bring the same type, keys, dtypes and plain values: make them equal"
+                f"the batches of ranks {channel.members[first_rank]} and {channel.members[rank]} differ: "
+                f"{'; '.join(different)}; all ranks must bring the same type, keys, dtypes and plain values: make "
+                "them equal"
             )
     agreed = described[first_rank]
     _require_known_type(channel, step, agreed)
@@ -91,7 +93,7 @@ def _require_known_type(channel: ControlChannel, step: int, schema: BatchSchema)
     failed = channel.gather(np.array([error is not None]), step, "gather of known batch types")[:, 0]
     if failed.any():
         texts = channel.gather_text("" if error is None else "\n".join(describe_error(error)), step)
-        raise_first_error([text.split("\n", 1) if text else None for text in texts], error)
+        raise_first_error([text.split("\n", 1) if text else None for text in texts], error, channel.members)
 
 
 def describe_error(error: Exception) -> list[str]:
@@ -100,9 +102,18 @@ def describe_error(error: Exception) -> list[str]:
     return [type(error).__name__, str(text)]
 
 
-def raise_first_error(described: list[list[str] | None], own: Exception | None) -> None:
-    """Raise the errors of all ranks as one, of the first failing rank's type where that is a user's mistake."""
-    failed = [(rank, *item) for rank, item in enumerate(described) if item]
+def raise_first_error(
+    described: list[list[str] | None], own: Exception | None, members: Sequence[int] | None = None
+) -> None:
+    """Raise the errors of all ranks as one, of the first failing rank's type where that is a user's mistake.
+
+    Args:
+        described: what `describe_error` says of each rank's error; None or nothing for a rank without one.
+        own: this rank's error, if it has one.
+        members: the ranks' global numbers, by which they are named; 0, 1, … if not given.
+    """
+    names = range(len(described)) if members is None else members
+    failed = [(rank, *item) for rank, item in zip(names, described) if item]
     if not failed:
         return
     first_type = failed[0][1]
@@ -113,8 +124,8 @@ def raise_first_error(described: list[list[str] | None], own: Exception | None) 
     raise RuntimeError(message) from own
 
 
-def _require_equal(name: str, values: list[Any]) -> None:
-    for rank, value in enumerate(values):
+def _require_equal(name: str, values: list[Any], members: Sequence[int]) -> None:
+    for rank, value in zip(members, values):
         if value == values[0]:
             continue
         if isinstance(value, dict) and isinstance(values[0], dict):
@@ -123,6 +134,6 @@ def _require_equal(name: str, values: list[Any]) -> None:
         else:
             shown = [values[0], value]
         raise ValueError(
-            f"{name} differ: rank 0 has {shown[0]}, rank {rank} has {shown[1]}; all ranks must use the same: make them "
-            "equal"
+            f"{name} differ: rank {members[0]} has {shown[0]}, rank {rank} has {shown[1]}; all ranks must use the "
+            "same: make them equal"
         )

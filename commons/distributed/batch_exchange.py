@@ -8,6 +8,8 @@ one buffer would take the labels with them).
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,11 @@ from commons.distributed.payload import (
 from commons.distributed.row_routes import RowRoutes
 from commons.sequence_batch.fields import batch_device
 from commons.sequence_batch.jagged import permute_segments
+
+# What runs a collective: given a function of the group and of whether to return at once, and the payload's device, it
+# returns the bytes sent when the payload may be read.
+Collective = Callable[[dist.ProcessGroup, bool], tuple[dist.Work | None, int]]
+Transfer = Callable[[Collective, torch.device], int]
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def exchange_rows(
     layout: PayloadLayout,
     routes: RowRoutes,
     arrays: ExchangeArrays,
-    group: dist.ProcessGroup | None,
+    transfer: Transfer,
 ) -> tuple[Any, int]:
     """Carry out a plan for one rank's batch.
 
@@ -106,7 +113,7 @@ def exchange_rows(
         layout: the parts of a row.
         routes: sizes of the exchange.
         arrays: its index arrays.
-        group: the payload group; may be None while nobody moves.
+        transfer: runs the collective that it is given.
 
     Returns:
         The batch to train and the bytes that this rank sent.
@@ -120,12 +127,11 @@ def exchange_rows(
     _write_own_rows(batch, layout, routes, arrays, own)
     bytes_sent = 0
     if routes.moved_words:
-        assert group is not None  # noqa: S101  rows move between at least two ranks
         packed = permute_segments(
             _on(arrays.pack_permute, device), _on(arrays.own_lengths, device), own, routes.sent_words
         )
         send = all_gather_words if routes.gather_words else all_to_all_words
-        bytes_sent = send(packed, received, routes, group)
+        bytes_sent = transfer(functools.partial(send, packed, received, routes), device)
     if not routes.changed:
         return batch, bytes_sent
     result = permute_segments(

@@ -8,6 +8,7 @@ earlier batches compute. `finish_shuffle` takes the same batch on its device, ri
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.batch_exchange import exchange_rows
+from commons.distributed.control import RankMissingError
 from commons.distributed.group_pool import payload_device
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
@@ -295,7 +297,11 @@ class BaseTaskBalancedBatchShuffler(ABC):
                 f"handle is a {type(handle).__name__}; finish needs what start_shuffle returned: start first"
             )
         prepared = handle.prepared()
-        described = handle._take(batch)
+        try:
+            described = handle._take(batch)
+        except Exception as error:
+            handle._session.post_failure(handle.step, error)
+            raise
         if prepared.schema is None:
             raise ValueError(f"no rank has a batch at step {handle.step}; the data has ended: check handle.ended first")
         started = time.perf_counter()
@@ -397,10 +403,14 @@ class BaseTaskBalancedBatchShuffler(ABC):
         session, layout = handle._session, planned.layout
         group = session.channel.payload_group
         before = checksums(batch, layout) if self.options.verify else None
+        transfer = functools.partial(session.transfer, handle.step)
         try:
-            result, bytes_sent = exchange_rows(batch, layout, planned.routes, planned.arrays, group)
-        except RuntimeError as error:  # of the collective: a peer has ended or stalls
-            raise session.fail_exchange(handle.step) from error
+            result, bytes_sent = exchange_rows(batch, layout, planned.routes, planned.arrays, transfer)
+        except RankMissingError:
+            raise
+        except Exception as error:  # of this rank alone, such as too little memory
+            session.post_failure(handle.step, error)
+            raise
         if before is not None:
             verify_rows(before, checksums(result, layout), layout, group, handle.step)
         return result, bytes_sent

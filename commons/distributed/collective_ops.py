@@ -9,7 +9,9 @@ from commons.distributed.process_group import all_gather_single
 from commons.distributed.row_routes import RowRoutes
 
 
-def all_to_all_words(packed: torch.Tensor, received: torch.Tensor, routes: RowRoutes, group: dist.ProcessGroup) -> int:
+def all_to_all_words(
+    packed: torch.Tensor, received: torch.Tensor, routes: RowRoutes, group: dist.ProcessGroup, async_op: bool
+) -> tuple[dist.Work | None, int]:
     """Send every moved row to the rank that trains it.
 
     Args:
@@ -17,15 +19,20 @@ def all_to_all_words(packed: torch.Tensor, received: torch.Tensor, routes: RowRo
         received: int32 `(received_words,)`, filled by sender.
         routes: the split sizes.
         group: the payload group.
+        async_op: return before the collective has ended.
 
     Returns:
-        Bytes this rank sent.
+        The collective, if it is asynchronous, and the bytes this rank sends.
     """
-    dist.all_to_all_single(received, packed, routes.output_splits, routes.input_splits, group=group)
-    return packed.numel() * packed.element_size()
+    work = dist.all_to_all_single(
+        received, packed, routes.output_splits, routes.input_splits, group=group, async_op=async_op
+    )
+    return work, packed.numel() * packed.element_size()
 
 
-def all_gather_words(packed: torch.Tensor, received: torch.Tensor, routes: RowRoutes, group: dist.ProcessGroup) -> int:
+def all_gather_words(
+    packed: torch.Tensor, received: torch.Tensor, routes: RowRoutes, group: dist.ProcessGroup, async_op: bool
+) -> tuple[dist.Work | None, int]:
     """Send every moved row to all ranks; each keeps what it needs.
 
     Args:
@@ -33,11 +40,12 @@ def all_gather_words(packed: torch.Tensor, received: torch.Tensor, routes: RowRo
         received: int32 `(received_words,)`, one block per rank.
         routes: the size of a block.
         group: the payload group.
+        async_op: return before the collective has ended.
 
     Returns:
-        Bytes this rank sent, its block once to every other rank.
+        The collective, if it is asynchronous, and the bytes this rank sends: its block once to every other rank.
     """
     block = packed.new_zeros(routes.gather_words)
     block[: packed.numel()] = packed
-    all_gather_single(received, block, group=group)
-    return block.numel() * block.element_size() * (dist.get_world_size(group) - 1)
+    work = all_gather_single(received, block, group=group, async_op=async_op)
+    return work, block.numel() * block.element_size() * (dist.get_world_size(group) - 1)

@@ -6,6 +6,8 @@ used by the main thread alone, so that neither waits for the other's turn.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import threading
 import time
@@ -21,6 +23,8 @@ from commons.distributed.process_group import all_gather_single, describe_group
 # How often a waiting rank listens for the alarm, and how long one that sounds it waits for the others' names.
 _LISTEN_SECONDS = 1.0
 _ROLL_CALL_SECONDS = 4.0
+# How many missing ranks a message names.
+_NAMED = 16
 
 # Numbers the channels over the same ranks, in the one order in which all of them make these.
 _GENERATIONS: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
@@ -51,6 +55,7 @@ class ControlChannel:
         self._groups: GroupPair | None = None
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
         self.generation = next(_GENERATIONS[tuple(self.members)])
+        self._members_digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
         if self.world_size > 1:
             assert group is not None  # noqa: S101  there are several ranks
             self._groups = acquire_groups(group, timeout)
@@ -114,7 +119,7 @@ class ControlChannel:
             raise RankMissingError(self._roll_call(step, what)) from error
 
     def _key(self, step: int, what: str) -> str:
-        return f"evenrank/{'_'.join(map(str, self.members))}/{self.generation}/{what}/{step}"
+        return f"evenrank/{self._members_digest}/{self.generation}/{what}/{step}"
 
     @staticmethod
     def _store_has(key: str) -> bool:
@@ -124,17 +129,22 @@ class ControlChannel:
             return True  # the rank that hosts the store has ended
 
     def _roll_call(self, step: int, what: str) -> str:
-        """Sound the alarm, post this rank's name to the store, and say whose name is missing."""
+        """Sound the alarm, post this rank's name to the store, and say whose name is missing, or who has failed."""
         prefix = self._key(step, what)
+        keys = {rank: f"{prefix}/{rank}" for rank in self.members}
         try:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"{prefix}/alarm", "1")
-            store.set(f"{prefix}/{dist.get_rank()}", "present")
+            store.set(keys[dist.get_rank()], "present")
             deadline = time.monotonic() + _ROLL_CALL_SECONDS
-            missing = self.members
-            while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
+            # One question about all ranks at a time; only at the end, one for each of them.
+            while not store.check(list(keys.values())) and time.monotonic() < deadline:
                 time.sleep(0.05)
+            if store.check([f"{prefix}/failure"]):
+                return store.get(f"{prefix}/failure").decode()
+            missing = (
+                [] if store.check(list(keys.values())) else [r for r, key in keys.items() if not store.check([key])]
+            )
         except RuntimeError:
             return (
                 f"the {what} of step {step} failed on rank {dist.get_rank()} and the store cannot be reached; the rank "
@@ -142,7 +152,10 @@ class ControlChannel:
             )
         if not missing:
             return f"the {what} of step {step} failed although all of {self.description} took part: see the error above"
-        names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        listed = ", ".join(map(str, missing[:_NAMED])) + (
+            f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
+        )
+        names = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
         return (
             f"{names} did not take part in the {what} of step {step} ({self.description}); every rank must call the "
             "shuffler for every step: see the log there, or raise ShufflerOptions.timeout if it was only slow"
@@ -152,6 +165,26 @@ class ControlChannel:
     def has_all_to_all(self) -> bool:
         """Whether rows can be sent to their receivers alone."""
         return self._groups is None or self._groups.has_all_to_all
+
+    def post_failure(self, step: int, what: str, error: Exception) -> None:
+        """Tell the ranks that wait in a collective that this one will not come, and why."""
+        if self._group is None:
+            return
+        prefix = self._key(step, what)
+        text = f"rank {dist.get_rank()} failed in the {what} of step {step}: {type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{prefix}/failure", " ".join(text.split()))
+            for key in ("alarm", str(dist.get_rank())):
+                store.set(f"{prefix}/{key}", "1")
+
+    def wait(self, work: dist.Work, step: int, what: str) -> None:
+        """Wait on the host for a collective over host tensors.
+
+        Raises:
+            RankMissingError: a rank did not take part in time, which is named, or has failed, with its message.
+        """
+        self._wait(work, step, what)
 
     def name_missing(self, step: int, what: str) -> RankMissingError:
         """The error for a collective of the main thread that failed, once the ranks have been called."""

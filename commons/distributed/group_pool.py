@@ -61,7 +61,8 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
     if free:
         pair = free.pop()
         for each in (pair.control, pair.payload):
-            dist.distributed_c10d._set_pg_timeout(limit, each)
+            if each is not group:  # which is the user's own, with a timeout of its own
+                dist.distributed_c10d._set_pg_timeout(limit, each)
         return pair
     # Ranks outside a subgroup do not know of its shuffler: only its members make the groups.
     subgroup = len(members) < dist.get_world_size()

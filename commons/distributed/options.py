@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -52,6 +53,13 @@ class ShufflerOptions:
     verify: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.calibration, os.PathLike):
+            object.__setattr__(self, "calibration", os.fspath(self.calibration))
+        if not (self.calibration is None or (isinstance(self.calibration, str) and self.calibration)):
+            raise ValueError(f"calibration is {self.calibration!r}; it names a file, or is None: correct it")
+        for name in ("equal_size", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it is True or False: choose one")
         _require_one_of("mode", self.mode, get_args(Mode))
         _require_one_of("partitioner", self.partitioner, sorted(METHODS))
         _require_one_of("transport", self.transport, get_args(Transport))

@@ -6,24 +6,26 @@ the same plan. What they gather is the same; what they read from a file may not 
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import sys
+import time
 from dataclasses import asdict
 
 import torch.distributed as dist
 
 from commons.perf_model.calibration import Calibration
 
+_UNREADABLE = "unreadable"
 
-def require_equal_among_peers(calibration: Calibration, generation: int, timeout: float) -> None:
+
+def require_equal_among_peers(calibration: Calibration | None, generation: int, timeout: float) -> None:
     """Raise, on all tensor-parallel peers, unless they read the same calibration; a store lookup, no collective.
 
     Args:
-        calibration: this rank's.
+        calibration: this rank's; None where it could not be read, which this rank says itself.
         generation: tells shufflers from one another; the same on all peers.
-        timeout: seconds to wait for a peer.
+        timeout: seconds to wait for a peer, well below those after which a gather fails.
 
     Raises:
         ValueError: peers have different calibrations.
@@ -34,17 +36,24 @@ def require_equal_among_peers(calibration: Calibration, generation: int, timeout
         return
     store = dist.distributed_c10d._get_default_store()
     prefix = f"evenrank/calibration/{'_'.join(map(str, peers))}/{generation}"
-    store.set(f"{prefix}/{dist.get_rank()}", _digest(calibration))
+    store.set(f"{prefix}/{dist.get_rank()}", _UNREADABLE if calibration is None else _digest(calibration))
     keys = [f"{prefix}/{rank}" for rank in peers]
-    try:
-        store.wait(keys, datetime.timedelta(seconds=timeout))
-    except RuntimeError as error:
-        silent = [rank for rank, key in zip(peers, keys) if not store.check([key])]
-        raise RuntimeError(
-            f"ranks {silent} of the tensor-parallel group {peers} did not say which calibration they use within "
-            f"{timeout:g} s; all of them must shuffle alike: see the log there"
-        ) from error
+    deadline = time.monotonic() + timeout
+    while not store.check(keys):  # not store.wait, which keeps other threads of this process from the store
+        if time.monotonic() > deadline:
+            silent = [rank for rank, key in zip(peers, keys) if not store.check([key])]
+            raise RuntimeError(
+                f"ranks {silent} of the tensor-parallel group {peers} did not say which calibration they use within "
+                f"{timeout:g} s; all of them must shuffle alike: see the log there"
+            )
+        time.sleep(0.02)
     said = [store.get(key).decode() for key in keys]
+    unreadable = [rank for rank, digest in zip(peers, said) if digest == _UNREADABLE]
+    if unreadable:
+        raise ValueError(
+            f"ranks {unreadable} of the tensor-parallel group {peers} have no usable calibration; peers must make the "
+            "same plan: see their message, and copy one file to all machines"
+        )
     differing = [rank for rank, digest in zip(peers, said) if digest != said[0]]
     if differing:
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.agreement import agree, describe_error, raise_first_error
-from commons.distributed.batch_exchange import ExchangeArrays, prepare_arrays
+from commons.distributed.batch_exchange import Collective, ExchangeArrays, prepare_arrays
 from commons.distributed.control import ControlChannel, RankMissingError
 from commons.distributed.group_pool import payload_device
 from commons.distributed.options import ShufflerOptions
@@ -29,6 +29,7 @@ from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuf
 from commons.sequence_batch.schema import BatchSchema
 
 _BATCH, _NONE, _ERROR = 0, 1, 2
+_EXCHANGE = "exchange"
 _HEADER = 4  # step, status, rows, real rows
 
 
@@ -152,10 +153,31 @@ class ShuffleSession:
             self._broken = error
             raise
 
-    def fail_exchange(self, step: int) -> RankMissingError:
-        """Name who is missing from a payload collective that failed; every later call raises the same."""
-        self._broken = self.channel.name_missing(step, "exchange")
-        return self._broken
+    def transfer(self, step: int, collective: Collective, device: torch.device) -> int:
+        """Run the payload collective of a step, on the main thread; returns the bytes sent.
+
+        Host tensors are waited for while listening for the alarm; on a device the stream waits, and the host does not.
+
+        Raises:
+            RankMissingError: a rank did not take part, or has failed, with its message; so does every later call.
+        """
+        channel = self.channel
+        assert channel.payload_group is not None  # noqa: S101  rows move between at least two ranks
+        try:
+            work, bytes_sent = collective(channel.payload_group, device.type == "cpu")
+            if work is not None:
+                channel.wait(work, step, _EXCHANGE)
+        except RankMissingError as error:
+            self._broken = error
+            raise
+        except RuntimeError as error:  # of the collective: a peer has ended or stalls
+            self._broken = channel.name_missing(step, _EXCHANGE)
+            raise self._broken from error
+        return bytes_sent
+
+    def post_failure(self, step: int, error: Exception) -> None:
+        """Tell the others, who may wait in the exchange of a step, that this rank failed before it."""
+        self.channel.post_failure(step, _EXCHANGE, error)
 
     def close(self) -> None:
         """Give the groups back; called when the worker thread has ended."""
@@ -188,11 +210,10 @@ class ShuffleSession:
         return PlannedExchange(plan, agreed.layout, routes, arrays, (time.perf_counter() - started) * 1e3)
 
     def _agree(self, step: int, mine: RankInput) -> _Agreed | None:
-        error, calibration = mine.error, None
-        if mine.calibrated is not None:
-            calibration = mine.calibrated.calibration
+        error, calibration = mine.error, None if mine.calibrated is None else mine.calibrated.calibration
+        if self._options.calibration is not None and self._options.mode != "off":
             try:
-                require_equal_among_peers(calibration, self.channel.generation, self._options.timeout)
+                require_equal_among_peers(calibration, self.channel.generation, self._options.timeout / 2)
             except Exception as caught:
                 error = error or caught
         agreement = agree(
@@ -236,7 +257,8 @@ class ShuffleSession:
             table = self.channel.gather(message, step)
             if (table[:, 1] == _ERROR).any():
                 texts = self.channel.gather_text("" if error is None else "\n".join(describe_error(error)), step)
-                raise_first_error([text.split("\n", 1) if text else None for text in texts], error)
+                said = [text.split("\n", 1) if text else None for text in texts]
+                raise_first_error(said, error, self.channel.members)
             if (table[:, 0] != step).any():
                 raise RuntimeError(
                     f"ranks are at steps {table[:, 0].tolist()} ({self.channel.description}); every rank must call the "
@@ -263,14 +285,21 @@ class ShuffleSession:
         )
         without = np.flatnonzero(plan.result_real_rows == 0)
         if len(without) and not agreed.pads:
-            raise _cannot_pad(agreed.schema, without.tolist())
+            raise self._cannot_pad(agreed.schema, without)
         return plan
 
     def _require_rows(self, agreed: _Agreed, table: np.ndarray) -> None:
         """A batch type that cannot state padding needs a row on every rank when nothing may move."""
         without = np.flatnonzero(table[:, 3] == 0)
         if len(without) and self._options.mode != "balance" and not agreed.pads:
-            raise _cannot_pad(agreed.schema, without.tolist())
+            raise self._cannot_pad(agreed.schema, without)
+
+    def _cannot_pad(self, schema: BatchSchema, without: np.ndarray) -> ValueError:
+        ranks = [self.channel.members[rank] for rank in without.tolist()]
+        return ValueError(
+            f"ranks {ranks} would train no row, and {schema.type_name} cannot state padding; such a batch needs at "
+            "least one row on every rank: give it a field actual_batch_size, or derive it from BaseBatch"
+        )
 
     def _compare(self, step: int, plan: ShufflePlan) -> None:
         """Stop, on all ranks, if the ranks did not make the same plan."""
@@ -346,10 +375,3 @@ def _one_per_row(workloads: Any, rows: int) -> Any:
             "per sample"
         )
     return workloads
-
-
-def _cannot_pad(schema: BatchSchema, ranks: list[int]) -> ValueError:
-    return ValueError(
-        f"ranks {ranks} would train no row, and {schema.type_name} cannot state padding; such a batch needs at least "
-        "one row on every rank: give it a field actual_batch_size, or derive it from BaseBatch"
-    )

@@ -19,7 +19,8 @@ class ShuffleStats:
     """One step of the shuffler.
 
     Loads are in operations or, with a calibration, in its unit of time. In mode "observe" `largest_load_after`,
-    `imbalance_after`, `optimality_gap` and the savings are those of the plan that was not carried out.
+    `imbalance_after`, `optimality_gap` and the savings are those of the plan that was not carried out. A gated step
+    saves nothing, and is reported so.
 
     Attributes:
         step: number of the batch since the shuffler was made.
@@ -136,12 +137,13 @@ def stats_of_plan(
     gathered = plan.gathered
     total_tokens = int(gathered.tokens.sum())
     tokens_moved = int(gathered.tokens[plan.moves].sum())
-    before, after = int(plan.loads_before.max(initial=0)), int(plan.loads_planned.max(initial=0))
+    loads_told = plan.loads_after if plan.gated else plan.loads_planned
+    before, after = int(plan.loads_before.max(initial=0)), int(loads_told.max(initial=0))
     crosses = None if ranks_per_node is None else plan.destination // ranks_per_node != gathered.home // ranks_per_node
     return ShuffleStats(
         step=step,
         imbalance_before=imbalance(plan.loads_before),
-        imbalance_after=imbalance(plan.loads_planned),
+        imbalance_after=imbalance(loads_told),
         largest_load_before=before,
         largest_load_after=after,
         lower_bound=plan.lower_bound,

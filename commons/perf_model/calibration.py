@@ -31,6 +31,8 @@ else:
     import tomli as tomllib
 
 _INT64_MAX = 2**63 - 1
+# A unit is no finer than an attosecond; what costs less than that costs nothing.
+_MOST_DECIMALS = 15
 FORMAT_VERSION = 1
 _TERMS = ("per_step", "per_row", "per_token", "per_pair")
 
@@ -221,7 +223,7 @@ class CalibratedTask:
         self.task = task
         self.calibration = calibration
         smallest = min(value for value in calibration.coefficients[1:] if value > 0)
-        self.units_per_ms = 10 ** max(0, math.ceil(math.log10(1e3 / smallest)))
+        self.units_per_ms = 10 ** min(max(0, math.ceil(3 - math.log10(smallest))), _MOST_DECIMALS)
         self._per_row, self._per_token, self._per_pair = (
             round(value * self.units_per_ms) for value in calibration.coefficients[1:]
         )

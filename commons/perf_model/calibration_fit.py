@@ -18,6 +18,8 @@ from commons.perf_model.task_estimator import AttentionTask
 # Every n-th measurement is held out of the fit, to say how well it predicts what it has not seen.
 _HELD_OUT_EVERY = 4
 _MIN_MEASUREMENTS = 16
+# Below this a calibration would be no better than chance.
+_LEAST_R2 = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask
         device: what it was measured on.
 
     Raises:
-        ValueError: too few measurements, times that are no positive numbers, or batches too alike to tell the four
-            terms apart.
+        ValueError: too few measurements, times that are no positive numbers, batches too alike to tell the four terms
+            apart, or times that hardly depend on them.
     """
     times = np.array([measurement.ms for measurement in measurements], dtype=np.float64)
     if len(times) < _MIN_MEASUREMENTS:
@@ -66,9 +68,15 @@ def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask
     flops_only = flops @ _fit(flops[~held_out], times[~held_out])
     predicted = terms @ coefficients
     errors = np.abs(predicted / times - 1)[held_out]
+    explained = _r2(predicted, times)
+    if not explained >= _LEAST_R2:
+        raise ValueError(
+            f"rows, tokens and pairs explain {explained:.0%} of the variation of the times; a fit needs "
+            f"{_LEAST_R2:.0%}: measure with nothing else running, longer rows or larger batches"
+        )
     quality = FitQuality(
         num_measurements=len(times),
-        r2=_r2(predicted, times),
+        r2=explained,
         held_out_r2=_r2(predicted[held_out], times[held_out]),
         held_out_mean_error=float(errors.mean()),
         held_out_worst_error=float(errors.max()),
@@ -98,4 +106,6 @@ def _require_spread(terms: np.ndarray) -> None:
 
 
 def _r2(predicted: np.ndarray, times: np.ndarray) -> float:
-    return float(1 - np.square(times - predicted).sum() / np.square(times - times.mean()).sum())
+    """Coefficient of determination; 0 for times that do not vary."""
+    variation = float(np.square(times - times.mean()).sum())
+    return 1 - float(np.square(times - predicted).sum()) / variation if variation else 0.0

@@ -13,11 +13,13 @@ import torch
 # that fits counts.
 _PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "B200": {"float16": 2250.0, "tf32": 1100.0, "float32": 75.0},
+    "H200 NVL": {"float16": 835.5, "tf32": 417.5, "float32": 60.0},
     "GH200": {"float16": 989.4, "tf32": 494.7, "float32": 66.9},
     "H200": {"float16": 989.4, "tf32": 494.7, "float32": 66.9},
     "H100 PCIe": {"float16": 756.0, "tf32": 378.0, "float32": 51.0},
     "H100 NVL": {"float16": 835.0, "tf32": 417.5, "float32": 60.0},
     "H100": {"float16": 989.4, "tf32": 494.7, "float32": 66.9},
+    "H800 PCIe": {"float16": 756.0, "tf32": 378.0, "float32": 51.0},
     "H800": {"float16": 989.4, "tf32": 494.7, "float32": 66.9},
     "A100": {"float16": 312.0, "tf32": 156.0, "float32": 19.5},
     "A800": {"float16": 312.0, "tf32": 156.0, "float32": 19.5},
@@ -26,6 +28,7 @@ _PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "L40S": {"float16": 362.0, "tf32": 183.0, "float32": 91.6},
     "L40": {"float16": 181.0, "tf32": 90.5, "float32": 90.5},
     "L4": {"float16": 121.0, "tf32": 60.0, "float32": 30.3},
+    "V100-PCIE": {"float16": 112.0, "float32": 14.0},
     "V100": {"float16": 125.0, "float32": 15.7},
     "T4": {"float16": 65.0, "float32": 8.1},
 }
@@ -48,7 +51,9 @@ def peak_flops(device_name: str, dtype: torch.dtype, allow_tf32: bool = False) -
     True
     """
     rates = next((rates for name, rates in _PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name)), {})
-    name = {torch.float16: "float16", torch.bfloat16: "float16", torch.float32: "float32"}.get(dtype, "")
+    name = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}.get(dtype, "")
+    if name == "bfloat16" and "tf32" in rates:  # from Ampere on, at the rate of float16
+        name = "float16"
     if name == "float32" and allow_tf32 and "tf32" in rates:
         name = "tf32"
     return rates[name] * 1e12 if name in rates else None
@@ -58,4 +63,6 @@ def peak_flops_of(device: torch.device, dtype: torch.dtype) -> float | None:
     """`peak_flops` of a device at hand, with its present TF32 setting; None for a CPU."""
     if device.type != "cuda":
         return None
-    return peak_flops(torch.cuda.get_device_name(device), dtype, torch.backends.cuda.matmul.allow_tf32)
+    # Not allow_tf32, which torch refuses to answer where the newer setting is in use.
+    allow_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return peak_flops(torch.cuda.get_device_name(device), dtype, allow_tf32)

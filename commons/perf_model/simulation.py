@@ -59,12 +59,12 @@ class SimulatedSteps:
     @property
     def imbalance_before(self) -> float:
         """Mean over steps of largest ÷ mean cost − 1."""
-        return float((self.cost_before / self.cost_mean).mean() - 1)
+        return _mean_imbalance(self.cost_before, self.cost_mean)
 
     @property
     def imbalance_after(self) -> float:
         """The same with balancing."""
-        return float((self.cost_after / self.cost_mean).mean() - 1)
+        return _mean_imbalance(self.cost_after, self.cost_mean)
 
     @property
     def speed_up(self) -> float:
@@ -117,6 +117,12 @@ def simulate_steps(
         loads_before=worst.loads_before,
         loads_after=worst.loads_after,
     )
+
+
+def _mean_imbalance(largest: np.ndarray, mean: np.ndarray) -> float:
+    """Over the steps in which there is work."""
+    busy = mean > 0
+    return float((largest[busy] / mean[busy]).mean() - 1)
 
 
 def _gathered(of_ranks: Sequence[RowCosts]) -> GatheredRows:

@@ -180,17 +180,27 @@ class AttentionTask(ABC):
         targets = _as_int64(0 if num_targets is None else num_targets, "num_targets")
         contextual = _as_int64(0 if num_contextual is None else num_contextual, "num_contextual")
         if isinstance(lengths, torch.Tensor):
-            targets, contextual = (torch.as_tensor(part, device=lengths.device) for part in (targets, contextual))
+            # Integers stay on the host: a copy of them to a device would wait for it.
+            targets, contextual = (
+                torch.as_tensor(part, device=lengths.device) if isinstance(part, np.ndarray) else part
+                for part in (targets, contextual)
+            )
+        for name, part in (("num_targets", targets), ("num_contextual", contextual)):
+            if not isinstance(part, int) and np.shape(part) != np.shape(lengths):
+                raise ValueError(
+                    f"{name} has shape {tuple(np.shape(part))}, seqlen has {tuple(np.shape(lengths))}; every row has "
+                    "one number of each: match them"
+                )
         self._check(lengths, targets, contextual)
         return lengths, self._pairs(lengths, targets, contextual)
 
     def _check(self, lengths: Any, targets: Any, contextual: Any) -> None:
         """Look at values that lie on the host; a device is not asked for its values."""
         if isinstance(lengths, torch.Tensor):
-            if any(part.device.type != "cpu" for part in (lengths, targets, contextual)):
+            parts = [part for part in (lengths, targets, contextual) if isinstance(part, torch.Tensor)]
+            if any(part.device.type != "cpu" for part in parts):
                 return
-            lengths, targets, contextual = lengths.numpy(), targets.numpy(), contextual.numpy()
-        lengths, targets, contextual = np.atleast_1d(lengths), np.atleast_1d(targets), np.atleast_1d(contextual)
+        lengths, targets, contextual = (np.atleast_1d(np.asarray(part)) for part in (lengths, targets, contextual))
         if lengths.size == 0:
             return
         _require_not_negative("seqlen", "a length", lengths)
@@ -280,12 +290,17 @@ class SelfAttentionTask(AttentionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # What follows from other dimensions is filled in, so that equal models compare equal.
+        if self.ffn_hidden_size is None:
+            object.__setattr__(self, "ffn_hidden_size", 4 * self.hidden_size)
+        if self.num_query_groups is None:
+            object.__setattr__(self, "num_query_groups", self.num_heads)
         if self.num_active_experts > self.num_experts:
             raise ValueError(
                 f"num_active_experts is {self.num_active_experts}, num_experts is {self.num_experts}; a token passes "
                 "some of the experts: raise num_experts"
             )
-        if self.num_query_groups is not None and self.num_heads % self.num_query_groups:
+        if self.num_heads % (self.num_query_groups or self.num_heads):
             raise ValueError(
                 f"num_query_groups is {self.num_query_groups}, num_heads is {self.num_heads}; the groups share the "
                 "heads evenly: choose a divisor"

@@ -21,19 +21,26 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
 
 # Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
 _AVERAGED = (
     "imbalance_before",
     "imbalance_after",
+    "largest_load_before",
+    "largest_load_after",
+    "lower_bound",
     "optimality_gap",
     "moved",
     "gated",
+    "num_rows",
     "rows_moved",
+    "tokens_moved",
     "token_fraction_moved",
     "rows_moved_across_nodes",
     "tokens_moved_across_nodes",
+    "excess_tokens",
     "bytes_sent",
     "gather_ms",
     "plan_ms",
@@ -126,13 +133,13 @@ class StepSums:
         self.loss_terms += loss_terms
 
     def all_reduce(self, device: torch.device) -> StepSums:
-        """The sums over all ranks; waits for the device."""
+        """The sums over all data-parallel ranks; waits for the device."""
         counts = torch.tensor(
             [0.0, self.loss_terms, self.tokens, self.rows, self.flops], dtype=torch.float64, device=device
         )
         if self.loss_sum is not None:
             counts[0] = self.loss_sum
-        dist.all_reduce(counts)
+        dist.all_reduce(counts, group=resolve_process_group())
         loss_sum, *others = counts.tolist()
         return StepSums(torch.tensor(loss_sum, dtype=torch.float64), *map(int, others))
 
@@ -254,9 +261,10 @@ class TrainLog:
         table.add_row("tokens per second", f"{summary.tokens_per_s:,.0f}")
         if summary.shuffle:
             before, after = summary.shuffle["imbalance_before"], summary.shuffle["imbalance_after"]
-            table.add_row("imbalance (max ÷ mean − 1)", f"{before:.1%} → {after:.2%}")
+            would = "" if summary.shuffle["moved"] or before == after else " (observed, not carried out)"
+            table.add_row("imbalance (max ÷ mean − 1)", f"{before:.1%} → {after:.2%}{would}")
             table.add_row("tokens moved", f"{summary.shuffle['token_fraction_moved']:.1%}")
-            table.add_row("largest load saved", _saving(summary.shuffle))
+            table.add_row("would save" if would else "largest load saved", _saving(summary.shuffle))
         table.add_row("log", str(self.run_dir / "log.jsonl"))
         Console().print(table)
 

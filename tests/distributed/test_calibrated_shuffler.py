@@ -100,7 +100,7 @@ def _gated(path, milliseconds):
 def test_the_gate_is_in_milliseconds(ranks, tmp_path):
     path = write_calibration(tmp_path / "c.toml")
     (_, gain, _, _), *_ = ranks.run(_gated, path, 0.0)
-    assert all(answer == (True, gain, 0, True) for answer in ranks.run(_gated, path, gain * 1.01))
+    assert all(answer == (True, 0.0, 0, True) for answer in ranks.run(_gated, path, gain * 1.01))
     assert all(answer[:3] == (False, gain, 1) for answer in ranks.run(_gated, path, gain * 0.99))
 
 
@@ -175,9 +175,13 @@ def test_tensor_parallel_peers_need_the_same_calibration(tmp_path):
     pool = RankPool(4)
     try:
         assert pool.run(_tensor_parallel, path, _unchanged) == ["no error"] * 4
-        texts = pool.run(_tensor_parallel, path, _slower)
         # Ranks 0 and 2, and 1 and 3, share batches; 0 and 1 are peers.
-        assert all("calibration" in text for text in texts)
-        assert "ranks [1] have another calibration than rank 0" in texts[0]
+        texts = pool.run(_tensor_parallel, path, _slower)
+        assert all("ranks [1] have another calibration than rank 0" in text for text in texts)
+        texts = pool.run(_tensor_parallel, path, _missing)
+        for text in (texts[0], texts[2]):
+            assert "rank 0: ranks [1] of the tensor-parallel group [0, 1] have no usable calibration" in text
+        for text in (texts[1], texts[3]):
+            assert "rank 1: calibration" in text and "does not exist" in text
     finally:
         pool.stop()

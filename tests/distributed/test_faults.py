@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,10 @@ def my_batch(step=0, rows=6):
 
 def _other_plan():
     """Rank 1 makes another plan than the rest: all stop before any row moves."""
+    shuffler = CubicShuffler()
     payloads = []
     original = dist.all_to_all_single
     dist.all_to_all_single = lambda *args, **kwargs: payloads.append(1) or original(*args, **kwargs)
-    shuffler = CubicShuffler()
     digest = ShufflePlan.digest
     if dist.get_rank() == 1:
         ShufflePlan.digest = lambda self: digest(self) ^ 1
@@ -176,3 +177,89 @@ def test_a_handle_of_an_ended_step_cannot_be_finished():
         shuffler.finish_shuffle(make_batch([], 0), handle)
     shuffler.close()
     assert torch.equal(shuffler.get_workloads(make_batch([7], 1)), torch.tensor([5]))
+
+
+def _attempt(work):
+    """What a rank raises, and how long after the start."""
+    started = time.monotonic()
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "no error", time.monotonic() - started
+
+
+def _fails_before_the_exchange():
+    """Rank 1 has too little memory: it says so itself, and the others, who wait in the exchange, say it of rank 1."""
+    from commons.distributed import batch_exchange
+
+    shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
+    shuffler.shuffle(my_batch())
+    original = batch_exchange.permute_segments
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("tried to allocate 7 GiB")
+
+    if dist.get_rank() == 1:
+        batch_exchange.permute_segments = fail
+    try:
+        return _attempt(lambda: shuffler.shuffle(my_batch(1)))
+    finally:
+        batch_exchange.permute_segments = original
+
+
+def _finishes_another_batch():
+    """Rank 1 finishes a shuffle with a batch that it was not started with."""
+    shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
+    handle = shuffler.start_shuffle(my_batch())
+    batch = my_batch(1, rows=5) if dist.get_rank() == 1 else my_batch()
+    return _attempt(lambda: shuffler.finish_shuffle(batch, handle))
+
+
+@pytest.mark.parametrize(
+    "work, own, of_others",
+    [
+        (
+            _fails_before_the_exchange,
+            "OutOfMemoryError: tried to allocate 7 GiB",
+            "OutOfMemoryError: tried to allocate",
+        ),
+        (
+            _finishes_another_batch,
+            "ValueError: the handle of step 0 was started with",
+            "ValueError: the handle of step",
+        ),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_fails_alone_is_quoted_by_the_others(world_size, work, own, of_others):
+    pool = RankPool(world_size)  # of its own: the groups of a broken exchange are not used again
+    try:
+        answers = pool.run(work, timeout=60)
+    finally:
+        pool.stop()
+    assert answers[1][0].startswith(own)
+    for rank, (text, seconds) in enumerate(answers):
+        assert seconds < 30  # the timeout is ten times that
+        if rank != 1:
+            assert text.startswith("RankMissingError: rank 1 failed in the exchange of step") and of_others in text
+
+
+def _mistake_in_a_subgroup():
+    """Ranks are named by their global number, also where they share batches with a few others."""
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = halves[dist.get_rank() % 2]
+    shuffler = CubicShuffler(pg_group=group)
+    batch = my_batch()
+    if dist.get_rank() == 3:
+        shuffler.get_workloads = lambda batch: torch.full((batch.batch_size,), -1)
+    try:
+        return _attempt(lambda: shuffler.shuffle(batch))[0]
+    finally:
+        shuffler.close()
+
+
+def test_ranks_of_a_subgroup_are_named_by_their_global_number(rank_pools):
+    texts = rank_pools[4].run(_mistake_in_a_subgroup)
+    assert texts[0] == texts[2] == "no error"
+    assert all("rank 3: workloads[0] is -1" in text for text in (texts[1], texts[3]))

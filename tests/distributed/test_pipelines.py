@@ -346,12 +346,13 @@ def test_reset_joins_and_realigns_loading_threads(ranks):
     assert sum(len(step) for seen, _ in results for step in seen) == 3 * 6 * ranks.world_size
 
 
-def _train_and_evaluate(kind, detach_every):
+def _train_and_evaluate(pipeline, kind, detach_every):
     """Training steps with evaluations in between, on one model: detach, evaluate, attach."""
     model, optimizer = models.build_sharded()
     shuffler, evaluation = make_shuffler(kind), IdentityBalancedBatchShuffler()
     device = torch.device("cpu")
-    trainer = balanced(TrainPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
+    pipeline_class, options = PIPELINES[pipeline]
+    trainer = balanced(pipeline_class)(model, optimizer, device, batch_shuffler=shuffler, **options)
     source = rank_batches(dist.get_rank(), 7, SIZES)
     errors = []
     try:
@@ -377,10 +378,12 @@ def _train_and_evaluate(kind, detach_every):
         evaluation.close()
 
 
+# Base has no detach: it leaves the model as it is.
+@pytest.mark.parametrize("pipeline", [name for name in PIPELINES if not name.startswith("base")])
 @pytest.mark.parametrize("detach_every", [1, 2])
-def test_detach_evaluate_and_attach_change_nothing(ranks, detach_every):
-    on = ranks.run(_train_and_evaluate, "balance", detach_every)
-    off = ranks.run(_train_and_evaluate, "identity", 1000)
+def test_detach_evaluate_and_attach_change_nothing(ranks, pipeline, detach_every):
+    on = ranks.run(_train_and_evaluate, pipeline, "balance", detach_every)
+    off = ranks.run(_train_and_evaluate, "sparse", "identity", 1000)
     assert largest_difference(on[0][0], off[0][0]) < 1e-5
     seen = [i for _, _, steps in on for step in steps for i in step]
     trained, evaluated = [i for i in seen if i < 2_000_000], [i for i in seen if i >= 2_000_000]
@@ -397,7 +400,9 @@ def _fails_in_loader(pipeline):
 
     model, optimizer = models.build_sharded()
     shuffler = CubicShuffler()
-    trainer = balanced(PIPELINES[pipeline][0])(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+    pipeline_class, options = (EvalPipelineSparseDist, {}) if pipeline == "eval" else PIPELINES[pipeline]
+    model.train(pipeline != "eval")
+    trainer = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, **options)
     iterator = source()
     try:
         for _ in range(10):
@@ -410,7 +415,7 @@ def _fails_in_loader(pipeline):
     return "no error"
 
 
-@pytest.mark.parametrize("pipeline", ["base", "sparse"])
+@pytest.mark.parametrize("pipeline", [*PIPELINES, "eval"])
 def test_a_dataloader_that_fails_stops_all_ranks(ranks, pipeline):
     for text in ranks.run(_fails_in_loader, pipeline):
         assert "rank 1: OSError: disk on fire" in text

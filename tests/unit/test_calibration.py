@@ -69,6 +69,11 @@ def test_measurements_that_tell_too_little_are_refused():
     same_length = [StepMeasurement(n, 10 * n, 55 * n, 1.0 + n) for n in range(1, 40)]
     with pytest.raises(ValueError, match="too alike to tell the cost"):
         fit_calibration(same_length, TASK, DEVICE)
+    noise = [dataclasses.replace(m, ms=5.0 + (index * 7919 % 11) / 10) for index, m in enumerate(good)]
+    with pytest.raises(ValueError, match="explain -?[0-9]+% of the variation of the times; a fit needs 50%"):
+        fit_calibration(noise, TASK, DEVICE)
+    with pytest.raises(ValueError, match="explain 0% of the variation"):
+        fit_calibration([dataclasses.replace(m, ms=5.0) for m in good], TASK, DEVICE)
     for wrong in (0.0, float("nan"), float("inf"), -1.0):
         with pytest.raises(ValueError, match="measurement 3 took"):
             fit_calibration([*good[:3], dataclasses.replace(good[3], ms=wrong), *good[4:]], TASK, DEVICE)
@@ -140,6 +145,13 @@ def test_what_costs_nothing_is_left_out():
         make_calibration(per_row=0.0, per_token=0.0, per_pair=0.0)
     with pytest.raises(ValueError, match="holds -1"):
         task.get_workloads([-1])
+    finest = CalibratedTask(TASK, make_calibration(per_row=1e-306, per_pair=0.0, per_token=0.5))
+    assert finest.get_workloads([0, 2]).tolist() == [0, finest.units_per_ms]
+
+
+def test_equal_models_written_differently_match():
+    calibration = make_calibration(task=SelfAttentionTask(64, 4, 16))
+    CalibratedTask(SelfAttentionTask(64, 4, 16, ffn_hidden_size=256, num_query_groups=4), calibration)
 
 
 def test_mixes_spread_over_rows_and_lengths():

@@ -12,19 +12,19 @@ from commons.perf_model.calibration import load_calibration
 
 CONFIG = """
 [trainer]
-train_batch_size = 4
+train_batch_size = 8
 eval_batch_size = 4
 max_train_iters = 2
 [dataset]
 dataset_name = "random"
-max_history_seqlen = 48
+max_history_seqlen = 400
 max_num_candidates = {candidates}
 num_batches = 5
 [model]
-hidden_size = 16
+hidden_size = 32
 num_layers = 1
 num_attention_heads = 2
-kv_channels = 8
+kv_channels = 16
 """
 
 
@@ -49,7 +49,7 @@ def test_calibrate_then_simulate(tmp_path, capsys, config, candidates):
     argv = ["calibrate", "--config", str(config), "--output", str(output), "--num-mixes", "24", "--repeats", "1"]
     assert main(argv) == 0, capsys.readouterr().err
     calibration = load_calibration(output)
-    assert calibration.model["hidden_size"] == 16 and calibration.device.threads == 1
+    assert calibration.model["hidden_size"] == 32 and calibration.device.threads == 1
     assert calibration.quality.num_measurements == 24
     assert "held-out error" in capsys.readouterr().out
     argv = ["simulate", "--config", str(config), "--ranks", "2", "4", "--steps", "3"]
@@ -69,6 +69,10 @@ def test_calibrate_then_simulate(tmp_path, capsys, config, candidates):
         (["--num-mixes", "3"], "there are 3 measurements"),
         (["--repeats", "0"], "repeats is 0"),
         (["--threads", "0"], "threads is 0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--model", "../x"], "it names an importable package"),
+        (["--model", ""], "it names an importable package"),
+        (["--output", "/dev/null/c.toml"], "/dev/null"),
     ]
     + ([] if torch.cuda.is_available() else [(["--device", "cuda"], "no GPU that torch can use")]),
 )
@@ -86,6 +90,7 @@ def test_calibrate_says_what_is_wrong(tmp_path, capsys, config, flags, message):
         (["--figure", "gain.gif"], "choose one of these endings"),
         (["--shuffler.calibration", "none.toml"], "none.toml does not exist"),
         (["--shuffler.min-gain", "3"], "min_gain is 3"),
+        (["--shuffler.mode", "observe"], "shuffler.mode is 'observe'"),
     ],
 )
 def test_simulate_says_what_is_wrong(capsys, config, flags, message):

@@ -61,12 +61,15 @@ def run_on_all_ranks(monkeypatch, batches, destination, all_gather):
         received.copy_(torch.cat(parts))
 
     def fake(rank):
-        def send(words, received, _routes, _group):
+        def send(words, received, _routes, _group, _async_op):
             packed[rank] = words.clone()
             deliver(rank, received)
-            return words.numel() * 4
+            return None, words.numel() * 4
 
         return send
+
+    def transfer(collective, device):
+        return collective(None, False)[1]
 
     results = []
     for _ in range(2):
@@ -74,7 +77,7 @@ def run_on_all_ranks(monkeypatch, batches, destination, all_gather):
         for rank, batch in enumerate(batches):
             monkeypatch.setattr(batch_exchange, "all_to_all_words", fake(rank))
             monkeypatch.setattr(batch_exchange, "all_gather_words", fake(rank))
-            results.append(exchange_rows(batch, layout, routes[rank], arrays[rank], object())[0])
+            results.append(exchange_rows(batch, layout, routes[rank], arrays[rank], transfer)[0])
     return plan, results
 
 

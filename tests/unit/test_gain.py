@@ -47,7 +47,8 @@ def test_a_gate_leaves_the_load_where_it_is():
         plan = plan_shuffle(rows, **gate)
         stats = stats_of_plan(plan, 0, ShuffleTimes(0.0, 0.0, 0.0, 0.0), bytes_sent=0)
         assert stats.gated and not stats.moved
-        assert stats.largest_load_trained == 44 and stats.largest_load_after == 41
+        assert stats.largest_load_trained == stats.largest_load_after == 44
+        assert stats.predicted_saving == 0 and stats.imbalance_after == stats.imbalance_before
     for gate in ({"min_gain": 0.05}, {"min_gain_load": 3}):
         assert plan_shuffle(rows, **gate).num_moved
 
@@ -77,7 +78,7 @@ def test_no_saving_is_claimed_without_evidence():
     for _ in range(100):
         flat.add(int(generator.integers(100, 200)), float(generator.normal(50)))
         even.add(1000, float(generator.normal(50)))
-    assert flat.ms_per_load() is None or abs(flat.ms_per_load()) < 0.02
+    assert flat.ms_per_load() is None
     assert even.ms_per_load() is None
 
 
@@ -120,5 +121,8 @@ def test_peak_rates():
     assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32, allow_tf32=True) == 156e12
     assert peak_flops("NVIDIA L40S", torch.float16) != peak_flops("NVIDIA L40", torch.float16)
     assert peak_flops("NVIDIA H200", torch.float64) is None
+    assert peak_flops("NVIDIA H200 NVL", torch.bfloat16) == 835.5e12
+    assert peak_flops("Tesla V100-PCIE-16GB", torch.float16) == 112e12
+    assert peak_flops("Tesla V100-SXM2-32GB", torch.bfloat16) is None
     assert peak_flops("Some Accelerator", torch.float16) is None
     assert peak_flops_of(torch.device("cpu"), torch.float32) is None

@@ -72,6 +72,9 @@ def test_lengths_that_are_wrong_are_refused():
         task.get_workloads([3, -1])
     with pytest.raises(ValueError, match="row 1 has 5 targets in 4 tokens"):
         task.get_workloads(torch.tensor([9, 4]), torch.tensor([1, 5]))
+    for wrong in ((5, [1, 9]), ([1, 2, 3], [1, 2]), (torch.tensor([5, 5]), torch.tensor([1]))):
+        with pytest.raises(ValueError, match="num_targets has shape"):
+            task.get_workloads(*wrong)
     with pytest.raises(ValueError, match="num_targets holds -2"):
         task.get_workloads([3], [-2])
     with pytest.raises(TypeError, match="float32"):
