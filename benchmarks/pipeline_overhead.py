@@ -7,9 +7,13 @@ its end, so that no work hides in another variant's step.
 Variants: the stock TorchRec pipeline; the identity shuffler, which agrees on the end of data alone; a shuffle done
 synchronously right after the copy; and the two-phase stage.
 
+On CUDA every rank has a GPU of its own, the pipelines that need CUDA streams take part, and `--trace` records some
+steps of the two-phase stage for Perfetto: the exchange is on the memcpy stream, beside the forward pass.
+
 Examples:
     python -m benchmarks.pipeline_overhead
     python -m benchmarks.pipeline_overhead --steps 30 --quick
+    python -m benchmarks.pipeline_overhead --device cuda --ranks 8 --trace trace.json
 """
 
 from __future__ import annotations
@@ -17,14 +21,18 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
 from torchrec.distributed.train_pipeline.train_pipelines import (
+    PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
     TrainPipelineSparseDist,
     TrainPipelineSparseDistLite,
 )
@@ -40,8 +48,14 @@ from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.sharding import build_distributed_model, dense_parameters
 
 PIPELINES = {"base": TrainPipelineBase, "native": TrainPipelineSparseDist, "lite": TrainPipelineSparseDistLite}
+CUDA_PIPELINES = PIPELINES | {
+    "fused": TrainPipelineFusedSparseDist,
+    "semi_sync": TrainPipelineSemiSync,
+    "prefetch": PrefetchTrainPipelineSparseDist,
+}
 VARIANTS = ("stock", "identity", "synchronous", "two-phase")
 LONGEST = 256
+TRACED = 6  # steps in a trace
 NUM_IDS = 4000
 HSTU = HSTUConfig(64, 2, 4, 16, max_sequence_length=2 * LONGEST + len(CONTEXT))
 
@@ -66,7 +80,7 @@ class _SynchronousEnqueue:
         return enqueued
 
 
-def host_batch(lengths_name: str, rank: int, step: int, rows: int) -> Any:
+def host_batch(lengths_name: str, rank: int, step: int, rows: int, device: str) -> Any:
     """The batch of one rank and step."""
     count = rows * dist.get_world_size()
     if lengths_name == "uniform":
@@ -76,7 +90,7 @@ def host_batch(lengths_name: str, rank: int, step: int, rows: int) -> Any:
     batch = make_batch(lengths[rank * rows : (rank + 1) * rows])
     batch.features.values().remainder_(NUM_IDS)
     batch.labels.values().round_()
-    return batch
+    return batch.pin_memory() if torch.cuda.is_available() and device == "cuda" else batch
 
 
 def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any, BaseTaskBalancedBatchShuffler | None]:
@@ -86,7 +100,7 @@ def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any
     config = RankingConfig(HSTU, tables, (64, 1), 1)
     model = build_distributed_model(HSTURankingModel(config), device=device)
     optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=1e-3)
-    stock = PIPELINES[pipeline]
+    stock = CUDA_PIPELINES[pipeline]
     arguments = (model, optimizer, device)
     if variant == "stock":
         return stock(*arguments), None
@@ -102,13 +116,16 @@ def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any
     return made, shuffler
 
 
-def measure(rank: int, pipeline: str, lengths_name: str, rows: int, steps: int, warmup: int) -> dict[str, Any]:
+def measure(
+    rank: int, pipeline: str, lengths_name: str, rows: int, steps: int, warmup: int, kind: str, trace: Path | None
+) -> dict[str, Any]:
     """Step times of every variant, and the two-phase stage's own figures, on one rank."""
-    device = torch.device("cpu")
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     made = {variant: make_variant(variant, pipeline, device) for variant in VARIANTS}
     total = warmup + steps
     sources = {
-        variant: (host_batch(lengths_name, rank, step, rows) for step in range(total + 4)) for variant in VARIANTS
+        variant: (host_batch(lengths_name, rank, step, rows, kind) for step in range(total + 4 + TRACED))
+        for variant in VARIANTS
     }
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     stats = []
@@ -120,11 +137,15 @@ def measure(rank: int, pipeline: str, lengths_name: str, rows: int, steps: int, 
             trainer.progress(sources[variant])
             if shuffler is not None:
                 shuffler.drain()
+            if kind == "cuda":
+                torch.cuda.synchronize()
             dist.barrier()
             if step >= warmup:
                 times[variant].append((time.perf_counter() - started) * 1e3)
             if variant == "two-phase" and step >= warmup:
                 stats.append(trainer.last_stats)
+    if trace is not None:
+        record_trace(made["two-phase"][0], sources["two-phase"], trace if rank == 0 else None)
     for trainer, shuffler in made.values():
         if shuffler is not None:
             trainer.reset()
@@ -140,6 +161,19 @@ def measure(rank: int, pipeline: str, lengths_name: str, rows: int, steps: int, 
     }
 
 
+def record_trace(trainer: Any, source: Iterator[Any], path: Path | None) -> None:
+    """Record steps that follow one another without a barrier, as in training; one rank writes them down."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(TRACED):
+            trainer.progress(source)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+
+
 def median_with_interval(values: np.ndarray) -> tuple[float, float, float]:
     """Median and its 95 % bootstrap interval."""
     rng = np.random.default_rng(0)
@@ -147,29 +181,42 @@ def median_with_interval(values: np.ndarray) -> tuple[float, float, float]:
     return float(np.median(values)), *map(float, np.percentile(resampled, [2.5, 97.5]))
 
 
-def main(rows: int = 32, steps: int = 40, warmup: int = 6, quick: bool = False) -> None:
-    """Measure and write benchmarks/results/pipeline_overhead.md.
+def main(
+    rows: int = 32,
+    steps: int = 40,
+    warmup: int = 6,
+    quick: bool = False,
+    device: Literal["cpu", "cuda"] = "cpu",
+    ranks: int = 2,
+    trace: Path | None = None,
+) -> None:
+    """Measure and write benchmarks/results/pipeline_overhead.md, or pipeline_overhead_cuda.md.
 
     Args:
         rows: samples per rank.
         steps: measured steps per case.
         warmup: steps before.
         quick: one pipeline and few steps, for a look; writes nothing.
+        device: where ranks run.
+        ranks: how many; on CUDA a GPU each.
+        trace: a file for the trace of some steps of the last case, to be opened in Perfetto.
     """
+    pipelines = CUDA_PIPELINES if device == "cuda" else PIPELINES
     step_rows, hidden_rows = [], []
-    for pipeline in ("native",) if quick else PIPELINES:
+    for pipeline in ("native",) if quick else pipelines:
         for lengths_name in ("uniform", "zipf"):
-            ranks = run_ranks(measure, 2, pipeline, lengths_name, rows, 8 if quick else steps, warmup, timeout=1800)
-            times = {name: np.max([each["times"][name] for each in ranks], axis=0) for name in VARIANTS}
+            case = (pipeline, lengths_name, rows, 8 if quick else steps, warmup, device, trace)
+            measured = run_ranks(measure, ranks, *case, timeout=1800, device=device)
+            times = {name: np.max([each["times"][name] for each in measured], axis=0) for name in VARIANTS}
             stock = times["stock"]
             cells = [pipeline, lengths_name, f"{np.median(stock):.1f}"]
             for variant in VARIANTS[1:]:
                 middle, low, high = median_with_interval(times[variant] / stock)
                 cells.append(f"{middle:.3f} ({low:.3f}–{high:.3f})")
             step_rows.append(cells)
-            wait = np.concatenate([each["wait"] for each in ranks])
-            work = np.concatenate([each["work"] for each in ranks])
-            before, after = np.mean(ranks[0]["imbalance"], axis=0) + 1
+            wait = np.concatenate([each["wait"] for each in measured])
+            work = np.concatenate([each["work"] for each in measured])
+            before, after = np.mean(measured[0]["imbalance"], axis=0) + 1
             hidden_rows.append(
                 [
                     pipeline,
@@ -178,15 +225,20 @@ def main(rows: int = 32, steps: int = 40, warmup: int = 6, quick: bool = False) 
                     f"{np.median(wait):.3f}",
                     f"{np.percentile(wait, 95):.3f}",
                     f"{100 * (1 - wait.sum() / work.sum()):.1f} %",
-                    f"{np.median(np.concatenate([each['exchange'] for each in ranks])):.2f}",
+                    f"{np.median(np.concatenate([each['exchange'] for each in measured])):.2f}",
                     f"{before:.3f} → {after:.3f}",
-                    f"{100 * ranks[0]['moved']:.0f} %",
+                    f"{100 * measured[0]['moved']:.0f} %",
                 ]
             )
+    arguments = f" --device cuda --ranks {ranks}" if device == "cuda" else ""
+    hardware = (
+        f"{torch.cuda.get_device_name()}, one per rank (NCCL)." if device == "cuda" else "Ranks on the CPU (gloo)."
+    )
     page = "\n".join(
         [
-            heading("Pipelines: what the stage costs", "python -m benchmarks.pipeline_overhead"),
-            f"HSTU, hidden 64, 2 layers, 4 heads × 16; {rows} users per rank, 2 ranks, {steps} steps; `min_gain` 3 %.",
+            heading("Pipelines: what the stage costs", "python -m benchmarks.pipeline_overhead" + arguments),
+            f"{hardware} HSTU, hidden 64, 2 layers, 4 heads × 16; {rows} users per rank, {ranks} ranks, {steps} steps; "
+            "`min_gain` 3 %.",
             "Uniform: 120 to 135 items. Zipf: 1.2, to 256 items.",
             "\n## Step time, as a ratio to the stock pipeline\n",
             "Median of the ratio step by step, and its 95 % bootstrap interval. Below 1: faster than stock.\n",
@@ -212,7 +264,7 @@ def main(rows: int = 32, steps: int = 40, warmup: int = 6, quick: bool = False) 
     )
     print(page)
     if not quick:
-        print(f"\nwritten to {write_page('pipeline_overhead', page)}")
+        print(f"\nwritten to {write_page('pipeline_overhead' + ('_cuda' if device == 'cuda' else ''), page)}")
 
 
 if __name__ == "__main__":

@@ -33,12 +33,17 @@ def draw_lengths(name: str, count: int, seed: int) -> np.ndarray:
     raise ValueError(f"lengths {name!r} are unknown; choose uniform, zipf, lognormal or user-like")
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 600.0) -> list[Any]:
-    """Call `function(rank, *arguments)` on gloo ranks of one thread each; returns what each returned."""
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 600.0, device: str = "cpu"
+) -> list[Any]:
+    """Call `function(rank, *arguments)` on ranks of one thread each; returns what each returned.
+
+    Ranks on the CPU use gloo; on "cuda" every rank has a GPU of its own, and NCCL.
+    """
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.start_processes(
             _rank_main,
-            args=(function, world_size, folder, arguments),
+            args=(function, world_size, folder, arguments, device),
             nprocs=world_size,
             join=False,
             start_method="spawn",
@@ -53,10 +58,13 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
 
 
 def _rank_main(
-    rank: int, function: Callable[..., Any], world_size: int, folder: str, arguments: tuple[Any, ...]
+    rank: int, function: Callable[..., Any], world_size: int, folder: str, arguments: tuple[Any, ...], device: str
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     result = function(rank, *arguments)
     torch.save(result, Path(folder, f"{rank}.pt"))
     dist.barrier()

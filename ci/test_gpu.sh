@@ -30,4 +30,9 @@ run -m pytest tests/gpu --device "$device" -p no:cacheprovider "$@"
 if [ "$device" = cuda ]; then
   echo "== concurrent communicators with one hardware queue"
   CUDA_DEVICE_MAX_CONNECTIONS=1 run -m pytest tests/gpu --device cuda -p no:cacheprovider -k "take_turns or sparse"
+  # As many ranks as the job has, on their own: a benchmark starts its ranks itself.
+  count=$ranks
+  [ "$count" != gpu ] || count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+  echo "== what the stage costs, on $count rank(s)"
+  "$python" -m benchmarks.pipeline_overhead --device cuda --ranks "$count" --quick --trace runs/trace.json
 fi

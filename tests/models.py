@@ -91,7 +91,9 @@ class Head(nn.Module):
         for key in KEYS:
             jagged, weights = embeddings[key], batch.features[key].weights()
             row = torch.repeat_interleave(
-                torch.arange(batch.batch_size, device=weights.device), batch.features[key].lengths().long()
+                torch.arange(batch.batch_size, device=weights.device),
+                batch.features[key].lengths().long(),
+                output_size=weights.numel(),  # so that the device is not asked
             )
             summed = jagged.values().new_zeros(batch.batch_size, WIDTH)
             pooled.append(summed.index_add(0, row, jagged.values() * weights[:, None].to(jagged.values().dtype)))

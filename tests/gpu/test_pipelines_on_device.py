@@ -162,25 +162,3 @@ def test_two_shufflers_take_turns(device):
     second.close()
     for model, _ in models_and_optimizers:
         assert len(global_ids(head_of(model).seen)) >= len(expected_ids(5))
-
-
-def test_finish_shuffle_never_waits_for_the_device(device):
-    """Once everything is warm, copy, exchange and what TorchRec asks of the result pass with waiting forbidden."""
-    if device != "cuda":
-        pytest.skip("needs CUDA: the host has nothing to synchronise with")
-    shuffler = CubicShuffler()
-    target = rank_device(device)
-    batches = [batch.pin_memory() for batch in rank_batches(dist.get_rank(), 12, [6])]
-    for batch in batches[:4]:  # connections, allocator and kernels are warm
-        shuffler.finish_shuffle(batch.to(target, non_blocking=True), shuffler.start_shuffle(batch))
-    torch.cuda.synchronize()
-    for batch in batches[4:]:
-        handle = shuffler.start_shuffle(batch)
-        handle.prepared()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            result = shuffler.finish_shuffle(batch.to(target, non_blocking=True), handle)
-            result.features.length_per_key()  # TorchRec's input distribution asks for it
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    shuffler.close()

@@ -1,0 +1,122 @@
+"""Once everything is warm, nothing of the shuffler waits for the device: steps pass with waiting forbidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
+from commons.pipeline import balanced
+from hstu import HSTUBalancedBatchShuffler
+from tests import models
+from tests.distributed.test_pipelines import CubicShuffler
+from tests.models import rank_batches, rank_device
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def require_cuda(device):
+    if device != "cuda":
+        pytest.skip("needs CUDA: the host has nothing to synchronise with")
+
+
+def test_finish_shuffle(device):
+    """Copy, exchange and what TorchRec asks of the result."""
+    require_cuda(device)
+    shuffler = CubicShuffler()
+    target = rank_device(device)
+    batches = [batch.pin_memory() for batch in rank_batches(dist.get_rank(), 12, [6])]
+    for batch in batches[:4]:  # connections, allocator and kernels are warm
+        shuffler.finish_shuffle(batch.to(target, non_blocking=True), shuffler.start_shuffle(batch))
+    torch.cuda.synchronize()
+    for batch in batches[4:]:
+        handle = shuffler.start_shuffle(batch)
+        handle.prepared()
+        with waiting_forbidden():
+            result = shuffler.finish_shuffle(batch.to(target, non_blocking=True), handle)
+            result.features.length_per_key()  # TorchRec's input distribution asks for it
+    shuffler.close()
+
+
+def test_a_whole_step(device):
+    """A pipeline's step: copy, shuffle, forward, backward, update. TorchRec's own input distribution would wait."""
+    require_cuda(device)
+    model, _ = models.build_plain()
+    model.to(rank_device(device))
+    optimizer = models.AveragedSGD(model.parameters(), lr=0.1)
+    shuffler = CubicShuffler()
+    pipeline = balanced(TrainPipelineBase)(model, optimizer, rank_device(device), batch_shuffler=shuffler)
+    source = (batch.pin_memory() for batch in rank_batches(dist.get_rank(), 16, [6]))
+    for _ in range(6):
+        pipeline.progress(source)
+    torch.cuda.synchronize()
+    for _ in range(6):
+        with waiting_forbidden():
+            pipeline.progress(source)
+    assert pipeline.last_stats is not None
+    shuffler.close()
+
+
+def test_a_shuffle_that_starts_from_the_device(device):
+    """Workloads and lengths of a device batch go to pinned memory, and only the worker waits for them."""
+    require_cuda(device)
+    shuffler = HSTUBalancedBatchShuffler(16, 2, 8, 1)
+    batches = [
+        HSTUBatch.random(
+            4,
+            [FeatureConfig(["item"], [50], 20, True)],
+            "item",
+            device=rank_device(device),
+            generator=torch.Generator().manual_seed(dist.get_rank() + 10 * step),
+        )
+        for step in range(6)
+    ]
+    for batch in batches[:3]:
+        shuffler.finish_shuffle(batch, shuffler.start_shuffle(batch))
+    torch.cuda.synchronize()
+    for batch in batches[3:]:
+        with waiting_forbidden():
+            handle = shuffler.start_shuffle(batch)
+        handle.prepared()
+        with waiting_forbidden():
+            shuffler.finish_shuffle(batch, handle)
+    shuffler.close()
+
+
+def test_the_exchange_waits_for_the_copy_and_the_forward_pass_for_the_exchange(device):
+    """Work of another stream, however slow, is not overtaken: rows are those of the host batch."""
+    require_cuda(device)
+    shuffler = CubicShuffler()
+    target = rank_device(device)
+    memcpy = torch.cuda.Stream()
+    ballast = torch.zeros(2**27, device=target)
+    for batch in rank_batches(dist.get_rank(), 6, [6]):
+        on_host = shuffler.shuffle(batch)
+        pinned = batch.pin_memory()
+        handle = shuffler.start_shuffle(pinned)
+        with torch.cuda.stream(memcpy):
+            for _ in range(20):
+                ballast.add_(1.0)  # keeps the stream busy before the copy
+            on_device = pinned.to(target, non_blocking=True)
+            result = shuffler.finish_shuffle(on_device, handle)
+        del on_device
+        torch.cuda.current_stream().wait_stream(memcpy)
+        result.record_stream(torch.cuda.current_stream())
+        taken = torch.empty(2**20, device=target).fill_(7.0)  # what the allocator might hand out again too early
+        assert torch.equal(result.features.values().cpu(), on_host.features.values())
+        assert torch.equal(result.features.weights().cpu(), on_host.features.weights())
+        assert torch.equal(result.sample_id.cpu(), on_host.sample_id)
+        del taken
+    shuffler.close()
