@@ -1,6 +1,7 @@
 import numpy as np
 
 METHODS: tuple[str, ...]
+PACKINGS: int
 PLANS: int
 
 def plan(
@@ -19,3 +20,12 @@ def plan(
     /,
 ) -> tuple[int, int]: ...
 def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool, /) -> int: ...
+def pack(
+    values: np.ndarray,
+    capacity: int,
+    algorithm: str,
+    min_groups: int,
+    divisor: int,
+    equal_size: bool,
+    /,
+) -> list[list[int]] | None: ...

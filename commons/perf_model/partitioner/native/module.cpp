@@ -6,11 +6,13 @@
 #include <new>
 #include <string_view>
 
+#include "packing.hpp"
 #include "plan.hpp"
 
 namespace {
 
 constexpr std::array<std::string_view, 4> kMethods = {"karmarkar_karp", "lpt", "refined", "snake"};
+constexpr std::array<std::string_view, 3> kPackers = {"ffd", "kk", "refined"};
 
 // A contiguous buffer of int64, released at the end of its scope.
 class Buffer {
@@ -143,6 +145,73 @@ PyObject* lower_bound(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   return done ? PyLong_FromLongLong(bound) : nullptr;
 }
 
+bool as_packer(PyObject* object, evenrank::Packer& packer) {
+  const char* name = PyUnicode_AsUTF8(object);
+  if (name == nullptr) return false;
+  for (std::size_t at = 0; at < kPackers.size(); ++at) {
+    if (kPackers[at] == name) {
+      packer = static_cast<evenrank::Packer>(at);
+      return true;
+    }
+  }
+  PyErr_Format(PyExc_ValueError, "unknown packing algorithm '%s'", name);
+  return false;
+}
+
+PyObject* as_list(const evenrank::Indices& indices) {
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(indices.size()));
+  if (list == nullptr) return nullptr;
+  for (std::size_t at = 0; at < indices.size(); ++at) {
+    PyObject* index = PyLong_FromLong(indices[at]);
+    if (index == nullptr) {
+      Py_DECREF(list);
+      return nullptr;
+    }
+    PyList_SET_ITEM(list, at, index);
+  }
+  return list;
+}
+
+PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  constexpr Py_ssize_t kNumArgs = 6;
+  if (num_args != kNumArgs) {
+    PyErr_Format(PyExc_TypeError, "pack takes %zd arguments, got %zd", kNumArgs, num_args);
+    return nullptr;
+  }
+  Buffer values;
+  evenrank::PackRequest request{};
+  if (!values.open(args[0], false, "values") || !as_int64(args[1], request.capacity) ||
+      !as_packer(args[2], request.packer) || !as_int64(args[3], request.min_groups) ||
+      !as_int64(args[4], request.divisor)) {
+    return nullptr;
+  }
+  request.equal_size = args[5] == Py_True;
+  if (values.size() < 1 || values.size() > INT32_MAX || request.capacity < 1 || request.min_groups < 1 ||
+      request.min_groups > values.size() || request.divisor < 1 || request.divisor > values.size()) {
+    PyErr_SetString(PyExc_ValueError, "pack takes checked arguments: at least one row, and no more groups than rows");
+    return nullptr;
+  }
+  std::vector<evenrank::Indices> groups;
+  if (!unlocked([&] {
+        request.values = values.weights();
+        groups = evenrank::pack(request);
+      })) {
+    return nullptr;
+  }
+  if (groups.empty()) Py_RETURN_NONE;
+  PyObject* result = PyList_New(static_cast<Py_ssize_t>(groups.size()));
+  if (result == nullptr) return nullptr;
+  for (std::size_t at = 0; at < groups.size(); ++at) {
+    PyObject* group = as_list(groups[at]);
+    if (group == nullptr) {
+      Py_DECREF(result);
+      return nullptr;
+    }
+    PyList_SET_ITEM(result, at, group);
+  }
+  return result;
+}
+
 PyMethodDef functions[] = {
     {"plan", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(plan)), METH_FASTCALL,
      "plan(workloads, num_parts, method, equal_size, tokens, max_tokens, home, ranks_per_node, slack_mantissa,\n"
@@ -150,11 +219,15 @@ PyMethodDef functions[] = {
      "Plan, and fill the int64 buffers `assignment` and `loads`. Arguments are checked by the caller."},
     {"lower_bound", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lower_bound)), METH_FASTCALL,
      "lower_bound(workloads, num_parts, equal_size) -> int\n\nLower bound of the largest load."},
+    {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pack)), METH_FASTCALL,
+     "pack(values, capacity, algorithm, min_groups, divisor, equal_size) -> list[list[int]] | None\n\n"
+     "Groups of indices under a capacity, heaviest first. Arguments are checked by the caller."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 int add_constants(PyObject* module) {
   if (PyModule_AddIntConstant(module, "PLANS", evenrank::kPlans) < 0) return -1;
+  if (PyModule_AddIntConstant(module, "PACKINGS", evenrank::kPackings) < 0) return -1;
   PyObject* names = PyTuple_New(kMethods.size());
   if (names == nullptr) return -1;
   for (std::size_t at = 0; at < kMethods.size(); ++at) {

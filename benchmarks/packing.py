@@ -1,0 +1,374 @@
+"""How many groups do the allocators take, how even are these, and how long does it take?
+
+All four pack the same values under the same capacity: plain first-fit decreasing as training code would write it
+(plain_first_fit.py), and "ffd", "kk" and "refined" of commons.micro_batching. One thread; the algorithms take turns, so
+that a drifting machine slows all of them alike; times are medians. Groups are held against the Martello–Toth L2 bound.
+
+Examples:
+    python -m benchmarks.packing
+    python -m benchmarks.packing --quick
+    python -m benchmarks.packing --seeds 20 --repeats 15 --hardware "one core of an Arm server"
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from benchmarks.plain_first_fit import plain_first_fit
+from benchmarks.planner import Page, draw
+from benchmarks.report import table, write_page
+from commons.micro_batching import ffd_allocate, kk_allocate, packing_metrics, reference, refined_allocate
+from commons.micro_batching.native_core import native_packer
+from commons.micro_batching.request import PackRequest
+
+ROWS = (64, 256, 1024)
+LENGTHS = ("zipf", "lognormal", "bimodal", "gsm8k-like")
+CAPACITIES = (1, 2, 3, 4)
+DIVISORS = (1, 4, 8)
+ALGORITHMS: dict[str, Callable[..., list[list[int]]]] = {
+    "plain": plain_first_fit,
+    "ffd": ffd_allocate,
+    "kk": kk_allocate,
+    "refined": refined_allocate,
+}
+# The published comparison: tokens of a micro-batch, rows of a step that fill ten of them, and what it found.
+PUBLISHED_CAPACITY, PUBLISHED_ROWS = 10240, 320
+PUBLISHED = {"spread": -97.84, "std_dev": -97.36, "cv": -97.38, "max_load": -4.27, "wasted_tokens": -4.57}
+
+
+def draw_values(name: str, count: int, seed: int) -> list[int]:
+    """Lengths of rows.
+
+    "gsm8k-like" is a question, lognormal of median 90 and sigma 0.35, and an answer, of median 200 and sigma 0.5, to
+    1024 tokens; the others are those of benchmarks/planner.py.
+    """
+    if name != "gsm8k-like":
+        return draw(name, count, seed).tolist()
+    rng = np.random.default_rng(seed)
+    lengths = rng.lognormal(np.log(90), 0.35, count) + rng.lognormal(np.log(200), 0.5, count)
+    return lengths.clip(1, 1024).astype(int).tolist()
+
+
+def take_turns(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median milliseconds of each call, after one call to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if turn > 0:
+                times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(each) * 1e3 for name, each in times.items()}
+
+
+@dataclass
+class Case:
+    """One batch, packed by all algorithms.
+
+    `metrics` and `milliseconds` are by algorithm; `fewest` is the bound, raised to the divisor.
+    """
+
+    num_rows: int
+    lengths: str
+    capacity: int
+    divisor: int
+    seed: int
+    fewest: int
+    metrics: dict[str, dict[str, Any]]
+    milliseconds: dict[str, float]
+
+    @property
+    def cell(self) -> tuple[int, str, int, int]:
+        """What the seeds have in common."""
+        return self.num_rows, self.lengths, self.capacity, self.divisor
+
+    def groups(self, name: str) -> int:
+        """Groups that an algorithm took."""
+        return self.metrics[name]["n_groups"]
+
+
+def pack(num_rows: int, lengths: str, factor: int, divisor: int, seed: int, repeats: int) -> Case:
+    """Pack one batch by all algorithms; checks every packing."""
+    values = draw_values(lengths, num_rows, seed)
+    capacity = factor * max(values)
+    metrics: dict[str, dict[str, Any]] = {}
+    for name, allocate in ALGORITHMS.items():
+        groups = allocate(values, capacity, 1, divisor)
+        metrics[name] = packing_metrics(values, groups, capacity)
+        assert metrics[name]["max_load"] <= capacity and len(groups) % divisor == 0 and all(groups)
+    calls = {name: partial(allocate, values, capacity, 1, divisor) for name, allocate in ALGORITHMS.items()}
+    fewest = -(-metrics["refined"]["lower_bound"] // divisor) * divisor
+    return Case(num_rows, lengths, factor, divisor, seed, fewest, metrics, take_turns(calls, repeats))
+
+
+def mean_median(values: Iterable[float]) -> str:
+    """Mean and median, with four decimals."""
+    values = list(values)
+    return f"{np.mean(values):.4f} / {np.median(values):.4f}"
+
+
+def report_groups(page: Page, cases: list[Case]) -> None:
+    """Groups, spread and utilisation by lengths and capacity."""
+    body = []
+    for lengths, capacity in itertools.product(LENGTHS, CAPACITIES):
+        some = [case for case in cases if (case.lengths, case.capacity) == (lengths, capacity)]
+        bound = sum(case.fewest for case in some)
+        row: list[Any] = [lengths, f"{capacity} ×", bound]
+        row += [sum(case.groups(name) for case in some) - bound for name in ALGORITHMS]
+        row += [mean_median(case.metrics[name]["imbalance_ratio"] for case in some) for name in ALGORITHMS]
+        row += [f"{np.mean([case.metrics[name]['utilization'] for case in some]):.4f}" for name in ALGORITHMS]
+        body.append(row)
+    columns = [f"+ {name}" for name in ALGORITHMS]
+    columns += [f"spread, {name}" for name in ALGORITHMS]
+    columns += [f"used, {name}" for name in ALGORITHMS]
+    page.section(
+        "Groups, spread, utilisation",
+        f"All row counts {ROWS}, divisors {DIVISORS} and seeds together. Groups: at the bound in all, and by how many "
+        "more each algorithm takes. Spread: (largest − smallest load) ÷ mean, mean / median; where one row fills a "
+        "group by itself, no packing makes it small. Used: values ÷ (groups · capacity).",
+        table(["lengths", "capacity", "bound", *columns], body),
+    )
+    body = [
+        [
+            divisor,
+            *(
+                mean_median(case.metrics[name]["imbalance_ratio"] for case in cases if case.divisor == divisor)
+                for name in ALGORITHMS
+            ),
+        ]
+        for divisor in DIVISORS
+    ]
+    page.section("Spread by divisor", "Mean / median over all other cases.", table(["divisor", *ALGORITHMS], body))
+    fewer = [case.groups("refined") <= min(case.groups(name) for name in ALGORITHMS) for case in cases]
+    page.target("groups, refined against all others", "never more", f"{sum(fewer)} of {len(fewer)} cases", all(fewer))
+    reached = {name: [case.groups(name) == case.fewest for case in cases] for name in ALGORITHMS}
+    share = sum(reached["refined"]) / len(cases)
+    others = ", ".join(f"{name} {sum(met) / len(met):.1%}" for name, met in reached.items() if name != "refined")
+    page.target(
+        "cases at the L2 bound, refined",
+        "≥ 99 %",
+        f"{sum(reached['refined'])} of {len(cases)}, {share:.2%} ({others})",
+        share >= 0.99,
+    )
+
+
+def report_misses(page: Page, cases: list[Case]) -> None:
+    """Every case above the bound."""
+    missed = [case for case in cases if case.groups("refined") > case.fewest]
+    body = [
+        [
+            case.num_rows,
+            case.lengths,
+            f"{case.capacity} ×",
+            case.divisor,
+            case.seed,
+            case.fewest,
+            *(case.groups(name) for name in ALGORITHMS),
+            f"{case.metrics['refined']['utilization'] * case.groups('refined') / case.fewest:.2%}",
+        ]
+        for case in missed
+    ]
+    head = ["rows", "lengths", "capacity", "divisor", "seed", "bound", *ALGORITHMS, "room used at the bound"]
+    page.section(
+        "Above the bound",
+        "Cases in which refined takes more groups than the bound. Whether the bound can be met there is not known: it "
+        "would leave no more room than the last column says.",
+        table(head, body) if body else "None.",
+    )
+
+
+def report_time(page: Page, cases: list[Case]) -> None:
+    """Milliseconds by rows and lengths, and every cell in which refined is slower than plain first fit."""
+    cells: dict[tuple[int, str, int, int], list[Case]] = {}
+    for case in cases:
+        cells.setdefault(case.cell, []).append(case)
+    medians = {
+        cell: {name: statistics.median(case.milliseconds[name] for case in some) for name in ALGORITHMS}
+        for cell, some in cells.items()
+    }
+    body = []
+    for num_rows, lengths in itertools.product(ROWS, LENGTHS):
+        some = [times for cell, times in medians.items() if cell[:2] == (num_rows, lengths)]
+        if not some:
+            continue
+        ratios = [times["plain"] / times["refined"] for times in some]
+        row = [num_rows, lengths, *(f"{statistics.median(each[name] for each in some):.4f}" for name in ALGORITHMS)]
+        slowest = max(case.milliseconds["refined"] for case in cases if case.cell[:2] == (num_rows, lengths))
+        body.append([*row, f"{min(ratios):.1f}–{max(ratios):.1f}×", f"{slowest:.3f}"])
+    slower = {cell: times for cell, times in medians.items() if times["refined"] > times["plain"]}
+    listed = [
+        [*cell, f"{times['plain']:.4f}", f"{times['refined']:.4f}", f"{times['refined'] / times['plain']:.2f}×"]
+        for cell, times in slower.items()
+    ]
+    page.section(
+        "Time",
+        "Milliseconds from a Python list to a list of lists, checks included: median over capacities and divisors of "
+        "the medians over seeds. Then how many times faster refined is than plain first fit, from the worst to the "
+        "best of these cells, and the slowest single case of refined.",
+        table(["rows", "lengths", *ALGORITHMS, "plain ÷ refined", "slowest refined"], body),
+        "Cells in which refined is slower than plain first fit (it searches there for fewer groups):",
+        table(["rows", "lengths", "capacity", "divisor", "plain", "refined", "slower"], listed) if listed else "None.",
+    )
+    worst = max(times["refined"] / times["plain"] for times in medians.values())
+    met = len(medians) - len(slower)
+    page.target(
+        "time, refined against plain first fit in Python",
+        "not slower",
+        f"{met} of {len(medians)} cells, worst {worst:.2f}×",
+        not slower,
+    )
+    large = [case.milliseconds["refined"] for case in cases if case.num_rows == 1024]
+    if large:
+        page.target(
+            "time, refined, 1024 rows",
+            "≤ 15 ms",
+            f"median {statistics.median(large):.3f} ms, slowest case {max(large):.3f} ms",
+            max(large) <= 15,
+        )
+
+
+def measure_fallback(page: Page, seeds: int) -> None:
+    """Times without the native core."""
+    body = []
+    for num_rows, name in itertools.product(ROWS, ("ffd", "kk", "refined")):
+        times = []
+        for lengths, capacity, seed in itertools.product(LENGTHS, CAPACITIES, range(min(seeds, 2))):
+            values = np.array(draw_values(lengths, num_rows, seed))
+            request = PackRequest(values, capacity * int(values.max()), name)
+            started = time.perf_counter()
+            reference.pack(request)
+            times.append((time.perf_counter() - started) * 1e3)
+        body.append([num_rows, name, f"{statistics.median(times):.2f}", f"{max(times):.2f}"])
+    page.section(
+        "Without the native core",
+        "Milliseconds of the numpy reference, which makes the same groups where there is no C++ compiler; divisor 1, "
+        "one call per case.",
+        table(["rows", "algorithm", "median", "slowest"], body),
+    )
+
+
+def measure_published(page: Page, steps: int) -> None:
+    """The table of the discussion that proposed Karmarkar-Karp for micro-batches, on bimodal data."""
+    sums: dict[str, dict[str, list[float]]] = {}
+    for step in tqdm(range(steps), desc="published table"):
+        rng = np.random.default_rng(step)
+        long = rng.random(PUBLISHED_ROWS) < 0.2
+        lengths = np.where(long, rng.normal(1024, 128, PUBLISHED_ROWS), rng.normal(128, 32, PUBLISHED_ROWS))
+        values = lengths.clip(1, 2048).astype(int).tolist()
+        calls = {name: partial(allocate, values, PUBLISHED_CAPACITY) for name, allocate in ALGORITHMS.items()}
+        times = take_turns(calls, 3)
+        for name, call in calls.items():
+            metrics = packing_metrics(values, call(), PUBLISHED_CAPACITY, times[name] / 1e3)
+            for key, value in metrics.items():
+                if key != "group_sums":
+                    sums.setdefault(name, {}).setdefault(key, []).append(value)
+    means = {name: {key: float(np.mean(values)) for key, values in each.items()} for name, each in sums.items()}
+    body = []
+    for key in means["ffd"]:
+        row: list[Any] = [key, *(f"{means[name][key]:.6g}" for name in ALGORITHMS)]
+        for name in ("kk", "refined"):
+            change = 100 * (means[name][key] / means["ffd"][key] - 1) if means["ffd"][key] else 0.0
+            row.append(f"{change:+.2f} %")
+        body.append([*row, f"{PUBLISHED[key]:+.2f} %" if key in PUBLISHED else ""])
+    page.section(
+        "Karmarkar-Karp against first fit, as published",
+        f"{steps} steps of {PUBLISHED_ROWS} rows, 80 % near 128 and 20 % near 1024 tokens, {PUBLISHED_CAPACITY} tokens "
+        "per micro-batch; means over the steps. Published are changes from first fit to Karmarkar-Karp on GSM8K, where "
+        "the first fit was one that takes the group with the fewest rows.",
+        table(["", *ALGORITHMS, "kk to ffd", "refined to ffd", "published, kk to ffd"], body),
+    )
+    changes = {key: 100 * (means["refined"][key] / means["ffd"][key] - 1) for key in ("spread", "max_load")}
+    page.target(
+        "bimodal, spread, refined to ffd",
+        "≤ −97.84 %, as published",
+        f"{changes['spread']:.2f} %",
+        changes["spread"] <= PUBLISHED["spread"],
+    )
+    page.target(
+        "bimodal, largest load, refined to ffd",
+        "about −4.27 %, as published (−3 to −6)",
+        f"{changes['max_load']:.2f} %",
+        -6 <= changes["max_load"] <= -3,
+    )
+
+
+def measure_equal_sizes(page: Page, seeds: int) -> None:
+    """Groups and spread where all groups have as many rows."""
+    body = []
+    names = ("ffd", "kk", "refined")
+    for lengths, capacity in itertools.product(LENGTHS, CAPACITIES):
+        groups: dict[str, int] = dict.fromkeys(names, 0)
+        spreads: dict[str, list[float]] = {name: [] for name in names}
+        for seed in range(seeds):
+            values = draw_values(lengths, 256, seed)
+            for name in names:
+                packed = ALGORITHMS[name](values, capacity * max(values), equal_size=True)
+                groups[name] += len(packed)
+                spreads[name].append(packing_metrics(values, packed, capacity * max(values))["imbalance_ratio"])
+        body.append([lengths, f"{capacity} ×", *groups.values(), *(mean_median(spreads[name]) for name in names)])
+    page.section(
+        "Equal sizes",
+        f"256 rows, `equal_size=True`, divisor 1, {seeds} seeds: groups in all, and spread ÷ mean load, mean / median. "
+        "First fit fills its first groups with the heaviest rows, so it takes many more groups than a method that "
+        "balances; it is not the one to take here.",
+        table(["lengths", "capacity", *names, *(f"spread, {name}" for name in names)], body),
+    )
+
+
+def main(
+    seeds: int = 10, repeats: int = 7, quick: bool = False, hardware: str = "2 cores of a shared x86-64 server"
+) -> None:
+    """Measure and write benchmarks/results/packing.md.
+
+    Args:
+        seeds: batches drawn per cell.
+        repeats: times that each batch is packed by each algorithm.
+        quick: fewer cases, for a look; writes nothing.
+        hardware: the machine, in words.
+    """
+    torch.set_num_threads(1)
+    if native_packer() is None:
+        print("the native core has not been built: its times will be those of the reference", file=sys.stderr)
+    if quick:
+        seeds, repeats = min(seeds, 2), min(repeats, 3)
+    page = Page()
+    cells = list(itertools.product(ROWS[: 2 if quick else 3], LENGTHS, CAPACITIES, DIVISORS, range(seeds)))
+    cases = [
+        pack(num_rows, lengths, capacity, divisor, seed, repeats)
+        for num_rows, lengths, capacity, divisor, seed in tqdm(cells, desc="packing")
+    ]
+    report_groups(page, cases)
+    report_time(page, cases)
+    report_misses(page, cases)
+    measure_published(page, 20 if quick else 100)
+    measure_equal_sizes(page, seeds)
+    measure_fallback(page, seeds)
+    versions = f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}"
+    text = page.text(
+        f"# Packing: groups, spread, time\n\n{datetime.date.today().isoformat()} · "
+        f"`python -m benchmarks.packing --seeds {seeds} --repeats {repeats}` · {hardware}, one thread · {versions} · "
+        "lengths: Zipf 1.2 to 4096; lognormal, mean and deviation 512, to 4096; bimodal, 80 % near 128 and 20 % near "
+        "4096; GSM8K-like, a question of median 90 and an answer of median 200, both lognormal, to 1024 · capacity in "
+        "multiples of the longest row · plain is first-fit decreasing in plain Python"
+    )
+    print(text)
+    if not quick:
+        print(f"\nwritten to {write_page('packing', text)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -1,0 +1,36 @@
+"""Micro-batches: rows packed under a token budget, evenly, and into the same number on all ranks.
+
+request.py, allocation.py     the allocators "ffd", "kk" and "refined", and what they are asked
+reference.py                  how they work, in numpy
+  bounds.py                   the fewest groups there can be
+  first_fit.py, bin_slack.py  packing under the capacity
+  leveling.py                 the least spread
+native_core.py                the same in C++ (beside the planner's core), where it has been built
+metrics.py                    what a packing is worth
+spec.py, packing.py           MicroBatchSpec and pack_micro_batches: from a batch to its micro-batches
+  block_packing.py            one rank's rows
+  agreement.py                all ranks' number
+  micro_batches.py            the result
+packed_rows.py                the rows of a micro-batch as one row without padding
+"""
+
+from commons.micro_batching.allocation import ffd_allocate, get_allocate_fn, kk_allocate, refined_allocate
+from commons.micro_batching.metrics import packing_metrics
+from commons.micro_batching.micro_batches import MicroBatches
+from commons.micro_batching.packed_rows import PackedRows, count_loss_tokens, pack_rows
+from commons.micro_batching.packing import pack_micro_batches
+from commons.micro_batching.spec import MicroBatchSpec
+
+__all__ = [
+    "MicroBatchSpec",
+    "MicroBatches",
+    "PackedRows",
+    "count_loss_tokens",
+    "ffd_allocate",
+    "get_allocate_fn",
+    "kk_allocate",
+    "pack_micro_batches",
+    "pack_rows",
+    "packing_metrics",
+    "refined_allocate",
+]

@@ -1,0 +1,191 @@
+"""One rank's rows as blocks that stay together, packed into the fewest micro-batches or into any number from there on.
+
+Every number from the fewest to that of the blocks can be made: halving a micro-batch keeps its budget. So ranks that
+need different numbers can meet at the largest of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from commons.micro_batching.allocation import get_allocate_fn
+from commons.micro_batching.first_fit import split_heaviest
+from commons.micro_batching.reference import as_groups
+from commons.micro_batching.spec import MicroBatchSpec
+from commons.perf_model.partitioner import partition
+from commons.perf_model.partitioner.bounds import counting_bound
+from commons.perf_model.partitioner.exchange import Cap
+from commons.perf_model.partitioner.problem import Problem, load_per_part
+from commons.perf_model.partitioner.refined import near
+from commons.perf_model.partitioner.refinement import refine
+
+# What balances workloads under a cap on tokens, by packing algorithm.
+_PLANNERS = {"kk": "karmarkar_karp", "refined": "refined"}
+# Blocks above the budget that an error names.
+_NAMED = 5
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPacking:
+    """Blocks of `granularity` consecutive rows, packed into the fewest micro-batches that the algorithm finds.
+
+    Attributes:
+        spec: how to pack.
+        tokens: int64 `(blocks,)`, tokens of each block.
+        workloads: int64 `(blocks,)`, what each block costs; None where that is its tokens.
+        fewest: the blocks of each micro-batch.
+    """
+
+    spec: MicroBatchSpec
+    tokens: np.ndarray  # (blocks,)
+    workloads: np.ndarray | None  # (blocks,)
+    fewest: list[list[int]]
+
+    @classmethod
+    def of(cls, spec: MicroBatchSpec, lengths: np.ndarray, workloads: np.ndarray | None) -> BlockPacking:
+        """Check what a rank brings, and pack it.
+
+        Args:
+            spec: how to pack.
+            lengths: int64 `(rows,)`, tokens of each row.
+            workloads: int64 `(rows,)`, what each row costs, or None.
+
+        Raises:
+            ValueError: no rows, rows that are no whole number of blocks, a block above the budget, fewer blocks than
+                micro-batches, workloads for an algorithm that does not balance, or no packing.
+        """
+        _require_whole_blocks(spec, len(lengths))
+        if workloads is not None and spec.packing_algorithm not in _PLANNERS:
+            raise ValueError(
+                f"workloads are given and packing_algorithm is {spec.packing_algorithm!r}; only "
+                f"{' and '.join(map(repr, _PLANNERS))} balance them: choose one of these, or leave out the workloads"
+            )
+        tokens = lengths.reshape(-1, spec.granularity).sum(1)
+        _require_room(spec, tokens)
+        costs = None if workloads is None else workloads.reshape(-1, spec.granularity).sum(1)
+        return cls(spec, tokens, costs, _allocate(spec, tokens, spec.n_mbs))
+
+    def with_refined(self) -> BlockPacking:
+        """The same blocks packed by "refined", which never takes more micro-batches."""
+        spec = replace(self.spec, packing_algorithm="refined")
+        return replace(self, spec=spec, fewest=_allocate(spec, self.tokens, spec.n_mbs))
+
+    def into(self, num_micro_batches: int) -> list[list[int]]:
+        """The blocks of each of so many micro-batches, in the order that the spec asks for.
+
+        Args:
+            num_micro_batches: a multiple of the divisor, from the number of `fewest` to that of the blocks.
+        """
+        groups = self.fewest if len(self.fewest) == num_micro_batches else self._of_number(num_micro_batches)
+        if self.workloads is not None:
+            groups = self._balance(self.workloads, groups)
+        return in_order(groups, self.tokens if self.workloads is None else self.workloads, self.spec.order)
+
+    def _of_number(self, num_micro_batches: int) -> list[list[int]]:
+        """Groups by the algorithm; halves of the fewest where it finds nothing for this very number."""
+        try:
+            groups = _allocate(self.spec, self.tokens, num_micro_batches)
+        except ValueError:
+            groups = []
+        if len(groups) == num_micro_batches:
+            return groups
+        parts = split_heaviest(*self._by_weight(self.tokens, self.fewest), num_micro_batches)
+        return as_groups(self.tokens, _descending(self.tokens), parts)
+
+    def _balance(self, workloads: np.ndarray, groups: list[list[int]]) -> list[list[int]]:
+        """As many groups of even workloads, under the budget of tokens that `groups` keep."""
+        number, budget = len(groups), budget_of(self.spec, self.tokens)
+        plan = partition(
+            workloads,
+            number,
+            method=_PLANNERS[self.spec.packing_algorithm],
+            equal_size=False,
+            tokens=self.tokens,
+            max_tokens=budget,
+            best_effort=True,
+        )
+        counts = np.bincount(plan.assignment, minlength=number)
+        if int(counts.min()) > 0 and int(load_per_part(self.tokens, plan.assignment, number).max()) <= budget:
+            return plan.groups()
+        # The planner did not get under the budget. The packing is, and exchanges balance it from there.
+        weights, parts = self._by_weight(workloads, groups)
+        order = _descending(workloads)
+        problem = Problem.of(workloads, number, equal_size=False)
+        target = near(counting_bound(weights, number, problem.limits)[0])
+        parts = refine(weights, parts, number, problem.limits, target, Cap(self.tokens[order], budget))
+        return as_groups(workloads, order, parts)
+
+    @staticmethod
+    def _by_weight(weights: np.ndarray, groups: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Weights in descending order, and the group of each."""
+        parts = np.empty(len(weights), np.int64)
+        for number, blocks in enumerate(groups):
+            parts[blocks] = number
+        order = _descending(weights)
+        return weights[order], parts[order]
+
+
+def budget_of(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
+    """Most tokens of a micro-batch; all there are where the spec sets no limit."""
+    return spec.max_tokens_per_mb or max(1, int(tokens.sum()))
+
+
+def in_order(groups: list[list[int]], loads: np.ndarray, order: str) -> list[list[int]]:
+    """The groups in the order of a MicroBatchSpec.
+
+    Args:
+        groups: indices of each group.
+        loads: int64 `(n,)`, what each index weighs.
+        order: "heaviest_first", or "light_ends": the loads rise to the middle and fall again.
+    """
+    sums = [int(loads[group].sum()) for group in groups]
+    ranked = sorted(range(len(groups)), key=lambda each: (-sums[each], groups[each][0]))
+    if order == "light_ends":
+        ranked = [*ranked[::2][::-1], *ranked[1::2]]
+    return [groups[each] for each in ranked]
+
+
+def _descending(weights: np.ndarray) -> np.ndarray:
+    return np.argsort(-weights, kind="stable")
+
+
+def _allocate(spec: MicroBatchSpec, tokens: np.ndarray, min_groups: int) -> list[list[int]]:
+    allocate = get_allocate_fn(spec.packing_algorithm)
+    return allocate(tokens, budget_of(spec, tokens), min_groups, spec.n_mbs_divisor)
+
+
+def _require_whole_blocks(spec: MicroBatchSpec, num_rows: int) -> None:
+    if num_rows == 0:
+        raise ValueError("the batch has no rows; every micro-batch has at least one: leave out empty batches")
+    if num_rows % spec.granularity:
+        raise ValueError(
+            f"the batch has {num_rows} rows, granularity is {spec.granularity}; every row belongs to a whole block: "
+            "bring a multiple of granularity, or correct it"
+        )
+    num_blocks = num_rows // spec.granularity
+    blocks = f"{num_rows} rows" + ("" if spec.granularity == 1 else f" in {num_blocks} blocks")
+    for name, number in (("n_mbs", spec.n_mbs), ("n_mbs_divisor", spec.n_mbs_divisor)):
+        if number > num_blocks:
+            raise ValueError(
+                f"{name} is {number}, the batch has {blocks}; no micro-batch is empty: lower {name} or bring more rows"
+            )
+
+
+def _require_room(spec: MicroBatchSpec, tokens: np.ndarray) -> None:
+    budget, size = budget_of(spec, tokens), spec.granularity
+    too_long = np.flatnonzero(tokens > budget)
+    if len(too_long) == 0:
+        return
+    named = [
+        f"row {block} has {tokens[block]} tokens"
+        if size == 1
+        else f"rows {block * size} to {block * size + size - 1} have {tokens[block]} tokens together"
+        for block in too_long[:_NAMED].tolist()
+    ]
+    more = f" and {len(too_long) - _NAMED} more do too" if len(too_long) > _NAMED else ""
+    raise ValueError(
+        f"{', '.join(named)}{more}, max_tokens_per_mb is {budget}; {'rows' if size == 1 else 'blocks'} are never "
+        "split: raise max_tokens_per_mb, or truncate or drop such rows"
+    )

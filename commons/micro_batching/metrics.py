@@ -1,0 +1,98 @@
+"""What a packing is worth, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from commons.micro_batching.bounds import l2_bound
+from commons.perf_model.partitioner.inputs import as_count, as_int64_workloads
+from commons.perf_model.partitioner.problem import load_per_part
+
+
+def packing_metrics(
+    values: Any, groups: Sequence[Sequence[int]], capacity: int, seconds: float | None = None
+) -> dict[str, Any]:
+    """Measure a packing.
+
+    ===============  ====================================================================================  =========
+    name             what it is                                                                            better is
+    ===============  ====================================================================================  =========
+    n_groups         number of groups                                                                      smaller
+    group_sums       load of each group, the sum of its values, in the order of `groups`
+    max_load         largest load                                                                          smaller
+    min_load         smallest load                                                                         larger
+    mean_load        mean load
+    spread           max_load − min_load                                                                   smaller
+    imbalance_ratio  spread ÷ mean_load; 0.0 without load                                                  smaller
+    std_dev          standard deviation of the loads, of all groups (divided by n_groups)                  smaller
+    cv               std_dev ÷ mean_load, the coefficient of variation; 0.0 without load                   smaller
+    max_load_ratio   max_load ÷ mean_load: how much longer the slowest takes; 1.0 without load             nearer 1
+    utilization      sum of the values ÷ (n_groups · capacity)                                             nearer 1
+    wasted_tokens    room left in the groups: the sum of capacity − load, where that is positive           smaller
+    lower_bound      Martello–Toth L2 bound of n_groups: no packing of these values has fewer groups
+    seconds          what `seconds` was, the time that the packing took; missing if not given              smaller
+    ===============  ====================================================================================  =========
+
+    Args:
+        values: what each row takes up, list, array or CPU tensor `(n,)` of non-negative integers.
+        groups: indices of the rows in each group; every row in exactly one.
+        capacity: most that a group should hold, at least 1; a packing that does not keep it is measured too.
+        seconds: time that the packing took.
+
+    Returns:
+        Python numbers, and a list for `group_sums`.
+
+    Raises:
+        ValueError: no values or groups, values that are negative or no integers, a capacity below 1, or groups that do
+            not hold every index once.
+
+    >>> metrics = packing_metrics([7, 5, 4, 4], [[0, 1], [2, 3]], capacity=14)
+    >>> metrics["spread"], metrics["mean_load"], metrics["wasted_tokens"], metrics["lower_bound"]
+    (4, 10.0, 8, 2)
+
+    """
+    array = as_int64_workloads(values, "values")
+    capacity = as_count(capacity, "capacity", 1)
+    loads = load_per_part(array, _group_of_each(groups, len(array)), len(groups))
+    total, num_groups = int(array.sum()), len(groups)
+    largest, smallest, mean = int(loads.max()), int(loads.min()), total / num_groups
+    deviation = float(np.std(loads))
+    metrics: dict[str, Any] = {
+        "n_groups": num_groups,
+        "group_sums": loads.tolist(),
+        "max_load": largest,
+        "min_load": smallest,
+        "mean_load": mean,
+        "spread": largest - smallest,
+        "imbalance_ratio": (largest - smallest) / mean if total else 0.0,
+        "std_dev": deviation,
+        "cv": deviation / mean if total else 0.0,
+        "max_load_ratio": largest / mean if total else 1.0,
+        "utilization": total / (num_groups * capacity),
+        "wasted_tokens": sum(max(0, capacity - load) for load in loads.tolist()),
+        "lower_bound": l2_bound(np.sort(array)[::-1], max(capacity, int(array.max()))),
+    }
+    if seconds is not None:
+        metrics["seconds"] = float(seconds)
+    return metrics
+
+
+def _group_of_each(groups: Sequence[Sequence[int]], num_rows: int) -> np.ndarray:
+    """int64 `(num_rows,)`: the group that holds each row; ValueError unless one does."""
+    if num_rows == 0 or len(groups) == 0:
+        raise ValueError(
+            f"there are {num_rows} values in {len(groups)} groups; a packing has at least one of each: give both"
+        )
+    sizes = [len(group) for group in groups]
+    flat = np.concatenate([np.asarray(group, np.int64) for group in groups])
+    if not np.array_equal(np.sort(flat), np.arange(num_rows)):
+        raise ValueError(
+            f"groups hold {len(flat)} indices, among them {len(np.intersect1d(flat, np.arange(num_rows)))} of the "
+            f"{num_rows} rows; every index in [0, {num_rows}) belongs to exactly one group: correct the groups"
+        )
+    result = np.empty(num_rows, np.int64)
+    result[flat] = np.repeat(np.arange(len(groups)), sizes)
+    return result

@@ -1,0 +1,219 @@
+"""PackedRows: the rows of a micro-batch put end to end as one row, so that no step is spent on padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+MaskKind = Literal["block_diagonal", "causal"]
+
+# The label that PyTorch's and Hugging Face's losses leave out.
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows put end to end; T is the number of their tokens, with those that fill up to a multiple.
+
+    Attributes:
+        inputs: what the model is called with: every field with an entry per token as `(1, T, ...)`, `position_ids`
+            int64 `(1, T)` that begin at 0 in every row, `attention_mask` bool `(1, 1, T, T)` if it was asked for, and
+            the other fields as they were.
+        cu_seqlens: int32 `(rows + 1,)`, where each row begins and the last one ends, as attention kernels for variable
+            lengths take it; one more entry where tokens were filled up, which are a row of their own.
+        max_seqlen: tokens of the longest row.
+        places: int64 `(tokens,)`, where each token was in the batch, as row · width + column; of nested tensors, in
+            their values.
+        shape: rows and width of the padded batch; None of nested tensors.
+    """
+
+    inputs: dict[str, Any]
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    places: torch.Tensor
+    shape: tuple[int, int] | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without those that fill up to a multiple."""
+        return self.places.numel()
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """Outputs per token back in the rows of the batch; differentiable.
+
+        Args:
+            values: `(1, T, ...)`, such as the logits of the packed row.
+
+        Returns:
+            `(rows, width, ...)`, zeros where the batch has padding; a nested tensor where it held nested tensors.
+
+        Raises:
+            ValueError: another number of tokens.
+        """
+        length = self.inputs["position_ids"].shape[1]
+        if tuple(values.shape[:2]) != (1, length):
+            raise ValueError(
+                f"values have shape {tuple(values.shape)}, the packed row has shape (1, {length}); there is one value "
+                "per token: pass the model's output for this row"
+            )
+        flat = values[0, : self.num_tokens]
+        if self.shape is None:
+            rows = self.cu_seqlens if length == self.num_tokens else self.cu_seqlens[:-1]
+            return torch.nested.nested_tensor_from_jagged(flat, rows.to(torch.int64))
+        result = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
+        return result.index_copy(0, self.places, flat).view(*self.shape, *flat.shape[1:])
+
+
+def pack_rows(
+    batch: Mapping[str, torch.Tensor] | Any,
+    *,
+    mask: MaskKind | None = None,
+    pad_to_multiple_of: int = 1,
+    ignore_index: int = IGNORE_INDEX,
+) -> PackedRows:
+    """Put the rows of a batch end to end as one row.
+
+    Tokens must not see those of other rows: position ids begin again in every row, and attention is kept apart by
+    `cu_seqlens`, or by a mask for models that take none. The first label of every row is left out, because a causal
+    model would predict it from the last token of the row before; in a batch of single rows nothing precedes it.
+
+    Args:
+        batch: dict (or TensorDict) of tensors as Hugging Face's models take them: `attention_mask` `(rows, width)`, not
+            0 where there is a token, on any side of it; fields that begin with these two dimensions have an entry per
+            token, the others are kept as they are. Or without `attention_mask`, fields per token as nested tensors of
+            layout torch.jagged.
+        mask: "block_diagonal" for tokens that see their whole row, "causal" for those that see what precedes them in
+            it. It takes T² bytes; kernels that know `cu_seqlens` need none.
+        pad_to_multiple_of: fill up to a multiple of so many tokens, with zeros and ignored labels in a row of their
+            own.
+        ignore_index: label that the loss leaves out.
+
+    Raises:
+        ValueError: neither an attention mask nor nested tensors, nested tensors of different lengths, a mask that is
+            not `(rows, width)`, no token at all, an unknown kind of mask, or a multiple below 1.
+
+    >>> ids, mask = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    >>> packed = pack_rows({"input_ids": ids, "attention_mask": mask})
+    >>> packed.inputs["input_ids"].tolist(), packed.inputs["position_ids"].tolist(), packed.cu_seqlens.tolist()
+    ([[5, 6, 7, 8, 9]], [[0, 1, 0, 1, 2]], [0, 2, 5])
+
+    """
+    if mask not in (None, "block_diagonal", "causal"):
+        raise ValueError(f"mask is {mask!r}; it must be 'block_diagonal', 'causal' or None: choose one")
+    if isinstance(pad_to_multiple_of, bool) or not isinstance(pad_to_multiple_of, int) or pad_to_multiple_of < 1:
+        raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of!r}; it must be an integer of at least 1: raise it")
+    fields = dict(batch.items())
+    lengths, places, shape = _token_places(fields)
+    num_tokens = places.numel()
+    if num_tokens == 0:
+        raise ValueError("the batch has no token; a packed row has at least one: leave out empty batches")
+    fill = -num_tokens % pad_to_multiple_of
+    if fill:
+        lengths = torch.cat([lengths, lengths.new_tensor([fill])])
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    token = torch.arange(num_tokens + fill, device=lengths.device)
+
+    inputs: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in ("attention_mask", "position_ids"):
+            continue  # made anew
+        if not _is_per_token(value, shape):
+            inputs[name] = value
+            continue
+        flat = value.values() if value.is_nested else value.flatten(0, 1).index_select(0, places)
+        filler = flat.new_full((fill, *flat.shape[1:]), ignore_index if name == "labels" else 0)
+        flat = torch.cat([flat, filler])
+        if name == "labels":
+            flat[starts[lengths > 0]] = ignore_index  # a copy since torch.cat
+        inputs[name] = flat.unsqueeze(0)
+    inputs["position_ids"] = (token - starts[row]).unsqueeze(0)
+    if mask is not None:
+        sees = row.unsqueeze(1) == row.unsqueeze(0)
+        if mask == "causal":
+            sees &= token.unsqueeze(1) >= token.unsqueeze(0)
+        inputs["attention_mask"] = sees.view(1, 1, len(token), len(token))
+    return PackedRows(
+        inputs=inputs,
+        cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
+        max_seqlen=int(lengths.max()),
+        places=places,
+        shape=shape,
+    )
+
+
+def count_loss_tokens(
+    labels: torch.Tensor, attention_mask: torch.Tensor | None = None, *, ignore_index: int = IGNORE_INDEX
+) -> torch.Tensor:
+    """Labels of each row that a causal language model is trained on: all but ignored ones and the row's first token.
+
+    Args:
+        labels: int64 `(rows, width)`.
+        attention_mask: `(rows, width)`, not 0 where there is a token; all of them if not given.
+        ignore_index: label that the loss leaves out.
+
+    Returns:
+        int64 `(rows,)`.
+
+    Raises:
+        ValueError: shapes that differ.
+
+    >>> count_loss_tokens(torch.tensor([[5, 6, 7, -100], [5, -100, 7, 8]])).tolist()
+    [2, 2]
+
+    """
+    tokens = torch.ones_like(labels, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    if tokens.dim() != 2 or tokens.shape != labels.shape:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}, attention_mask has shape {tuple(tokens.shape)}; both are (rows, "
+            "width): make them equal"
+        )
+    follows = tokens.cumsum(1) > 1
+    return (tokens & follows & (labels != ignore_index)).sum(1)
+
+
+def _is_per_token(value: Any, shape: tuple[int, int] | None) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.is_nested or (shape is not None and tuple(value.shape[:2]) == shape)
+
+
+def _token_places(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int] | None]:
+    """Tokens of each row `(rows,)`, where each token is `(tokens,)`, and the shape of the padded batch."""
+    nested: dict[str, Any] = {
+        name: value for name, value in fields.items() if isinstance(value, torch.Tensor) and value.is_nested
+    }
+    if nested:
+        for name, value in nested.items():
+            if value.layout != torch.jagged or value.lengths() is not None:
+                raise ValueError(
+                    f"field {name!r} is a nested tensor with gaps or of layout {value.layout}; tokens have to lie "
+                    "end to end: make it a contiguous one of layout torch.jagged"
+                )
+        offsets: dict[str, torch.Tensor] = {name: value.offsets() for name, value in nested.items()}
+        first = next(iter(offsets))
+        for name, other in offsets.items():
+            if not torch.equal(other, offsets[first]):
+                raise ValueError(
+                    f"fields {first!r} and {name!r} are nested tensors of different lengths; they have an entry per "
+                    "token of the same rows: make them equal, or pack them apart"
+                )
+        lengths = offsets[first].diff()
+        return lengths, torch.arange(int(offsets[first][-1]), device=lengths.device), None
+    if "attention_mask" not in fields:
+        raise ValueError(
+            f"the batch has the fields {', '.join(fields)}; attention_mask (rows, width) says where the tokens are: "
+            "add it, or pass nested tensors"
+        )
+    tokens = fields["attention_mask"]
+    if tokens.dim() != 2:
+        raise ValueError(
+            f"attention_mask has shape {tuple(tokens.shape)}; it must be (rows, width), not 0 where there is a token: "
+            "pass the mask of the tokenizer"
+        )
+    lengths = (tokens != 0).sum(1)
+    return lengths, (tokens != 0).flatten().nonzero().squeeze(1), (tokens.shape[0], tokens.shape[1])

@@ -1,0 +1,56 @@
+"""MicroBatchSpec: how a batch is cut into micro-batches, validated when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from commons.micro_batching.allocation import get_allocate_fn
+
+Order = Literal["heaviest_first", "light_ends"]
+
+
+@dataclass(frozen=True)
+class MicroBatchSpec:
+    """How a batch is cut into micro-batches; the same on all ranks.
+
+    Raises:
+        ValueError: a value outside its range, or an unknown name.
+    """
+
+    n_mbs: int = 1
+    """Fewest micro-batches. There are more of them where n_mbs_divisor, max_tokens_per_mb or another rank asks for
+    more."""
+
+    granularity: int = 1
+    """Rows that stay together, in blocks from the first row on: the answers to one prompt (GRPO), a preference pair."""
+
+    max_tokens_per_mb: int | None = None
+    """Most tokens of a micro-batch; None for no limit."""
+
+    n_mbs_divisor: int = 1
+    """The number of micro-batches is a multiple of it, as interleaved pipeline schedules ask."""
+
+    packing_algorithm: str = "ffd"
+    """Name of the allocator: "ffd" (first-fit decreasing), "kk" (Karmarkar-Karp) or "refined" (fewest micro-batches,
+    then the most even ones)."""
+
+    order: Order = "heaviest_first"
+    """Order of the micro-batches: "heaviest_first", so that memory peaks in the first one and all ranks go from heavy
+    to light together, or "light_ends", so that a pipeline fills and drains with light ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_mbs", "granularity", "n_mbs_divisor"):
+            _require_positive(name, getattr(self, name), "an integer of at least 1")
+        if self.max_tokens_per_mb is not None:
+            _require_positive("max_tokens_per_mb", self.max_tokens_per_mb, "an integer of at least 1, or None")
+        get_allocate_fn(self.packing_algorithm)
+        if self.order not in get_args(Order):
+            raise ValueError(
+                f"order is {self.order!r}; it must be one of {', '.join(map(repr, get_args(Order)))}: choose one"
+            )
+
+
+def _require_positive(name: str, value: Any, rule: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be {rule}: correct it")

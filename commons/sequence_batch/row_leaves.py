@@ -1,0 +1,356 @@
+"""Kinds of values that hold one entry per row, and what can be done with their rows.
+
+A kind is a class: to support another one, add it to `_LEAF_TYPES`. `commons.sequence_batch.rows` walks the nesting of
+a batch and comes here at its leaves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from commons.sequence_batch.fields import num_rows_of
+from commons.sequence_batch.jagged import select_kjt_rows
+
+V = TypeVar("V")
+
+
+class LeafType(ABC, Generic[V]):
+    """What one kind of value can do with its rows; `name` says in messages which field the value is.
+
+    Attributes:
+        value_type: the class of the values.
+    """
+
+    value_type: type
+
+    @abstractmethod
+    def count(self, value: V, name: str) -> int:
+        """Number of rows; ValueError for a value without a row dimension."""
+
+    @abstractmethod
+    def select(self, value: V, rows: torch.Tensor) -> V:
+        """Rows by index, int64 `(N,)` on the CPU, in new storage; any order, repeats allowed."""
+
+    @abstractmethod
+    def traits(self, value: V) -> dict[str, Any]:
+        """What values must have in common to be concatenated."""
+
+    @abstractmethod
+    def join(self, values: Sequence[V]) -> V:
+        """Rows of all values, whose traits are equal, in turn."""
+
+    @abstractmethod
+    def padding(self, value: V, num_rows: int) -> V:
+        """`num_rows` rows of padding that `join` takes beside `value`: empty where rows are jagged, else zeros."""
+
+    @abstractmethod
+    def tensors(self, value: V) -> list[torch.Tensor]:
+        """The tensors that the value is made of; none for Python objects."""
+
+
+class _DenseTensor(LeafType[torch.Tensor]):
+    """A tensor `(rows, ...)`."""
+
+    value_type = torch.Tensor
+
+    def count(self, value: torch.Tensor, name: str) -> int:
+        if value.layout != torch.strided:
+            raise ValueError(
+                f"field {name!r} has the layout {value.layout}; rows are taken from dense and jagged tensors: convert "
+                "it with to_dense()"
+            )
+        return num_rows_of(name, value)
+
+    def select(self, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return value.index_select(0, rows.to(value.device))
+
+    def traits(self, value: torch.Tensor) -> dict[str, Any]:
+        return {"dtype": value.dtype, "row shape": tuple(value.shape[1:]), "device": value.device}
+
+    def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(values))
+
+    def padding(self, value: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return value.new_zeros(num_rows, *value.shape[1:])
+
+    def tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
+        return [value]
+
+
+class _NestedTensor(LeafType[torch.Tensor]):
+    """A nested tensor of layout torch.jagged. Its result is contiguous: gaps between rows are left out."""
+
+    value_type = torch.Tensor
+
+    def count(self, value: torch.Tensor, name: str) -> int:
+        if value.layout != torch.jagged:
+            raise ValueError(
+                f"field {name!r} is a nested tensor of layout {value.layout}; rows are taken from the layout "
+                "torch.jagged: build it with torch.nested.nested_tensor(..., layout=torch.jagged)"
+            )
+        return value.size(0)
+
+    def select(self, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        offsets, lengths = nested_offsets(value), nested_lengths(value)
+        on_device = rows.to(offsets.device)
+        positions, selected = segment_positions(offsets[:-1], lengths, on_device)
+        axis = ragged_axis(value) - 1
+        return nested_from_lengths(value.values().index_select(axis, positions), selected, axis + 1)
+
+    def traits(self, value: torch.Tensor) -> dict[str, Any]:
+        shape = list(value.shape[1:])
+        axis = ragged_axis(value)
+        shape[axis - 1] = -1
+        return {"dtype": value.dtype, "row shape": tuple(shape), "ragged dimension": axis, "device": value.device}
+
+    def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        # Selecting all rows leaves gaps out, so that the values can be put end to end.
+        dense = [self.select(value, torch.arange(value.size(0))) for value in values]
+        axis = ragged_axis(values[0])
+        lengths = torch.cat([nested_lengths(value) for value in dense])
+        return nested_from_lengths(torch.cat([value.values() for value in dense], dim=axis - 1), lengths, axis)
+
+    def padding(self, value: torch.Tensor, num_rows: int) -> torch.Tensor:
+        axis = ragged_axis(value)
+        values = value.values()
+        shape = list(values.shape)
+        shape[axis - 1] = 0
+        lengths = nested_offsets(value).new_zeros(num_rows)
+        return nested_from_lengths(values.new_zeros(shape), lengths, axis)
+
+    def tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
+        return [value.values(), nested_lengths(value)]
+
+
+class _Array(LeafType[np.ndarray]):
+    """A numpy array `(rows, ...)`; one of dtype object holds a Python object per row."""
+
+    value_type = np.ndarray
+
+    def count(self, value: np.ndarray, name: str) -> int:
+        if value.ndim == 0:
+            raise ValueError(
+                f"field {name!r} is a 0-dimensional array; an array must have the batch as its first dimension: make "
+                "it a Python number, or repeat it for every row"
+            )
+        return value.shape[0]
+
+    def select(self, value: np.ndarray, rows: torch.Tensor) -> np.ndarray:
+        return value[rows.numpy()]
+
+    def traits(self, value: np.ndarray) -> dict[str, Any]:
+        # Strings of different widths are of one kind: joining widens them.
+        dtype = value.dtype.kind if value.dtype.kind in "US" else value.dtype
+        return {"dtype": dtype, "row shape": value.shape[1:]}
+
+    def join(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(list(values))
+
+    def padding(self, value: np.ndarray, num_rows: int) -> np.ndarray:
+        shape = (num_rows, *value.shape[1:])
+        return np.full(shape, None, dtype=object) if value.dtype == object else np.zeros(shape, dtype=value.dtype)
+
+    def tensors(self, value: np.ndarray) -> list[torch.Tensor]:
+        return []
+
+
+class _Column(LeafType[list[Any]]):
+    """A list of Python objects, one per row."""
+
+    value_type = list
+
+    def count(self, value: list[Any], name: str) -> int:
+        return len(value)
+
+    def select(self, value: list[Any], rows: torch.Tensor) -> list[Any]:
+        return [value[row] for row in rows.tolist()]
+
+    def traits(self, value: list[Any]) -> dict[str, Any]:
+        return {}
+
+    def join(self, values: Sequence[list[Any]]) -> list[Any]:
+        return [item for value in values for item in value]
+
+    def padding(self, value: list[Any], num_rows: int) -> list[Any]:
+        return [None] * num_rows
+
+    def tensors(self, value: list[Any]) -> list[torch.Tensor]:
+        return []
+
+
+class _KeyedJagged(LeafType[KeyedJaggedTensor]):
+    """A KeyedJaggedTensor with one number of rows for all keys."""
+
+    value_type = KeyedJaggedTensor
+
+    def count(self, value: KeyedJaggedTensor, name: str) -> int:
+        return num_rows_of(name, value)
+
+    def select(self, value: KeyedJaggedTensor, rows: torch.Tensor) -> KeyedJaggedTensor:
+        return select_kjt_rows(value, rows.to(value.device()))
+
+    def traits(self, value: KeyedJaggedTensor) -> dict[str, Any]:
+        weights = value.weights_or_none()
+        return {
+            "keys": tuple(value.keys()),
+            "dtype": value.values().dtype,
+            "dtype of weights": None if weights is None else weights.dtype,
+            "dtype of lengths": value.lengths().dtype,
+            "device": value.device(),
+        }
+
+    def join(self, values: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        keys = values[0].keys()
+        per_key = [value.length_per_key() for value in values]
+
+        def by_key(parts: list[torch.Tensor]) -> torch.Tensor:
+            pieces = [part.split(sizes) for part, sizes in zip(parts, per_key)]
+            return torch.cat([piece[key] for key in range(len(keys)) for piece in pieces])
+
+        weights = [weights for value in values if (weights := value.weights_or_none()) is not None]
+        lengths = torch.cat([value.lengths().view(len(keys), value.stride()) for value in values], dim=1)
+        return KeyedJaggedTensor(
+            keys=list(keys),
+            values=by_key([value.values() for value in values]),
+            weights=by_key(weights) if weights else None,
+            lengths=lengths.flatten(),
+            stride=lengths.shape[1],
+            length_per_key=[sum(sizes) for sizes in zip(*per_key)],
+        )
+
+    def padding(self, value: KeyedJaggedTensor, num_rows: int) -> KeyedJaggedTensor:
+        weights = value.weights_or_none()
+        return KeyedJaggedTensor(
+            keys=list(value.keys()),
+            values=value.values().new_empty(0),
+            weights=None if weights is None else weights.new_empty(0),
+            lengths=value.lengths().new_zeros(len(value.keys()) * num_rows),
+            stride=num_rows,
+            length_per_key=[0] * len(value.keys()),
+        )
+
+    def tensors(self, value: KeyedJaggedTensor) -> list[torch.Tensor]:
+        weights = value.weights_or_none()
+        return [value.values(), value.lengths(), *([] if weights is None else [weights])]
+
+
+class _Jagged(LeafType[JaggedTensor]):
+    """A JaggedTensor: values `(sum(lengths), ...)`, weights too, over lengths `(rows,)`."""
+
+    value_type = JaggedTensor
+
+    def count(self, value: JaggedTensor, name: str) -> int:
+        return value.lengths().numel()
+
+    def select(self, value: JaggedTensor, rows: torch.Tensor) -> JaggedTensor:
+        lengths = value.lengths()
+        positions, selected = segment_positions(value.offsets()[:-1], lengths, rows.to(lengths.device))
+        weights = value.weights_or_none()
+        return JaggedTensor(
+            value.values().index_select(0, positions),
+            weights=None if weights is None else weights.index_select(0, positions),
+            lengths=selected,
+        )
+
+    def traits(self, value: JaggedTensor) -> dict[str, Any]:
+        weights = value.weights_or_none()
+        return {
+            "dtype": value.values().dtype,
+            "element shape": tuple(value.values().shape[1:]),
+            "dtype of weights": None if weights is None else weights.dtype,
+            "dtype of lengths": value.lengths().dtype,
+            "device": value.values().device,
+        }
+
+    def join(self, values: Sequence[JaggedTensor]) -> JaggedTensor:
+        weights = [weights for value in values if (weights := value.weights_or_none()) is not None]
+        return JaggedTensor(
+            torch.cat([value.values() for value in values]),
+            weights=torch.cat(weights) if weights else None,
+            lengths=torch.cat([value.lengths() for value in values]),
+        )
+
+    def padding(self, value: JaggedTensor, num_rows: int) -> JaggedTensor:
+        weights = value.weights_or_none()
+        return JaggedTensor(
+            value.values().new_empty(0, *value.values().shape[1:]),
+            weights=None if weights is None else weights.new_empty(0, *weights.shape[1:]),
+            lengths=value.lengths().new_zeros(num_rows),
+        )
+
+    def tensors(self, value: JaggedTensor) -> list[torch.Tensor]:
+        weights = value.weights_or_none()
+        return [value.values(), value.lengths(), *([] if weights is None else [weights])]
+
+
+DENSE_TENSOR, NESTED_TENSOR, ARRAY = _DenseTensor(), _NestedTensor(), _Array()
+KEYED_JAGGED, JAGGED, COLUMN = _KeyedJagged(), _Jagged(), _Column()
+# A list is a column only where it holds no tensors and lies outside dataclasses: rows.py decides that.
+_LEAF_TYPES: tuple[LeafType[Any], ...] = (ARRAY, KEYED_JAGGED, JAGGED)
+
+
+def tensor_leaf_type(value: Any) -> LeafType[Any] | None:
+    """The kind of a tensor-like value; None for anything else.
+
+    Raises:
+        TypeError: a KeyedTensor, which is none of the kinds and would be taken for metadata.
+    """
+    if isinstance(value, KeyedTensor):
+        raise TypeError("the batch holds a KeyedTensor; rows are taken from tensors: pass to_dict()")
+    if isinstance(value, torch.Tensor):  # asked once: a nested tensor takes its time to answer
+        return NESTED_TENSOR if value.is_nested else DENSE_TENSOR
+    return next((leaf_type for leaf_type in _LEAF_TYPES if isinstance(value, leaf_type.value_type)), None)
+
+
+def segment_positions(
+    starts: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the elements of chosen segments are.
+
+    Args:
+        starts: int64 `(S,)`, the first element of each segment.
+        lengths: int64 or int32 `(S,)`, its number of elements.
+        rows: int64 `(N,)`, the segments.
+
+    Returns:
+        int64 positions of the elements, segment after segment, and the lengths `(N,)` of the chosen segments.
+    """
+    selected = lengths.index_select(0, rows)
+    ends = selected.cumsum(0, dtype=torch.int64)
+    shifts = starts.index_select(0, rows) - (ends - selected)
+    positions = torch.repeat_interleave(shifts, selected.to(torch.int64))
+    return positions + torch.arange(positions.numel(), device=positions.device), selected
+
+
+def ragged_axis(value: torch.Tensor) -> int:
+    """The dimension of a jagged nested tensor whose size differs between rows."""
+    return int(value._ragged_idx)  # type: ignore[attr-defined]  # torch has no public name for it
+
+
+def nested_offsets(value: torch.Tensor) -> torch.Tensor:
+    """int64 `(rows + 1,)`: where each row of a jagged nested tensor starts."""
+    return value.offsets()  # type: ignore[attr-defined]
+
+
+def nested_lengths(value: torch.Tensor) -> torch.Tensor:
+    """int64 `(rows,)`: elements of each row of a jagged nested tensor, gaps after it not counted."""
+    lengths = value.lengths()  # type: ignore[attr-defined]
+    return nested_offsets(value).diff() if lengths is None else lengths
+
+
+def nested_from_lengths(values: torch.Tensor, lengths: torch.Tensor, ragged: int) -> torch.Tensor:
+    """A jagged nested tensor whose rows lie end to end in `values`.
+
+    Args:
+        values: all rows, along dimension `ragged - 1`.
+        lengths: int64 `(rows,)`.
+        ragged: the ragged dimension of the result.
+    """
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)

@@ -1,0 +1,201 @@
+"""Gradient accumulation over packed micro-batches, beside the whole padded batch at once.
+
+A batch as Hugging Face's tokenizers and collators make it (input_ids, attention_mask, position_ids, labels, padded to
+the longest row) is cut into micro-batches under a token budget. The rows of each are put end to end as one row without
+padding, with position ids and a block-diagonal attention mask of their own. The gradient that the micro-batches add up
+is that of the whole batch, to rounding; what is kept for the backward pass is that of one micro-batch.
+
+Examples:
+    python examples/gradient_accumulation.py
+    python examples/gradient_accumulation.py --rows 128 --micro-batches.max-tokens-per-mb 1024
+    torchrun --nproc-per-node 2 examples/gradient_accumulation.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from commons.cli.console import print_summary
+from commons.distributed import global_mean_loss
+from commons.micro_batching import MicroBatchSpec, count_loss_tokens, pack_micro_batches, pack_rows
+from commons.trainer.config import load_config
+from commons.trainer.errors import run_main
+
+VOCABULARY, IGNORED = 1000, -100
+
+
+@dataclass
+class Config:
+    """What to run."""
+
+    rows: int = 48
+    """Rows of a rank's batch."""
+
+    longest: int = 512
+    """Most tokens of a row."""
+
+    seed: int = 0
+    """Seed of data and weights."""
+
+    micro_batches: MicroBatchSpec = field(
+        default_factory=lambda: MicroBatchSpec(max_tokens_per_mb=1024, packing_algorithm="refined")
+    )
+    """How the batch is cut."""
+
+
+class Layer(nn.Module):
+    """Attention under a mask, and a feed-forward block."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(hidden), nn.LayerNorm(hidden)])
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+        self.ffn = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+
+    def forward(self, stream: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+        """From `(rows, width, hidden)` to the same; `sees` is bool `(rows, 1, width, width)`."""
+        qkv = self.qkv(self.norms[0](stream)).unflatten(-1, (3, self.heads, -1))  # (rows, width, 3, heads, head_dim)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees)
+        stream = stream + self.out(attended.transpose(1, 2).flatten(2))
+        return stream + self.ffn(self.norms[1](stream))
+
+
+class CausalLM(nn.Module):
+    """A small language model; called as Hugging Face's are, with the mask written out."""
+
+    def __init__(self, longest: int, hidden: int = 64, heads: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, hidden)
+        self.positions = nn.Embedding(longest, hidden)
+        self.layers = nn.ModuleList([Layer(hidden, heads) for _ in range(layers)])
+        self.head = nn.Linear(hidden, VOCABULARY)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """The sum of the losses of all tokens that have a label; every token predicts the next one."""
+        stream = self.tokens(input_ids) + self.positions(position_ids)
+        for layer in self.layers:
+            stream = layer(stream, attention_mask)
+        logits, targets = self.head(stream)[:, :-1], labels[:, 1:]
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def draw_batch(rows: int, longest: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random token ids of heavy-tailed lengths, padded on the right; the first quarter of a row is its prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (48 * torch.randn(rows, generator=generator).mul(0.8).exp()).long().clamp(4, longest)
+    width = int(lengths.max())
+    place = torch.arange(width).expand(rows, width)
+    tokens = place < lengths.unsqueeze(1)
+    input_ids = torch.randint(1, VOCABULARY, (rows, width), generator=generator) * tokens
+    answer = tokens & (place >= lengths.unsqueeze(1) // 4)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": tokens.long(),
+        "position_ids": place * tokens,
+        "labels": torch.where(answer, input_ids, IGNORED),
+    }
+
+
+@contextmanager
+def kept_for_backward(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Collects the storages, with their bytes, that autograd keeps of a forward pass; weights are not counted."""
+    kept: dict[int, int] = {}
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    """All gradients as one vector, averaged over the ranks as DistributedDataParallel does; then there are none."""
+    flat = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+    model.zero_grad()
+    if dist.is_initialized():
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+    return flat
+
+
+def whole_batch(model: CausalLM, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Gradient of the mean loss over the batches of all ranks, in one pass, and the bytes kept for it."""
+    width = batch["input_ids"].shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    sees = causal & batch["attention_mask"].bool()[:, None, None, :]
+    with kept_for_backward(model) as kept:
+        loss = model(**{**batch, "attention_mask": sees})
+        num_bytes = sum(kept.values())
+    global_mean_loss(loss, int(count_loss_tokens(batch["labels"]).sum())).backward()
+    return gradients(model), num_bytes
+
+
+def accumulated(
+    model: CausalLM, batch: dict[str, torch.Tensor], spec: MicroBatchSpec
+) -> tuple[torch.Tensor, int, dict[str, Any]]:
+    """The same gradient from packed micro-batches, the most bytes kept for one of them, and the packing's metrics."""
+    micro_batches = pack_micro_batches(
+        batch, spec, batch["attention_mask"].sum(1), loss_tokens=count_loss_tokens(batch["labels"])
+    )
+    most_bytes = 0
+    for micro_batch in micro_batches:
+        packed = pack_rows(micro_batch, mask="causal")
+        with kept_for_backward(model) as kept:
+            loss = model(**packed.inputs)
+            most_bytes = max(most_bytes, sum(kept.values()))
+        # Of sums; a mean loss takes its entry of micro_batches.loss_weights instead.
+        (micro_batches.loss_scale * loss).backward()
+    return gradients(model), most_bytes, micro_batches.metrics
+
+
+def main() -> None:
+    """Compare the two gradients, and print what packing saves."""
+    config = load_config(Config, sys.argv[1:], description=__doc__)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(config.seed)
+    model = CausalLM(config.longest).double()
+    # Ranks bring different rows, and different numbers of them.
+    batch = draw_batch(config.rows + rank, config.longest, config.seed + rank)
+
+    expected, whole_bytes = whole_batch(model, batch)
+    reached, most_bytes, metrics = accumulated(model, batch, config.micro_batches)
+    difference, largest = float((reached - expected).abs().max()), float(expected.abs().max())
+    if rank == 0:
+        num_tokens, num_padded = int(batch["attention_mask"].sum()), batch["attention_mask"].numel()
+        rows = {
+            "rows": f"{len(batch['input_ids'])}, up to {batch['input_ids'].shape[1]} tokens",
+            "tokens of the padded batch": f"{num_padded}, of which {1 - num_tokens / num_padded:.0%} padding",
+            "tokens of the packed micro-batches": f"{num_tokens}, none of them padding",
+            "micro-batches": f"{metrics['n_groups']} of {metrics['min_load']} to {metrics['max_load']} tokens",
+            "packing": f"{metrics['seconds'] * 1e3:.2f} ms, {metrics['utilization']:.1%} of the budget used",
+            "kept for backward": f"{whole_bytes / 2**20:.1f} MiB at once, {most_bytes / 2**20:.1f} MiB per micro-batch",
+            "largest gradient": f"{largest:.6f}",
+            "largest difference of gradients": f"{difference:.1e}",
+        }
+        print_summary("Whole batch and packed micro-batches, float64", rows)
+    if difference > 1e-12:
+        raise RuntimeError(f"the gradients differ by {difference}; they should be equal to rounding")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,217 @@
+"""pack_micro_batches on two and four ranks: one number for all, weights of the global loss, mistakes on every rank."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commons.distributed import global_mean_loss
+from commons.distributed.control import ControlChannel, RankMissingError
+from commons.micro_batching import MicroBatchSpec, pack_micro_batches
+
+LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2], [1, 1, 1, 1, 1, 1], [30, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]]
+
+
+def _pack(lengths_of, spec_of, options_of=None):
+    """What this rank packs; a list of arguments stands for one per rank."""
+    rank = dist.get_rank()
+    lengths = lengths_of[rank]
+    spec = MicroBatchSpec(**(spec_of[rank] if isinstance(spec_of, list) else spec_of))
+    options = (options_of or {}) if not isinstance(options_of, list) else options_of[rank]
+    micro_batches = pack_micro_batches({"row": torch.arange(len(lengths))}, spec, lengths, **options)
+    rows = [each["row"].tolist() for each in micro_batches]
+    assert all(rows) and sorted(row for each in rows for row in each) == list(range(len(lengths)))
+    return rows, micro_batches.num_tokens
+
+
+def _error(lengths_of, spec_of, options_of=None):
+    try:
+        _pack(lengths_of, spec_of, options_of)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+@pytest.mark.parametrize("algorithm", ["ffd", "kk", "refined"])
+def test_all_ranks_make_as_many_and_none_is_empty(ranks, algorithm):
+    spec = {"max_tokens_per_mb": 31, "packing_algorithm": algorithm, "n_mbs": 1}
+    packed = ranks.run(_pack, LENGTHS, {**spec, "max_tokens_per_mb": 31})
+    assert {len(rows) for rows, _ in packed} == {2}
+    tight = ranks.run(
+        _pack,
+        [lengths if max(lengths) < 30 else [9, 1, 1, 1] for lengths in LENGTHS],
+        {**spec, "max_tokens_per_mb": 12},
+    )
+    assert {len(rows) for rows, _ in tight} == {4}  # rank 0 has 44 tokens
+    assert all(max(tokens) <= 12 for _, tokens in tight)
+    divided = ranks.run(_pack, LENGTHS, {**spec, "n_mbs_divisor": 3})
+    assert {len(rows) for rows, _ in divided} == {3}
+    # A rank that needs fewer deals its rows evenly, too.
+    assert max(divided[1][1]) - min(divided[1][1]) <= 1
+
+
+def test_one_collective(ranks):
+    counts = ranks.run(_count_gathers, LENGTHS)
+    assert counts == [[1, 6]] * ranks.world_size  # a gather of six integers
+
+
+def _count_gathers(lengths_of):
+    seen = []
+    gather = ControlChannel.gather
+
+    def counted(self, values, *arguments):
+        seen.append(len(values))
+        return gather(self, values, *arguments)
+
+    ControlChannel.gather = counted
+    try:
+        _pack(lengths_of, {"max_tokens_per_mb": 31})
+    finally:
+        ControlChannel.gather = gather
+    return [len(seen), *seen]
+
+
+def test_a_rank_with_few_rows_is_spared_by_a_tighter_packing(two_ranks):
+    # First fit needs 3 micro-batches for rank 0, but 2 are enough, and rank 1 has only 2 rows.
+    lengths = [[4, 4, 3, 3, 3, 3], [1, 1]]
+    assert len(two_ranks.run(_pack, [lengths[0]] * 2, {"max_tokens_per_mb": 10})[0][0]) == 3
+    packed = two_ranks.run(_pack, lengths, {"max_tokens_per_mb": 10})
+    assert [len(rows) for rows, _ in packed] == [2, 2] and packed[0][1] == [10, 10]
+
+
+def test_a_rank_with_too_few_rows_is_named_on_every_rank(ranks):
+    lengths = [[10] * 8, [1, 1, 1], [1] * 8, [1] * 2][: ranks.world_size]
+    errors = ranks.run(_error, lengths, {"max_tokens_per_mb": 20})
+    assert len(set(errors)) == 1 and errors[0][0] == "ValueError"
+    assert "rank 0 needs 4 micro-batches for its 8 rows, rank 1 has 3 rows" in errors[0][1]
+    assert ("rank 3 has 2 rows" in errors[0][1]) == (ranks.world_size == 4)
+    errors = ranks.run(_error, [[10] * 8, [1] * 6, [1] * 8, [1] * 8], {"max_tokens_per_mb": 20, "granularity": 2})
+    assert "rank 0 needs 4 micro-batches for its 8 rows, rank 1 has 6 rows in 3 blocks;" in errors[0][1]
+    assert all(error == errors[0] for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "the batch has no rows"),
+        ([3, 40, 2], "row 1 has 40 tokens, max_tokens_per_mb is 31"),
+        ([1.5, 2], r"lengths[0] is 1.5"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_raised_on_all(ranks, lengths, message):
+    started = time.monotonic()
+    errors = ranks.run(_error, [[1, 2, 3], lengths, [1, 2], [1, 2]], {"max_tokens_per_mb": 31})
+    assert {kind for kind, _ in errors} == {"ValueError"}
+    assert all(text.startswith("rank 1: ") and message in text for _, text in errors)
+    assert time.monotonic() - started < 20
+    ranks.run(_pack, LENGTHS, {"max_tokens_per_mb": 31})  # and the ranks go on
+
+
+def test_specs_that_differ_are_told_on_all(ranks):
+    specs = [{"max_tokens_per_mb": 31, "n_mbs": 1 + (rank == ranks.world_size - 1)} for rank in range(4)]
+    errors = ranks.run(_error, LENGTHS, specs)
+    last = ranks.world_size - 1
+    for kind, text in errors:
+        assert kind == "ValueError" and f"n_mbs is 1 on rank 0 and 2 on rank {last};" in text
+    # The difference is told rather than what follows from it: here n_mbs above the rows of its rank.
+    specs[last] = {"max_tokens_per_mb": 31, "n_mbs": 99}
+    assert all("all ranks pack by the same spec" in text for _, text in ranks.run(_error, LENGTHS, specs))
+    options = [{"workloads": LENGTHS[rank]} if rank == 0 else {} for rank in range(4)]
+    errors = ranks.run(_error, LENGTHS, {"packing_algorithm": "kk"}, options)
+    assert all("workloads given is True on rank 0 and False on rank 1" in text for _, text in errors)
+
+
+def test_no_spec_at_all_is_told_on_all(two_ranks):
+    errors = two_ranks.run(_pack_without_spec)
+    assert errors[0] == errors[1] and "spec is 'MicroBatchSpec' on rank 0 and 'NoneType' on rank 1" in errors[0]
+
+
+def _pack_without_spec():
+    spec = None if dist.get_rank() else MicroBatchSpec()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        pack_micro_batches([1, 2], spec, [1, 2])
+    return str(caught.value)
+
+
+def test_a_group_of_some_ranks(rank_pools):
+    assert rank_pools[4].run(_pack_in_pairs, [[10] * 3, [1] * 3, [10] * 2, [1] * 2]) == [3, 3, 2, 2]
+    # Ranks are named by their global numbers, and the other group does not notice.
+    said = rank_pools[4].run(_pack_in_pairs, [[10] * 3, [1] * 3, [10] * 2, [1]])
+    assert said[:2] == [3, 3] and said[2] == said[3]
+    assert said[2].startswith("rank 2 needs 2 micro-batches for its 2 rows, rank 3 has 1 rows;")
+
+
+def _pack_in_pairs(lengths_of):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[dist.get_rank() // 2]
+    lengths = lengths_of[dist.get_rank()]
+    try:
+        return len(pack_micro_batches(torch.tensor(lengths), MicroBatchSpec(max_tokens_per_mb=10), lengths, mine))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_rank_that_does_not_come_is_named(two_ranks):
+    said = two_ranks.run(_one_rank_stays_away, timeout=60)
+    two_ranks.stop()  # that rank is out of step now
+    assert said[1] == "away" and "rank 1 did not take part" in said[0]
+
+
+def _one_rank_stays_away():
+    if dist.get_rank() == 1:
+        # Its groups are made, so that rank 0 gets as far as the gather.
+        pack_micro_batches([1], MicroBatchSpec(), [1], timeout=2)
+        time.sleep(6)
+        return "away"
+    pack_micro_batches([1], MicroBatchSpec(), [1], timeout=2)
+    with pytest.raises(RankMissingError) as caught:
+        pack_micro_batches([1], MicroBatchSpec(), [1], timeout=2)
+    return str(caught.value)
+
+
+def _accumulate(by_mean):
+    """Gradients of DistributedDataParallel over micro-batches, and of one process over all rows."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    rows_of = [5, 9, 3, 7][:world_size]
+    data = [{"x": torch.randn(rows, 6, dtype=torch.float64), "terms": torch.randint(0, 4, (rows,))} for rows in rows_of]
+    data[-1]["terms"][:] = 0  # a rank without a term
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def sum_of(module, batch):
+        return (module(batch["x"]).squeeze(1) ** 2 * batch["terms"]).sum()
+
+    whole = {name: torch.cat([each[name] for each in data]) for name in ("x", "terms")}
+    (sum_of(model, whole) / int(whole["terms"].sum())).backward()
+    expected = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+    model.zero_grad()
+
+    parallel = DistributedDataParallel(model)
+    spec = MicroBatchSpec(max_tokens_per_mb=12, packing_algorithm="refined")
+    micro_batches = pack_micro_batches(data[rank], spec, [4] * rows_of[rank], loss_tokens=data[rank]["terms"])
+    for number, batch in enumerate(micro_batches):
+        parallel.require_backward_grad_sync = number == len(micro_batches) - 1
+        if by_mean:
+            mean = sum_of(parallel, batch) / max(1, micro_batches.loss_tokens[number])
+            loss = micro_batches.loss_weights[number] * mean
+        else:
+            loss = micro_batches.loss_scale * sum_of(parallel, batch)
+        loss.backward()
+    reached = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+    # The same weights as global_mean_loss has for the whole batch of a rank.
+    model.zero_grad()
+    global_mean_loss(sum_of(parallel, data[rank]), int(data[rank]["terms"].sum())).backward()
+    direct = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+    return [float((each - expected).abs().max()) for each in (reached, direct)], float(expected.abs().max())
+
+
+@pytest.mark.parametrize("by_mean", [False, True])
+def test_gradients_are_those_of_one_process(ranks, by_mean):
+    for differences, largest in ranks.run(_accumulate, by_mean):
+        assert max(differences) < 1e-14 and largest > 1e-3

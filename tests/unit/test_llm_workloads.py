@@ -1,0 +1,49 @@
+"""Workloads of language models from their config: what verl hard-codes for one model comes out for it, up to scale."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commons.perf_model.task_estimator import SelfAttentionTask
+
+HIDDEN, HEADS, HEAD_DIM = 4096, 32, 128
+# Full attention, as the constants below count it; a causal model computes half of these pairs.
+LLAMA = {"num_layers": 32, "causal": False}
+
+
+def ratio_of_terms(task):
+    """The factor r with which `task`'s workload is r·L + L², up to scale."""
+    lengths = np.array([1, 2, 3, 1000, 4096])
+    one, two, *_ = workloads = task.get_workloads(lengths).tolist()
+    quadratic = (two - 2 * one) // 2
+    linear = one - quadratic
+    assert workloads == (linear * lengths + quadratic * lengths**2).tolist()
+    assert linear % quadratic == 0
+    return linear // quadratic
+
+
+def test_an_ungated_feed_forward_block_gives_the_constants_of_verl():
+    # Q, K, V and output 4·2h², feed-forward 4·h·4h, attention 4·h·L²: 6h·L + L² = 24576·L + L².
+    assert ratio_of_terms(SelfAttentionTask(HIDDEN, HEADS, HEAD_DIM, **LLAMA)) == 24576
+
+
+def test_llama_7b_has_a_gated_one():
+    # 2h·L of the projections, 1.5·11008·L of the three matrices.
+    task = SelfAttentionTask(HIDDEN, HEADS, HEAD_DIM, ffn_hidden_size=11008, gated_ffn=True, **LLAMA)
+    assert ratio_of_terms(task) == 24704 == 2 * HIDDEN + 3 * 11008 // 2
+
+
+def test_the_published_33024_is_the_gated_block_alone_under_a_causal_mask():
+    # 33024·L + L² is 3·11008·L for the three matrices, over half of the pairs. It leaves out the projections, 4h·L, a
+    # third of the linear work; and the L(L + 1) ÷ 2 pairs of the mask add one more to the ratio.
+    task = SelfAttentionTask(HIDDEN, HEADS, HEAD_DIM, 32, ffn_hidden_size=11008, gated_ffn=True)
+    assert ratio_of_terms(task) == 33024 + 4 * HIDDEN + 1
+    assert 3 * 11008 == 33024
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_query_groups_cost_less(groups):
+    # K and V are projected for as many heads as there are groups.
+    task = SelfAttentionTask(HIDDEN, HEADS, HEAD_DIM, num_query_groups=groups, **LLAMA)
+    assert ratio_of_terms(task) == 24576 - HIDDEN * (HEADS - groups) // HEADS

@@ -1,0 +1,301 @@
+"""pack_micro_batches on one rank: any batch, blocks that stay whole, order, weights of the loss, mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commons.micro_batching import MicroBatchSpec, block_packing, pack_micro_batches, packing_metrics
+from commons.micro_batching.block_packing import BlockPacking, budget_of
+from commons.sequence_batch.rows import concat_rows
+from commons.trainer.config import load_config, load_config_file
+from tests.any_batches import KINDS, as_values, padded_batch
+
+ALGORITHMS = ("ffd", "kk", "refined")
+
+
+@st.composite
+def packings(draw):
+    """Lengths and a spec that they keep."""
+    granularity = draw(st.sampled_from([1, 1, 2, 3]))
+    num_blocks = draw(st.integers(1, 12))
+    lengths = draw(st.lists(st.integers(0, 30), min_size=granularity * num_blocks, max_size=granularity * num_blocks))
+    largest = max(sum(lengths[at : at + granularity]) for at in range(0, len(lengths), granularity))
+    spec = MicroBatchSpec(
+        n_mbs=draw(st.integers(1, num_blocks)),
+        granularity=granularity,
+        max_tokens_per_mb=draw(st.sampled_from([None, max(1, largest), 2 * largest + 1])),
+        n_mbs_divisor=1,
+        packing_algorithm=draw(st.sampled_from(ALGORITHMS)),
+        order=draw(st.sampled_from(["heaviest_first", "light_ends"])),
+    )
+    return lengths, spec
+
+
+@settings(max_examples=150)
+@given(packings(), st.data())
+def test_what_always_holds(packing, data):
+    lengths, spec = packing
+    rows = len(lengths)
+    terms = data.draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows))
+    batch = {"id": torch.arange(rows), "name": [f"row {row}" for row in range(rows)]}
+    micro_batches = pack_micro_batches(batch, spec, lengths, loss_tokens=terms)
+
+    assert sorted(row for group in micro_batches.groups for row in group) == list(range(rows))
+    assert len(micro_batches) >= spec.n_mbs and all(micro_batches.groups)
+    assert spec.max_tokens_per_mb is None or max(micro_batches.num_tokens) <= spec.max_tokens_per_mb
+    for rows_of_one in micro_batches.groups:
+        blocks = {row // spec.granularity for row in rows_of_one}
+        assert len(rows_of_one) == len(blocks) * spec.granularity and rows_of_one == sorted(rows_of_one)
+    for micro_batch, group in zip(micro_batches, micro_batches.groups):
+        assert micro_batch["id"].tolist() == group and micro_batch["name"] == [f"row {row}" for row in group]
+    for group, each, tokens, total in zip(
+        micro_batches.groups, micro_batches.lengths, micro_batches.num_tokens, micro_batches.loss_tokens
+    ):
+        assert each.tolist() == [lengths[row] for row in group] and sum(each.tolist()) == tokens
+        assert total == sum(terms[row] for row in group)
+
+    forward, backward = micro_batches.forward_indices, micro_batches.backward_indices
+    assert torch.equal(forward[backward], torch.arange(rows)) and torch.equal(backward[forward], torch.arange(rows))
+    together = concat_rows(list(micro_batches))
+    assert together["id"].tolist() == forward.tolist()
+    assert torch.equal(together["id"][backward], batch["id"])
+    assert micro_batches.restore([{"square": each["id"] ** 2} for each in micro_batches])["square"].tolist() == [
+        row**2 for row in range(rows)
+    ]
+
+    if sum(terms):
+        assert sum(micro_batches.loss_weights) == pytest.approx(1) and micro_batches.loss_scale == 1 / sum(terms)
+    else:
+        assert set(micro_batches.loss_weights) == {0.0} and micro_batches.loss_scale == 0.0
+    tokens = micro_batches.num_tokens
+    assert sorted(micro_batches.metrics["group_sums"]) == sorted(tokens)
+    if spec.order == "heaviest_first":
+        assert tokens == sorted(tokens, reverse=True)
+    else:
+        top = tokens.index(max(tokens))
+        assert tokens[: top + 1] == sorted(tokens[: top + 1])
+        assert tokens[top:] == sorted(tokens[top:], reverse=True)
+        assert len(set(tokens)) < len(tokens) or abs(top - (len(tokens) - 1 - top)) <= 1
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_any_batch(kind):
+    batch = KINDS[kind]([3, 1, 4, 1, 5, 9])
+    spec = MicroBatchSpec(n_mbs=3, packing_algorithm="refined")
+    micro_batches = pack_micro_batches(batch, spec, [4, 1, 2, 3, 2, 1])
+    assert len(micro_batches) == 3
+    for index, group in enumerate(micro_batches.groups):
+        expected = KINDS[kind]([[3, 1, 4, 1, 5, 9][row] for row in group])
+        assert as_values(micro_batches[index]) == as_values(expected)
+    if kind not in ("BaseBatch", "everything"):  # these state padding
+        assert as_values(micro_batches.restore(list(micro_batches))) == as_values(batch)
+
+
+def test_each_time_a_micro_batch_is_made_anew():
+    batch = {"id": torch.arange(4)}
+    micro_batches = pack_micro_batches(batch, MicroBatchSpec(n_mbs=2), [1, 1, 1, 1])
+    first = micro_batches[0]["id"]
+    first += 100
+    assert batch["id"].tolist() == [0, 1, 2, 3] and int(micro_batches[0]["id"].max()) < 4
+    assert len(list(micro_batches)) == len(list(micro_batches)) == 2
+
+
+def test_workloads_are_balanced_under_the_token_budget():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = rng.lognormal(5, 1, 64).astype(np.int64).clip(1, 2000)
+        workloads = lengths**2 + 24576 * rng.integers(0, 2, 64) * lengths  # some rows are images, say
+        for algorithm in ("kk", "refined"):
+            spec = MicroBatchSpec(max_tokens_per_mb=2500, packing_algorithm=algorithm)
+            by_tokens = pack_micro_batches(lengths, spec, lengths)
+            by_work = pack_micro_batches(lengths, spec, torch.from_numpy(lengths), workloads=workloads)
+            assert len(by_work) == len(by_tokens) and max(by_work.num_tokens) <= 2500 and all(by_work.groups)
+            of_tokens = [int(workloads[group].sum()) for group in by_tokens.groups]
+            assert by_work.workloads == [int(workloads[group].sum()) for group in by_work.groups]
+            assert by_work.workloads == sorted(by_work.workloads, reverse=True)
+            assert max(by_work.workloads) <= max(of_tokens)
+            assert by_tokens.workloads is None
+
+
+def test_a_budget_so_tight_that_only_the_packing_keeps_it(monkeypatch):
+    balanced = []
+    refine = block_packing.refine
+    monkeypatch.setattr(block_packing, "refine", lambda *arguments: balanced.append(1) or refine(*arguments))
+    lowered = 0
+    for seed in (5, 8, 15):
+        rng = np.random.default_rng(seed)
+        lengths = rng.lognormal(np.log(90), 0.35, 64) + rng.lognormal(np.log(200), 0.5, 64)
+        lengths = lengths.clip(1, 1024).astype(np.int64)
+        workloads = lengths * np.random.default_rng(seed).integers(1, 50, 64)
+        spec = MicroBatchSpec(max_tokens_per_mb=int(lengths.max()), packing_algorithm="refined")
+        by_tokens = pack_micro_batches(lengths, spec, lengths)
+        by_work = pack_micro_batches(lengths, spec, lengths, workloads=workloads)
+        assert len(by_work) == len(by_tokens) and max(by_work.num_tokens) <= lengths.max() and all(by_work.groups)
+        before = max(int(workloads[group].sum()) for group in by_tokens.groups)
+        assert max(by_work.workloads) <= before
+        lowered += max(by_work.workloads) < before
+    assert balanced and lowered
+
+
+def test_loss_terms_of_a_base_batch_are_its_label_values():
+    batch = padded_batch([3, 1, 4, 2], rows=6)  # dense labels, three values in each real row
+    lengths = [5, 1, 4, 2, 0, 0]
+    micro_batches = pack_micro_batches(batch, MicroBatchSpec(n_mbs=2, packing_algorithm="kk"), lengths)
+    assert sum(micro_batches.loss_tokens) == batch.num_loss_tokens() == 12
+    for micro_batch, terms in zip(micro_batches, micro_batches.loss_tokens):
+        assert micro_batch.num_loss_tokens() == terms
+    jagged = dataclasses.replace(batch, labels=batch.features)
+    micro_batches = pack_micro_batches(jagged, MicroBatchSpec(n_mbs=2), lengths)
+    for micro_batch, terms in zip(micro_batches, micro_batches.loss_tokens):
+        assert micro_batch.num_loss_tokens() == terms
+    unlabelled = dataclasses.replace(batch, labels=None)
+    assert sum(pack_micro_batches(unlabelled, MicroBatchSpec(), lengths).loss_tokens) == sum(lengths)
+
+
+def test_metrics_are_those_of_the_packing():
+    lengths = [9, 7, 5, 4, 4, 3]
+    spec = MicroBatchSpec(max_tokens_per_mb=12, packing_algorithm="refined")
+    micro_batches = pack_micro_batches(lengths, spec, lengths)
+    metrics = dict(micro_batches.metrics)
+    assert metrics.pop("seconds") > 0
+    assert metrics == packing_metrics(lengths, micro_batches.groups, 12)
+    # Without a budget the largest micro-batch is what the others are compared with.
+    metrics = pack_micro_batches(lengths, MicroBatchSpec(n_mbs=3), lengths).metrics
+    assert metrics["utilization"] == pytest.approx(32 / 3 / metrics["max_load"])
+
+
+def test_answers_to_one_prompt_stay_together():
+    lengths = [9, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    spec = MicroBatchSpec(granularity=4, max_tokens_per_mb=20, packing_algorithm="refined")
+    micro_batches = pack_micro_batches({"id": torch.arange(12)}, spec, lengths)
+    assert micro_batches.groups == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([], {}, "the batch has no rows; every micro-batch has at least one"),
+        ([3, 9, 4], {"max_tokens_per_mb": 8}, "^row 1 has 9 tokens, max_tokens_per_mb is 8; rows are never split"),
+        ([9] * 7, {"max_tokens_per_mb": 8}, "row 0 has 9 tokens, .*row 4 has 9 tokens and 2 more do too, max_tokens"),
+        (
+            [1, 1, 5, 4],
+            {"max_tokens_per_mb": 8, "granularity": 2},
+            "rows 2 to 3 have 9 tokens together, max_tokens_per_mb is 8; blocks are never split",
+        ),
+        ([1, 1, 1], {"granularity": 2}, "the batch has 3 rows, granularity is 2; every row belongs to a whole block"),
+        ([1, 1], {"n_mbs": 3}, "n_mbs is 3, the batch has 2 rows; no micro-batch is empty: lower n_mbs"),
+        ([1] * 4, {"n_mbs": 3, "granularity": 2}, "n_mbs is 3, the batch has 4 rows in 2 blocks; no micro-batch"),
+        ([1] * 5, {"n_mbs_divisor": 8}, "n_mbs_divisor is 8, the batch has 5 rows; no micro-batch is empty"),
+        ([1] * 5, {"n_mbs_divisor": 3, "n_mbs": 4}, "the next multiple of n_groups_divisor 3 is 6, there are 5 rows"),
+        ([1, -1], {}, r"lengths\[1\] is -1"),
+    ],
+)
+def test_mistakes_are_one_line(lengths, options, message):
+    for algorithm in ALGORITHMS:
+        with pytest.raises(ValueError, match=message) as caught:
+            pack_micro_batches(
+                torch.zeros(len(lengths)), MicroBatchSpec(packing_algorithm=algorithm, **options), lengths
+            )
+        assert "\n" not in str(caught.value)
+
+
+def test_arguments_that_do_not_match():
+    batch, spec = {"id": torch.arange(3)}, MicroBatchSpec()
+    with pytest.raises(ValueError, match="lengths has 2 entries, there are 3 rows"):
+        pack_micro_batches(batch, spec, [1, 2])
+    with pytest.raises(ValueError, match="loss_tokens has 4 entries, there are 3 rows"):
+        pack_micro_batches(batch, spec, [1, 2, 3], loss_tokens=[1] * 4)
+    with pytest.raises(ValueError, match="workloads has 4 entries, there are 3 rows"):
+        pack_micro_batches(batch, MicroBatchSpec(packing_algorithm="kk"), [1, 2, 3], workloads=[1] * 4)
+    with pytest.raises(ValueError, match="packing_algorithm is 'ffd'; only 'kk' and 'refined' balance them"):
+        pack_micro_batches(batch, spec, [1, 2, 3], workloads=[1] * 3)
+    with pytest.raises(ValueError, match="disagree on the number of rows"):
+        pack_micro_batches({"id": torch.arange(3), "other": torch.arange(4)}, spec, [1, 2, 3])
+    with pytest.raises(TypeError, match="spec is a dict; it must be a MicroBatchSpec"):
+        pack_micro_batches(batch, {"n_mbs": 2}, [1, 2, 3])
+
+
+def test_results_that_do_not_match():
+    micro_batches = pack_micro_batches({"id": torch.arange(4)}, MicroBatchSpec(n_mbs=2), [1, 1, 1, 1])
+    with pytest.raises(ValueError, match="there are 1 results for 2 micro-batches"):
+        micro_batches.restore([torch.zeros(4)])
+    with pytest.raises(ValueError, match="result 1 has 3 rows, micro-batch 1 has 2"):
+        micro_batches.restore([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(ValueError, match="result 0 is a PaddedBatch, which would gather its padding at the end"):
+        micro_batches.restore([padded_batch([1, 2]), padded_batch([3], rows=2)])
+
+
+@dataclass
+class RunConfig:
+    micro_batches: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+
+
+def test_the_spec_in_toml_and_flags(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[micro_batches]\nmax_tokens_per_mb = 4096\npacking_algorithm = "refined"\n', encoding="utf-8")
+    assert load_config_file(RunConfig, path).micro_batches == MicroBatchSpec(
+        max_tokens_per_mb=4096, packing_algorithm="refined"
+    )
+    flags = "--micro-batches.n-mbs-divisor 4 --micro-batches.order light_ends --micro-batches.max-tokens-per-mb 512"
+    config = load_config(RunConfig, ["--config", str(path), *flags.split()])
+    assert config.micro_batches == MicroBatchSpec(1, 1, 512, 4, "refined", "light_ends")
+    with pytest.raises(ValueError, match="packing_algorithm is 'best'; it must be one of 'ffd', 'kk', 'refined'"):
+        load_config(RunConfig, ["--micro-batches.packing-algorithm", "best"])
+    path.write_text("[micro_batches]\nn_mbs = 0\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="run.toml: n_mbs is 0; it must be an integer of at least 1: correct it"):
+        load_config_file(RunConfig, path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_mbs": 0}, "n_mbs is 0; it must be an integer of at least 1"),
+        ({"n_mbs": 1.5}, "n_mbs is 1.5"),
+        ({"n_mbs": True}, "n_mbs is True"),
+        ({"granularity": -2}, "granularity is -2"),
+        ({"n_mbs_divisor": 0}, "n_mbs_divisor is 0"),
+        ({"max_tokens_per_mb": 0}, "max_tokens_per_mb is 0; it must be an integer of at least 1, or None"),
+        ({"packing_algorithm": "FFD"}, "packing_algorithm is 'FFD'; it must be one of 'ffd', 'kk', 'refined'"),
+        ({"packing_algorithm": None}, "packing_algorithm is None"),
+        ({"order": "random"}, "order is 'random'; it must be one of 'heaviest_first', 'light_ends'"),
+    ],
+)
+def test_a_spec_is_validated_when_made(options, message):
+    with pytest.raises(ValueError, match=message):
+        MicroBatchSpec(**options)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MicroBatchSpec().n_mbs = 2
+
+
+@settings(max_examples=100)
+@given(packings())
+def test_every_number_of_micro_batches_from_the_fewest_on_can_be_made(packing):
+    # What lets ranks that need different numbers meet at the largest of them.
+    lengths, spec = packing
+    packed = BlockPacking.of(spec, np.array(lengths), None)
+    for number in range(len(packed.fewest), len(packed.tokens) + 1):
+        groups = packed.into(number)
+        assert len(groups) == number and all(groups)
+        assert sorted(block for group in groups for block in group) == list(range(len(packed.tokens)))
+        assert max(int(packed.tokens[group].sum()) for group in groups) <= budget_of(spec, packed.tokens)
+    assert len(packed.with_refined().fewest) <= len(packed.fewest)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_algorithm_that_skips_a_number_is_split_to_it(monkeypatch, raises):
+    # Karmarkar-Karp may find a packing for two micro-batches and none for three.
+    def skips_three(values, capacity, min_groups, divisor):
+        if raises and min_groups > 2:
+            raise ValueError("none was found")
+        return [[0, 1], [2, 3]] if min_groups <= 2 else [[0], [1], [2], [3]]
+
+    monkeypatch.setattr(block_packing, "get_allocate_fn", lambda name: skips_three)
+    packed = BlockPacking.of(MicroBatchSpec(max_tokens_per_mb=10, packing_algorithm="kk"), np.array([6, 4, 5, 3]), None)
+    assert packed.into(2) == [[0, 1], [2, 3]] and packed.into(3) == [[2, 3], [0], [1]]

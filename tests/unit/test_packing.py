@@ -1,0 +1,284 @@
+"""The allocators: what always holds, how good they are, what they say about a mistake, and the metrics."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.plain_first_fit import plain_first_fit
+from commons.micro_batching import (
+    ffd_allocate,
+    get_allocate_fn,
+    kk_allocate,
+    packing_metrics,
+    reference,
+    refined_allocate,
+    repacking,
+)
+from commons.micro_batching.bounds import l2_bound
+from commons.micro_batching.request import PackRequest
+
+ALLOCATORS = (ffd_allocate, kk_allocate, refined_allocate)
+NAMES = ("ffd", "kk", "refined")
+
+
+@st.composite
+def problems(draw, max_rows=60):
+    """Values, capacity, min_groups, divisor, equal_size; values up to the capacity, zeros and ties among them."""
+    num_rows = draw(st.integers(1, max_rows))
+    largest = draw(st.sampled_from([1, 3, 40, 4096, 2**50]))
+    values = draw(st.lists(st.integers(0, largest), min_size=num_rows, max_size=num_rows))
+    capacity = max(1, *values) * draw(st.sampled_from([10, 10, 11, 15, 20, 40, 500])) // 10
+    min_groups = draw(st.one_of(st.just(1), st.integers(1, num_rows)))
+    divisor = min(draw(st.sampled_from([1, 1, 2, 3, 4, 8])), num_rows)
+    return values, capacity, min_groups, divisor, draw(st.booleans())
+
+
+def loads_of(values, groups):
+    return [sum(values[index] for index in group) for group in groups]
+
+
+def bound_of(values, capacity):
+    return l2_bound(np.sort(np.array(values))[::-1], capacity)
+
+
+@settings(max_examples=300)
+@given(problems())
+def test_what_always_holds(problem):
+    values, capacity, min_groups, divisor, equal_size = problem
+    counts = {}
+    for allocate in ALLOCATORS:
+        try:
+            groups = allocate(values, capacity, min_groups, divisor, equal_size=equal_size)
+        except ValueError as error:
+            # Without a divisor the rows can always go one by one.
+            assert divisor > 1 and "n_groups_divisor" in str(error)
+            counts[allocate] = math.inf
+            continue
+        loads, sizes = loads_of(values, groups), [len(group) for group in groups]
+        assert max(loads) <= capacity
+        assert sorted(chain(*groups)) == list(range(len(values)))
+        assert all(group == sorted(group) for group in groups)
+        assert min(sizes) >= 1 and len(groups) >= max(min_groups, bound_of(values, capacity))
+        assert len(groups) % divisor == 0
+        assert not equal_size or max(sizes) - min(sizes) <= 1
+        keys = [(-load, group[0]) for load, group in zip(loads, groups)]
+        assert keys == sorted(keys)  # heaviest first, then by the first index
+        counts[allocate] = len(groups)
+    assert counts[refined_allocate] <= min(counts.values())
+
+
+@settings(max_examples=100)
+@given(problems())
+def test_first_fit_is_first_fit(problem):
+    values, capacity, *_ = problem
+    assert sorted(map(sorted, plain_first_fit(values, capacity))) == sorted(ffd_allocate(values, capacity))
+
+
+def set_partitions(num_rows):
+    """Every way to put rows into groups, as the group of each row."""
+
+    def extend(groups, used):
+        if len(groups) == num_rows:
+            yield groups
+            return
+        for group in range(used + 1):
+            yield from extend([*groups, group], max(used, group + 1))
+
+    yield from extend([0], 1)
+
+
+SET_PARTITIONS = {num_rows: [np.array(each) for each in set_partitions(num_rows)] for num_rows in range(1, 8)}
+
+
+@settings(max_examples=100)
+@given(problems(max_rows=7))
+def test_refined_is_the_optimum_of_few_rows(problem):
+    values, capacity, min_groups, divisor, equal_size = problem
+    weights = np.array(values)
+    fewest = math.inf
+    for parts in SET_PARTITIONS[len(values)]:
+        number = int(parts.max()) + 1
+        sizes = np.bincount(parts)
+        fits = all(int(weights[parts == group].sum()) <= capacity for group in range(number))
+        if number >= min_groups and number % divisor == 0 and fits and (not equal_size or np.ptp(sizes) <= 1):
+            fewest = min(fewest, number)
+    assume(fewest < math.inf)
+    assert bound_of(values, capacity) <= fewest
+    groups = refined_allocate(values, capacity, min_groups, divisor, equal_size=equal_size)
+    # A heuristic: nothing but luck keeps it from missing the optimum, yet on 7 rows it has not been seen to.
+    assert len(groups) == fewest
+
+
+def test_an_infeasible_problem_is_always_refused():
+    # All of 5 rows in 4 groups would need one of 2 rows, above the capacity.
+    for allocate in ALLOCATORS:
+        with pytest.raises(ValueError, match="the next multiple of n_groups_divisor 4 is 8, there are 5 rows"):
+            allocate([6, 6, 6, 6, 6], 10, n_groups_divisor=4)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 4])
+def test_refined_is_at_the_bound_and_even(capacity):
+    rng = np.random.default_rng(capacity)
+    spreads, at_bound = {name: [] for name in NAMES}, []
+    for num_rows in (64, 256) * 10:
+        long, short = 4096 - rng.integers(0, 500, num_rows), rng.normal(128, 32, num_rows).clip(1).astype(np.int64)
+        values = np.where(rng.random(num_rows) < 0.2, long, short)
+        counts = {}
+        for name in NAMES:
+            groups = get_allocate_fn(name)(values, capacity * int(values.max()))
+            metrics = packing_metrics(values, groups, capacity * int(values.max()))
+            spreads[name].append(metrics["imbalance_ratio"])
+            counts[name] = metrics["n_groups"]
+        assert counts["refined"] <= min(counts.values())
+        at_bound.append(counts["refined"] == metrics["lower_bound"])
+    assert sum(at_bound) >= 19
+    assert np.mean(spreads["refined"]) <= min(0.5 * np.mean(spreads["ffd"]), np.mean(spreads["kk"]))
+
+
+def test_more_groups_come_out_even_from_first_fit_too():
+    values = list(range(1, 65))
+    groups = ffd_allocate(values, capacity=2080, min_groups=3, n_groups_divisor=4)
+    assert len(groups) == 4 and max(loads_of(values, groups)) <= 1.01 * 2080 / 4
+
+
+def test_hard_packings_that_first_fit_and_differencing_miss():
+    # Triples that must fill every group to within three tokens.
+    rng = np.random.default_rng(3)
+    values = []
+    for _ in range(40):
+        first, second = int(rng.integers(380, 490)), int(rng.integers(260, 300))
+        values += [first, second, 1000 - first - second]
+    assert len(ffd_allocate(values, 1003)) > 41 and len(kk_allocate(values, 1003)) > 40
+    assert len(refined_allocate(values, 1003)) == 40
+
+
+def test_packings_that_only_repacking_finds(monkeypatch):
+    rng = np.random.default_rng(8)
+    values = rng.lognormal(np.log(90), 0.35, 64) + rng.lognormal(np.log(200), 0.5, 64)
+    values = values.clip(1, 1024).astype(np.int64)
+    capacity = int(values.max())
+    assert len(ffd_allocate(values, capacity)) == 30 and len(kk_allocate(values, capacity)) > 30
+    assert len(refined_allocate(values, capacity)) == 29
+    monkeypatch.setattr(repacking, "repack", lambda weights, groups, num_groups, capacity: groups)
+    request = PackRequest(values, capacity, "refined")
+    assert len(reference.pack(request)) == 30
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda values: np.array(values, np.int16)])
+def test_values_of_any_kind(kind):
+    for allocate in ALLOCATORS:
+        assert allocate(kind([7, 5, 4, 4, 3, 1]), 12) == allocate([7, 5, 4, 4, 3, 1], np.int64(12))
+    assert refined_allocate([4.0, 2.0], 4) == [[0], [1]]
+
+
+def test_one_row_and_rows_without_tokens():
+    for allocate in ALLOCATORS:
+        assert allocate([3], 3) == [[0]]
+        assert allocate([0], 1) == [[0]]
+        assert allocate([0, 0, 0], 1, 2) in ([[0, 2], [1]], [[0], [1, 2]], [[0, 1], [2]])
+        assert allocate([2**62, 2**62 - 1], 2**63 - 1) == [[0, 1]]
+        assert allocate([2**62, 2**62 - 1], 2**80) == [[0, 1]]
+
+
+@pytest.mark.parametrize("allocate", ALLOCATORS)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 4), "values is empty; a packing has at least one row"),
+        (([3, 9, 2], 8), r"values\[1\] = 9 is above the capacity 8; a row is never split: raise the capacity"),
+        (([9] * 7 + [1], 8), r"7 of 8 values are above the capacity 8 \(values\[0\] = 9, .*values\[4\] = 9, …\)"),
+        (([1, 2, 3, 4], 8, 9), "min_groups is 9, there are 4 rows; every group has a row: lower min_groups"),
+        (([1] * 5, 8, 1, 8), "n_groups_divisor is 8, there are 5 rows; every group has a row: lower n_groups_divisor"),
+        (([1] * 10, 8, 7, 6), "7 groups are needed .for min_groups.*multiple of n_groups_divisor 6 is 12.*are 10 rows"),
+        (([6] * 10, 8, 1, 6), "10 groups are needed .for 60 in 10 values, capacity 8.*6 is 12, there are 10 rows"),
+        (([5, 4, 4, 4, 1], 8, 1, 4), None),
+        (([1, -2], 8), r"values\[1\] is -2; values must be non-negative integers"),
+        (([1.5, 2], 8), r"values\[0\] is 1.5; values must be non-negative integers"),
+        ((["a"], 8), "values has dtype"),
+        (([[1], [2]], 8), r"values has shape \(2, 1\)"),
+        (([2**62, 2**62], 2**62), "the sum of values is 9223372036854775808, above the int64 maximum"),
+        (([1], 0), "capacity is 0; it must be at least 1"),
+        (([1], 2.5), "capacity is 2.5; it must be an integer"),
+        (([1], 2, 0), "min_groups is 0; it must be at least 1"),
+        (([1], 2, 1, 0), "n_groups_divisor is 0; it must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(allocate, arguments, message):
+    if message is None:
+        assert len(allocate(*arguments)) == 4
+        return
+    with pytest.raises(ValueError, match=message) as caught:
+        allocate(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_that_fit_no_multiple_of_the_divisor_say_why():
+    # Three groups have two rows, but only four rows can share a group.
+    match = (
+        "^11 rows do not fit 8 groups of equal size, the most that n_groups_divisor 8 allows, under capacity 10: "
+        "3 groups have two rows, and one of these holds at least 11; lower n_groups_divisor"
+    )
+    for allocate in ALLOCATORS:
+        assert len(allocate([10] * 7 + [1] * 4, 10, n_groups_divisor=8)) == 8
+        with pytest.raises(ValueError, match=match):
+            allocate([10] * 7 + [1] * 4, 10, n_groups_divisor=8, equal_size=True)
+
+
+def test_the_registry():
+    assert [get_allocate_fn(name) for name in NAMES] == list(ALLOCATORS)
+    with pytest.raises(ValueError, match="packing_algorithm is 'best'; it must be one of 'ffd', 'kk', 'refined'"):
+        get_allocate_fn("best")
+
+
+def test_metrics_by_hand():
+    values, groups = [5, 4, 3, 2, 2], [[0, 1], [2, 3], [4]]
+    metrics = packing_metrics(values, groups, 10, seconds=0.25)
+    assert metrics == {
+        "n_groups": 3,
+        "group_sums": [9, 5, 2],
+        "max_load": 9,
+        "min_load": 2,
+        "mean_load": pytest.approx(16 / 3),
+        "spread": 7,
+        "imbalance_ratio": pytest.approx(7 / (16 / 3)),
+        "std_dev": pytest.approx(math.sqrt(((9 - 16 / 3) ** 2 + (5 - 16 / 3) ** 2 + (2 - 16 / 3) ** 2) / 3)),
+        "cv": pytest.approx(math.sqrt(((9 - 16 / 3) ** 2 + (5 - 16 / 3) ** 2 + (2 - 16 / 3) ** 2) / 3) / (16 / 3)),
+        "max_load_ratio": pytest.approx(9 / (16 / 3)),
+        "utilization": pytest.approx(16 / 30),
+        "wasted_tokens": 1 + 5 + 8,
+        "lower_bound": 2,
+        "seconds": 0.25,
+    }
+    assert "seconds" not in packing_metrics(values, groups, 10)
+
+
+def test_metrics_without_load_and_of_packings_that_are_none():
+    empty = packing_metrics([0, 0], [[0], [1]], 4)
+    assert (empty["imbalance_ratio"], empty["cv"], empty["max_load_ratio"], empty["utilization"]) == (0, 0, 1, 0)
+    # A packing above the capacity is measured too.
+    over = packing_metrics([6, 1], [[0], [1]], 4)
+    assert over["max_load"] == 6 and over["wasted_tokens"] == 3
+    for groups in ([[0]], [[0, 1], [1]], [[0, 2]], [[0, -1]]):
+        with pytest.raises(ValueError, match=r"every index in \[0, 2\) belongs to exactly one group"):
+            packing_metrics([6, 1], groups, 8)
+    for values, groups in (([], []), ([1], []), ([], [[0]])):
+        with pytest.raises(ValueError, match="a packing has at least one of each"):
+            packing_metrics(values, groups, 8)
+    with pytest.raises(ValueError, match="capacity is 0"):
+        packing_metrics([1], [[0]], 0)
+
+
+def test_the_l2_bound():
+    assert bound_of([6] * 10, 10) == 10  # two of them do not fit a group
+    assert bound_of([5] * 10, 10) == 5
+    assert bound_of([7, 7, 4, 4], 10) == 4 or bound_of([7, 7, 4, 4], 10) == 3
+    assert bound_of([7, 7, 4, 4], 10) == 3  # the fours may share a group, but not with a seven
+    assert bound_of([2**62, 2**62 - 1], 2**62) == 2
+    assert bound_of([0, 0], 5) == 1

@@ -1,0 +1,276 @@
+"""Rows of any batch: what a batch of some samples becomes is the batch made from these samples in the first place."""
+
+from __future__ import annotations
+
+import types
+from collections import UserDict, defaultdict
+from dataclasses import InitVar, dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack, tensorclass
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from commons.sequence_batch.rows import (
+    batch_nbytes,
+    concat_rows,
+    count_real_rows,
+    count_rows,
+    map_rows,
+    pad_rows,
+    row_leaves,
+    select_rows,
+    states_padding,
+)
+from tests.any_batches import KINDS, as_values, dense, everything, kjt, nested, padded_batch, plain_batch
+
+samples = st.lists(st.integers(0, 30), min_size=1, max_size=6)
+kinds = pytest.mark.parametrize("kind", list(KINDS))
+
+
+@kinds
+@given(data=st.data())
+def test_selected_rows(kind, data):
+    ids = data.draw(samples)
+    indices = data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=8))
+    batch = KINDS[kind](ids)
+    before = as_values(batch)
+    result = select_rows(batch, indices)
+    assert type(result) is type(batch)
+    assert count_rows(result) == count_real_rows(result) == len(indices)
+    assert as_values(result) == as_values(KINDS[kind]([ids[index] for index in indices]))
+    assert as_values(batch) == before
+
+
+@kinds
+@given(parts=st.lists(st.lists(st.integers(0, 30), max_size=4), min_size=1, max_size=4))
+def test_concatenated_rows(kind, parts):
+    result = concat_rows([KINDS[kind](ids) for ids in parts])
+    assert as_values(result) == as_values(KINDS[kind]([sample for ids in parts for sample in ids]))
+
+
+@given(parts=st.lists(st.tuples(st.lists(st.integers(1, 30), max_size=4), st.integers(0, 3)), min_size=1, max_size=4))
+def test_padding_comes_last(parts):
+    result = concat_rows([padded_batch(ids, len(ids) + extra) for ids, extra in parts])
+    ids = [sample for part, _ in parts for sample in part]
+    assert as_values(result) == as_values(padded_batch(ids, len(ids) + sum(extra for _, extra in parts)))
+    assert count_real_rows(result) == len(ids)
+
+
+@given(samples, st.integers(0, 3))
+def test_padded_rows(ids, extra):
+    assert as_values(pad_rows(padded_batch(ids), len(ids) + extra)) == as_values(padded_batch(ids, len(ids) + extra))
+    everything_padded = pad_rows(everything(ids), len(ids) + extra)
+    assert count_rows(everything_padded) == len(ids) + extra and count_real_rows(everything_padded) == len(ids)
+    assert as_values(select_rows(everything_padded, range(len(ids)))) == as_values(everything(ids))
+    for _, leaf_type, leaf in row_leaves(select_rows(everything_padded, range(len(ids), len(ids) + extra))):
+        assert not any(bool(tensor.any()) for tensor in leaf_type.tensors(leaf))
+
+
+@given(samples, st.integers(1, 3), st.data())
+def test_a_selection_with_padding(ids, extra, data):
+    batch = padded_batch(ids, len(ids) + extra)
+    real = data.draw(st.lists(st.integers(0, len(ids) - 1)))
+    padding = data.draw(st.lists(st.integers(len(ids), len(ids) + extra - 1)))
+    result = select_rows(batch, torch.tensor(real + padding, dtype=torch.int64))
+    assert as_values(result) == as_values(padded_batch([ids[row] for row in real], len(real) + len(padding)))
+    assert as_values(result) == as_values(batch.index_select(real + padding))
+    if real and padding:
+        with pytest.raises(ValueError, match=r"put a padding row \(>= \d+\) before a real one; padding comes last"):
+            select_rows(batch, padding + real)
+
+
+def test_results_own_their_storage():
+    for make in (dense, nested, kjt):
+        batch = make([3, 1])
+        for result in (select_rows(batch, [0, 1]), concat_rows([batch]), pad_rows(batch, 2)):
+            mine = {
+                tensor.untyped_storage().data_ptr()
+                for _, kind, leaf in row_leaves(batch)
+                for tensor in kind.tensors(leaf)
+            }
+            own = {
+                tensor.untyped_storage().data_ptr()
+                for _, kind, leaf in row_leaves(result)
+                for tensor in kind.tensors(leaf)
+            }
+            assert not mine & own
+
+
+def test_gradients_flow_through_rows():
+    scores = torch.arange(3.0, requires_grad=True)
+    concat_rows([{"scores": select_rows(scores, [2, 0])}, {"scores": select_rows(scores, [0])}])[
+        "scores"
+    ].sum().backward()
+    assert scores.grad.tolist() == [2, 0, 1]
+
+
+def test_a_nested_tensor_with_gaps_and_one_ragged_elsewhere():
+    gaps = torch.nested.narrow(
+        torch.arange(12).view(3, 4), 1, torch.tensor([0, 1, 2]), torch.tensor([2, 1, 2]), layout=torch.jagged
+    )
+    assert [row.tolist() for row in select_rows(gaps, [2, 0]).unbind()] == [[10, 11], [0, 1]]
+    assert [row.tolist() for row in concat_rows([gaps, gaps]).unbind()] == [[0, 1], [5], [10, 11]] * 2
+    values = torch.arange(16).view(2, 4, 2)  # two heads, four tokens in rows of 1 and 3
+    last = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 4]), jagged_dim=2)
+    result = concat_rows([select_rows(last, [1]), last])
+    assert [row.shape[1] for row in result.unbind()] == [3, 1, 3]
+    assert torch.equal(result.unbind()[0], values[:, 1:]) and torch.equal(result.unbind()[1], values[:, :1])
+
+
+def test_types_that_are_kept():
+    batch = defaultdict(list, x=dense([1, 2]))
+    assert select_rows(batch, [1]).default_factory is list
+    encoding = UserDict(input_ids=dense([1, 2]))
+    encoding.extra = "attribute"
+    result = select_rows(encoding, [1])
+    assert type(result) is UserDict and result.extra == "attribute" and len(encoding["input_ids"]) == 2
+    criteo = Batch(dense([1, 2]), kjt([1, 2]), torch.tensor([0, 1]))
+    assert as_values(select_rows(criteo, [1])) == as_values(Batch(dense([2]), kjt([2]), torch.tensor([1])))
+    two_dims = TensorDict({"x": torch.arange(6).view(3, 2)}, batch_size=[3, 2])
+    assert select_rows(two_dims, [2]).batch_size == (1, 2)
+    lazy = lazy_stack([TensorDict({"x": torch.arange(2)}), TensorDict({"x": torch.arange(2) + 5})])
+    assert concat_rows([select_rows(lazy, [1])])["x"].tolist() == [[5, 6]]
+    settings = types.MappingProxyType({"kept": "as it is"})
+    assert select_rows({"x": dense([1]), "settings": settings}, [0])["settings"] is settings
+
+
+def test_lists_below_a_dataclass_are_plain_values():
+    batch = plain_batch([1, 2])
+    batch.nested["tags"] = ["a", "b", "c"]
+    result = select_rows(batch, [1])
+    assert result.names == ["kept", "whole"] and result.nested["tags"] == ["a", "b", "c"]
+
+
+def test_numbers_of_rows_and_bytes():
+    assert states_padding({"deep": [padded_batch([1])]}) and not states_padding(plain_batch([1]))
+    assert count_rows(["a", "b"]) == 2
+    assert batch_nbytes({"x": torch.zeros(2, 3), "y": np.zeros((2, 2), np.int16), "z": ["a", "b"]}) == 24 + 8
+    doubled = map_rows({"x": dense([1, 2])}, lambda path, kind, leaf: leaf * (2 if path == ("x",) else 1))
+    assert torch.equal(doubled["x"], dense([1, 2]) * 2)
+
+
+@dataclass
+class WithInitVar:
+    x: torch.Tensor
+    scale: InitVar[int] = 1
+
+
+@dataclass
+class WithDerivedRows:
+    x: torch.Tensor
+    y: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.y = self.x + 1
+
+
+@tensorclass
+class SomeTensorClass:
+    x: torch.Tensor
+
+
+def variable_batch_per_key():
+    return KeyedJaggedTensor(
+        ["a", "b"], torch.arange(3), lengths=torch.ones(3, dtype=torch.int64), stride_per_key_per_rank=[[1], [2]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: {"a": torch.zeros(3), "b": {"c": torch.zeros(4)}}, ValueError, r"rows: {'a': 3, 'b.c': 4}; the first"),
+        (
+            lambda: {"a": torch.zeros(3), "t": ["x", "y"]},
+            ValueError,
+            r"{'a': 3, 't': 2}; .* to the whole batch a tuple",
+        ),
+        (lambda: (torch.zeros(3), kjt([1, 2])), ValueError, r"{'0': 3, '1': 2}"),
+        (lambda: {"a": torch.tensor(1)}, ValueError, "field 'a' is a 0-dimensional tensor; .* repeat it for every row"),
+        (lambda: {"a": np.array(1)}, ValueError, "field 'a' is a 0-dimensional array"),
+        (lambda: {"a": torch.eye(3).to_sparse()}, ValueError, "field 'a' has the layout torch.sparse_coo"),
+        (
+            lambda: torch.nested.nested_tensor([torch.zeros(2)]),
+            ValueError,
+            "'the batch itself' is a nested tensor of layout",
+        ),
+        (lambda: {"k": variable_batch_per_key()}, ValueError, "field 'k' has a variable batch per key"),
+        (lambda: {"a": "x", "b": (1, 2)}, ValueError, "the batch is a dict without rows; .* add one"),
+        (lambda: None, ValueError, "the batch is a NoneType without rows"),
+        (
+            lambda: TensorDict({"x": torch.zeros(3)}, batch_size=[]),
+            ValueError,
+            r"TensorDict of batch_size \[\]; rows are",
+        ),
+        (
+            lambda: lazy_stack([TensorDict({"x": torch.arange(size)}) for size in (2, 3)]),
+            ValueError,
+            r"'x' of the LazyStackedTensorDict has rows of different shapes; .* call densify\(layout=torch.jagged\)",
+        ),
+        (lambda: SomeTensorClass(x=torch.zeros(2), batch_size=[2]), TypeError, r"a tensorclass; .* to_tensordict\(\)"),
+        (lambda: KeyedTensor(["a"], [2], torch.zeros(3, 2)), TypeError, r"a KeyedTensor; .* to_dict\(\)"),
+        (lambda: WithInitVar(torch.zeros(2)), TypeError, r"InitVar fields \['scale'\]; .* make them ordinary fields"),
+        (
+            lambda: WithDerivedRows(torch.zeros(2)),
+            TypeError,
+            r"fields \['y'\] of WithDerivedRows hold rows and have init",
+        ),
+        (
+            lambda: {"a": padded_batch([1, 2]), "b": padded_batch([1], 2)},
+            ValueError,
+            r"different numbers of real rows: {'a.actual_batch_size': 2, 'b.actual_batch_size': 1}",
+        ),
+    ],
+)
+def test_a_batch_whose_rows_cannot_be_taken(make, error, message):
+    with pytest.raises(error, match=message) as caught:
+        select_rows(make(), [0])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([0, 2], r"indices hold 2, the batch has 2 rows; indices lie in \[0, 2\)"),
+        ([-1], "indices hold -1"),
+        (torch.tensor([True, False]), "indices have dtype torch.bool"),
+        (np.array([0.0]), "indices have dtype torch.float64"),
+        ([[0]], r"shape \(1, 1\); rows are chosen by a one-dimensional list"),
+    ],
+)
+def test_wrong_indices(indices, message):
+    with pytest.raises(ValueError, match=message):
+        select_rows(dense([1, 2]), indices)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "there are no batches to concatenate"),
+        ([{"a": dense([1])}, {"b": dense([1])}], r"batches 0 and 1 differ at 'the batch itself': dict of \['a'\] and"),
+        ([{"a": dense([1])}, {"a": kjt([1])}], "differ at 'a': Tensor and KeyedJaggedTensor"),
+        (
+            [{"a": dense([1])}, {"a": dense([1]).int()}],
+            "differ at 'a': dtype torch.int64 and torch.int32; only rows of",
+        ),
+        ([dense([1]), dense([1])[:, :2]], r"row shape \(3,\) and \(2,\)"),
+        ([kjt([1]), kjt([1], weights=False)], "dtype of weights torch.float32 and None"),
+        ([{"a": dense([1]), "m": 1}, {"a": dense([1]), "m": 2}], "differ at 'm': 1 and 2; .* or give a value per row"),
+        ([[dense([1])], (dense([1]),)], "differ at 'the batch itself': list and"),
+    ],
+)
+def test_batches_that_cannot_be_joined(batches, message):
+    with pytest.raises(ValueError, match=message):
+        concat_rows(batches)
+
+
+def test_fewer_rows_than_there_are():
+    with pytest.raises(ValueError, match="num_rows is 1, the batch has 2 rows; padding adds rows: raise num_rows"):
+        pad_rows(dense([1, 2]), 1)
+    frozen = types.MappingProxyType({"x": dense([1])})
+    with pytest.raises(TypeError, match="holds a mappingproxy, whose items cannot be set"):
+        select_rows(frozen, [0])
