@@ -1,0 +1,149 @@
+"""Balanced chunks of a batch, and predictions back in the batch's order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from commons.dispatch.dealing import Deal, deal_balanced
+from commons.perf_model.partitioner.inputs import as_count
+from commons.sequence_batch.rows import concat_rows, count_real_rows, count_rows, pad_rows, select_rows
+
+B = TypeVar("B")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, eq=False)
+class BalancedChunks(Generic[B]):
+    """A batch split into chunks of even work.
+
+    Attributes:
+        chunks: batches of the type of the whole one; padding comes last in each.
+        indices: for each chunk an int64 tensor `(rows of the chunk,)`: the row of the whole batch that each of its rows
+            is, ascending, and -1 for padding.
+        inverse: int64 `(rows of the whole batch without padding,)`: where each row is in the chunks put end to end, so
+            that `torch.cat(predictions)[inverse]` is in the order of the batch, without padding.
+        loads: int64 `(number of chunks,)`: the workload of each chunk.
+    """
+
+    chunks: list[B]
+    indices: list[torch.Tensor]
+    inverse: torch.Tensor
+    loads: torch.Tensor
+
+    @property
+    def is_padding(self) -> list[torch.Tensor]:
+        """For each chunk a bool tensor `(rows of the chunk,)`: which rows are padding."""
+        return [rows < 0 for rows in self.indices]
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load divided by the mean, minus 1; 0.0 if there is no load."""
+        total = int(self.loads.sum())
+        return int(self.loads.max()) * len(self.loads) / total - 1.0 if total else 0.0
+
+    def restore(self, results: Sequence[R]) -> R:
+        """Results of all chunks as one batch, in the order of the whole batch and without padding.
+
+        Args:
+            results: for each chunk a tensor or any other batch with a row per row of the chunk, such as predictions.
+
+        Raises:
+            ValueError: another number of results than chunks, or of rows than in a chunk; results that cannot be
+                joined.
+        """
+        if len(results) != len(self.chunks):
+            raise ValueError(
+                f"there are {len(results)} results for {len(self.chunks)} chunks; every chunk has one: pass them in "
+                "the order of the chunks"
+            )
+        real: list[R] = []
+        for number, (result, rows) in enumerate(zip(results, self.indices)):
+            if count_rows(result) != len(rows):
+                raise ValueError(
+                    f"result {number} has {count_rows(result)} rows, chunk {number} has {len(rows)}; a result has "
+                    "a row per row of its chunk, padding included: keep all rows"
+                )
+            real.append(select_rows(result, torch.arange(int((rows >= 0).sum()))))
+        order = torch.cat([rows[rows >= 0] for rows in self.indices])
+        return select_rows(concat_rows(real), torch.argsort(order))
+
+
+def split_balanced(
+    batch: B,
+    num_chunks: int,
+    workloads: Any,
+    *,
+    equal_size: bool = True,
+    pad: bool = False,
+    group_ids: Any = None,
+) -> BalancedChunks[B]:
+    """Split a batch into chunks of even work.
+
+    Padding that the batch states is not dealt: chunks hold real rows, and padding of their own where `pad` asks for it.
+
+    Args:
+        batch: anything with rows (`commons.sequence_batch.rows`): a TensorDict, a dict of tensors, a BaseBatch, …
+        num_chunks: number of chunks.
+        workloads: non-negative integers `(rows,)`: list, array or CPU tensor; values of padding rows are ignored.
+        equal_size: chunks' numbers of rows differ by at most one; with `group_ids`, their numbers of groups do.
+        pad: pad all chunks to one number of rows. Padding is -1 in `indices`, and below `actual_batch_size` where the
+            batch has that.
+        group_ids: integers or strings `(rows,)`; rows with one id, such as the answers to one prompt, stay together.
+
+    Returns:
+        The chunks, with what brings predictions back into the order of the batch.
+
+    Raises:
+        ValueError: a batch without rows or with fields of different numbers of rows; workloads or ids of the wrong
+            length; negative or fractional workloads; more chunks than rows (or groups), unless `pad` is set.
+
+    >>> halves = split_balanced({"ids": torch.tensor([7, 1, 2, 6])}, 2, [7, 1, 2, 6])
+    >>> [chunk["ids"].tolist() for chunk in halves.chunks], halves.loads.tolist()
+    ([[7, 1], [2, 6]], [8, 8])
+    >>> halves.restore([chunk["ids"] * 10 for chunk in halves.chunks]).tolist()
+    [70, 10, 20, 60]
+
+    """
+    deal = deal_balanced(
+        workloads,
+        as_count(num_chunks, "num_chunks", 1),
+        num_rows=count_rows(batch),
+        real_rows=count_real_rows(batch),
+        equal_size=equal_size,
+        group_ids=group_ids,
+        may_be_empty=pad,
+    )
+    return BalancedChunks(
+        chunks=[take_part(batch, deal, part, pad) for part in range(num_chunks)],
+        indices=[part_indices(deal, part, pad) for part in range(num_chunks)],
+        inverse=_inverse(deal, pad),
+        loads=torch.from_numpy(deal.loads),
+    )
+
+
+def take_part(batch: B, deal: Deal, part: int, pad: bool) -> B:
+    """The rows of one part of a deal, padded to the size of the others if asked for."""
+    chunk = select_rows(batch, deal.rows[part])
+    return pad_rows(chunk, deal.padded_size) if pad and len(deal.rows[part]) < deal.padded_size else chunk
+
+
+def part_indices(deal: Deal, part: int, pad: bool) -> torch.Tensor:
+    """int64: the rows of one part of a deal, and -1 for its padding."""
+    size = deal.padded_size if pad else len(deal.rows[part])
+    indices = np.full(size, -1, dtype=np.int64)
+    indices[: len(deal.rows[part])] = deal.rows[part]
+    return torch.from_numpy(indices)
+
+
+def _inverse(deal: Deal, pad: bool) -> torch.Tensor:
+    inverse = np.empty(sum(map(len, deal.rows)), dtype=np.int64)
+    start = 0
+    for rows in deal.rows:
+        inverse[rows] = start + np.arange(len(rows))
+        start += deal.padded_size if pad else len(rows)
+    return torch.from_numpy(inverse)

@@ -1,0 +1,304 @@
+"""Padded sequences: cutting the columns that are padding in every row, and padding again.
+
+Rows that go to different ranks need not stay as wide as the longest of them all: each rank's share becomes as wide as
+its own longest row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+import numpy as np
+import torch
+
+from commons.dispatch.plain_values import decode_plain, encode_plain
+from commons.sequence_batch.batch_tree import Path, path_name
+from commons.sequence_batch.row_leaves import ARRAY, DENSE_TENSOR, LeafType
+from commons.sequence_batch.rows import map_rows, row_leaves
+
+B = TypeVar("B")
+Key: TypeAlias = str | Path
+Side: TypeAlias = Literal["right", "left", "both"]
+
+
+@dataclass(frozen=True)
+class Trim:
+    """Which fields of a batch are padded sequences, and how their length is known.
+
+    A field is named by its key, or by the tuple of keys that leads to it: "input_ids", ("inputs", "ids").
+
+    Attributes:
+        mask: the field `(rows, width)` that is not zero where a row has a token; then `lengths` is not given.
+        lengths: the field of integers `(rows,)` that says how many tokens a row has.
+        fields: tensors or arrays `(rows, width, ...)` that are cut, `mask` among them in any case. With `mask` the
+            default is every field whose first two dimensions are those of the mask; state them where a field has that
+            shape by chance. With `lengths` they have to be stated.
+        side: where the padding is: "right", "left", or with a mask "both".
+        fill: by field, the value that padding has where rows become wider again; 0 if not given.
+
+    Raises:
+        ValueError: neither or both of mask and lengths, lengths without fields or with side "both", an unknown side.
+    """
+
+    mask: Key | None = None
+    lengths: Key | None = None
+    fields: Sequence[Key] | None = None
+    side: Side = "right"
+    fill: Mapping[Key, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.mask is None) == (self.lengths is None):
+            raise ValueError(
+                f"mask is {self.mask!r} and lengths is {self.lengths!r}; one of them says how long a row is: give one"
+            )
+        if isinstance(self.fields, str) or (self.lengths is not None and not self.fields):
+            raise ValueError(f"fields is {self.fields!r}; they are a list of the fields that are cut: name them")
+        if self.side not in get_args(Side) or (self.side == "both" and self.mask is None):
+            raise ValueError(
+                f"side is {self.side!r} with mask {self.mask!r}; it is 'right', 'left', or with a mask 'both': "
+                "choose one"
+            )
+
+    @property
+    def name(self) -> str:
+        """The field that says how long a row is, as messages show it."""
+        return path_name(as_path(self.mask if self.mask is not None else self.lengths))
+
+
+@dataclass(frozen=True)
+class Window:
+    """The columns `[start, stop)` that were kept of `width`."""
+
+    start: int
+    stop: int
+    width: int
+
+
+def as_trims(trim: Trim | Sequence[Trim] | None) -> tuple[Trim, ...]:
+    """The trims that a caller asked for; TypeError for anything else."""
+    trims = () if trim is None else (trim,) if isinstance(trim, Trim) else tuple(trim)
+    for each in trims:
+        if not isinstance(each, Trim):
+            raise TypeError(f"trim holds a {type(each).__name__}; it is a Trim or a list of them: build one")
+    return trims
+
+
+def as_path(key: Key | None) -> Path:
+    """The keys that lead to a field."""
+    return key if isinstance(key, tuple) else (key,)
+
+
+def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
+    """Cut the columns that are padding in every row of a batch; at least one column is kept.
+
+    Args:
+        batch: any batch.
+        trim: which fields to cut; several where a batch has sequences of different kinds.
+
+    Returns:
+        The batch, and what was kept for each trim.
+
+    Raises:
+        KeyError: a field that the batch does not have.
+        ValueError: a mask or lengths of the wrong shape, or a field of another width.
+
+    >>> batch = {"ids": torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), "mask": torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])}
+    >>> trim_batch(batch, Trim("mask"))[0]["ids"]
+    tensor([[5, 6],
+            [7, 0]])
+
+    """
+    leaves = {path: (leaf_type, value) for path, leaf_type, value in row_leaves(batch)}
+    windows: list[Window] = []
+    window_of: dict[Path, Window] = {}
+    for each in as_trims(trim):
+        window, paths = _window(each, leaves)
+        windows.append(window)
+        window_of |= dict.fromkeys(paths, window)
+
+    def cut(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
+        kept = window_of.get(path)
+        if kept is None or kept.stop - kept.start == kept.width:
+            return value
+        columns = value[:, kept.start : kept.stop]
+        return columns.copy() if leaf_type is ARRAY else columns.clone(memory_format=torch.contiguous_format)
+
+    return map_rows(batch, cut), windows
+
+
+def width_of(trim: Trim, batch: Any) -> int:
+    """Columns of the sequences that a trim names.
+
+    Raises:
+        KeyError, ValueError: as `trim_batch`.
+    """
+    leaves = {path: (leaf_type, value) for path, leaf_type, value in row_leaves(batch)}
+    return int(next(iter(_fields_of(trim, leaves).values())).shape[1])
+
+
+def widen_to_common(batches: list[B], trims: Sequence[Trim]) -> list[B]:
+    """Batches whose sequences have the width of the widest among them, so that their rows can be joined.
+
+    Args:
+        batches: batches of one structure.
+        trims: with their fields stated; padding is on one side.
+    """
+    for trim in trims:
+        widths = [width_of(trim, batch) for batch in batches]
+        widest = max(widths)
+        if min(widths) == widest:
+            continue
+        batches = [_widen(batch, widest, trim) for batch in batches]
+    return batches
+
+
+def untrim(values: B, window: Window, fill: float = 0) -> B:
+    """Results per token as wide as the sequences were before they were cut.
+
+    Args:
+        values: a tensor or array `(rows, stop - start, ...)`, or a batch of these.
+        window: what was kept.
+        fill: the value of the columns that come back.
+
+    Raises:
+        ValueError: a field of another width.
+    """
+
+    def widen(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
+        kept = window.stop - window.start
+        if leaf_type not in (ARRAY, DENSE_TENSOR) or value.ndim < 2 or value.shape[1] != kept:
+            raise ValueError(
+                f"{path_name(path)!r} is a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}; "
+                f"results per token have {kept} columns, as the trimmed sequences: pass these alone"
+            )
+        return _pad_columns(value, window.start, window.width - window.stop, fill)
+
+    return map_rows(values, widen)
+
+
+def trim_to_json(trim: Trim) -> Any:
+    """The settings as JSON holds them, for the comparison between ranks."""
+    return [
+        [encode_plain(trim.mask, ()), encode_plain(trim.lengths, ()), trim.side],
+        None if trim.fields is None else [encode_plain(as_path(key), ()) for key in trim.fields],
+        [[encode_plain(as_path(key), ()), value] for key, value in trim.fill.items()],
+    ]
+
+
+def trim_from_json(data: Any) -> Trim:
+    """The trim that `trim_to_json` described."""
+    (mask, lengths, side), fields, fill = data
+    return Trim(
+        mask=decode_plain(mask),
+        lengths=decode_plain(lengths),
+        fields=None if fields is None else [decode_plain(key) for key in fields],
+        side=side,
+        fill={decode_plain(key): value for key, value in fill},
+    )
+
+
+def with_stated_fields(trim: Trim, batch: Any) -> Trim:
+    """The trim with the fields that it cuts in this batch, so that it cuts no others in parts of it.
+
+    Raises:
+        KeyError, ValueError: as `trim_batch`.
+    """
+    leaves = {path: (leaf_type, value) for path, leaf_type, value in row_leaves(batch)}
+    return dataclasses.replace(trim, fields=_window(trim, leaves)[1])
+
+
+_Leaves: TypeAlias = Mapping[Path, tuple[LeafType[Any], Any]]
+
+
+def _window(trim: Trim, leaves: _Leaves) -> tuple[Window, list[Path]]:
+    fields = _fields_of(trim, leaves)
+    widths = {path_name(path): value.shape[1] for path, value in fields.items()}
+    width = next(iter(widths.values()))
+    if any(other != width for other in widths.values()):
+        raise ValueError(
+            f"fields trimmed by {trim.name!r} have different widths {widths}; they are cut at the same columns: trim "
+            "them by a mask or lengths of their own"
+        )
+    start, stop = _kept_columns(trim, leaves, width)
+    if start >= stop and width > 0:  # models want a column, even where no row has a token
+        start, stop = (width - 1, width) if trim.side == "left" else (0, 1)
+    return Window(start, stop, width), list(fields)
+
+
+def _kept_columns(trim: Trim, leaves: _Leaves, width: int) -> tuple[int, int]:
+    if trim.mask is not None:
+        mask = torch.as_tensor(_find(trim.mask, leaves))
+        used = (mask != 0).any(dim=0).nonzero()[:, 0]
+        first, last = (int(used[0]), int(used[-1])) if used.numel() else (width, -1)
+        return (0 if trim.side == "right" else first), (width if trim.side == "left" else last + 1)
+    lengths = torch.as_tensor(_find(trim.lengths, leaves))
+    if lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise ValueError(
+            f"lengths {trim.name!r} have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; they are an integer "
+            "per row: correct them"
+        )
+    longest = int(lengths.max()) if lengths.numel() else 0
+    if longest > width or (lengths.numel() and int(lengths.min()) < 0):
+        raise ValueError(
+            f"lengths {trim.name!r} lie in [{int(lengths.min())}, {longest}], the sequences are {width} wide; a row "
+            f"has 0 to {width} tokens: correct them"
+        )
+    return (width - longest, width) if trim.side == "left" else (0, longest)
+
+
+def _fields_of(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
+    """The fields that a trim cuts, by path; the mask first."""
+    fields: dict[Path, Any] = {}
+    if trim.mask is not None:
+        mask = _find(trim.mask, leaves)
+        if not hasattr(mask, "ndim") or mask.ndim != 2:
+            raise ValueError(
+                f"mask {trim.name!r} has shape {tuple(getattr(mask, 'shape', ()))}; it is `(rows, width)`: name "
+                "another field"
+            )
+        fields[as_path(trim.mask)] = mask
+        if trim.fields is None:
+            alike = {path: value for path, (kind, value) in leaves.items() if kind in (ARRAY, DENSE_TENSOR)}
+            return fields | {path: value for path, value in alike.items() if value.shape[:2] == mask.shape}
+    for key in trim.fields or ():
+        value = _find(key, leaves)
+        if leaves[as_path(key)][0] not in (ARRAY, DENSE_TENSOR) or value.ndim < 2:
+            raise ValueError(
+                f"{path_name(as_path(key))!r} is a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
+                "; padded sequences are tensors or arrays `(rows, width, ...)`: leave it out of the trim"
+            )
+        fields[as_path(key)] = value
+    return fields
+
+
+def _find(key: Key | None, leaves: _Leaves) -> Any:
+    path = as_path(key)
+    if path not in leaves:
+        known = ", ".join(repr(path_name(known)) for known in leaves)
+        raise KeyError(
+            f"the batch has no field {path_name(path)!r} to trim by; its fields are {known}: name one of them"
+        )
+    return leaves[path][1]
+
+
+def _widen(batch: B, width: int, trim: Trim) -> B:
+    paths = {as_path(key) for key in (trim.mask, *(trim.fields or ())) if key is not None}
+    fill = {as_path(key): value for key, value in trim.fill.items()}
+
+    def widen(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
+        if path not in paths:
+            return value
+        missing = width - value.shape[1]
+        left, right = (missing, 0) if trim.side == "left" else (0, missing)
+        return _pad_columns(value, left, right, fill.get(path, 0))
+
+    return map_rows(batch, widen)
+
+
+def _pad_columns(value: Any, left: int, right: int, fill: float) -> Any:
+    if isinstance(value, np.ndarray):
+        return np.pad(value, [(0, 0), (left, right)] + [(0, 0)] * (value.ndim - 2), constant_values=fill)
+    return torch.nn.functional.pad(value, [0, 0] * (value.dim() - 2) + [left, right], value=fill)

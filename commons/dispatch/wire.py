@@ -1,0 +1,311 @@
+"""A batch as bytes: its structure as JSON, its tensors as they lie in memory. Nothing is pickled.
+
+    message: length of the JSON (8 bytes), JSON, tensor after tensor
+
+A receiver makes the batch again out of the message alone. Classes travel by name and are looked up among the modules
+that the receiver has imported; nothing is imported on a sender's word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from commons.dispatch.plain_values import decode_plain, encode_plain
+from commons.sequence_batch.batch_tree import Constant, Node, Path, make_tensordict, parse, path_name
+from commons.sequence_batch.row_leaves import (
+    ARRAY,
+    COLUMN,
+    DENSE_TENSOR,
+    JAGGED,
+    KEYED_JAGGED,
+    LeafType,
+    nested_from_lengths,
+    nested_lengths,
+    ragged_axis,
+)
+
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Message:
+    """A batch ready to be sent.
+
+    Attributes:
+        header: the JSON, with its length in front.
+        tensors: what the header refers to, in order; contiguous, without gradients.
+    """
+
+    header: bytes
+    tensors: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return len(self.header) + sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether any tensor lies on a device."""
+        return any(tensor.device.type != "cpu" for tensor in self.tensors)
+
+    def write(self, target: torch.Tensor) -> None:
+        """Copy the message into uint8 `(nbytes,)`, on the host or on a device."""
+        start = 0
+        header = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        for part in (header, *(tensor.reshape(-1).view(torch.uint8) for tensor in self.tensors)):
+            target[start : start + part.numel()].copy_(part)
+            start += part.numel()
+
+
+class MessageBuffer:
+    """Messages end to end in one tensor that grows as they come, so that no other copy of them is kept.
+
+    Args:
+        expected_bytes: of all messages together, as far as known.
+        on_accelerator: whether the buffer lies on the current CUDA device.
+
+    Attributes:
+        sizes: bytes of each message.
+    """
+
+    def __init__(self, expected_bytes: int, on_accelerator: bool) -> None:
+        device = torch.device("cuda" if on_accelerator else "cpu")
+        self._storage = torch.empty(expected_bytes, dtype=torch.uint8, device=device)
+        self.sizes: list[int] = []
+
+    def append(self, message: Message | None) -> None:
+        """Add a message; None for a receiver that gets none."""
+        start, size = sum(self.sizes), 0 if message is None else message.nbytes
+        if start + size > self._storage.numel():
+            grown = self._storage.new_empty(max(start + size, self._storage.numel() * 5 // 4))
+            grown[:start].copy_(self._storage[:start])
+            self._storage = grown
+        if message is not None:
+            message.write(self._storage[start : start + size])
+        self.sizes.append(size)
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """uint8 `(sum(sizes),)`."""
+        return self._storage[: sum(self.sizes)]
+
+
+def encode(*batches: Any, extra: Any = None) -> Message:
+    """Turn batches into a message.
+
+    Args:
+        batches: any batches; their numbers of rows may differ.
+        extra: a plain value that travels with them.
+
+    Raises:
+        TypeError: metadata, or a Python object per row, that JSON cannot hold; a class that no receiver could find.
+    """
+    encoder = _Encoder()
+    nodes = [encoder.node(parse(batch), ()) for batch in batches]
+    header = json.dumps([nodes, encode_plain(extra, ())], separators=(",", ":")).encode()
+    return Message(len(header).to_bytes(_LENGTH_BYTES, "little") + header, encoder.tensors)
+
+
+def decode(message: torch.Tensor) -> tuple[list[Any], Any]:
+    """The batches and the plain value that `encode` took, every tensor in storage of its own.
+
+    Tensors that lay on the sender's CUDA device go to the current one of this process, the others to the host.
+
+    Args:
+        message: uint8 `(nbytes,)`, on the host or on a device.
+
+    Raises:
+        KeyError: a class that no imported module of this process has.
+    """
+    length = int.from_bytes(bytes(message[:_LENGTH_BYTES].tolist()), "little")
+    header = message[_LENGTH_BYTES : _LENGTH_BYTES + length]
+    nodes, extra = json.loads(header.cpu().numpy().tobytes())
+    decoder = _Decoder(message, _LENGTH_BYTES + length)
+    return [decoder.value(node) for node in nodes], decode_plain(extra)
+
+
+@dataclass
+class _Encoder:
+    """Describes a batch and collects its tensors."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def node(self, node: Node, path: Path) -> list[Any]:
+        if node.leaf_type is not None:
+            return self.leaf(node.leaf_type, node.value, path)
+        if node.kind is not None:
+            return self.branch(node, path)
+        if isinstance(node.value, Constant):
+            return ["constant", encode_plain(node.value.value, path)]
+        return ["plain", encode_plain(node.value, path)]
+
+    def branch(self, node: Node, path: Path) -> list[Any]:
+        children, value = node.children, node.value
+        if node.kind == "dataclass":
+            children = {item.name: children[item.name] for item in dataclasses.fields(value) if item.init}
+        nodes = [[encode_plain(key, path), self.node(child, (*path, key))] for key, child in children.items()]
+        if node.kind == "tensordict":
+            return ["tensordict", list(value.batch_size), _place(value.device), nodes]
+        return [node.kind, _type_name(type(value), path), nodes]
+
+    def leaf(self, leaf_type: LeafType[Any], value: Any, path: Path) -> list[Any]:
+        if leaf_type is COLUMN:
+            return ["column", encode_plain(value, path)]
+        if leaf_type is ARRAY:
+            return self.array(value, path)
+        if leaf_type is DENSE_TENSOR:
+            return ["tensor", self.tensor(value)]
+        if leaf_type is KEYED_JAGGED:
+            parts = [self.tensor(part) for part in leaf_type.tensors(value)]
+            return ["keyed_jagged", value.keys(), value.stride(), value.length_per_key(), parts]
+        if leaf_type is JAGGED:
+            return ["jagged", [self.tensor(part) for part in leaf_type.tensors(value)]]
+        compact = leaf_type.select(value, torch.arange(value.size(0)))  # without gaps between the rows
+        return ["nested", ragged_axis(value), self.tensor(compact.values()), self.tensor(nested_lengths(compact))]
+
+    def array(self, value: np.ndarray, path: Path) -> list[Any]:
+        if value.dtype == object:
+            return ["objects", list(value.shape), [encode_plain(item, path) for item in value.ravel().tolist()]]
+        if value.dtype.fields is not None:
+            raise TypeError(
+                f"{path_name(path)!r} is an array of dtype {value.dtype}; arrays of one simple dtype can be sent: pass "
+                "its fields as arrays of their own"
+            )
+        raw = np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)
+        return ["array", value.dtype.str, list(value.shape), self.tensor(torch.from_numpy(raw))]
+
+    def tensor(self, tensor: torch.Tensor) -> list[Any]:
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        self.tensors.append(tensor)
+        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _place(tensor.device)]
+
+
+class _Decoder:
+    """Makes a batch out of a message; every method `make_<kind>` takes what the encoder wrote after the kind."""
+
+    def __init__(self, message: torch.Tensor, position: int) -> None:
+        self._message = message
+        self._position = position
+
+    def value(self, node: list[Any]) -> Any:
+        kind, *content = node
+        return getattr(self, f"make_{kind}")(*content)
+
+    def make_plain(self, value: Any) -> Any:
+        return decode_plain(value)
+
+    def make_constant(self, value: Any) -> Constant:
+        return Constant(decode_plain(value))
+
+    def make_column(self, items: list[Any]) -> list[Any]:
+        return decode_plain(items)
+
+    def make_objects(self, shape: list[int], items: list[Any]) -> np.ndarray:
+        array = np.empty(len(items), dtype=object)
+        for index, item in enumerate(items):
+            array[index] = decode_plain(item)
+        return array.reshape(shape)
+
+    def make_array(self, dtype: str, shape: list[int], raw: list[Any]) -> np.ndarray:
+        return self.make_tensor(raw).numpy().view(dtype).reshape(shape)
+
+    def make_tensor(self, described: list[Any]) -> torch.Tensor:
+        name, shape, place = described
+        dtype: torch.dtype = getattr(torch, name)
+        size = math.prod(shape) * dtype.itemsize
+        raw = self._message[self._position : self._position + size]
+        self._position += size
+        return raw.to(_device_at(place), copy=True).view(dtype).view(shape)
+
+    def make_keyed_jagged(
+        self, keys: list[str], stride: int, per_key: list[int], parts: list[list[Any]]
+    ) -> KeyedJaggedTensor:
+        values, lengths, *weights = map(self.make_tensor, parts)
+        return KeyedJaggedTensor(
+            keys=keys,
+            values=values,
+            weights=weights[0] if weights else None,
+            lengths=lengths,
+            stride=stride,
+            length_per_key=per_key,
+        )
+
+    def make_jagged(self, parts: list[list[Any]]) -> JaggedTensor:
+        values, lengths, *weights = map(self.make_tensor, parts)
+        return JaggedTensor(values, weights=weights[0] if weights else None, lengths=lengths)
+
+    def make_nested(self, ragged: int, values: list[Any], lengths: list[Any]) -> torch.Tensor:
+        return nested_from_lengths(self.make_tensor(values), self.make_tensor(lengths), ragged)
+
+    def make_tensordict(self, batch_size: list[int], place: int | None, nodes: list[Any]) -> Any:
+        return make_tensordict(self.children(nodes), batch_size, None if place is None else _device_at(place))
+
+    def make_dataclass(self, name: str, nodes: list[Any]) -> Any:
+        return _find_type(name)(**self.children(nodes))
+
+    def make_mapping(self, name: str, nodes: list[Any]) -> Any:
+        result = _find_type(name)()
+        for key, child in self.children(nodes).items():
+            result[key] = child
+        return result
+
+    def make_namedtuple(self, name: str, nodes: list[Any]) -> Any:
+        return _find_type(name)(**self.children(nodes))
+
+    def make_sequence(self, name: str, nodes: list[Any]) -> Any:
+        return _find_type(name)(self.children(nodes).values())
+
+    def children(self, nodes: list[Any]) -> dict[Any, Any]:
+        return {decode_plain(key): self.value(node) for key, node in nodes}
+
+
+def _place(device: torch.device | None) -> int | None:
+    """0 for the host, 1 for an accelerator: its number differs between ranks."""
+    return None if device is None else int(device.type != "cpu")
+
+
+def _device_at(place: int) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if place else torch.device("cpu")
+
+
+def _type_name(kept_type: type, path: Path) -> str:
+    name = f"{kept_type.__module__}:{kept_type.__qualname__}"
+    if _lookup(name) is not kept_type:
+        raise TypeError(
+            f"{path_name(path)!r} is a {kept_type.__qualname__}, which is not found under that name in module "
+            f"{kept_type.__module__}; receivers look classes up by name: define it at the top level of a module"
+        )
+    return name
+
+
+def _find_type(name: str) -> Any:
+    found = _lookup(name)
+    is_batch_type = isinstance(found, type) and (
+        dataclasses.is_dataclass(found) or issubclass(found, (Mapping, list, tuple))
+    )
+    if not is_batch_type:
+        module, _, qualname = name.partition(":")
+        raise KeyError(
+            f"class {qualname} of module {module} is unknown on this rank; a batch is made again from its classes: "
+            f"import {module} on every rank"
+        )
+    return found
+
+
+def _lookup(name: str) -> Any:
+    module, _, qualname = name.partition(":")
+    return functools.reduce(
+        lambda found, part: getattr(found, part, None), qualname.split("."), sys.modules.get(module)
+    )

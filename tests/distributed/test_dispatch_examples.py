@@ -1,0 +1,43 @@
+"""The examples run as their docstrings say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command):
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_tensordict_chunks():
+    shown = run("examples/tensordict_chunks.py", "--prompts", "24", "--chunks", "6")
+    in_order, evenly = map(float, re.findall(r"largest chunk ([\d.]+) × the mean", shown))
+    assert evenly < in_order
+    assert "96 rows in 6 chunks" in shown and "16 to 16, whole prompts of 4" in shown
+    assert float(re.search(r"difference to the whole batch ([\d.e+-]+)", shown).group(1)) < 1e-6
+
+
+def test_single_controller():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    shown = run(*launcher, "examples/single_controller.py", "--rows", "16", "--longest", "64", "--steps", "2")
+    assert "step 2 of 2" in shown
+    received, whole = map(float, re.findall(r"at most ([\d.]+) kB by a rank, of ([\d.]+) kB", shown)[0])
+    assert 0 < received < 0.7 * whole
+    logprobs = [float(value) for value in re.findall(r"mean log-probability │ (-[\d.]+)", shown)]
+    assert len(logprobs) == 2 and all(-8 < value < -5 for value in logprobs)  # of 500 tokens by chance: -6.2

@@ -1,0 +1,264 @@
+"""SingleRankLoader on real ranks: one rank loads, all train the same number of steps, and a resumed run goes on."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from commons.datasets.resumable_loader import ResumableLoader
+from commons.datasets.samplers import BatchOrderSampler
+from commons.dispatch import SingleRankLoader, Trim
+from commons.sequence_batch.rows import count_real_rows
+from tests.any_batches import as_values, length_of, padded_batch
+from tests.rank_pool import RankFailure
+
+
+def dict_batches(sizes):
+    first = 0
+    for size in sizes:
+        ids = torch.arange(first, first + size)
+        yield {"id": ids, "text": [f"t{row}" for row in ids.tolist()]}
+        first += size
+
+
+def padded_batches(sizes, rows):
+    first = 1
+    for size in sizes:
+        yield padded_batch(list(range(first, first + size)), rows)
+        first += size
+
+
+def workloads_of(batch):
+    ids = batch["id"] if isinstance(batch, dict) else batch.sample_id
+    return torch.tensor([length_of(sample) ** 3 + 1 for sample in ids.tolist()])
+
+
+def load(batches, balanced, src=0):
+    loader = SingleRankLoader(batches if dist.get_rank() == src else None, workloads_of if balanced else None, src=src)
+    try:
+        return [share.indices.tolist() for share in loader.shares()], list(loader)
+    finally:
+        loader.close()
+
+
+def load_dicts(sizes, balanced):
+    shares, batches = load(list(dict_batches(sizes)), balanced, src=dist.get_world_size() - 1)
+    assert [len(share) for share in shares] == [len(batch["id"]) for batch in batches]
+    assert all(batch["text"] == [f"t{row}" for row in batch["id"].tolist()] for batch in batches)
+    return shares, [batch["id"].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_every_row_of_every_batch_once(ranks, balanced):
+    sizes = [8, 5, 12]
+    results = ranks.run(load_dicts, sizes, balanced)
+    for step, size in enumerate(sizes):
+        dealt = [shares[step] for shares, _ in results]
+        assert sorted(row for rows in dealt for row in rows) == list(range(size))
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+        if not balanced:
+            assert dealt == [list(range(rank, size, ranks.world_size)) for rank in range(ranks.world_size)]
+        else:
+            loads = [sum(length_of(sum(sizes[:step]) + row) ** 3 + 1 for row in rows) for rows in dealt]
+            in_turn = [
+                sum(length_of(sum(sizes[:step]) + row) ** 3 + 1 for row in range(rank, size, ranks.world_size))
+                for rank in range(ranks.world_size)
+            ]
+            assert max(loads) <= max(in_turn)
+
+
+def load_padded(sizes, rows, balanced):
+    _, batches = load(list(padded_batches(sizes, rows)), balanced)
+    return [(batch.batch_size, count_real_rows(batch), batch.sample_id.tolist()) for batch in batches]
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_an_incomplete_last_batch_is_shared_out(ranks, balanced):
+    rows = 3 * ranks.world_size
+    results = ranks.run(load_padded, [rows, rows - 2, 1], rows, balanced)
+    for step, size in enumerate([rows, rows - 2, 1]):
+        dealt = [result[step] for result in results]
+        assert {batch_size for batch_size, _, _ in dealt} == {3}
+        ids = sorted(sample for _, real, ids in dealt for sample in ids[:real])
+        first = 1 + sum([rows, rows - 2, 1][:step])
+        assert ids == list(range(first, first + size))
+    assert sorted(result[2][1] for result in results) == [0] * (ranks.world_size - 1) + [1]
+
+
+def load_text(left):
+    trim = Trim("mask", side="left" if left else "right")
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
+    batch = {"mask": mask.flip(1) if left else mask, "ids": torch.arange(16).view(4, 4)}
+    loader = SingleRankLoader([batch] if dist.get_rank() == 0 else None, trim=trim)
+    (share,) = loader.shares()
+    widths = share.batch["ids"].shape[1]
+    back = share.gather_back(share.untrim(share.batch["ids"]))
+    loader.close()
+    if dist.get_rank() == 0:
+        columns = slice(-widths, None) if left else slice(0, widths)
+        assert torch.equal(back[0, columns], batch["ids"][0, columns])
+    return widths
+
+
+def test_shares_are_trimmed(two_ranks):
+    assert two_ranks.run(load_text, False) == [4, 1]
+    assert two_ranks.run(load_text, True) == [4, 1]
+
+
+class FailsAt:
+    def __init__(self, number, error):
+        self._number, self._error = number, error
+
+    def __iter__(self):
+        for number, batch in enumerate(dict_batches([4] * 5)):
+            if number == self._number:
+                raise self._error
+            yield batch
+
+
+def load_until_it_fails(what):
+    rank = dist.get_rank()
+    source, options = list(dict_batches([4, 4])), {}
+    if what == "loader":
+        source = FailsAt(2, OSError("disk on fire"))
+    elif what == "workloads":
+        options["get_workloads"] = lambda batch: [1, 2]
+    elif what == "too few rows":
+        source = list(dict_batches([4, 1]))
+    elif what == "empty batch":
+        source = list(dict_batches([0]))
+    elif what == "no loader":
+        source = None
+    elif what == "another src":
+        options["src"] = rank
+    elif what == "src outside":
+        options["src"] = 2
+    elif what == "another trim" and rank:
+        options["trim"] = Trim("id")
+    steps = 0
+    try:
+        loader = SingleRankLoader(source, **options)
+        iterator = iter(loader)
+        for _ in iterator:
+            steps += 1
+    except Exception as error:
+        if steps:
+            assert next(iterator, None) is None  # ended for all
+        return steps, f"{type(error).__name__}: {error}"
+    return steps, None
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("loader", (2, "RuntimeError: rank 0: OSError: disk on fire")),
+        ("workloads", (0, "ValueError: rank 0: workloads has 2 entries, there are 4 rows; one per row")),
+        ("too few rows", (1, "ValueError: rank 0: the number of rows is 1, that of parts (chunks or ranks) is 2; ")),
+        ("empty batch", (0, "ValueError: rank 0: the batch has 0 rows")),
+        ("no loader", (0, "ValueError: rank 0: this rank is the source and passes no loader; the source loads")),
+        ("another src", (0, "ValueError: src is 0 on rank 0 and 1 on rank 1 in SingleRankLoader; all ranks pass")),
+        ("src outside", (0, "ValueError: rank 0: src is 2, the group has 2 ranks")),
+        ("another trim", (0, "ValueError: trim is [] on rank 0 and [[['id', None, 'right'], None, []]] on rank 1")),
+    ],
+)
+def test_a_mistake_is_raised_on_every_rank(two_ranks, what, expected):
+    for steps, error in two_ranks.run(load_until_it_fails, what, timeout=30):
+        assert steps == expected[0] and error.startswith(expected[1])
+
+
+def plain_loader():
+    return DataLoader(list(dict_batches([4] * 6)), batch_size=None)
+
+
+def shuffled_loader(workers=0):
+    generator = torch.Generator().manual_seed(3)
+    rows = [{"id": torch.tensor(row)} for row in range(24)]
+    return StatefulDataLoader(rows, batch_size=4, shuffle=True, generator=generator, num_workers=workers)
+
+
+def own_loader():
+    return ResumableLoader(list(dict_batches([4] * 6)), BatchOrderSampler(6, shuffle=True, seed=1))
+
+
+def stop_and_resume(make, stop_at, everywhere, epochs):
+    """Batches of some epochs in one go, and the same with a stop and a new loader in between."""
+    is_source = not dist.is_initialized() or dist.get_rank() == 0
+
+    def new():
+        return SingleRankLoader(make() if is_source else None)
+
+    whole_loader, first = new(), new()
+    whole = [batch["id"].tolist() for _ in range(epochs) for batch in whole_loader]
+    iterator = iter(first)
+    parts = [next(iterator)["id"].tolist() for _ in range(stop_at)]
+    state = first.state_dict()
+    if not everywhere:  # the state of the source is enough
+        states = [None]
+        states[0] = state if is_source else None
+        dist.broadcast_object_list(states)
+        state = states[0]
+    second = new()
+    second.load_state_dict(state)
+    parts += [batch["id"].tolist() for _ in range(epochs) for batch in second]
+    for loader in (whole_loader, first, second):
+        loader.close()
+    return whole, parts, state["batches"]
+
+
+# torchdata's own state does not say in which order a later epoch is drawn: it is compared to the end of the epoch.
+@pytest.mark.parametrize(("make", "epochs"), [(plain_loader, 2), (own_loader, 2), (shuffled_loader, 1)])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_resumed_loader_goes_on_with_the_next_batch(two_ranks, make, epochs, everywhere):
+    results = two_ranks.run(stop_and_resume, make, 4, everywhere, epochs)
+    for whole, parts, batches in results:
+        assert parts == whole and len(whole) == 6 * epochs and batches == 4
+    assert results[0] != results[1]
+
+
+def test_a_loader_with_workers_goes_on_too():
+    whole, parts, _ = stop_and_resume(functools.partial(shuffled_loader, workers=2), 4, True, 1)
+    assert parts == whole and sorted(row for batch in whole for row in batch) == list(range(24))
+
+
+def resume_wrongly(what):
+    loader = SingleRankLoader(plain_loader())
+    state = {"batches": 7, "loader": None} if what == "too far" else {"batch": 3}
+    loader.load_state_dict(state)
+    list(loader)
+
+
+def test_a_state_that_does_not_fit(two_ranks):
+    with pytest.raises(
+        RankFailure, match="rank 0: the state is 7 batches into the data, the loader ends after 6"
+    ) as caught:
+        two_ranks.run(resume_wrongly, "too far", timeout=30)
+    assert "rank 0 raised ValueError" in str(caught.value) and "rank 1 raised ValueError" in str(caught.value)
+    with pytest.raises(RankFailure, match=r"the state has the entries \['batch'\]; it is what state_dict returned"):
+        two_ranks.run(resume_wrongly, "something else", timeout=30)
+
+
+def describe_loader():
+    data = DataLoader(list(dict_batches([4] * 3)), batch_size=None)
+    loader = SingleRankLoader(data if dist.get_rank() == 0 else None)
+    if dist.get_rank() == 0:
+        answers = len(loader), loader.dataset is data.dataset, loader.sampler is data.sampler
+    else:
+        with pytest.raises(TypeError, match="rank 1 has no loader to ask; .* pass the loader on all ranks"):
+            len(loader)
+        answers = None
+    loader.close()
+    return answers
+
+
+def test_what_a_loader_tells(two_ranks):
+    assert two_ranks.run(describe_loader) == [(3, True, True), None]
+
+
+def test_without_ranks():
+    loader = SingleRankLoader(list(padded_batches([2, 1], 2)), workloads_of)
+    assert [as_values(batch) for batch in loader] == [as_values(batch) for batch in padded_batches([2, 1], 2)]

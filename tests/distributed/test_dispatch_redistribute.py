@@ -1,0 +1,270 @@
+"""redistribute_balanced on real ranks: uneven rows become even work, only what moves travels, and results come home."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commons.dispatch import Trim, redistribute_balanced
+from commons.sequence_batch.rows import batch_nbytes, count_real_rows, count_rows, select_rows
+from tests.any_batches import KINDS, as_values, dense, length_of, padded_batch
+from tests.rank_pool import RankFailure
+
+
+def move_and_send_home(kind, ids_per_rank, none_for_none, options):
+    rank = dist.get_rank()
+    ids = ids_per_rank[rank]
+    everyone = [sample for part in ids_per_rank for sample in part]
+    batch = KINDS[kind](ids) if ids or not none_for_none else None
+    workloads = None if batch is None else [length_of(sample) ** 2 + 1 for sample in ids]
+    if "group_ids" in options and batch is not None:
+        options = options | {"group_ids": [f"g{sample % 5}" for sample in ids]}
+    moved = redistribute_balanced(batch, workloads, **options)
+    assert as_values(moved.batch) == as_values(KINDS[kind]([everyone[row] for row in moved.indices]))
+    home = moved.send_home(moved.batch)
+    assert as_values(home) == as_values(KINDS[kind](ids) if ids else None)
+    assert moved.bytes_received > 0 or bool((moved.home == rank).all())
+    return moved.indices.tolist(), moved.home.tolist(), moved.loads_after.tolist(), moved.num_moved
+
+
+def move_each(cases):
+    world_size = dist.get_world_size()
+    return [move_and_send_home(kind, parts[:world_size], *rest) for kind, parts, *rest in cases]
+
+
+parts = st.lists(st.integers(0, 30), max_size=6)
+cases = st.tuples(
+    st.sampled_from(sorted(KINDS)),
+    st.tuples(parts, st.lists(st.integers(0, 30), min_size=4, max_size=7), parts, parts),
+    st.booleans(),
+    st.sampled_from([{}, {"equal_size": False}, {"slack": 0.0}]),
+)
+
+
+@settings(max_examples=8)
+@given(st.lists(cases, min_size=5, max_size=5))
+def test_every_kind_of_batch(rank_pools, several):
+    for ranks in rank_pools.values():
+        for (_, per_rank, _, options), results in zip(several, zip(*ranks.run(move_each, several))):
+            per_rank = per_rank[: ranks.world_size]
+            samples = [sample for part in per_rank for sample in part]
+            origins = [rank for rank, part in enumerate(per_rank) for _ in part]
+            rows = [indices for indices, *_ in results]
+            assert sorted(row for each in rows for row in each) == list(range(len(samples)))
+            assert all(home == [origins[row] for row in each] for each, (_, home, *_) in zip(rows, results))
+            if options.get("equal_size", True):
+                assert max(map(len, rows)) - min(map(len, rows)) <= 1
+            loads = [sum(length_of(samples[row]) ** 2 + 1 for row in each) for each in rows]
+            assert all(result[2] == loads for result in results)
+            moved = sum(rank != origins[row] for rank, each in enumerate(rows) for row in each)
+            assert {result[3] for result in results} == {moved}
+
+
+def test_groups_come_together(ranks):
+    per_rank = [list(range(rank, 40, ranks.world_size)) for rank in range(ranks.world_size)]
+    results = ranks.run(move_and_send_home, "everything", per_rank, False, {"group_ids": None})
+    samples = [sample for part in per_rank for sample in part]
+    groups = [{samples[row] % 5 for row in indices} for indices, *_ in results]
+    assert sum(map(len, groups)) == 5 and set.union(*groups) == set(range(5))
+
+
+def stay():
+    batch = {"x": torch.arange(3) + 3 * dist.get_rank()}
+    moved = redistribute_balanced(batch, [7, 7, 7])
+    assert moved.bytes_sent == moved.bytes_received == moved.num_moved == 0
+    return moved.batch["x"].tolist(), moved.send_home(moved.batch)["x"].tolist()
+
+
+def test_even_rows_stay_and_nothing_travels(ranks):
+    expected = [[3 * rank, 3 * rank + 1, 3 * rank + 2] for rank in range(ranks.world_size)]
+    assert ranks.run(stay) == [(rows, rows) for rows in expected]
+
+
+def move_wide_rows():
+    """One rank has twelve rows, the other four; all weigh the same."""
+    rank = dist.get_rank()
+    rows = 12 if rank == 0 else 4
+    batch = {"x": torch.full((rows, 1000), rank), "text": [f"{rank}-{row}" for row in range(rows)]}
+    moved = redistribute_balanced(batch, [5] * rows)
+    moved_bytes = batch_nbytes(select_rows(batch, range(4)))
+    return moved.bytes_sent / moved_bytes, moved.bytes_received / moved_bytes, len(moved.indices), moved.num_moved
+
+
+def test_only_moved_rows_travel(two_ranks):
+    (sent, received_none, *first), (sent_none, received, *second) = two_ranks.run(move_wide_rows)
+    assert first == second == [8, 4]
+    assert sent_none == received_none == 0
+    assert 1 < sent == received < 1.05
+
+
+def sizes_that_only_counts_make_uneven():
+    """Loads are even as they lie, five rows against three; equal sizes are asked for all the same."""
+    rank = dist.get_rank()
+    batch = dense([1, 2, 3, 4, 5] if rank == 0 else [6, 7, 8])
+    workloads = [1, 1, 1, 1, 8] if rank == 0 else [4, 4, 4]
+    counts = [
+        len(redistribute_balanced(batch, workloads, equal_size=equal_size).indices) for equal_size in (True, False)
+    ]
+    return counts
+
+
+def test_equal_sizes_are_kept_where_no_load_falls(two_ranks):
+    assert two_ranks.run(sizes_that_only_counts_make_uneven) == [[4, 5], [4, 3]]
+
+
+def move_with_padding():
+    rank = dist.get_rank()
+    batch = padded_batch([3, 1, 4], 5) if rank == 0 else padded_batch([1], 5)
+    moved = redistribute_balanced(batch, [9] * 5)
+    home = moved.send_home({"id": moved.batch.sample_id})
+    return count_rows(moved.batch), count_real_rows(moved.batch), home["id"].tolist()
+
+
+def test_padding_is_left_out(two_ranks):
+    assert two_ranks.run(move_with_padding) == [(2, 2, [3, 1, 4]), (2, 2, [1])]
+
+
+LENGTHS = [[3, 9, 2, 6], [1], [], [4, 12]]
+
+
+def rollouts(rank, left):
+    """Rows as wide as the rank's own longest, plus a column for each rank before."""
+    lengths = LENGTHS[rank]
+    width = max(lengths, default=0) + rank + 1
+    mask = torch.arange(width) < torch.tensor(lengths, dtype=torch.int64).unsqueeze(1)
+    mask = mask.flip(1) if left else mask
+    row_ids = 10 * rank + torch.arange(len(lengths)).unsqueeze(1)
+    return {"mask": mask, "ids": torch.where(mask, row_ids, -1), "square": torch.ones(len(lengths), 2)}
+
+
+def move_rollouts(left, none_for_none):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batch = rollouts(rank, left)
+    if none_for_none and not LENGTHS[rank]:
+        batch = None
+    side = "left" if left else "right"
+    trim = Trim("mask", fields=["ids", "mask"], side=side, fill={"ids": -1})
+    moved = redistribute_balanced(batch, None if batch is None else LENGTHS[rank], trim=trim)
+    lengths = [length for part in LENGTHS[:world_size] for length in part]
+    longest = max(lengths[row] for row in moved.indices)
+    for row, home, ids, mask in zip(moved.indices, moved.home, moved.batch["ids"], moved.batch["mask"]):
+        used = ids[-lengths[row] :] if left else ids[: lengths[row]]
+        local = int(row) - sum(map(len, LENGTHS[: int(home)]))
+        assert (used == 10 * int(home) + local).all() and int((ids != -1).sum()) == int(mask.sum()) == lengths[row]
+    assert moved.batch["ids"].shape == moved.batch["mask"].shape == (len(moved.indices), longest)
+    home = moved.send_home(moved.untrim({"ids": moved.batch["ids"]}, fill=-1))
+    if LENGTHS[rank]:
+        widest = max(max(part, default=0) + rank + 1 for rank, part in enumerate(LENGTHS[:world_size]))
+        expected = torch.full((len(LENGTHS[rank]), widest), -1)
+        own = rollouts(rank, left)["ids"]
+        expected[:, slice(widest - own.shape[1], widest) if left else slice(0, own.shape[1])] = own
+        assert torch.equal(home["ids"], expected)
+    else:
+        assert home is None
+    return moved.num_moved
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("none_for_none", [False, True])
+def test_rollouts_of_different_widths(ranks, left, none_for_none):
+    assert ranks.run(move_rollouts, left, none_for_none)[0] > 0
+
+
+def mistaken_call(what):
+    rank = dist.get_rank()
+    batch = {"a": dense([1, 2, 3]), "meta": "same"}
+    workloads, options = [1, 2, 30], {}
+    if what == "nothing":
+        batch, workloads = None, None
+    elif what == "no rows":
+        batch, workloads = {"a": dense([1])[:0]}, []
+    elif what == "one row":
+        batch, workloads = ({"a": dense([1])}, [1]) if rank else (None, None)
+    elif what == "other dtypes" and rank:
+        batch["a"] = batch["a"].int()
+    elif what == "other metadata" and rank:
+        batch["meta"] = "other"
+    elif what == "other widths" and rank:
+        batch["a"] = batch["a"][:, :2]
+    elif what == "rows differ" and rank:
+        batch["b"] = dense([1])
+    elif what == "workloads missing" and rank:
+        workloads = None
+    elif what == "workloads without a batch" and rank:
+        batch = None
+    elif what == "negative" and rank:
+        workloads = [1, -2, 3]
+    elif what == "options":
+        options["equal_size"] = rank == 0
+    elif what == "groups on one rank" and rank:
+        options["group_ids"] = [1, 2, 3]
+    elif what == "one group":
+        options["group_ids"] = [7, 7, 7]
+    elif what == "slack":
+        options["slack"] = -1
+    elif what == "an object" and rank:
+        batch["meta"] = object()
+    elif what == "two sides":
+        batch["mask"] = torch.ones(3, 4)
+        options["trim"] = Trim("mask", side="both")
+    try:
+        redistribute_balanced(batch, workloads, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("nothing", "ValueError: the batch has 0 rows that are no padding; at least one is needed"),
+        ("no rows", "ValueError: the batch has 0 rows"),
+        (
+            "one row",
+            "ValueError: the number of rows is 1, that of parts (chunks or ranks) is 2; every part needs one: use",
+        ),
+        ("other dtypes", "ValueError: the batches of ranks 0 and 1 differ: 'a': Tensor dtype torch.int64 row shape"),
+        (
+            "other metadata",
+            "ValueError: the batches of ranks 0 and 1 differ: 'meta': same and other; rows can be mixed",
+        ),
+        (
+            "other widths",
+            "ValueError: the batches of ranks 0 and 1 differ: 'a': Tensor dtype torch.int64 row shape (3,)",
+        ),
+        ("rows differ", "ValueError: rank 1: fields of the dict disagree on the number of rows"),
+        ("workloads missing", "ValueError: rank 1: workloads is None, the batch has 3 rows; one per row is needed"),
+        ("workloads without a batch", "ValueError: rank 1: batch is None and there are 3 workloads"),
+        ("negative", "ValueError: rank 1: workloads[1] is -2"),
+        ("options", "ValueError: equal_size is True on rank 0 and False on rank 1 in redistribute_balanced"),
+        ("groups on one rank", "ValueError: group_ids are given on rank 1 and not on rank 0"),
+        ("one group", "ValueError: the number of groups is 1, that of parts"),
+        ("slack", "ValueError: rank 0: slack is -1; it must be finite and at least 0"),
+        ("an object", "TypeError: rank 1: 'meta' holds a object; what is no tensor or array travels as JSON"),
+        ("two sides", "ValueError: rank 0: sequences of 'mask' are padded on both sides; rows of different"),
+    ],
+)
+def test_a_mistake_is_raised_on_every_rank(two_ranks, what, message):
+    errors = two_ranks.run(mistaken_call, what, timeout=30)
+    assert all(error is not None and error.startswith(message) for error in errors), errors
+    assert two_ranks.run(stay, timeout=30)
+
+
+def results_that_do_not_fit():
+    moved = redistribute_balanced(dense([1, 2, 3]), [1, 2, 30 * (1 + dist.get_rank())])
+    moved.send_home(dense([1] * len(moved.indices))[dist.get_rank() :])
+
+
+def test_results_with_other_rows(two_ranks):
+    with pytest.raises(RankFailure, match="rank 1: results have 2 rows, the batch has 3") as caught:
+        two_ranks.run(results_that_do_not_fit, timeout=30)
+    assert "rank 0 raised ValueError" in str(caught.value)
+
+
+def test_without_ranks():
+    moved = redistribute_balanced({"ids": dense([1, 2, 3])}, [1, 2, 3])
+    assert torch.equal(moved.batch["ids"], dense([1, 2, 3])) and moved.num_moved == 0
+    assert torch.equal(moved.send_home(moved.batch)["ids"], dense([1, 2, 3]))

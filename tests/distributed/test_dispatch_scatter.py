@@ -1,0 +1,366 @@
+"""scatter_balanced on real ranks: every row once, nothing but the share on the wire, results in the batch's order."""
+
+from __future__ import annotations
+
+import datetime
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commons.dispatch import Trim, scatter_balanced
+from commons.sequence_batch.rows import batch_nbytes, count_real_rows, count_rows, select_rows
+from tests.any_batches import KINDS, as_values, dense, length_of, padded_batch
+from tests.rank_pool import RankFailure
+
+
+def scatter_and_gather(kind, ids, src, options):
+    """A share as the batch's own values, and what comes back of it."""
+    is_source = dist.get_rank() == src
+    batch = KINDS[kind](ids)
+    workloads = [length_of(sample) + 1 for sample in ids]
+    if is_source and "group_ids" in options:
+        options = options | {"group_ids": [f"g{sample % 3}" for sample in ids]}
+    share = scatter_balanced(
+        batch if is_source else None,
+        workloads if is_source else None,
+        src=src,
+        **{name: value for name, value in options.items() if is_source or name != "group_ids"},
+    )
+    real = share.indices[~share.is_padding].tolist()
+    expected = KINDS[kind]([ids[row] for row in real])
+    assert type(share.batch) is type(batch)
+    assert as_values(select_rows(share.batch, range(len(real)))) == as_values(expected)
+    assert count_rows(share.batch) == len(share.indices)
+    back = share.gather_back(share.batch)
+    assert (back is None) != is_source
+    if is_source:
+        assert as_values(back) == as_values(batch)
+    everywhere = share.gather_back({"score": torch.tensor([*share.indices.double()])}, to_all=True)
+    assert everywhere["score"].tolist() == list(range(len(ids)))
+    loads = sum(workloads[row] for row in real)
+    return real, len(share.indices), loads, share.imbalance
+
+
+def scatter_each(cases):
+    return [scatter_and_gather(*case) for case in cases]
+
+
+cases = st.tuples(
+    st.sampled_from(sorted(KINDS)),
+    st.lists(st.integers(0, 30), min_size=4, max_size=11),
+    st.integers(0, 1),
+    st.sampled_from([{}, {"pad": True}, {"equal_size": False}, {"pad": True, "equal_size": False}]),
+)
+
+
+@settings(max_examples=8)
+@given(st.lists(cases, min_size=5, max_size=5))
+def test_every_kind_of_batch(rank_pools, several):
+    for ranks in rank_pools.values():
+        for (_, ids, _, options), results in zip(several, zip(*ranks.run(scatter_each, several))):
+            rows, sizes, loads, imbalances = zip(*results)
+            assert sorted(row for each in rows for row in each) == list(range(len(ids)))
+            assert all(list(each) == sorted(each) for each in rows) and all(rows)
+            if options.get("equal_size", True):
+                assert max(map(len, rows)) - min(map(len, rows)) <= 1
+            assert sizes == ((max(map(len, rows)),) * len(sizes) if "pad" in options else tuple(map(len, rows)))
+            assert len(set(imbalances)) == 1
+            assert imbalances[0] == pytest.approx(max(loads) * len(loads) / sum(loads) - 1)
+
+
+def test_groups_stay_whole_and_fewer_rows_than_ranks(ranks):
+    ids = list(range(12))
+    results = ranks.run(scatter_and_gather, "everything", ids, 1, {"group_ids": None, "pad": True})
+    for rows, *_ in results:
+        assert all({other for other in ids if other % 3 == row % 3} <= set(rows) for row in rows)
+    results = ranks.run(scatter_and_gather, "BaseBatch", [5], 0, {"pad": True})
+    assert sorted(len(rows) for rows, *_ in results) == [0] * (ranks.world_size - 1) + [1]
+    assert {size for _, size, *_ in results} == {1}
+
+
+def scatter_padded(rows):
+    is_source = dist.get_rank() == 0
+    batch = padded_batch([3, 1, 4, 1, 5], 8) if is_source else None
+    share = scatter_balanced(batch, [9] * 8 if is_source else None, pad=True)
+    assert count_real_rows(share.batch) == int((~share.is_padding).sum())
+    return count_rows(share.batch), share.batch.sample_id[: count_real_rows(share.batch)].tolist()
+
+
+def test_padding_is_not_dealt_but_its_place_is(two_ranks):
+    results = two_ranks.run(scatter_padded, 8)
+    assert [size for size, _ in results] == [4, 4]
+    assert sorted(sample for _, ids in results for sample in ids) == [1, 1, 3, 4, 5]
+
+
+def text_batch(lengths, width, left=False):
+    """Tokens, a mask, per-token rewards and a score per row; row r has tokens of r + 1."""
+    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    mask = mask.flip(1) if left else mask
+    rows = torch.arange(1, len(lengths) + 1).unsqueeze(1)
+    return {
+        "input_ids": mask * rows,
+        "mask": mask,
+        "deep": [{"reward": (mask * rows).unsqueeze(-1).float().expand(-1, -1, 2).numpy()}],
+        "square": torch.ones(len(lengths), 3),
+        "length": np.array(lengths),
+    }
+
+
+LENGTHS = [3, 9, 1, 0, 4, 16, 2, 2]
+
+
+def trim_shares(left, by_lengths):
+    is_source = dist.get_rank() == 0
+    batch = text_batch(LENGTHS, 20, left)
+    side = "left" if left else "right"
+    if by_lengths:
+        trim = Trim(lengths="length", fields=["input_ids", "mask", ("deep", 0, "reward")], side=side)
+    else:
+        trim = Trim("mask", side=side)
+    share = scatter_balanced(batch if is_source else None, LENGTHS if is_source else None, trim=trim)
+    longest = max([LENGTHS[row] for row in share.indices] + [1])
+    rows = share.indices
+    columns = slice(20 - longest, 20) if left else slice(0, longest)
+    assert torch.equal(share.batch["input_ids"], batch["input_ids"][rows, columns])
+    assert torch.equal(share.batch["mask"], batch["mask"][rows, columns])
+    assert np.array_equal(share.batch["deep"][0]["reward"], batch["deep"][0]["reward"][rows][:, columns])
+    assert share.batch["square"].shape[1] == 3
+    per_token = {"double": share.batch["input_ids"] * 2}
+    back = share.gather_back(share.untrim(per_token))
+    if is_source:
+        assert torch.equal(back["double"], batch["input_ids"] * 2)
+    filled = (
+        share.untrim(share.batch["mask"], fill=1) if not by_lengths else share.untrim(per_token["double"], "length")
+    )
+    assert filled.shape == (len(rows), 20)
+    return longest, share.batch["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("by_lengths", [False, True])
+def test_shares_are_as_wide_as_their_own_longest_row(ranks, left, by_lengths):
+    widths = ranks.run(trim_shares, left, by_lengths)
+    assert all(longest == width for longest, width in widths)
+    assert len(set(widths)) > 1 and max(widths) == (16, 16)
+
+
+def received_bytes(rows, width):
+    is_source = dist.get_rank() == 1
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "ids": torch.randint(0, 9, (rows, width), generator=generator),
+        "mask": torch.ones(rows, width, dtype=torch.bool),
+        "text": [f"row {row}" for row in range(rows)],
+    }
+    share = scatter_balanced(batch if is_source else None, [1] * rows if is_source else None, src=1)
+    return share.bytes_received, batch_nbytes(share.batch), len(share.indices)
+
+
+def test_a_rank_receives_its_share_and_no_more(ranks):
+    results = ranks.run(received_bytes, 64, 512)
+    assert results[1][0] == 0
+    for received, share, rows in results[:1] + results[2:]:
+        assert rows == 64 // ranks.world_size
+        assert share < received < 1.05 * share
+
+
+def mistaken_call(what):
+    """Calls with a mistake on one rank or on all; the error's text on this rank."""
+    rank = dist.get_rank()
+    batch = {"a": dense([1, 2, 3, 4]), "b": dense([1, 2, 3, 4])}
+    given = [batch, [1, 2, 3, 4]] if rank == 0 else [None, None]
+    options = {}
+    if what == "empty batch":
+        given = [{"a": dense([])[:0]}, []] if rank == 0 else given
+    elif what == "one row":
+        given = [dense([1]), [1]] if rank == 0 else given
+    elif what == "rows differ":
+        batch["b"] = dense([1, 2, 3])
+    elif what == "no data":
+        given = [None, None]
+    elif what == "no workloads":
+        given = [batch, None] if rank == 0 else given
+    elif what == "data elsewhere":
+        given = [batch, [1, 2, 3, 4]]
+    elif what == "another src":
+        options["src"] = rank
+    elif what == "another option":
+        options["pad"] = rank == 0
+    elif what == "another trim":
+        options["trim"] = Trim("a") if rank == 0 else Trim("b")
+    elif what == "src outside":
+        options["src"] = 9
+    elif what == "workloads too short":
+        given[1] = [1, 2, 3] if rank == 0 else None
+    elif what == "negative workloads":
+        given[1] = [1, 2, -3, 4] if rank == 0 else None
+    elif what == "fractional workloads":
+        given[1] = torch.tensor([1, 2, 3.5, 4]) if rank == 0 else None
+    elif what == "an object":
+        batch["meta"] = object()
+    elif what == "no such field":
+        options["trim"] = Trim("mask")
+    elif what == "numpy option":
+        options["equal_size"] = np.bool_(True)
+    elif what == "wrong trim":
+        options["trim"] = "mask"
+    elif what == "wrong group ids" and rank == 0:
+        options["group_ids"] = [1, 2]
+    try:
+        scatter_balanced(*given, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("empty batch", "ValueError: rank 0: the batch has 0 rows that are no padding; at least one is needed"),
+        ("one row", "ValueError: rank 0: the number of rows is 1, that of parts (chunks or ranks) is 2; every"),
+        ("rows differ", "ValueError: rank 0: fields of the dict disagree on the number of rows: {'a': 4, 'b': 3}"),
+        ("no data", "ValueError: rank 0: this rank is the source and passes no batch and no workloads; the source"),
+        ("no workloads", "ValueError: rank 0: this rank is the source and passes no workloads; the source has all"),
+        (
+            "data elsewhere",
+            "ValueError: rank 1: this rank passes batch and workloads, the source is rank 0; the",
+        ),
+        ("another src", "ValueError: src is 0 on rank 0 and 1 on rank 1 in scatter_balanced; all ranks pass the same"),
+        ("another option", "ValueError: pad is True on rank 0 and False on rank 1 in scatter_balanced"),
+        ("another trim", "ValueError: trim is [[['a', None, 'right'], None, []]] on rank 0 and [[['b'"),
+        ("src outside", "ValueError: rank 0: src is 9, the group has 2 ranks; "),
+        ("workloads too short", "ValueError: rank 0: workloads has 3 entries, there are 4 rows"),
+        ("negative workloads", "ValueError: rank 0: workloads[2] is -3; values must be non-negative integers"),
+        ("fractional workloads", "ValueError: rank 0: workloads[2] is 3.5; values must be non-negative integers"),
+        ("an object", "TypeError: rank 0: 'meta' holds a object; what is no tensor or array travels as JSON"),
+        ("no such field", "KeyError: \"rank 0: the batch has no field 'mask' to trim by; its fields are 'a', 'b'"),
+        ("numpy option", "TypeError: rank 0: equal_size is a bool; ranks compare their options as JSON"),
+        ("wrong trim", "TypeError: rank 0: trim holds a str; it is a Trim or a list of them"),
+        ("wrong group ids", "ValueError: rank 0: group_ids have shape (2,)"),
+    ],
+)
+def test_a_mistake_is_raised_on_every_rank(two_ranks, what, message):
+    errors = two_ranks.run(mistaken_call, what, timeout=30)
+    assert all(error is not None and error.startswith(message) for error in errors), errors
+    assert not any("\n" in error for error in errors)
+    # Nothing is left behind: the next call works.
+    assert two_ranks.run(received_bytes, 4, 2, timeout=30)
+
+
+def scatter_without_rank_1():
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 has given up"], datetime.timedelta(seconds=60))
+        raise RuntimeError("came late")
+    try:
+        scatter_balanced(dense([1, 2]), [1, 2], timeout=2)
+    finally:
+        store.set("rank 0 has given up", "1")
+
+
+def test_a_rank_that_does_not_take_part_is_named(two_ranks):
+    assert two_ranks.run(received_bytes, 4, 2)  # the groups exist
+    with pytest.raises(RankFailure) as caught:
+        two_ranks.run(scatter_without_rank_1)
+    message = str(caught.value)
+    assert "RankMissingError: rank 1 did not take part in the call of scatter_balanced" in message
+    assert "all ranks make the same calls" in message and "Shuffler" not in message.split("Traceback")[0]
+
+
+def results_that_do_not_fit(what):
+    rank = dist.get_rank()
+    share = scatter_balanced(dense([1, 2, 3, 4]) if rank == 0 else None, [1, 2, 3, 4] if rank == 0 else None)
+    results = torch.zeros(2, 1 + rank if what == "width" else 1)
+    if what == "rows" and rank == 1:
+        results = results[:1]
+    if what == "to_all":
+        return share.gather_back(results, to_all=rank == 0)
+    if what == "call":
+        return share.gather_back(results) if rank else scatter_balanced(None, None, src=1)
+    return share.gather_back(results)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("rows", "rank 1: results have 1 rows, the share has 2; they have a row per row of the share"),
+        ("width", r"rank 0: batches 0 and 1 differ at 'the batch itself': row shape \(1,\) and \(2,\)"),
+        ("to_all", "to_all is True on rank 0 and False on rank 1 in gather_back"),
+        ("call", "rank 0 calls scatter_balanced and rank 1 calls gather_back; all ranks make the same calls"),
+    ],
+)
+def test_results_that_do_not_fit(two_ranks, what, message):
+    with pytest.raises(RankFailure, match=message) as caught:
+        two_ranks.run(results_that_do_not_fit, what, timeout=30)
+    assert "rank 0 raised ValueError" in str(caught.value) and "rank 1 raised ValueError" in str(caught.value)
+
+
+def scatter_in_steps(pad):
+    """Log-probabilities to the source, advantages from there: to the rows that they belong to."""
+    is_source = dist.get_rank() == 1
+    ids = list(range(10, 21))
+    share = scatter_balanced(
+        padded_batch(ids, 14) if is_source else None, [*ids, 0, 0, 0] if is_source else None, src=1, pad=pad
+    )
+    logprobs = share.gather_back(share.batch.sample_id.double() / 10)
+    more = {"advantage": logprobs * 2, "text": [f"t{sample}" for sample in ids]} if is_source else None
+    more = share.scatter_more(more)
+    real = count_real_rows(share.batch)
+    assert count_rows(more) == count_rows(share.batch)
+    assert more["advantage"][:real].tolist() == pytest.approx((share.batch.sample_id[:real] / 5).tolist())
+    assert more["text"][:real] == [f"t{sample}" for sample in share.batch.sample_id[:real].tolist()]
+    wide = share.scatter_more(torch.arange(14) if is_source else None)  # of the whole batch, padding included
+    assert wide[:real].tolist() == share.indices[:real].tolist()
+    return real
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_more_of_the_same_rows(ranks, pad):
+    assert sum(ranks.run(scatter_in_steps, pad)) == 11
+
+
+def scatter_wrong_rows(rows, everywhere):
+    is_source = dist.get_rank() == 0
+    share = scatter_balanced(dense([1, 2, 3]) if is_source else None, [1, 2, 3] if is_source else None)
+    share.scatter_more(torch.zeros(rows) if is_source or everywhere else None)
+
+
+def test_more_of_other_rows(two_ranks):
+    for rows, everywhere, message in [
+        (4, False, "rank 0: the batch has 4 rows, 3 were dealt; more of the same rows has a row for each"),
+        (3, True, "rank 1: this rank passes batch, the source is rank 0"),
+    ]:
+        with pytest.raises(RankFailure, match=message) as caught:
+            two_ranks.run(scatter_wrong_rows, rows, everywhere, timeout=30)
+        assert "rank 0 raised ValueError" in str(caught.value) and "rank 1 raised ValueError" in str(caught.value)
+
+
+def test_without_ranks():
+    share = scatter_balanced({"ids": dense([1, 2, 3])}, [1, 2, 3], trim=None)
+    assert torch.equal(share.batch["ids"], dense([1, 2, 3])) and share.bytes_received == 0
+    assert torch.equal(share.gather_back(share.batch)["ids"], dense([1, 2, 3]))
+    with pytest.raises(ValueError, match="this rank is the source and passes no batch"):
+        scatter_balanced(None, None)
+
+
+def in_a_subgroup():
+    group = dist.new_group([1, 3])
+    if dist.get_rank() not in (1, 3):
+        return None
+    is_source = dist.get_rank() == 3
+    share = scatter_balanced(
+        dense([1, 2, 3]) if is_source else None, [3, 2, 1] if is_source else None, src=1, group=group
+    )
+    back = share.gather_back(share.batch)
+    return share.indices.tolist(), None if back is None else back.tolist()
+
+
+def test_a_source_is_a_rank_of_its_group(rank_pools):
+    results = rank_pools[4].run(in_a_subgroup)
+    assert results[0] is results[2] is None and results[1][1] is None
+    assert results[3][1] == dense([1, 2, 3]).tolist()
+    assert sorted(results[1][0] + results[3][0]) == [0, 1, 2]

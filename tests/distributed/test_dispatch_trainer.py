@@ -1,0 +1,196 @@
+"""single_rank_load in training: the same global batches, the same weights, and resumed runs that go on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+
+from commons.datasets.movielens import preprocess_movielens
+from commons.datasets.movielens_generator import generate_movielens
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.pipeline import balanced
+from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.data import deal_out, train_and_eval_loaders
+from commons.trainer.loop import TrainingLoop
+from hstu import HSTUBalancedBatchShuffler
+from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
+from hstu.sharding import build_distributed_model
+from tests.batches import rows_as_values
+from tests.distributed.test_hstu_train import TINY, run
+from tests.models import AveragedSGD, weights_of
+from tests.rank_pool import RankFailure
+
+CPU = torch.device("cpu")
+OWN, IN_TURN, BALANCED = "own", "in turn", "balanced"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """58 users for training: with 8 rows a step the last one has 2, fewer than four ranks."""
+    folder = tmp_path_factory.mktemp("data")
+    archive = generate_movielens(folder / "ml-1m", num_users=69, seed=3)
+    return str(preprocess_movielens(archive.path, folder / "out", test_fraction=0.1, seed=0))
+
+
+def trainer_args(how, **changes):
+    return TrainerArgs(
+        8 // dist.get_world_size(),
+        4,
+        single_rank_load=how != OWN,
+        balance_batch=how == BALANCED,
+        tensorboard=False,
+        log_interval=1,
+        **changes,
+    )
+
+
+def make_loader(data, trainer, shuffler):
+    dataset = DatasetArgs("ml-1m", 200, data, max_num_candidates=2, shuffle=True)
+    loader, _ = train_and_eval_loaders(dataset, trainer, CPU)
+    dealt = deal_out(loader, trainer, CPU, shuffler.get_workloads) if trainer.single_rank_load else None
+    return loader, dealt
+
+
+def make_config(loader, dropout=0.0):
+    hstu = HSTUConfig(8, 1, 2, 4, max_sequence_length=loader.dataset.max_sequence_length, dropout=dropout)
+    return RankingConfig(hstu, loader.dataset.vocabulary_sizes, (8, 1), 1)
+
+
+def train_plain(data, how):
+    """One epoch on plain float64 tables: every batch of this rank, the loads of all of them, and the weights."""
+    workloads = HSTUBalancedBatchShuffler(8, 2, 4, 1)
+    loader, dealt = make_loader(data, trainer_args(how), workloads)
+    torch.manual_seed(0)
+    model = HSTURankingModel(make_config(loader), plain_embeddings=True).double()
+    shuffler = IdentityBalancedBatchShuffler()
+    pipeline = balanced(TrainPipelineBase)(model, AveragedSGD(model.parameters(), lr=0.2), CPU, batch_shuffler=shuffler)
+    seen, loads = [], []
+
+    def watch():
+        for batch in loader if dealt is None else dealt:
+            seen.append((batch.batch_size, rows_as_values(batch)))
+            loads.append(int(workloads.get_workloads(batch)[: batch.actual_batch_size].sum()))
+            yield batch
+
+    source = watch()
+    try:
+        while True:
+            pipeline.progress(source)
+    except StopIteration:
+        pass
+    for user in (workloads, shuffler, dealt):
+        if user is not None:
+            user.close()
+    return seen, loads, weights_of(model)
+
+
+def test_the_weights_do_not_depend_on_who_loads(ranks, data):
+    results = {how: ranks.run(train_plain, data, how) for how in (OWN, IN_TURN, BALANCED)}
+    batches = {how: [seen for seen, _, _ in result] for how, result in results.items()}
+    # One row to each rank in turn is what the sampler of each rank does: the very same batches. Ranks that are left
+    # without a row in the last step get padding, where with a loader of their own they have ended.
+    with_rows = [[batch for batch in seen if batch[1]] for seen in batches[IN_TURN]]
+    assert with_rows == batches[OWN] and {len(seen) for seen in batches[IN_TURN]} == {8}
+    size = 8 // ranks.world_size
+    for how in (OWN, IN_TURN, BALANCED):
+        assert all({batch_size for batch_size, _ in seen} == {size} for seen in batches[how])
+    for step in range(8):
+        rows = {how: sorted(row for seen in batches[how] for row in seen[step][1]) for how in (IN_TURN, BALANCED)}
+        assert rows[BALANCED] == rows[IN_TURN] and len(rows[IN_TURN]) == (2 if step == 7 else 8)
+    largest = {
+        how: sum(max(loads) for loads in zip(*(loads for _, loads, _ in results[how]))) for how in (IN_TURN, BALANCED)
+    }
+    assert largest[BALANCED] < 0.97 * largest[IN_TURN]
+    own = results[OWN][0][2]
+    for how in (IN_TURN, BALANCED):
+        found = results[how][0][2]
+        assert max(float((found[name] - own[name]).abs().max()) for name in own) < 1e-12
+
+
+def run_loop(data, run_dir, how, **changes):
+    torch.manual_seed(7)
+    workloads, shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 1), IdentityBalancedBatchShuffler()
+    trainer = trainer_args(how, run_dir=run_dir, **changes)
+    loader, dealt = make_loader(data, trainer, workloads)
+    model = build_distributed_model(
+        HSTURankingModel(make_config(loader, dropout=0.2)),
+        device=CPU,
+        sharding="row_wise",
+        local_world_size=dist.get_world_size(),
+    )
+    torch.manual_seed(100 + dist.get_rank())  # dropout differs from rank to rank
+    optimizer = torch.optim.Adam(
+        [parameter for name, parameter in model.named_parameters() if "embedding" not in name], lr=0.01
+    )
+    try:
+        TrainingLoop(
+            trainer,
+            model=model,
+            optimizer=optimizer,
+            device=CPU,
+            shuffler=shuffler,
+            train_loader=loader if dealt is None else dealt,
+            fingerprint={},
+        ).run()
+        return [weight.tolist() for weight in weights_of(model).values()]
+    finally:
+        for user in (workloads, shuffler, dealt):
+            if user is not None:
+                user.close()
+
+
+def train_without_dealing_out(data, run_dir):
+    trainer = trainer_args(IN_TURN, run_dir=run_dir)
+    loader, _ = train_and_eval_loaders(DatasetArgs("ml-1m", 20, data), trainer, CPU)
+    shuffler = IdentityBalancedBatchShuffler()
+    model = torch.nn.Linear(1, 1)
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        TrainingLoop(trainer, model=model, optimizer=optimizer, device=CPU, shuffler=shuffler, train_loader=loader)
+    finally:
+        shuffler.close()
+
+
+def test_a_program_that_does_not_deal_out(two_ranks, data, tmp_path):
+    with pytest.raises(RankFailure, match="single_rank_load is True and train_loader is a .* deal_out makes of it"):
+        two_ranks.run(train_without_dealing_out, data, str(tmp_path))
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path):
+    """Twelve steps, four of them in the second epoch, saved after the fifth and resumed."""
+    whole = two_ranks.run(run_loop, data, str(tmp_path / "whole"), BALANCED, max_train_iters=12)
+    saving = {"ckpt_save_dir": str(tmp_path / "checkpoints"), "ckpt_save_interval": 100}
+    two_ranks.run(run_loop, data, str(tmp_path / "parts"), BALANCED, max_train_iters=5, **saving)
+    loading = {"ckpt_load_dir": saving["ckpt_save_dir"], "max_train_iters": 12}
+    resumed = two_ranks.run(run_loop, data, str(tmp_path / "parts"), BALANCED, **loading)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 12
+    assert resumed == whole
+
+
+def test_hstu_under_torchrun(tmp_path):
+    status, shown, errors = run(
+        "torch.distributed.run",
+        "-m",
+        "hstu.train",
+        *TINY,
+        "--trainer.single-rank-load",
+        "--trainer.balance-batch",
+        "--trainer.run-dir",
+        tmp_path,
+    )
+    assert status == 0, errors
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [2, 4, 6]
+    # Dealt out evenly: the shuffler, which only looks on, finds little to gain.
+    assert all(line["imbalance_before"] < 0.2 and line["moved"] == 0 for line in steps)
+    assert {line["eval_rows"] for line in lines if "eval_loss" in line} == {16}

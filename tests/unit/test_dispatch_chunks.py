@@ -1,0 +1,174 @@
+"""split_balanced: every row once, even work, and predictions back in the batch's order; plans of moves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.dispatch import split_balanced
+from commons.dispatch.moves import as_int64_ids, plan_moves
+from commons.perf_model.partitioner import partition
+from commons.sequence_batch.rows import count_real_rows, count_rows, select_rows
+from tests.any_batches import KINDS, as_values, dense, everything, padded_batch
+
+samples = st.lists(st.integers(0, 30), min_size=1, max_size=12)
+weights = st.integers(0, 1000)
+
+
+@given(st.sampled_from(sorted(KINDS)), samples, st.data())
+def test_chunks_hold_every_row_once_and_results_come_back(kind, ids, data):
+    batch = KINDS[kind](ids)
+    pad = data.draw(st.booleans())
+    num_chunks = data.draw(st.integers(1, 15 if pad else len(ids)))
+    equal_size = data.draw(st.booleans())
+    workloads = data.draw(st.lists(weights, min_size=len(ids), max_size=len(ids)))
+    result = split_balanced(batch, num_chunks, workloads, equal_size=equal_size, pad=pad)
+
+    real = [rows[rows >= 0].tolist() for rows in result.indices]
+    assert sorted(row for rows in real for row in rows) == list(range(len(ids)))
+    assert all(rows == sorted(rows) for rows in real)
+    if equal_size:
+        assert max(map(len, real)) - min(map(len, real)) <= 1
+    if len(ids) >= num_chunks:
+        assert all(real)
+    assert result.loads.tolist() == [sum(workloads[row] for row in rows) for rows in real]
+    for chunk, rows, indices, padding in zip(result.chunks, real, result.indices, result.is_padding):
+        assert type(chunk) is type(batch)
+        assert as_values(select_rows(chunk, range(len(rows)))) == as_values(KINDS[kind]([ids[row] for row in rows]))
+        assert count_rows(chunk) == len(indices) == (max(map(len, real)) if pad else len(rows))
+        assert padding.tolist() == [False] * len(rows) + [True] * (len(indices) - len(rows))
+        if kind in ("BaseBatch", "everything"):
+            assert count_real_rows(chunk) == len(rows)
+    assert as_values(result.restore(result.chunks)) == as_values(batch)
+    predictions = [rows.double() for rows in result.indices]
+    assert torch.cat(predictions)[result.inverse].tolist() == list(range(len(ids)))
+    assert result.restore(predictions).tolist() == list(range(len(ids)))
+
+
+@given(samples, st.integers(1, 6), st.integers(1, 4), st.booleans())
+def test_groups_stay_whole(ids, num_chunks, num_groups, as_strings):
+    groups = [sample % num_groups for sample in ids]
+    names = [f"group {group}" for group in groups] if as_strings else groups
+    count = len(set(groups))
+    workloads = [sample + 1 for sample in ids]
+    if count < num_chunks:
+        with pytest.raises(ValueError, match=f"number of groups is {count}|number of rows is {len(ids)}"):
+            split_balanced(dense(ids), num_chunks, workloads, group_ids=names)
+        return
+    result = split_balanced(dense(ids), num_chunks, workloads, group_ids=names)
+    found = [{groups[row] for row in rows} for rows in result.indices]
+    assert sum(map(len, found)) == count and max(map(len, found)) - min(map(len, found)) <= 1
+    assert result.restore(result.chunks).tolist() == dense(ids).tolist()
+
+
+@given(st.lists(weights, min_size=8, max_size=40), st.integers(2, 8))
+def test_work_is_even(workloads, num_chunks):
+    result = split_balanced(dense(range(len(workloads))), num_chunks, workloads)
+    assert result.loads.tolist() == partition(workloads, num_chunks).loads.tolist()
+    mean = sum(workloads) / num_chunks
+    assert result.imbalance == pytest.approx(max(result.loads.tolist()) / mean - 1 if mean else 0.0)
+    again = split_balanced(dense(range(len(workloads))), num_chunks, np.array(workloads))
+    assert [rows.tolist() for rows in again.indices] == [rows.tolist() for rows in result.indices]
+
+
+def test_padding_that_a_batch_states():
+    batch = padded_batch([3, 1, 4], 8)
+    halves = split_balanced(batch, 2, [5, 5, 5] + [99] * 5, pad=True)
+    assert [count_rows(chunk) for chunk in halves.chunks] == [4, 4]
+    assert sorted(count_real_rows(chunk) for chunk in halves.chunks) == [1, 2]
+    tight = split_balanced(batch, 2, [5, 5, 5] + [99] * 5)
+    assert sorted(count_rows(chunk) for chunk in tight.chunks) == [1, 2]
+    for result in (halves, tight):
+        assert result.loads.sum() == 15
+        assert result.restore([chunk.sample_id for chunk in result.chunks]).tolist() == [3, 1, 4]
+        assert as_values(result.restore(result.chunks)) == as_values(padded_batch([3, 1, 4]))
+
+
+def test_results_of_chunks_may_be_of_another_kind():
+    result = split_balanced(everything([4, 7, 1, 9, 2]), 2, [4, 7, 1, 9, 2], pad=True)
+    back = result.restore(
+        [{"score": chunk["padded"].sample_id * 10, "text": chunk["texts"]} for chunk in result.chunks]
+    )
+    assert back["score"].tolist() == [40, 70, 10, 90, 20] and back["text"] == ["t4", "t7", "t1", "t9", "t2"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_chunks", "workloads", "options", "message"),
+    [
+        (dense([])[:0], 1, [], {}, "the batch has 0 rows that are no padding; at least one is needed"),
+        (padded_batch([], 3), 1, [1, 1, 1], {}, "the batch has 0 rows that are no padding"),
+        (dense([1]), 2, [1], {}, r"number of rows is 1, that of parts \(chunks or ranks\) is 2; .* or pad=True"),
+        (dense([1, 2]), 0, [1, 2], {}, "num_chunks is 0; it must be at least 1"),
+        (dense([1, 2]), 1.5, [1, 2], {}, "num_chunks is 1.5; it must be an integer"),
+        ({"a": dense([1, 2]), "b": dense([1])}, 1, [1, 2], {}, "disagree on the number of rows: {'a': 2, 'b': 1}"),
+        (dense([1, 2]), 2, [1], {}, "workloads has 1 entries, there are 2 rows"),
+        (dense([1, 2]), 2, [1, -2], {}, r"workloads\[1\] is -2; values must be non-negative integers"),
+        (dense([1, 2]), 2, [1, 2.5], {}, r"workloads\[1\] is 2.5"),
+        (dense([1, 2]), 2, [1, 2], {"group_ids": [1]}, r"group_ids have shape \(1,\) .* there are 2 rows"),
+        (dense([1, 2]), 2, [1, 2], {"group_ids": [0.5, 1.5]}, "dtype float64"),
+    ],
+)
+def test_bad_input(batch, num_chunks, workloads, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        split_balanced(batch, num_chunks, workloads, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_results_that_do_not_fit():
+    halves = split_balanced(dense([1, 2, 3]), 2, [1, 2, 3])
+    with pytest.raises(ValueError, match="there are 1 results for 2 chunks; every chunk has one"):
+        halves.restore(halves.chunks[:1])
+    with pytest.raises(ValueError, match="result 0 has 0 rows, chunk 0 has"):
+        halves.restore([chunk[:0] for chunk in halves.chunks])
+
+
+moves_input = st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(lambda rows: sum(rows) >= len(rows))
+
+
+@given(moves_input, st.booleans(), st.sampled_from([0.0, 0.01, 0.5]), st.data())
+def test_moves(rows_per_rank, equal_size, slack, data):
+    num_rows, num_ranks = sum(rows_per_rank), len(rows_per_rank)
+    workloads = np.array(data.draw(st.lists(weights, min_size=num_rows, max_size=num_rows)), dtype=np.int64)
+    moves = plan_moves(workloads, np.array(rows_per_rank), equal_size=equal_size, slack=slack)
+    counts = np.bincount(moves.destination, minlength=num_ranks)
+    assert counts.min() >= 1 and (not equal_size or counts.max() - counts.min() <= 1)
+    assert moves.loads_before.sum() == moves.loads_after.sum() == workloads.sum()
+    if not equal_size and min(rows_per_rank) > 0:
+        assert moves.loads_after.max() <= moves.loads_before.max()
+    local = [moves.local_rows(home, rank) for home in range(num_ranks) for rank in range(num_ranks)]
+    assert [sorted(np.concatenate(local[home * num_ranks : (home + 1) * num_ranks])) for home in range(num_ranks)] == [
+        list(range(rows)) for rows in rows_per_rank
+    ]
+
+
+@given(moves_input, st.integers(1, 4), st.data())
+def test_moved_groups_stay_whole(rows_per_rank, num_groups, data):
+    num_rows = sum(rows_per_rank)
+    groups = as_int64_ids(
+        data.draw(st.lists(st.integers(0, num_groups), min_size=num_rows, max_size=num_rows)), num_rows
+    )
+    if len(set(groups.tolist())) < len(rows_per_rank):
+        with pytest.raises(ValueError, match="number of groups is"):
+            plan_moves(np.ones(num_rows, dtype=np.int64), np.array(rows_per_rank), group_ids=groups)
+        return
+    moves = plan_moves(np.arange(num_rows), np.array(rows_per_rank), group_ids=groups)
+    for group in set(groups.tolist()):
+        assert len(set(moves.destination[groups == group].tolist())) == 1
+
+
+def test_rows_move_where_only_counts_are_uneven():
+    workloads, rows = np.array([1, 1, 1, 1, 8, 4, 4, 4]), np.array([5, 3])
+    assert np.bincount(plan_moves(workloads, rows).destination).tolist() == [4, 4]
+    assert not plan_moves(workloads, rows, equal_size=False).moves.any()
+    # No load falls, and yet no rank is left without a row.
+    assert np.bincount(plan_moves(np.array([0, 9, 0]), np.array([3, 0]), equal_size=False).destination).min() == 1
+
+
+def test_balanced_rows_stay_where_they_are():
+    moves = plan_moves(np.array([5, 5, 9, 1]), np.array([2, 2]))
+    assert not moves.moves.any()
+    ids = as_int64_ids(["a", "b", "a"], 3)
+    assert ids[0] == ids[2] != ids[1] and ids.min() >= 0

@@ -1,0 +1,145 @@
+"""A batch as bytes and back: the same batch, in storage of its own, without pickle."""
+
+from __future__ import annotations
+
+import datetime
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.dispatch.plain_values import decode_plain, encode_plain
+from commons.dispatch.wire import MessageBuffer, decode, encode
+from commons.sequence_batch.rows import batch_nbytes, row_leaves
+from tests.any_batches import KINDS, as_values, dense, nested
+from tests.batches import JAGGED_DTYPES, random_batch, rows_as_values
+
+
+def there_and_back(*batches, extra=None):
+    buffer = MessageBuffer(0, on_accelerator=False)
+    buffer.append(encode(*batches, extra=extra))
+    return decode(buffer.bytes)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@given(ids=st.lists(st.integers(0, 30), max_size=6))
+def test_a_batch_arrives_as_it_was(kind, ids):
+    batch = KINDS[kind](ids)
+    (result,), extra = there_and_back(batch, extra={"a": (1, None)})
+    assert type(result) is type(batch) and as_values(result) == as_values(batch) and extra == {"a": (1, None)}
+
+
+@pytest.mark.parametrize("dtype", [*JAGGED_DTYPES, torch.complex64, torch.float8_e4m3fn])
+def test_every_dtype(dtype):
+    tensor = torch.tensor([[0, 1], [1, 0], [1, 1]]).to(dtype)
+    (result,), _ = there_and_back({"x": tensor, "y": tensor[:0], "z": tensor.t()[:, 1:].t()})
+    assert result["x"].dtype == dtype and torch.equal(result["x"].to(torch.complex64), tensor.to(torch.complex64))
+    assert result["y"].shape == (0, 2) and torch.equal(result["z"].to(torch.complex64), tensor[1:].to(torch.complex64))
+    if dtype in JAGGED_DTYPES:
+        batch = random_batch(3, 5, 4, values_dtype=dtype)
+        (again,), _ = there_and_back(batch)
+        assert rows_as_values(again, padding=True) == rows_as_values(batch, padding=True)
+
+
+def test_arrays_and_views():
+    batch = {
+        "time": np.array(["2024-01-01", "NaT"], dtype="datetime64[D]"),
+        "bytes": np.array([b"a", b"bc"]),
+        "swapped": np.array([1, 2], dtype=">i4"),
+        "strided": np.arange(8).reshape(2, 4)[:, ::2],
+        "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
+        "expanded": torch.ones(1, 3).expand(2, 3),
+        "grad": torch.ones(2, requires_grad=True),
+    }
+    (result,), _ = there_and_back(batch)
+    for name in ("time", "bytes", "swapped", "strided"):
+        assert result[name].dtype == batch[name].dtype and result[name].tobytes() == batch[name].tobytes()
+    assert torch.equal(result["conjugated"], batch["conjugated"]) and torch.equal(result["expanded"], torch.ones(2, 3))
+    assert not result["grad"].requires_grad
+
+
+def test_several_batches_in_one_buffer():
+    buffer = MessageBuffer(10, on_accelerator=False)
+    batches = [dense([1, 2]), nested([3, 4]), ["a"]]
+    for batch in batches:
+        buffer.append(encode(batch))
+    buffer.append(None)
+    parts = buffer.bytes.split(buffer.sizes)
+    assert [as_values(decode(part)[0][0]) for part in parts[:3]] == [as_values(batch) for batch in batches]
+    assert buffer.sizes[3] == 0
+    storages = [
+        tensor.untyped_storage()
+        for part in parts[:2]
+        for _, kind, leaf in row_leaves(decode(part)[0][0])
+        for tensor in kind.tensors(leaf)
+    ]
+    assert len({storage.data_ptr() for storage in storages}) == len(storages)
+    assert all(storage.nbytes() < buffer.bytes.numel() for storage in storages)
+
+
+def test_a_message_is_little_more_than_its_tensors():
+    batch = random_batch(0, 400)
+    message = encode(batch)
+    assert batch_nbytes(batch) < message.nbytes < 1.05 * batch_nbytes(batch)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.integers() | st.text() | st.tuples(st.integers()), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(plain)
+def test_plain_values(value):
+    (_,), extra = there_and_back(dense([1]), extra=value)
+    assert extra == value and repr(extra) == repr(value)
+
+
+def test_other_plain_values():
+    for value in (torch.float16, torch.device("cuda", 1), np.float32(0.1), np.int64(-3), np.bool_(True), np.str_("x")):
+        again = decode_plain(encode_plain(value, ()))
+        assert again == value and type(again) is type(value)
+
+
+@dataclass
+class Unknown:
+    x: torch.Tensor
+
+
+def test_a_class_that_the_receiver_does_not_have(monkeypatch):
+    message = MessageBuffer(0, on_accelerator=False)
+    message.append(encode(Unknown(dense([1]))))
+    monkeypatch.delattr(f"{__name__}.Unknown")
+    with pytest.raises(KeyError, match=f"class Unknown of module {__name__} is unknown on this rank; .* import"):
+        decode(message.bytes)
+
+
+def test_what_cannot_be_sent():
+    @dataclass
+    class Local:
+        x: torch.Tensor
+
+    Pair = namedtuple("Elsewhere", ["x"])
+    for batch, message in [
+        (Local(dense([1])), "'the batch itself' is a .*Local, which is not found under that name"),
+        ({"p": Pair(dense([1]))}, "'p' is a Elsewhere, which is not found"),
+        (
+            {"x": dense([1]), "when": datetime.date(2024, 1, 1)},
+            "'when' holds a date; what is no tensor or array travels",
+        ),
+        ({"x": dense([1]), "lists": [object()]}, "'lists' holds a object"),
+        ({"x": dense([1]), "o": np.array([object()], dtype=object)}, "'o' holds a object"),
+        ({"x": np.zeros(1, dtype=[("a", "i4")])}, "'x' is an array of dtype .* pass its fields as arrays of their own"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            encode(batch)
+    assert type(there_and_back(OrderedDict(x=dense([1])))[0][0]) is OrderedDict
