@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,44 +9,43 @@ from typing import Literal
 import tyro
 
 from commons.cli.console import print_summary
-from commons.datasets.movielens_generator import GeneratedArchive, generate_movielens
-
-_GENERATORS: dict[str, Callable[..., GeneratedArchive]] = {"ml-1m": generate_movielens}
+from commons.datasets.public_datasets import PUBLIC_DATASETS
 
 
 @dataclass
 class Generate:
     """Write a generated archive in the raw format of a public data set.
 
-    Lengths follow the published statistics; users, items and ratings are drawn at random.
+    Lengths follow the published statistics; users, items and feedback are drawn at random.
 
     For example:
       evenrank generate ml-1m --output ml-1m.zip
-      evenrank generate ml-1m --output small/ml-1m --num-users 500 --seed 7
+      evenrank generate ml-20m --output small/ml-20m --num-users 500 --seed 7
+      evenrank generate kuairand-pure --output KuaiRand-Pure.tar.gz
     """
 
-    dataset_name: tyro.conf.Positional[Literal["ml-1m"]]
+    dataset_name: tyro.conf.Positional[Literal["ml-1m", "ml-20m", "kuairand-pure", "kuairand-1k", "kuairand-27k"]]
     """The data set."""
 
     output: Path
-    """A path that ends in .zip becomes a zip file, any other a folder."""
+    """A path that ends in .zip or .tar.gz becomes such a file, any other a folder."""
 
-    num_users: int = 6040
-    """Users; the default is the published number."""
+    num_users: int | None = None
+    """Users; the published number if not given. KuaiRand-27K then takes 25 GB."""
 
     seed: int = 0
     """The same seed gives the same archive."""
 
     def run(self) -> None:
         """Generate, then print what was written."""
-        archive = _GENERATORS[self.dataset_name](
-            self.output, num_users=self.num_users, seed=self.seed, show_progress=True
-        )
+        dataset = PUBLIC_DATASETS[self.dataset_name]
+        num_users = dataset.num_users if self.num_users is None else self.num_users
+        archive = dataset.generate(self.output, num_users=num_users, seed=self.seed, show_progress=True)
         print_summary(
             f"{self.dataset_name} (generated)",
             {
                 "users": f"{archive.num_users:,}",
-                "ratings": f"{archive.num_ratings:,}",
+                "interactions": f"{archive.num_interactions:,}",
                 "length": f"mean {archive.mean_length:.1f}, max {archive.max_length:,}",
                 "file": str(archive.path),
             },

@@ -18,6 +18,7 @@ import tyro
 from commons.cli.calibrate import Calibrate
 from commons.cli.console import one_line, print_error
 from commons.cli.generate import Generate
+from commons.cli.make_sids import MakeSids
 from commons.cli.preprocess import Preprocess
 from commons.cli.simulate import Simulate
 
@@ -32,6 +33,7 @@ class Command(Protocol):
 _COMMANDS: dict[str, Callable[..., Command]] = {
     "calibrate": Calibrate,
     "generate": Generate,
+    "make-sids": MakeSids,
     "preprocess": Preprocess,
     "simulate": Simulate,
 }

@@ -1,24 +1,28 @@
 """Data sets by name, and the one function that makes a loader for any of them.
 
-To add a data set: write its file, and add its function to `_BUILDERS`. A builder takes the keyword arguments of
-`get_data_loader` that concern it and returns a data set whose items are batches with the sampler of one rank.
+To add a data set of sequences: add it to `PUBLIC_DATASETS`; one of another kind: add its function to
+`_BUILDERS`. A builder takes the keyword arguments of `get_data_loader` that concern it and returns a data set whose
+items are batches with the sampler of one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
-
-from commons.datasets.movielens import SCHEMA as MOVIELENS_1M
+from commons.datasets.public_datasets import PUBLIC_DATASETS
 from commons.datasets.random_dataset import RandomHSTUDataset, user_like_dataset
+from commons.datasets.resumable_loader import ResumableLoader
 from commons.datasets.samplers import BatchOrderSampler, EpochSampler, ShardedBatchSampler
 from commons.datasets.sequence_dataset import SequenceDataset
 from commons.datasets.sequence_file import SequenceSchema
+from commons.datasets.sid_builders import build_random_sids, sid_builder
+from commons.datasets.sid_dataset import SIDDataset
+from commons.datasets.sid_random_dataset import RandomSIDDataset
 
-BatchDataset = SequenceDataset | RandomHSTUDataset
+BatchDataset = SequenceDataset | RandomHSTUDataset | SIDDataset | RandomSIDDataset
 Builder = Callable[..., tuple[BatchDataset, EpochSampler[Any]]]
 
 
@@ -37,9 +41,7 @@ def _random_builder(
     # Another stream for each split; all batches are full, and there is no file.
     split_seed = seed * 2 + (split != "train")
     dataset = user_like_dataset(batch_size=batch_size, rank=rank, world_size=world_size, seed=split_seed, **options)
-    return dataset, BatchOrderSampler(
-        len(dataset), rows_per_step=batch_size * world_size, shuffle=shuffle, seed=seed
-    )
+    return dataset, BatchOrderSampler(len(dataset), rows_per_step=batch_size * world_size, shuffle=shuffle, seed=seed)
 
 
 def _sequence_builder(schema: SequenceSchema) -> Builder:
@@ -53,14 +55,18 @@ def _sequence_builder(schema: SequenceSchema) -> Builder:
         shuffle: bool,
         drop_last: bool,
         dataset_path: str | Path | None,
+        contextual_feature_names: Sequence[str] | None = None,
         **options: Any,
     ) -> tuple[BatchDataset, EpochSampler[Any]]:
         if dataset_path is None:
             raise ValueError(
-                f"dataset_path is not set; {schema.dataset_name!r} is read from a file: set dataset_path to the output "
+                f"dataset_path is not set; {schema.dataset_name!r} is read from files: set dataset_path to the output "
                 f"folder of `evenrank preprocess {schema.dataset_name}`"
             )
-        dataset = SequenceDataset(dataset_path, schema, split=split, batch_size=batch_size, **options)
+        chosen = schema
+        if contextual_feature_names is not None:
+            chosen = dataclasses.replace(schema, contextual_feature_names=tuple(contextual_feature_names))
+        dataset = SequenceDataset(dataset_path, chosen, split=split, batch_size=batch_size, **options)
         sampler = ShardedBatchSampler(
             len(dataset),
             batch_size,
@@ -77,8 +83,15 @@ def _sequence_builder(schema: SequenceSchema) -> Builder:
 
 _BUILDERS: dict[str, Builder] = {
     "random": _random_builder,
-    "ml-1m": _sequence_builder(MOVIELENS_1M),
+    **{name: _sequence_builder(dataset.schema) for name, dataset in PUBLIC_DATASETS.items()},
+    # Semantic IDs: random items, any parquet file of item-id histories, and preprocessed data sets.
+    "sid-random": build_random_sids,
+    "sid": sid_builder(None),
+    **{f"sid-{name}": sid_builder(dataset.schema) for name, dataset in PUBLIC_DATASETS.items()},
 }
+
+# Data sets without a file, as long as one asks for: they take `num_batches`.
+RANDOM_DATASETS = ("random", "sid-random")
 
 
 def list_datasets() -> list[str]:
@@ -103,11 +116,13 @@ def get_data_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
     **options: Any,
-) -> DataLoader[Any]:
+) -> ResumableLoader:
     """A loader of one rank's batches.
 
-    `loader.dataset` tells vocabulary sizes and the longest sequence; `loader.sampler.set_epoch(epoch)` chooses the
-    order of the next epoch. Ranks may have different numbers of batches.
+    `loader.dataset` tells vocabulary sizes and the longest sequence. Iterating again draws the next epoch;
+    `loader.sampler.set_epoch(epoch)` chooses one, `loader.sampler.start_at(row)` a place in it. `loader.state_dict()`
+    is the place behind the last batch that was given, however many worker processes have read ahead. Ranks may have
+    different numbers of batches.
 
     Args:
         dataset_name: one of `list_datasets()`.
@@ -124,7 +139,8 @@ def get_data_loader(
         seed: of the order and of random data; the same on every rank.
         num_workers: processes that assemble batches; 0 for none.
         pin_memory: put batches in pinned host memory.
-        options: further arguments of the data set, such as `num_batches` and `seqlen_dist` of random data.
+        options: further arguments of the data set, such as `num_batches` and `seqlen_dist` of random data,
+            `contextual_feature_names` and `table_sizes` of public data, or the `sid_map` of semantic IDs.
 
     Raises:
         KeyError: an unknown data set.
@@ -156,11 +172,4 @@ def get_data_loader(
         seed=seed,
         **options,
     )
-    return DataLoader(
-        dataset,
-        batch_size=None,  # the items of the data set are batches
-        sampler=sampler,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        persistent_workers=num_workers > 0,
-    )
+    return ResumableLoader(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory)

@@ -1,33 +1,49 @@
-"""MovieLens-1M: from the raw archive to the columnar file, and the data set that reads it.
+"""MovieLens-1M and MovieLens-20M: from the raw archives to the columnar files.
 
-Input: the archive (see movielens_archive). Output: `ml-1m.parquet` with one row per user: `user_id`, `gender`, `age`,
-`occupation`, `zip` (ids), `movie_id` (list of ids), `rating` (list, 1 to 5), `timestamp` (list, seconds), oldest first,
-and `split`. Ids are the ranks of the raw values among the sorted ones; the footer keeps the raw values.
+One row per user: `movie_id` (list of ids), `rating` (list), `timestamp` (list, seconds), oldest first, and `split`.
+MovieLens-1M has `user_id`, `gender`, `age`, `occupation` and `zip` for each user and ratings of 1 to 5 stars;
+MovieLens-20M has `user_id` alone, and its ratings count half stars, 1 to 10. The items are all of the archive's movies,
+rated or not. Ids are the ranks of the raw values among the sorted ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from commons.datasets.movielens_archive import MovieLensArchive, read_movielens_archive
-from commons.datasets.sequence_file import SequenceFileMetadata, SequenceSchema, write_sequence_file
+from commons.datasets.csv_member import CsvColumn, CsvLayout, read_csv_member
+from commons.datasets.generated_archive import GENERATED_MARK
+from commons.datasets.movielens_archive import read_movielens_archive
+from commons.datasets.preprocessing import check_split, preprocess_archive
+from commons.datasets.raw_archive import RawArchive, open_archive
+from commons.datasets.sequence_file import SequenceSchema
+from commons.datasets.sequence_writer import IdMap, SeenIds, SequenceSource, UserTable, encode
+from commons.datasets.user_partitions import UserPartitions, partitions_for
 
 DATASET_NAME = "ml-1m"
 _CONTEXTUAL = ("user_id", "gender", "age", "occupation", "zip")
 
 
 def is_liked(ratings: np.ndarray) -> np.ndarray:
-    """Whether a rating is 4 or 5."""
+    """Whether a rating is 4 or 5 stars."""
     return ratings >= 4
 
 
 def is_top_rated(ratings: np.ndarray) -> np.ndarray:
-    """Whether a rating is 5."""
+    """Whether a rating is 5 stars."""
     return ratings == 5
+
+
+def is_liked_in_halves(ratings: np.ndarray) -> np.ndarray:
+    """Whether a rating in half stars is 4 stars or more."""
+    return ratings >= 8
+
+
+def is_top_rated_in_halves(ratings: np.ndarray) -> np.ndarray:
+    """Whether a rating in half stars is 5 stars."""
+    return ratings == 10
 
 
 SCHEMA = SequenceSchema(
@@ -37,6 +53,15 @@ SCHEMA = SequenceSchema(
     action_feature_name="rating",
     tasks=(is_liked, is_top_rated),
 )
+SCHEMA_20M = SequenceSchema(
+    dataset_name="ml-20m",
+    contextual_feature_names=("user_id",),
+    item_feature_name="movie_id",
+    action_feature_name="rating",
+    tasks=(is_liked_in_halves, is_top_rated_in_halves),
+)
+# Ratings are used as they are: an embedding table for them has a row 0 that nothing uses.
+_RATINGS_1M, _RATINGS_20M = 6, 11
 
 
 def preprocess_movielens(
@@ -45,20 +70,19 @@ def preprocess_movielens(
     *,
     test_fraction: float = 0.1,
     seed: int = 0,
+    show_progress: bool = False,
 ) -> Path:
-    """Write the columnar file of an archive.
-
-    A user belongs to the test split if a hash of `seed` and the raw user id lies below `test_fraction`, whatever other
-    users the archive has. Ratings of the same second keep the order of `ratings.dat`.
+    """Write the columnar files of MovieLens-1M.
 
     Args:
         source: `ml-1m.zip` or its unpacked folder.
         output: folder for `ml-1m.parquet`, made if missing.
         test_fraction: expected part of the users in the test split, in `[0, 1]`.
         seed: of the split.
+        show_progress: show progress bars on stderr, if that is a terminal.
 
     Returns:
-        The file.
+        The folder of the data set.
 
     Raises:
         FileNotFoundError: nothing at `source`.
@@ -66,68 +90,173 @@ def preprocess_movielens(
             seed.
 
     """
-    if not 0 <= test_fraction <= 1:
-        raise ValueError(f"test_fraction is {test_fraction}; it is a part of all users: give a number between 0 and 1")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
+    check_split(test_fraction, seed)
     archive = read_movielens_archive(source)
-    table, vocabularies = _encode(archive, test_fraction, seed)
-    lengths = np.diff(table["movie_id"].combine_chunks().offsets.to_numpy())
-    num_test = int(np.sum(table["split"].to_numpy() == "test"))
-    metadata = SequenceFileMetadata(
-        dataset_name=DATASET_NAME,
-        generated=archive.generated,
-        num_users=table.num_rows,
-        num_interactions=archive.ratings.num_rows,
-        min_length=int(lengths.min()),
-        max_length=int(lengths.max()),
-        splits={"train": table.num_rows - num_test, "test": num_test},
-        # A rating is used as it is, 1 to 5: an embedding table for it has a row 0 that nothing uses.
-        vocabulary_sizes={**{name: len(values) for name, values in vocabularies.items()}, "rating": 6},
-        options={"test_fraction": test_fraction, "seed": seed},
+
+    def read(folder: Path, on_bytes: Callable[[int], object]) -> SequenceSource:
+        ratings = {name: archive.ratings[name].to_numpy() for name in archive.ratings.column_names}
+        partitions = UserPartitions(folder, partitions_for(len(ratings["user_id"])))
+        partitions.add(ratings["user_id"], ratings["movie_id"], ratings["rating"], ratings["timestamp"])
+        on_bytes(archive.ratings.nbytes)
+        user_ids = archive.users["user_id"].to_numpy()
+        order = np.argsort(user_ids)
+        encoded = {name: encode(archive.users[name].to_pylist()) for name in _CONTEXTUAL[1:]}
+        return SequenceSource(
+            interactions=partitions,
+            users=UserTable(
+                user_ids[order],
+                {name: ids[order] for name, (ids, _) in encoded.items()},
+                {name: values for name, (_, values) in encoded.items()},
+            ),
+            items=IdMap(np.sort(archive.movies["movie_id"].to_numpy())),
+            action_vocabulary_size=_RATINGS_1M,
+            generated=archive.generated,
+            sha256=archive.sha256,
+        )
+
+    return preprocess_archive(
+        SCHEMA,
+        read,
+        archive.ratings.nbytes,
+        output,
+        test_fraction=test_fraction,
+        seed=seed,
+        show_progress=show_progress,
     )
-    path = Path(output) / f"{DATASET_NAME}.parquet"
-    write_sequence_file(path, table, metadata, vocabularies)
-    return path
 
 
-def _encode(archive: MovieLensArchive, test_fraction: float, seed: int) -> tuple[pa.Table, dict[str, list[Any]]]:
-    """One row per user, the train split first, and the vocabularies."""
-    ratings = {name: archive.ratings[name].to_numpy() for name in archive.ratings.column_names}
-    vocabularies: dict[str, np.ndarray] = {}
-    ids: dict[str, np.ndarray] = {}  # by contextual feature, one per line of users.dat
-    for name in _CONTEXTUAL:
-        vocabularies[name], ids[name] = np.unique(archive.users[name].to_numpy(), return_inverse=True)
-    vocabularies["movie_id"] = np.sort(archive.movies["movie_id"].to_numpy())
-
-    is_test = _hash_of_users(vocabularies["user_id"], seed) < test_fraction  # by user id, as all below
-    row_of_user = np.argsort(np.argsort(is_test, kind="stable"))
-    line_of_user = np.argsort(ids["user_id"])
-    users = np.argsort(row_of_user)  # the user of each row
-
-    rows = row_of_user[np.searchsorted(vocabularies["user_id"], ratings["user_id"])]
-    order = np.lexsort((ratings["timestamp"], rows))  # stable: the order of the file among equals
-    offsets = np.searchsorted(rows[order], np.arange(len(users) + 1)).astype(np.int32)
-    movie_ids = np.searchsorted(vocabularies["movie_id"], ratings["movie_id"])
-    columns: dict[str, pa.Array] = {
-        name: pa.array(values[line_of_user][users].astype(np.int32)) for name, values in ids.items()
-    }
-    for name, values, dtype in (
-        ("movie_id", movie_ids, np.int32),
-        ("rating", ratings["rating"], np.int8),
-        ("timestamp", ratings["timestamp"], np.int64),
-    ):
-        columns[name] = pa.ListArray.from_arrays(offsets, values[order].astype(dtype))
-    columns["split"] = pa.array(np.where(is_test[users], "test", "train"))
-    return pa.table(columns), {name: values.tolist() for name, values in vocabularies.items()}
+# Ids of a stream are looked up in tables with a place for each possible one; published ids are far smaller.
+_LARGEST_ID = 99_999_999
+_ID_RULE = f"a number of 0 to {_LARGEST_ID:,}"
+_LARGEST_SECOND = 10**11
+_RATINGS_FILE, _MOVIES_FILE = "ratings.csv", "movies.csv"
+_RATINGS_CSV = CsvLayout(
+    "MovieLens-20M's ratings, userId,movieId,rating,timestamp",
+    (
+        CsvColumn("userId", "int32", 0, _LARGEST_ID, _ID_RULE),
+        CsvColumn("movieId", "int32", 0, _LARGEST_ID, _ID_RULE),
+        CsvColumn("rating", "float32", 0.5, 5, "0.5 to 5 in steps of 0.5"),
+        CsvColumn("timestamp", "int64", 0, _LARGEST_SECOND, "a number of seconds since 1970"),
+    ),
+)
+_MOVIES_CSV = CsvLayout(
+    "MovieLens-20M's movies, movieId,title,genres", (CsvColumn("movieId", "int32", 0, _LARGEST_ID, _ID_RULE),)
+)
+_BYTES_PER_RATING = 26
 
 
-def _hash_of_users(user_ids: np.ndarray, seed: int) -> np.ndarray:
-    """A float64 in [0, 1) per user: SplitMix64 (Steele, Lea, Flood 2014) of the user id, in the stream of `seed`."""
-    with np.errstate(over="ignore"):
-        state = user_ids.astype(np.uint64) + np.random.SeedSequence(seed).generate_state(1, np.uint64)
-        state = (state + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        state = state ^ (state >> np.uint64(31))
-    return (state >> np.uint64(11)).astype(np.float64) / 2.0**53
+def preprocess_movielens_20m(
+    source: str | Path,
+    output: str | Path,
+    *,
+    test_fraction: float = 0.1,
+    seed: int = 0,
+    show_progress: bool = False,
+) -> Path:
+    """Write the columnar files of MovieLens-20M.
+
+    Args:
+        source: `ml-20m.zip` or its unpacked folder.
+        output: folder for `ml-20m.parquet`, made if missing.
+        test_fraction: expected part of the users in the test split, in `[0, 1]`.
+        seed: of the split.
+        show_progress: show progress bars on stderr, if that is a terminal.
+
+    Returns:
+        The folder of the data set.
+
+    Raises:
+        FileNotFoundError: nothing at `source`.
+        ValueError: a damaged or foreign archive, a missing column, a malformed line, a fraction outside `[0, 1]` or a
+            negative seed.
+
+    """
+    check_split(test_fraction, seed)
+    archive = open_archive(
+        source,
+        ["ml-20m"],
+        "the source is ml-20m.zip as published, or its unpacked folder: correct the path, or write a generated archive "
+        "with `evenrank generate ml-20m --output ml-20m.zip`",
+        show_progress=show_progress,
+    )
+    archive.require(
+        [_RATINGS_FILE, _MOVIES_FILE], "MovieLens-20M", "give the path of ml-20m.zip or of its unpacked folder"
+    )
+    readme = archive.readme()
+    _require_20m(archive, readme)
+
+    def read(folder: Path, on_bytes: Callable[[int], object]) -> SequenceSource:
+        items = IdMap(_movie_ids(archive))
+        partitions = UserPartitions(folder, partitions_for(archive.sizes[_RATINGS_FILE] / _BYTES_PER_RATING))
+        users = SeenIds()
+        for name, stream in archive.streams([_RATINGS_FILE]):
+            for line, columns in read_csv_member(archive, name, stream, _RATINGS_CSV, on_bytes):
+                halves = np.rint(columns["rating"] * 2).astype(np.int16)
+                _check_ratings(archive, line, columns, halves, items)
+                users.add(columns["userId"])
+                partitions.add(columns["userId"], columns["movieId"], halves, columns["timestamp"])
+        return SequenceSource(
+            interactions=partitions,
+            users=UserTable(users.values(), {}, {}),
+            items=items,
+            action_vocabulary_size=_RATINGS_20M,
+            generated=readme.startswith(GENERATED_MARK.encode()),
+            sha256=archive.checksum([_RATINGS_FILE, _MOVIES_FILE]),
+        )
+
+    return preprocess_archive(
+        SCHEMA_20M,
+        read,
+        archive.sizes[_RATINGS_FILE],
+        output,
+        test_fraction=test_fraction,
+        seed=seed,
+        show_progress=show_progress,
+    )
+
+
+def _require_20m(archive: RawArchive, readme: bytes) -> None:
+    """Raise ValueError for MovieLens archives of another size, which have files of the same names."""
+    top = archive.folder.split("/")[0]
+    stated = [name for name in (b"ml-25m", b"ml-10m", b"ml-32m", b"ml-latest") if b"(" + name in readme]
+    if top not in ("", "ml-20m") or (stated and b"(ml-20m)" not in readme):
+        found = stated[0].decode() if stated else top
+        raise ValueError(
+            f"{archive.path} holds {found}, not MovieLens-20M: give the path of ml-20m.zip or of its unpacked folder"
+        )
+
+
+def _movie_ids(archive: RawArchive) -> np.ndarray:
+    # Titles have commas and quotes, but no line breaks.
+    batches = [
+        columns["movieId"]
+        for name, stream in archive.streams([_MOVIES_FILE])
+        for _, columns in read_csv_member(archive, name, stream, _MOVIES_CSV, lambda count: None)
+    ]
+    movies, counts = np.unique(np.concatenate(batches), return_counts=True)
+    if counts.max() > 1:
+        raise ValueError(
+            f"{archive.path}: {_MOVIES_FILE} has movieId {movies[counts.argmax()]} more than once; every movie has one "
+            "line: download the archive again"
+        )
+    return movies
+
+
+def _check_ratings(
+    archive: RawArchive, line: int, columns: dict[str, np.ndarray], halves: np.ndarray, items: IdMap
+) -> None:
+    where = f"{archive.path}: {_RATINGS_FILE}"
+    between = columns["rating"] * 2 != halves
+    if between.any():
+        index = int(between.argmax())
+        raise ValueError(
+            f"{where} line {line + index} has rating {columns['rating'][index]:g}; a rating is 0.5 to 5 in steps of "
+            "0.5: mend it or download the archive again"
+        )
+    unknown = items.ids(columns["movieId"]) < 0
+    if unknown.any():
+        index = int(unknown.argmax())
+        raise ValueError(
+            f"{where} line {line + index} has movieId {columns['movieId'][index]}, which {_MOVIES_FILE} does not list; "
+            "both files come from one archive: download it again"
+        )

@@ -24,9 +24,17 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 from tqdm import tqdm
 
-from commons.datasets.movielens_archive import ENCODING, GENERATED_MARK, check_archive_output, write_movielens_archive
+from commons.datasets.generated_archive import (
+    GENERATED_MARK,
+    ArchiveForm,
+    GeneratedArchive,
+    check_archive_output,
+    generated_archive,
+)
+from commons.datasets.movielens_archive import ENCODING, FILE_NAMES
 
-_NUM_USERS = 6_040
+_FORM = ArchiveForm("ml-1m", "README", FILE_NAMES)
+NUM_USERS = 6_040
 _MIN_LENGTH, _MAX_LENGTH, _MEAN_LENGTH = 20, 2_314, 1_000_209 / 6_040
 _WEIBULL_SHAPE = 0.76
 _NUM_MOVIES, _NUM_RATED_MOVIES, _MAX_MOVIE_ID = 3_883, 3_706, 3_952
@@ -60,23 +68,8 @@ seed: {{seed}}
 """
 
 
-@dataclass(frozen=True)
-class GeneratedArchive:
-    """What was written: where, users, ratings of all of them, and of the one with the most."""
-
-    path: Path
-    num_users: int
-    num_ratings: int
-    max_length: int
-
-    @property
-    def mean_length(self) -> float:
-        """Ratings per user."""
-        return self.num_ratings / self.num_users
-
-
 def generate_movielens(
-    output: str | Path, *, num_users: int = _NUM_USERS, seed: int = 0, show_progress: bool = False
+    output: str | Path, *, num_users: int = NUM_USERS, seed: int = 0, show_progress: bool = False
 ) -> GeneratedArchive:
     """Write a generated archive.
 
@@ -99,7 +92,7 @@ def generate_movielens(
         raise ValueError(f"num_users is {num_users}; an archive has at least one user: give 1 or more")
     if seed < 0:
         raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
-    check_archive_output(output)
+    check_archive_output(output, _FORM)
     rng = np.random.default_rng(seed)
     genres = _draw_genres(rng)
     movies = _draw_movies(genres, rng)
@@ -112,7 +105,9 @@ def generate_movielens(
         "ratings.dat": _format_ratings(ratings),
         "users.dat": users.lines.encode(ENCODING),
     }
-    write_movielens_archive(output, contents)
+    with generated_archive(output, _FORM) as folder:
+        for name, data in contents.items():
+            (folder / name).write_bytes(data)
     return GeneratedArchive(output, num_users, ratings.num_rows, int(users.lengths.max()))
 
 

@@ -1,10 +1,14 @@
-"""Which rows or batches a rank reads in an epoch, and in what order."""
+"""Which rows or batches a rank reads in an epoch, and in what order.
+
+Every iteration draws the next epoch, unless `set_epoch` chooses one. An iterator tells and takes its place in the epoch
+(`state_dict`, `load_state_dict`), which is all that a resumable loader needs.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -24,7 +28,7 @@ class EpochSampler(Sampler[T]):
     """A sampler whose order is a pure function of seed and epoch.
 
     Attributes:
-        epoch: the epoch that the next iteration draws.
+        epoch: the epoch that the next iteration draws; it rises by one when an iteration has given its first item.
         first_row: rows at the front of the epoch, over all ranks, that the next iteration leaves out.
 
     """
@@ -36,7 +40,7 @@ class EpochSampler(Sampler[T]):
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, from its first row; without this call every epoch has the order of epoch 0."""
+        """Choose the epoch of the next iteration, from its first row."""
         self.epoch = epoch
         self.first_row = 0
 
@@ -44,14 +48,75 @@ class EpochSampler(Sampler[T]):
         """Begin this epoch behind its first `row` rows, counted over all ranks, however many ranks read those."""
         self.first_row = row
 
-    def order(self, size: int) -> np.ndarray:
+    def order(self, size: int, epoch: int) -> np.ndarray:
         """int64 `(size,)`: 0 … size − 1, permuted for this seed and epoch if the sampler shuffles."""
         if not self._shuffle:
             return np.arange(size)
-        return np.random.default_rng([self._seed, self.epoch]).permutation(size)
+        return np.random.default_rng([self._seed, epoch]).permutation(size)
+
+    def __iter__(self) -> EpochIterator[T]:
+        return EpochIterator(self)
 
     @abstractmethod
     def __len__(self) -> int: ...
+
+    @abstractmethod
+    def items(self, epoch: int, first_row: int) -> Iterator[T]:
+        """The items of an epoch behind its first rows."""
+
+    @abstractmethod
+    def skip(self, num_items: int) -> int:
+        """Rows over all ranks that `num_items` items of every rank are."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What has to be equal for a state of an iterator to mean the same items, JSON-ready."""
+
+
+class EpochIterator(Iterator[T], Generic[T]):
+    """The items of one epoch of a sampler, from a place that can be saved and restored."""
+
+    def __init__(self, sampler: EpochSampler[T]) -> None:
+        self._sampler = sampler
+        self._begin(sampler.epoch, sampler.first_row)
+
+    def _begin(self, epoch: int, first_row: int, num_given: int = 0) -> None:
+        self._epoch, self._first_row, self._num_given = epoch, first_row, num_given
+        self._items = self._sampler.items(epoch, first_row + self._sampler.skip(num_given))
+
+    def __next__(self) -> T:
+        item = next(self._items)
+        if self._num_given == 0:
+            self._sampler.set_epoch(self._epoch + 1)
+        self._num_given += 1
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the epoch, JSON-ready."""
+        return {
+            "epoch": self._epoch,
+            "first_row": self._first_row,
+            "num_given": self._num_given,
+            "sampler": self._sampler.identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place.
+
+        Raises:
+            ValueError: a state of a sampler over other data, with another batch size, or of another rank.
+
+        """
+        for name, value in self._sampler.identity().items():
+            saved = state["sampler"].get(name)
+            if saved != value:
+                raise ValueError(
+                    f"the loader's state has {name} {saved}, this loader has {value}; a state tells a place in one "
+                    "order of batches: make the loader as it was, or begin at a row with sampler.start_at"
+                )
+        self._begin(state["epoch"], state["first_row"], state["num_given"])
+        if self._num_given:
+            self._sampler.set_epoch(self._epoch + 1)
 
 
 class BatchOrderSampler(EpochSampler[int]):
@@ -73,8 +138,22 @@ class BatchOrderSampler(EpochSampler[int]):
     def __len__(self) -> int:
         return self._num_batches
 
-    def __iter__(self) -> Iterator[int]:
-        yield from self.order(self._num_batches)[-(-self.first_row // self._rows_per_step) :].tolist()
+    def items(self, epoch: int, first_row: int) -> Iterator[int]:
+        """See EpochSampler."""
+        yield from self.order(self._num_batches, epoch)[-(-first_row // self._rows_per_step) :].tolist()
+
+    def skip(self, num_items: int) -> int:
+        """See EpochSampler."""
+        return num_items * self._rows_per_step
+
+    def identity(self) -> dict[str, Any]:
+        """See EpochSampler."""
+        return {
+            "num_batches": self._num_batches,
+            "rows_per_step": self._rows_per_step,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
 
 
 class ShardedBatchSampler(EpochSampler[list[int]]):
@@ -126,9 +205,26 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         full, rest = divmod(num_own_rows, self._batch_size)
         return full + (rest > 0 and not self._drop_last)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        own_rows = self.order(self._num_rows)[self.first_row :][self._rank :: self._world_size]
+    def items(self, epoch: int, first_row: int) -> Iterator[list[int]]:
+        """See EpochSampler."""
+        own_rows = self.order(self._num_rows, epoch)[first_row:][self._rank :: self._world_size]
         for first in range(0, len(own_rows), self._batch_size):
             batch = own_rows[first : first + self._batch_size]
             if len(batch) == self._batch_size or not self._drop_last:
                 yield batch.tolist()
+
+    def skip(self, num_items: int) -> int:
+        """See EpochSampler."""
+        return num_items * self._batch_size * self._world_size
+
+    def identity(self) -> dict[str, Any]:
+        """See EpochSampler."""
+        return {
+            "num_rows": self._num_rows,
+            "batch_size": self._batch_size,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "drop_last": self._drop_last,
+        }

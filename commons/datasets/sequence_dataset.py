@@ -1,12 +1,12 @@
-"""Batches from the columnar file of a data set: histories, candidates and labels.
+"""Batches from the columnar files of a data set: histories, candidates and labels.
 
-Input: a file written by a preprocessor, and rows chosen by a sampler. Output: HSTUBatch on the CPU. A user's items are
+Input: files written by a preprocessor, and rows chosen by a sampler. Output: HSTUBatch on the CPU. A user's items are
 cut to the last `max_history_seqlen + num_candidates`; the last `num_candidates` of these are the candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +23,20 @@ class SequenceDataset(Dataset[HSTUBatch]):
     Meant for `DataLoader(dataset, batch_size=None, sampler=ShardedBatchSampler(len(dataset), ...))`.
 
     Args:
-        path: the file, or the folder that holds it.
+        path: the folder `<name>.parquet`, or the folder that holds it.
         schema: of the data set.
         split: users to read, such as "train" or "test".
         batch_size: rows of every batch; batches of fewer rows are padded.
         max_history_seqlen: the most items of the history; older ones are cut off.
         max_num_candidates: the most candidates. A user of n items has at most n − 1, so that a history remains.
         num_tasks: labels, the first of the schema's tasks.
+        table_sizes: rows of the embedding tables that the batches are meant for, by feature, where they are given and
+            not made from `vocabulary_sizes`.
 
     Raises:
-        FileNotFoundError: no file at `path`.
-        ValueError: a file that is damaged or of another data set, an unknown or empty split, a number out of range.
+        FileNotFoundError: no data set at `path`.
+        ValueError: files that are damaged or of another data set, an unknown or empty split, a number out of range, or
+            a vocabulary larger than its table.
 
     """
 
@@ -47,6 +50,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
         max_history_seqlen: int,
         max_num_candidates: int = 0,
         num_tasks: int = 1,
+        table_sizes: Mapping[str, int] | None = None,
     ) -> None:
         for name, value, least in (
             ("batch_size", batch_size, 1),
@@ -74,6 +78,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
                 f"split {split!r} of {self._file.path} has no users; a data set has at least one: preprocess the data "
                 "with another test fraction or seed"
             )
+        require_tables(table_sizes or {}, self.vocabulary_sizes)
 
     def __len__(self) -> int:
         """Users of the split."""
@@ -158,6 +163,23 @@ class SequenceDataset(Dataset[HSTUBatch]):
             max_num_candidates=self.max_num_candidates,
             num_candidates=torch.from_numpy(np.pad(num_candidates, padding)) if self.max_num_candidates > 0 else None,
         )
+
+
+def require_tables(table_sizes: Mapping[str, int], vocabulary_sizes: Mapping[str, int]) -> None:
+    """Raise ValueError where an embedding table has fewer rows than its feature has ids.
+
+    Args:
+        table_sizes: rows of the tables, by feature; features without one are passed over.
+        vocabulary_sizes: ids of the features.
+
+    """
+    for name, rows in table_sizes.items():
+        ids = vocabulary_sizes.get(name, 0)
+        if ids > rows:
+            raise ValueError(
+                f"the table of {name!r} has {rows:,} rows, the vocabulary has {ids:,} ids; every id needs a row: give "
+                f"the table {ids:,} rows"
+            )
 
 
 def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:

@@ -1,17 +1,19 @@
-"""The columnar file of a data set: one row per user, a parquet file read by row groups as rows are asked for.
+"""The columnar files of a data set: one row per user, parquet shards read by row groups as rows are asked for.
 
-Preprocessors write it, SequenceDataset reads it. Users of one split stand together, so that a reader of one split
-touches no other row group. What a model has to know beforehand (vocabulary sizes, counts) is JSON in the footer.
+    <folder>/ml-1m.parquet/_manifest.json            counts, columns, splits, shards (see SequenceFileMetadata)
+    <folder>/ml-1m.parquet/_vocabularies/zip.parquet the raw value of each id of a feature
+    <folder>/ml-1m.parquet/train-00000.parquet       users of one split
+
+Preprocessors write them (see sequence_writer), SequenceDataset reads them; `pyarrow.parquet.read_table` reads the whole
+folder. What a model has to know beforehand is in the manifest, so that opening a data set opens no shard.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-_METADATA_KEY = b"evenrank"
-_VOCABULARY_KEY = b"evenrank.vocabularies"
-_FORMAT_VERSION = 1
-_ROWS_PER_GROUP = 512
+from commons.datasets.sequence_metadata import MANIFEST, VOCABULARIES, SequenceFileMetadata, load_metadata
+
+__all__ = ["RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSchema"]
 
 
 @dataclass(frozen=True)
 class SequenceSchema:
-    """Which columns of a file play which part.
+    """Which columns of a data set play which part.
 
     Attributes:
-        dataset_name: the data set that the file must hold.
+        dataset_name: the data set.
         contextual_feature_names: plain columns, one token per user.
         item_feature_name: list column of item ids.
         action_feature_name: list column of actions, one per item.
-        tasks: for each label, a module-level function from actions, int64 `(n,)`, to labels, bool `(n,)`.
+        tasks: for each label, a function that can be pickled, from actions, int64 `(n,)`, to labels, bool `(n,)`.
 
     """
 
@@ -45,123 +46,72 @@ class SequenceSchema:
     tasks: tuple[Callable[[np.ndarray], np.ndarray], ...]
 
 
-@dataclass(frozen=True)
-class SequenceFileMetadata:
-    """What the footer of a file says.
-
-    Attributes:
-        dataset_name: name of the data set, such as "ml-1m".
-        generated: the data come from a generator and not from users.
-        num_users: rows.
-        num_interactions: items of all rows.
-        min_length: items of the shortest row.
-        max_length: items of the longest row.
-        splits: rows of each split, in the order in which they stand in the file.
-        vocabulary_sizes: for each feature, the number of ids: ids lie in `[0, size)`.
-        options: settings of the preprocessor.
-        format_version: of this layout.
-
-    """
-
-    dataset_name: str
-    generated: bool
-    num_users: int
-    num_interactions: int
-    min_length: int
-    max_length: int
-    splits: dict[str, int]
-    vocabulary_sizes: dict[str, int]
-    options: dict[str, Any] = field(default_factory=dict)
-    format_version: int = _FORMAT_VERSION
-
-    @property
-    def mean_length(self) -> float:
-        """Items per row; 0.0 without rows."""
-        return self.num_interactions / self.num_users if self.num_users else 0.0
-
-
-def write_sequence_file(
-    path: Path, table: pa.Table, metadata: SequenceFileMetadata, vocabularies: dict[str, list[Any]]
-) -> None:
-    """Write a file; a failure leaves what was at `path` before.
-
-    Args:
-        path: the file; its folder is made if missing.
-        table: one row per user, the splits one after the other.
-        metadata: for the footer.
-        vocabularies: for each categorical feature, the raw value of each id.
-
-    """
-    table = table.replace_schema_metadata(
-        {
-            _METADATA_KEY: json.dumps(dataclasses.asdict(metadata)).encode(),
-            _VOCABULARY_KEY: json.dumps(vocabularies).encode(),
-        }
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        pq.write_table(table, aside, row_group_size=_ROWS_PER_GROUP, write_page_checksum=True)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
 class SequenceFile:
-    """Rows of a file, read lazily: opening reads the footer, asking for rows reads their row groups.
+    """Rows of a data set, read lazily: opening reads the manifest, asking for rows reads their row groups.
 
     Args:
-        path: the file, or the folder that holds it under the name of the data set.
+        path: the folder `<dataset_name>.parquet`, or the folder that holds it.
         dataset_name: the data set that is expected.
         columns: the columns that will be asked for; no other is read.
-        max_cached_groups: row groups of 512 users kept in memory, the last used ones.
+        max_cached_bytes: decoded row groups kept in memory, the last used ones; each process has its own.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file that is damaged, of another data set or version, or lacks a column.
+        FileNotFoundError: no such data set.
+        ValueError: data that are damaged, of another data set or version, or lack a column.
 
     """
 
     def __init__(
-        self, path: str | Path, dataset_name: str, columns: Sequence[str], *, max_cached_groups: int = 256
+        self, path: str | Path, dataset_name: str, columns: Sequence[str], *, max_cached_bytes: int = 256 << 20
     ) -> None:
         path = Path(path)
-        self.path = path / f"{dataset_name}.parquet" if path.is_dir() else path
+        self.path = path if path.is_file() or (path / MANIFEST).is_file() else path / f"{dataset_name}.parquet"
+        self._require_folder(dataset_name)
         self._columns = list(columns)
-        self._max_cached_groups = max_cached_groups
-        footer = self._read_footer(dataset_name)
-        self.metadata = _metadata_of(footer, self.path, dataset_name)
-        present = footer.schema.to_arrow_schema().names
+        self._max_cached_bytes = max_cached_bytes
+        self.metadata = load_metadata(self.path, dataset_name)
+        present = self.metadata.columns
         missing = [name for name in self._columns if name not in present]
         if missing:
-            raise ValueError(f"{self.path} has columns {present}, but no {missing}: preprocess the data again")
-        group_rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
-        self._group_starts = np.cumsum([0, *group_rows])  # (num_groups + 1,)
+            raise ValueError(f"{self.path} has columns {list(present)}, but no {missing}: preprocess the data again")
+        shards = self.metadata.shards
+        # For each row group of the whole data set: its shard, its number there, and the row it begins with.
+        self._groups = [(shard, group) for shard, own in enumerate(shards) for group in range(len(own.row_groups))]
+        self._group_starts = np.cumsum([0, *(rows for shard in shards for rows in shard.row_groups)])
         self._process = os.getpid()
-        self._file: pq.ParquetFile | None = None
+        self._open: dict[int, pq.ParquetFile] = {}
         self._cache: OrderedDict[int, _RowGroup] = OrderedDict()
+        self._cached_bytes = 0
 
-    def _read_footer(self, dataset_name: str) -> pq.FileMetaData:
-        if not self.path.is_file():
-            raise FileNotFoundError(
-                f"{self.path} does not exist; data are preprocessed once: run `evenrank preprocess {dataset_name} "
-                "--source … --output …` and give its output as dataset_path"
+    def _require_folder(self, dataset_name: str) -> None:
+        if self.path.is_file():
+            raise ValueError(
+                f"{self.path} is a file; a data set is a folder of shards, and single files of earlier versions are "
+                f"not read any more: run `evenrank preprocess {dataset_name} --source … --output …` again"
             )
-        try:
-            return pq.read_metadata(self.path)
-        except pa.ArrowInvalid as error:
-            first_line = str(error).splitlines()[0]
-            raise ValueError(f"{self.path} is no parquet file ({first_line}); preprocess the data again") from error
+        if not (self.path / MANIFEST).is_file():
+            raise FileNotFoundError(
+                f"{self.path} does not exist or has no {MANIFEST}; data are preprocessed once: run `evenrank "
+                f"preprocess {dataset_name} --source … --output …` and give its output as dataset_path"
+            )
+
+    def vocabulary(self, feature_name: str) -> pa.Array:
+        """The raw value of each id of a categorical feature."""
+        path = self.path / VOCABULARIES / f"{feature_name}.parquet"
+        if not path.is_file():
+            raise KeyError(f"{self.path} has no vocabulary of {feature_name!r}; its ids are the raw values themselves")
+        return pq.read_table(path)["value"].combine_chunks()
 
     def vocabularies(self) -> dict[str, list[Any]]:
         """For each categorical feature, the raw value of each id."""
-        return json.loads(pq.read_metadata(self.path).metadata[_VOCABULARY_KEY])
+        names = sorted(path.stem for path in (self.path / VOCABULARIES).glob("*.parquet"))
+        return {name: self.vocabulary(name).to_pylist() for name in names}
 
     def split_rows(self, split: str) -> range:
         """Rows of one split.
 
         Raises:
-            ValueError: a split that the file does not have.
+            ValueError: a split that the data do not have.
 
         """
         start = 0
@@ -172,73 +122,89 @@ class SequenceFile:
         raise ValueError(f"split is {split!r}, {self.path} has {', '.join(self.metadata.splits)}: choose one of them")
 
     def select(self, rows: np.ndarray) -> RowSelection:
-        """Rows to read columns of: int64 `(num_rows,)`, counted from the start of the file."""
-        groups = np.searchsorted(self._group_starts, rows, side="right") - 1
-        return RowSelection(
-            rows, [(self._row_group(group), np.flatnonzero(groups == group)) for group in np.unique(groups).tolist()]
-        )
+        """Rows to read columns of: int64 `(num_rows,)`, counted from the start of the data set."""
+        numbers = np.searchsorted(self._group_starts, rows, side="right") - 1
+        groups = {number: self._row_group(number) for number in np.unique(numbers).tolist()}
+        local = rows - self._group_starts[numbers]
+        return RowSelection([(groups[number], row) for number, row in zip(numbers.tolist(), local.tolist())])
 
-    def _row_group(self, index: int) -> _RowGroup:
-        if self._process != os.getpid():  # a worker, forked after the file was opened, opens it for itself
-            self._process, self._file = os.getpid(), None
-        if index in self._cache:
-            self._cache.move_to_end(index)
-            return self._cache[index]
+    def _row_group(self, number: int) -> _RowGroup:
+        if self._process != os.getpid():  # a worker, forked after a shard was opened, opens it for itself
+            self._process, self._open = os.getpid(), {}
+        if number in self._cache:
+            self._cache.move_to_end(number)
+            return self._cache[number]
+        group = self._cache[number] = self._read_group(number)
+        self._cached_bytes += group.num_bytes
+        while self._cached_bytes > self._max_cached_bytes and len(self._cache) > 1:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
+        return group
+
+    def _read_group(self, number: int) -> _RowGroup:
+        shard, index = self._groups[number]
+        file, expected = self.metadata.shards[shard].file, self.metadata.shards[shard].row_groups[index]
         try:
-            if self._file is None:
-                self._file = pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True)
-            table = self._file.read_row_group(index, columns=self._columns, use_threads=False)
+            if shard not in self._open:
+                self._open[shard] = pq.ParquetFile(self.path / file, memory_map=True, page_checksum_verification=True)
+            table = self._open[shard].read_row_group(index, columns=self._columns, use_threads=False)
         except (pa.ArrowInvalid, OSError) as error:
             first_line = str(error).splitlines()[0]
-            raise ValueError(f"{self.path} is damaged ({first_line}); preprocess the data again") from error
-        group = self._cache[index] = _RowGroup(int(self._group_starts[index]), table)
-        if len(self._cache) > self._max_cached_groups:
-            self._cache.popitem(last=False)
+            raise ValueError(f"{self.path / file} is damaged ({first_line}); preprocess the data again") from error
+        if table.num_rows != expected:
+            raise ValueError(
+                f"{self.path / file} has {table.num_rows} rows in row group {index}, {MANIFEST} says {expected}; both "
+                "come from one run: preprocess the data again"
+            )
+        group = _RowGroup(table)
+        for name, values in (*group.plain.items(), *group.flat.items()):
+            size = self.metadata.vocabulary_sizes.get(name)
+            if size is not None and len(values) and not 0 <= values.min() <= values.max() < size:
+                wrong = values.min() if values.min() < 0 else values.max()
+                raise ValueError(
+                    f"{self.path / file} has id {wrong} of {name!r}, whose vocabulary has {size}; ids lie below "
+                    "that: preprocess the data again"
+                )
         return group
 
     def __getstate__(self) -> dict[str, Any]:
         # An open file does not travel to another process; it is opened there again.
-        return {**self.__dict__, "_file": None, "_cache": OrderedDict()}
+        return {**self.__dict__, "_open": {}, "_cache": OrderedDict(), "_cached_bytes": 0}
 
 
 class _RowGroup:
-    """The decoded columns of one row group as numpy arrays."""
+    """The decoded columns of one row group as numpy arrays; split names are left out."""
 
-    def __init__(self, start: int, table: pa.Table) -> None:
-        self.start = start
+    def __init__(self, table: pa.Table) -> None:
         self.plain: dict[str, np.ndarray] = {}
-        self.offsets: dict[str, np.ndarray] = {}
+        self.offsets: dict[str, list[int]] = {}
         self.flat: dict[str, np.ndarray] = {}
         for name in table.column_names:
             column = table[name].combine_chunks()
             if pa.types.is_list(column.type):
-                self.offsets[name] = column.offsets.to_numpy().astype(np.int64)
+                # A list is faster than an array where rows are looked up one by one.
+                self.offsets[name] = column.offsets.to_numpy().tolist()
                 self.flat[name] = column.values.to_numpy()
             else:
-                self.plain[name] = column.to_numpy()
+                self.plain[name] = column.to_numpy(zero_copy_only=False)
+        self.num_bytes = sum(values.nbytes for values in (*self.plain.values(), *self.flat.values()))
+        self.num_bytes += 40 * sum(map(len, self.offsets.values()))
 
 
 class RowSelection:
-    """Some rows of a file; columns come in the order in which the rows were asked for."""
+    """Some rows of a data set; columns come in the order in which the rows were asked for."""
 
-    def __init__(self, rows: np.ndarray, groups: list[tuple[_RowGroup, np.ndarray]]) -> None:
-        self._num_rows = len(rows)
-        # For each row group: where its rows stand in the selection, and where in the group.
-        self._groups = [(group, positions, rows[positions] - group.start) for group, positions in groups]
+    def __init__(self, rows: list[tuple[_RowGroup, int]]) -> None:
+        self._rows = rows
 
     def values(self, column: str) -> np.ndarray:
         """A plain column: int64 `(num_rows,)`."""
-        result = np.empty(self._num_rows, np.int64)
-        for group, positions, local in self._groups:
-            result[positions] = group.plain[column][local]
-        return result
+        return np.array([group.plain[column][row] for group, row in self._rows], np.int64)
 
     def lengths(self, column: str) -> np.ndarray:
         """Lengths of a list column: int64 `(num_rows,)`."""
-        result = np.empty(self._num_rows, np.int64)
-        for group, positions, local in self._groups:
-            result[positions] = group.offsets[column][local + 1] - group.offsets[column][local]
-        return result
+        return np.array(
+            [group.offsets[column][row + 1] - group.offsets[column][row] for group, row in self._rows], np.int64
+        )
 
     def tails(self, column: str, lengths: np.ndarray) -> np.ndarray:
         """The last entries of each row of a list column.
@@ -251,30 +217,10 @@ class RowSelection:
             int64 `(sum(lengths),)`, row after row.
 
         """
-        starts = np.cumsum(lengths) - lengths
         result = np.empty(int(lengths.sum()), np.int64)
-        for group, positions, local in self._groups:
-            taken = lengths[positions]
-            within = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)  # 0 … length − 1 in each row
-            source = np.repeat(group.offsets[column][local + 1] - taken, taken) + within
-            target = np.repeat(starts[positions], taken) + within
-            result[target] = group.flat[column][source]
+        start = 0
+        for (group, row), length in zip(self._rows, lengths.tolist()):
+            end = group.offsets[column][row + 1]
+            result[start : start + length] = group.flat[column][end - length : end]
+            start += length
         return result
-
-
-def _metadata_of(footer: pq.FileMetaData, path: Path, dataset_name: str) -> SequenceFileMetadata:
-    raw = (footer.metadata or {}).get(_METADATA_KEY)
-    if raw is None:
-        raise ValueError(f"{path} was not written by `evenrank preprocess`; preprocess the data and give its output")
-    fields = json.loads(raw)
-    if fields.get("format_version") != _FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {fields.get('format_version')}, this version reads {_FORMAT_VERSION}: "
-            "preprocess the data again"
-        )
-    metadata = SequenceFileMetadata(**fields)
-    if metadata.dataset_name != dataset_name:
-        raise ValueError(
-            f"{path} holds {metadata.dataset_name!r}, dataset_name is {dataset_name!r}; they must agree: correct one"
-        )
-    return metadata

@@ -1,8 +1,10 @@
-"""Batches from the columnar file: equal to a slow assembly, read lazily, sharded, through a DataLoader."""
+"""Batches from the columnar files: equal to a slow assembly, read lazily, sharded, through a DataLoader."""
 
 from __future__ import annotations
 
 import pickle
+import shutil
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.datasets import sequence_file
+from commons.datasets import sequence_metadata, sequence_writer, user_partitions
 from commons.datasets.data_loader import get_data_loader, list_datasets
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.datasets.movielens import SCHEMA, preprocess_movielens
@@ -27,11 +29,15 @@ _MOVIE_IDS = [9, 50, 1193]  # as in MOVIES, sorted: a movie's id in batches is i
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory):
-    """Folder with a file of 150 generated users in row groups of 16."""
+    """Folder with the shards of 150 generated users in row groups of at most 16."""
     folder = tmp_path_factory.mktemp("generated")
     generate_movielens(folder / "ml-1m.zip", num_users=150, seed=2)
-    with mock.patch.object(sequence_file, "_ROWS_PER_GROUP", 16):
-        preprocess_movielens(folder / "ml-1m.zip", folder, test_fraction=0.2)
+    with (
+        mock.patch.object(sequence_writer, "_MOST_USERS_PER_GROUP", 16),
+        mock.patch.object(user_partitions, "_ROWS_PER_PARTITION", 12_000),
+    ):
+        path = preprocess_movielens(folder / "ml-1m.zip", folder, test_fraction=0.2)
+    assert len(list(path.glob("*.parquet"))) == 8  # four partitions, both splits in each
     return folder
 
 
@@ -96,11 +102,14 @@ def test_batches_equal_a_slow_assembly(tmp_path_factory, users, history, candida
         users="".join(f"{user + 1}::" + "::".join(map(str, fields)) + "\n" for user, fields in enumerate(users)),
         movies=MOVIES,
     )
-    with mock.patch.object(sequence_file, "_ROWS_PER_GROUP", 2):
+    with (
+        mock.patch.object(sequence_writer, "_INTERACTIONS_PER_GROUP", 6),
+        mock.patch.object(user_partitions, "_ROWS_PER_PARTITION", 10),
+    ):
         path = preprocess_movielens(source, folder, test_fraction=0.4)
-    table = pq.read_table(path)
-    for split in set(table["split"].to_pylist()):
-        in_split = [user for user, own in zip(*(table[c].to_pylist() for c in ("user_id", "split"))) if own == split]
+    file = SequenceFile(path, "ml-1m", ["user_id"])
+    for split in set(pq.read_table(path)["split"].to_pylist()):
+        in_split = file.select(np.array(file.split_rows(split))).values("user_id").tolist()
         rows = data.draw(st.lists(st.integers(0, len(in_split) - 1), max_size=5))  # any order, repeats
         dataset = _dataset(
             path, split, batch_size=5, max_history_seqlen=history, max_num_candidates=candidates, num_tasks=2
@@ -144,17 +153,22 @@ class TestDataset:
             assert "timestamp" not in columns
             return original(self, index, columns=columns, **options)
 
-        with mock.patch.object(pq.ParquetFile, "read_row_group", record):
+        opened = mock.patch.object(pq, "ParquetFile", wraps=pq.ParquetFile)
+        with mock.patch.object(pq.ParquetFile, "read_row_group", record), opened as files:
             dataset = _dataset(generated)
             assert len(dataset) > 100
-            assert groups == []
-            dataset[[1, 2, 40]]
-            assert groups == [0, 2]
-            dataset[[3, 47]]
-        assert groups == [0, 2]
+            first = dataset.metadata.shards[0].row_groups
+            assert len(first) >= 2
+            assert (groups, files.call_count) == ([], 0)
+            dataset[[1, 2, first[0] + 1]]
+            assert (groups, files.call_count) == ([0, 1], 1)
+            dataset[[3, first[0]]]
+            assert (groups, files.call_count) == ([0, 1], 1)
+            dataset[[sum(first)]]
+        assert (groups, files.call_count) == ([0, 1, 0], 2)
 
     def test_few_groups_are_kept(self, generated):
-        file = SequenceFile(generated, "ml-1m", ["movie_id"], max_cached_groups=2)
+        file = SequenceFile(generated, "ml-1m", ["movie_id"], max_cached_bytes=30_000)
         everything = SequenceFile(generated, "ml-1m", ["movie_id"])
         rows = np.arange(150)[::-7]
         lengths = everything.select(rows).lengths("movie_id")
@@ -162,7 +176,10 @@ class TestDataset:
         assert file.select(rows).tails("movie_id", lengths).tolist() == (
             everything.select(rows).tails("movie_id", lengths).tolist()
         )
-        assert len(file._cache) == 2
+        assert 1 <= len(file._cache) < len(everything._cache)
+        assert file._cached_bytes == sum(group.num_bytes for group in file._cache.values())
+        assert file._cached_bytes <= 30_000
+        assert everything._cached_bytes > 90_000
 
     def test_travels_to_other_processes(self, generated):
         dataset = _dataset(generated)
@@ -178,6 +195,7 @@ class TestDataset:
             ({"max_num_candidates": -1}, "max_num_candidates is -1"),
             ({"num_tasks": 3}, "num_tasks is 3"),
             ({"split": "valid"}, "split is 'valid', .* has train, test"),
+            ({"table_sizes": {"movie_id": 3882}}, "table of 'movie_id' has 3,882 rows, the vocabulary has 3,883 ids"),
         ],
     )
     def test_bad_arguments(self, generated, arguments, message):
@@ -201,46 +219,70 @@ class TestDataset:
 
 class TestBadFiles:
     def test_missing(self, tmp_path):
-        for path in (tmp_path, tmp_path / "data.parquet"):
+        (tmp_path / "empty").mkdir()
+        for path in (tmp_path, tmp_path / "data.parquet", tmp_path / "empty"):
             with pytest.raises(FileNotFoundError, match="run `evenrank preprocess ml-1m"):
                 _dataset(path)
 
-    def test_no_parquet(self, tmp_path):
-        (tmp_path / "ml-1m.parquet").write_text("hello")
-        with pytest.raises(ValueError, match="no parquet file") as caught:
-            _dataset(tmp_path)
-        assert "\n" not in str(caught.value)
-
-    def test_foreign_parquet(self, tmp_path):
+    def test_a_single_file(self, tmp_path):
         pq.write_table(pa.table({"a": [1]}), tmp_path / "ml-1m.parquet")
-        with pytest.raises(ValueError, match="not written by `evenrank preprocess`"):
-            _dataset(tmp_path)
+        for path in (tmp_path, tmp_path / "ml-1m.parquet"):
+            with pytest.raises(ValueError, match="ml-1m.parquet is a file; .* run `evenrank preprocess ml-1m"):
+                _dataset(path)
 
     def test_another_data_set(self, generated):
         with pytest.raises(ValueError, match="holds 'ml-1m', dataset_name is 'ml-20m'"):
             SequenceFile(generated / "ml-1m.parquet", "ml-20m", [])
 
-    def test_another_version(self, tmp_path):
-        with mock.patch.object(sequence_file.SequenceFileMetadata, "__init__", _with_version(99)):
-            preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path)
-        with pytest.raises(ValueError, match="format version 99"):
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda text: text.replace('"format_version": 2', '"format_version": 99'), "format version 99"),
+            (lambda text: text[: len(text) // 2], "is damaged"),
+            (lambda text: text.replace('"num_users"', '"users"', 1), "is damaged"),
+            (lambda text: "[]", "is damaged"),
+        ],
+    )
+    def test_damaged_manifest(self, tmp_path, damage, message):
+        path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path)
+        manifest = path / sequence_metadata.MANIFEST
+        manifest.write_text(damage(manifest.read_text()))
+        with pytest.raises(ValueError, match=message) as caught:
             _dataset(tmp_path)
+        assert "\n" not in str(caught.value)
+
+    def test_ids_beyond_the_vocabulary(self, tmp_path):
+        path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, test_fraction=0)
+        manifest = path / sequence_metadata.MANIFEST
+        manifest.write_text(manifest.read_text().replace('"movie_id": 3', '"movie_id": 2'))
+        with pytest.raises(ValueError, match="has id 2 of 'movie_id', whose vocabulary has 2; .* preprocess"):
+            _dataset(path)[[0, 1, 2]]
+
+    def test_a_shard_of_another_run(self, tmp_path):
+        path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, test_fraction=0)
+        shard = path / "train-00000.parquet"
+        pq.write_table(pq.read_table(shard).slice(1), shard)
+        with pytest.raises(ValueError, match="has 2 rows in row group 0, _manifest.json says 3"):
+            _dataset(path)[[0]]
+
+    def test_a_lost_shard(self, tmp_path):
+        path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, test_fraction=0)
+        (path / "train-00000.parquet").unlink()
+        with pytest.raises(ValueError, match="train-00000.parquet is damaged .* preprocess the data again"):
+            _dataset(path)[[0]]
 
     def test_missing_column(self, generated):
         with pytest.raises(ValueError, match=r"but no \['price'\]"):
             SequenceFile(generated, "ml-1m", ["movie_id", "price"])
 
     def test_damaged_data(self, generated, tmp_path):
-        data = bytearray((generated / "ml-1m.parquet").read_bytes())
-        data[2000:40_000] = bytes(38_000)
-        (tmp_path / "ml-1m.parquet").write_bytes(bytes(data))
+        path = Path(shutil.copytree(generated / "ml-1m.parquet", tmp_path / "ml-1m.parquet"))
+        shard = path / "train-00000.parquet"
+        data = bytearray(shard.read_bytes())
+        data[2000:12_000] = bytes(10_000)
+        shard.write_bytes(bytes(data))
         with pytest.raises(ValueError, match="is damaged"):
-            _dataset(tmp_path)[[0]]
-
-
-def _with_version(version: int):
-    original = sequence_file.SequenceFileMetadata.__init__
-    return lambda self, **fields: original(self, **fields, format_version=version)
+            _dataset(tmp_path)[[0, 1, 2, 3]]
 
 
 def _loader(path, **arguments):
@@ -321,7 +363,7 @@ class TestDataLoader:
 
     def test_unknown_data_set(self):
         assert {"ml-1m", "random"} <= set(list_datasets())
-        with pytest.raises(KeyError, match="'ml-2m'; known data sets are ml-1m, random"):
+        with pytest.raises(KeyError, match="'ml-2m'; known data sets are kuairand-1k, "):
             get_data_loader("ml-2m", batch_size=1, max_history_seqlen=1)
 
     @pytest.mark.parametrize(

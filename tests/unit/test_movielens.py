@@ -1,19 +1,22 @@
-"""MovieLens-1M: the raw archive to the columnar file, and every way in which an archive can be wrong."""
+"""MovieLens-1M: the raw archive to the columnar files, and every way in which an archive can be wrong."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import zipfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commons.datasets import movielens, sequence_file
+from commons.datasets import sequence_writer
 from commons.datasets.movielens import DATASET_NAME, SCHEMA, preprocess_movielens
 from commons.datasets.movielens_archive import read_movielens_archive
 from commons.datasets.sequence_file import SequenceFile
+from commons.datasets.sequence_writer import split_hash
 
 # User 7 rates twice in second 100: the order of the file counts. User 9 has no ratings, user 3 one.
 RATINGS = "7::50::5::200\n3::9::1::5\n7::9::4::100\n7::1193::2::100\n7::50::3::99\n"
@@ -54,10 +57,10 @@ class TestPreprocess:
         user = {name: rows[3][name] for name in ("gender", "age", "occupation", "zip")}
         assert user == {"gender": "F", "age": 1, "occupation": 10, "zip": "48067-1234"}
 
-    def test_columns_and_footer(self, tmp_path):
+    def test_columns_and_manifest(self, tmp_path):
         path = preprocess_movielens(write_zip(tmp_path / "ml-1m.zip"), tmp_path / "data", seed=4)
         assert path == tmp_path / "data" / "ml-1m.parquet"
-        types = {field.name: str(field.type) for field in pq.read_schema(path)}
+        types = {field.name: str(field.type) for field in pq.read_table(path).schema}
         assert types == {
             "user_id": "int32",
             "gender": "int32",
@@ -70,6 +73,9 @@ class TestPreprocess:
             "split": "string",
         }
         metadata = SequenceFile(path, DATASET_NAME, []).metadata
+        assert metadata.columns == types
+        assert metadata.length_histogram == {"0": 1, "1": 1, "2": 0, "4": 1}
+        assert metadata.source_sha256 == hashlib.sha256((tmp_path / "ml-1m.zip").read_bytes()).hexdigest()
         assert (metadata.num_users, metadata.num_interactions) == (3, 5)
         assert (metadata.min_length, metadata.max_length, metadata.mean_length) == (0, 4, 5 / 3)
         assert metadata.vocabulary_sizes == {
@@ -108,9 +114,13 @@ class TestPreprocess:
         )
 
         def test_users(**arguments):
-            rows = _rows(preprocess_movielens(source, tmp_path / "data", **arguments))
-            splits = [row["split"] for row in rows.values()]
-            assert splits == sorted(splits, reverse=True)  # train, then test
+            path = preprocess_movielens(source, tmp_path / "data", **arguments)
+            rows = _rows(path)
+            file = SequenceFile(path, DATASET_NAME, ["user_id"])
+            for split in ("train", "test"):
+                ids = file.select(np.array(file.split_rows(split), dtype=int)).values("user_id")
+                assert {rows[user + 1]["split"] for user in ids.tolist()} <= {split}
+                assert len(ids) == sum(row["split"] == split for row in rows.values())
             return {user for user, row in rows.items() if row["split"] == "test"}
 
         tenth = test_users()
@@ -123,8 +133,8 @@ class TestPreprocess:
 
     def test_a_user_stays_in_its_split_when_others_are_added(self):
         few, many = np.array([5, 900]), np.arange(1, 1000)
-        hashes = movielens._hash_of_users(many, seed=2)
-        assert movielens._hash_of_users(few, seed=2).tolist() == hashes[[4, 899]].tolist()
+        hashes = split_hash(many, seed=2)
+        assert split_hash(few, seed=2).tolist() == hashes[[4, 899]].tolist()
         assert abs(hashes.mean() - 0.5) < 0.05
 
     def test_generated_data_say_so(self, tmp_path):
@@ -134,17 +144,30 @@ class TestPreprocess:
     def test_a_failure_leaves_the_earlier_file(self, tmp_path, monkeypatch):
         source = write_zip(tmp_path / "a.zip")
         path = preprocess_movielens(source, tmp_path / "data")
-        before = path.read_bytes()
+        before = {entry: entry.read_bytes() for entry in path.rglob("*") if entry.is_file()}
 
         def fail_half_way(table, where, **options):
             Path(where).write_bytes(b"PAR1 half")
             raise OSError("disk full")
 
-        monkeypatch.setattr(sequence_file.pq, "write_table", fail_half_way)
+        monkeypatch.setattr(sequence_writer.pq, "write_table", fail_half_way)
         with pytest.raises(OSError, match="disk full"):
             preprocess_movielens(source, tmp_path / "data", seed=1)
-        assert path.read_bytes() == before
+        assert {entry: entry.read_bytes() for entry in path.rglob("*") if entry.is_file()} == before
         assert [entry.name for entry in path.parent.iterdir()] == ["ml-1m.parquet"]
+
+    def test_a_file_of_an_earlier_version_is_replaced_and_one_of_others_is_not(self, tmp_path):
+        source, target = write_zip(tmp_path / "a.zip"), tmp_path / "data" / "ml-1m.parquet"
+        target.parent.mkdir()
+        table = pa.table({"movie_id": [[1]]})
+        pq.write_table(table, target)
+        with pytest.raises(FileExistsError, match="no preprocessed data set"):
+            preprocess_movielens(source, target.parent)
+        pq.write_table(table.replace_schema_metadata({"evenrank": "{}"}), target)
+        with pytest.raises(ValueError, match="single files of earlier versions .* run `evenrank preprocess ml-1m"):
+            SequenceFile(target, DATASET_NAME, [])
+        preprocess_movielens(source, target.parent)
+        assert SequenceFile(target, DATASET_NAME, []).metadata.num_users == 3
 
     @pytest.mark.parametrize("arguments", [{"test_fraction": 1.5}, {"test_fraction": float("nan")}, {"seed": -1}])
     def test_bad_arguments(self, tmp_path, arguments):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 
 import numpy as np
@@ -14,6 +13,7 @@ from torchmetrics.functional.classification import binary_auroc
 from commons.datasets.movielens import preprocess_movielens
 from commons.datasets.movielens_archive import read_movielens_archive
 from commons.datasets.movielens_generator import _user_lengths, generate_movielens
+from commons.datasets.sequence_file import SequenceFile
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_same_seed_same_bytes(tmp_path):
 def test_folder_and_zip_hold_the_same(tmp_path):
     generate_movielens(tmp_path / "a.zip", num_users=20)
     written = generate_movielens(tmp_path / "folder", num_users=20)
-    assert written.num_ratings == pytest.approx(20 * 165.6, rel=0.01)
+    assert written.num_interactions == pytest.approx(20 * 165.6, rel=0.01)
     with zipfile.ZipFile(tmp_path / "a.zip") as members:
         for name in ("README", "movies.dat", "ratings.dat", "users.dat"):
             assert (tmp_path / "folder" / name).read_bytes() == members.read(f"ml-1m/{name}")
@@ -99,9 +99,10 @@ class _Histories:
     """What simple recommenders see: each test user's movies and ratings, and what train users make of movies."""
 
     def __init__(self, archive_path, folder):
-        table = pq.read_table(preprocess_movielens(archive_path, folder, test_fraction=0.3))
+        path = preprocess_movielens(archive_path, folder, test_fraction=0.3)
+        table = pq.read_table(path)
         movies = read_movielens_archive(archive_path).movies
-        assert movies["movie_id"].to_pylist() == json.loads(table.schema.metadata[b"evenrank.vocabularies"])["movie_id"]
+        assert movies["movie_id"].to_pylist() == SequenceFile(path, "ml-1m", []).vocabularies()["movie_id"]
         genres = [names.split("|") for names in movies["genres"].to_pylist()]
         names = sorted({name for own in genres for name in own})
         indicator = np.array([[name in own for name in names] for own in genres], dtype=np.float64)

@@ -1,0 +1,115 @@
+"""How many sequences a second does one worker of the loader assemble?
+
+Generated data with histories of mean 165, as MovieLens-1M has. Read by the main process alone, by one worker process
+and by two; shuffled, batches of 32 and 256 users, whole histories kept. The first epoch, which reads and decodes the
+shards, is told apart from the later ones, whose row groups are in memory. A CPU second of a worker holds what it would
+do in a second on a core of its own: assembling a batch and handing it over, the first epoch included.
+
+    python -m benchmarks.loader            12,000 users
+    python -m benchmarks.loader --quick    a few users; writes no results page
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.report import heading, table, write_page
+from commons.datasets.data_loader import get_data_loader
+from commons.datasets.movielens import preprocess_movielens
+from commons.datasets.movielens_generator import generate_movielens
+
+_TARGET = 20_000
+_MAX_HISTORY = 2_400  # longer than any
+
+
+def measure(folder: Path, batch_size: int, num_workers: int, epochs: int) -> tuple[float, float, float, float]:
+    """Sequences a second of the first epoch and, as a median, of the later ones; a CPU second; and items a sequence."""
+    loader = get_data_loader(
+        "ml-1m",
+        dataset_path=folder,
+        batch_size=batch_size,
+        max_history_seqlen=_MAX_HISTORY,
+        shuffle=True,
+        num_workers=num_workers,
+    )
+    rates, total, items = [], 0, 0
+    used = _cpu_seconds(num_workers)
+    for _ in range(epochs + 1):
+        start, sequences, items = time.perf_counter(), 0, 0
+        for batch in loader:
+            sequences += batch.actual_batch_size
+            items += int(batch.features.length_per_key()[-2])
+        rates.append(sequences / (time.perf_counter() - start))
+        total += sequences
+    if num_workers:
+        del batch
+        loader._iterator = None  # workers end with their iterator, and their time is counted then
+        gc.collect()
+    used = _cpu_seconds(num_workers) - used
+    return rates[0], float(np.median(rates[1:])), total / used, items / sequences
+
+
+def _cpu_seconds(num_workers: int) -> float:
+    """CPU time of the ended workers, or of this process if it assembles the batches itself."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN if num_workers else resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few users, no results page")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        users = 600 if arguments.quick else 12_000
+        generate_movielens(folder / "ml-1m.zip", num_users=users, show_progress=True)
+        preprocess_movielens(folder / "ml-1m.zip", folder, test_fraction=0.0)
+        for batch_size in (32, 256):
+            for num_workers in (0, 1, 2):
+                first, later, by_cpu, mean = measure(folder, batch_size, num_workers, 2 if arguments.quick else 5)
+                rows.append(
+                    [
+                        batch_size,
+                        num_workers or "none",
+                        f"{mean:.1f}",
+                        f"{first:,.0f}",
+                        f"{later:,.0f}",
+                        f"{by_cpu:,.0f}",
+                        f"{by_cpu * mean / 1e6:.1f} M",
+                    ]
+                )
+                print(rows[-1], flush=True)
+    head = [
+        "batch",
+        "workers",
+        "mean length",
+        "first epoch, seq/s",
+        "later epochs, seq/s",
+        "seq per CPU second",
+        "items per CPU second",
+    ]
+    result = table(head, rows)
+    print(result)
+    if arguments.quick:
+        return
+    page = heading("Loader", "python -m benchmarks.loader").replace("one thread per rank", "one thread per process")
+    page += (
+        f"\nTarget: at least {_TARGET:,} sequences/s per worker at mean length 165. {users:,} generated users; later "
+        "epochs are a median of five. Other work shared the two cores, and the main process and its workers share them "
+        "too: what a worker does with a core of its own is the number per CPU second.\n\n" + result + "\n"
+    )
+    print(write_page("loader", page))
+
+
+if __name__ == "__main__":
+    main()

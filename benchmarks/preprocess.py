@@ -1,0 +1,99 @@
+"""How fast is preprocessing, and how much memory does it take?
+
+A generated MovieLens-20M archive of the published size, 20 million ratings, and a generated KuaiRand-1K archive, each
+preprocessed by a process of its own. Rows per second count the whole command: listing and hashing the archive, reading,
+dealing out, sorting, writing. Peak memory is the largest resident size of that process.
+
+    python -m benchmarks.preprocess            20 million and 11.7 million rows
+    python -m benchmarks.preprocess --quick    a tenth of them; writes no results page
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import heading, table, write_page
+from commons.datasets.public_datasets import PUBLIC_DATASETS
+
+_TARGET_ROWS, _TARGET_GIB = 1e6, 2.0
+_DATASETS = {"ml-20m": ("ml-20m.zip", 138_493), "kuairand-1k": ("KuaiRand-1K", 1_000)}
+# The child imports what the preprocessor needs and nothing else; its memory is that of preprocessing.
+_CHILD = """
+import json, resource, sys, time
+from commons.datasets.sequence_file import SequenceFile
+{imports}
+start = time.perf_counter()
+path = preprocess(sys.argv[1], sys.argv[2])
+seconds = time.perf_counter() - start
+metadata = SequenceFile(path, "{name}", []).metadata
+size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+print(json.dumps([metadata.num_interactions, metadata.num_users, seconds, len(metadata.shards), size,
+                  resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+"""
+_IMPORTS = {
+    "ml-20m": "from commons.datasets.movielens import preprocess_movielens_20m as preprocess",
+    "kuairand-1k": (
+        "import functools\n"
+        "from commons.datasets.kuairand import VERSIONS, preprocess_kuairand\n"
+        "preprocess = functools.partial(preprocess_kuairand, VERSIONS['kuairand-1k'])"
+    ),
+}
+
+
+def measure(name: str, source: Path, folder: Path, repeats: int) -> list[Any]:
+    """The fastest of some runs; the archive is in the page cache from the first on."""
+    runs = []
+    for _ in range(repeats):
+        child = _CHILD.format(name=name, imports=_IMPORTS[name])
+        finished = subprocess.run(
+            [sys.executable, "-c", child, str(source), str(folder)], capture_output=True, text=True, check=True
+        )
+        runs.append(json.loads(finished.stdout))
+    return min(runs, key=lambda run: run[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the users, no results page")
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, (archive, num_users) in _DATASETS.items():
+            folder = Path(temporary, name)
+            folder.mkdir()
+            source = folder / archive
+            users = num_users // 10 if arguments.quick else num_users
+            PUBLIC_DATASETS[name].generate(source, num_users=users, show_progress=True)
+            count, found, seconds, shards, size, peak = measure(name, source, folder, 1 if arguments.quick else 3)
+            kind = "zip" if archive.endswith(".zip") else "folder"
+            rows.append(
+                [
+                    f"{name} ({kind})",
+                    f"{found:,}",
+                    f"{count:,}",
+                    f"{seconds:.1f} s",
+                    f"{count / seconds / 1e6:.2f} M/s",
+                    f"{peak / 2**30:.2f} GiB",
+                    f"{shards} shards, {size / 2**20:.0f} MiB",
+                ]
+            )
+    result = table(["generated data", "users", "rows", "time", "rows", "peak memory", "result"], rows)
+    print(result)
+    if arguments.quick:
+        return
+    page = heading("Preprocessing", "python -m benchmarks.preprocess").replace("; one thread per rank", "")
+    page += (
+        f"\nTarget: at least {_TARGET_ROWS / 1e6:.0f} M rows/s on two cores and at most {_TARGET_GIB:.0f} GB at 20 M "
+        "rows. The fastest of three runs, each a process of its own; other work shared the machine.\n\n" + result + "\n"
+    )
+    print(write_page("preprocess", page))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`evenrank make-sids`: semantic IDs for the items of a data set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from commons.cli.console import print_summary
+from commons.datasets.movielens import SCHEMA as MOVIELENS_1M
+from commons.datasets.sequence_file import SequenceFile
+from commons.datasets.sid_assignment import assign_sids
+from commons.datasets.sid_builders import DEFAULT_HISTORY_COLUMN
+from commons.datasets.sid_histories import Histories, ParquetHistories, PreprocessedHistories
+from commons.datasets.sid_map import SIDMap
+
+_SCHEMAS = {"ml-1m": MOVIELENS_1M}
+
+
+@dataclass
+class MakeSids:
+    """Give every item of a data set a semantic ID.
+
+    Items that training users see together share leading codes; test users are not looked at.
+
+    For example:
+      evenrank make-sids ml-1m --source data --output data/sids.parquet
+      evenrank make-sids parquet --source histories.parquet --output sids.parquet --codebook-sizes 256 256 256
+    """
+
+    dataset_name: tyro.conf.Positional[Literal["ml-1m", "parquet"]]
+    """A data set of `evenrank preprocess`, or any parquet file with a list column of item ids."""
+
+    source: Path
+    """The preprocessed file, or its folder; or the parquet file."""
+
+    output: Path
+    """The map: a .parquet file."""
+
+    codebook_sizes: tuple[int, ...] = (500, 500, 500, 500)
+    """Codes of each hierarchy, the first one coarsest."""
+
+    vector_size: int = 64
+    """Width of the item vectors that are quantised."""
+
+    window: int = 10
+    """Items of a history co-occur if they stand at most this many places apart."""
+
+    history_column: str = DEFAULT_HISTORY_COLUMN
+    """List column of a parquet file; not needed for other data sets."""
+
+    seed: int = 0
+    """The same seed gives the same map."""
+
+    def run(self) -> None:
+        """Make the map, then print what was written."""
+        if self.output.suffix != ".parquet":
+            raise ValueError(f"output is {self.output}; a map is a .parquet file: rename it")
+        histories, item_ids = self._open()
+        with tqdm(total=len(self.codebook_sizes) + 2, unit="stage", leave=False, disable=None) as progress:
+
+            def on_stage(stage: str) -> None:
+                progress.set_description(stage)
+                progress.update()
+
+            sid_map = assign_sids(
+                histories,
+                item_ids,
+                self.codebook_sizes,
+                vector_size=self.vector_size,
+                window=self.window,
+                seed=self.seed,
+                on_stage=on_stage,
+            )
+        sid_map.save(self.output)
+        _print(sid_map, self.output)
+
+    def _open(self) -> tuple[Histories, np.ndarray]:
+        """Histories to learn from, and all items."""
+        if self.dataset_name == "parquet":
+            everyone = ParquetHistories(self.source, self.history_column, "test")
+            learned = ParquetHistories(self.source, self.history_column, "train")
+            return learned, np.union1d(_items_of(everyone), _items_of(learned))
+        schema = _SCHEMAS[self.dataset_name]
+        sizes = SequenceFile(self.source, self.dataset_name, []).metadata.vocabulary_sizes
+        return PreprocessedHistories(self.source, schema, "train"), np.arange(sizes[schema.item_feature_name])
+
+
+def _items_of(histories: ParquetHistories) -> np.ndarray:
+    users = np.arange(len(histories))
+    return np.unique(histories.tails(users, histories.lengths(users)))
+
+
+def _print(sid_map: SIDMap, path: Path) -> None:
+    used = [len(np.unique(sid_map.codes[:, : level + 1], axis=0)) for level in range(sid_map.num_hierarchies)]
+    print_summary(
+        "semantic IDs",
+        {
+            "items": f"{sid_map.num_items:,}",
+            "codebooks": " × ".join(map(str, sid_map.codebook_sizes)),
+            "different codes": ", ".join(f"{number:,}" for number in used) + " (the first 1, 2, … hierarchies)",
+            "told apart": f"{sid_map.options['items_told_apart']:,} items took another code than the nearest",
+            "file": str(path),
+        },
+    )

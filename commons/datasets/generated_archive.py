@@ -1,0 +1,143 @@
+"""Generated archives in the raw formats of public data sets: how they are marked, written and replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import shutil
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from commons.datasets.whole_folder import check_replaceable, owned_folder, whole_folder
+
+# First words of the README of an archive that a generator wrote; published READMEs begin otherwise.
+GENERATED_MARK = "GENERATED DATA"
+# Fixed, so that the same contents give the same bytes.
+_ZIP_TIME = (2000, 1, 1, 0, 0, 0)
+_TAR_TIME = 946_684_800
+_ENDINGS = (".zip", ".tar.gz")
+
+
+@dataclass(frozen=True)
+class GeneratedArchive:
+    """What was written: where, users, interactions of all of them, and of the one with the most."""
+
+    path: Path
+    num_users: int
+    num_interactions: int
+    max_length: int
+
+    @property
+    def mean_length(self) -> float:
+        """Interactions per user."""
+        return self.num_interactions / self.num_users
+
+
+@dataclass(frozen=True)
+class ArchiveForm:
+    """What a data set's archive looks like.
+
+    Attributes:
+        folder: that holds everything in a zip or tar file: "ml-20m".
+        readme: name of its README.
+        file_names: all files besides it, such as "data/user_features_1k.csv".
+
+    """
+
+    folder: str
+    readme: str
+    file_names: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def generated_archive(output: Path, form: ArchiveForm) -> Iterator[Path]:
+    """The folder to write files into; they become an archive when the block ends without an error.
+
+    Args:
+        output: a path that ends in `.zip` or `.tar.gz` becomes such a file, any other a folder.
+        form: of the archive.
+
+    Raises:
+        FileExistsError: something at `output` that is not an earlier generated archive of the same kind.
+
+    """
+    what = "generated archive"
+    if not output.name.endswith(_ENDINGS):
+        with whole_folder(output, may_replace=lambda path: _is_generated(path, form), what=what) as folder:
+            _make_parents(folder, form)
+            yield folder
+        return
+    check_archive_output(output, form)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with owned_folder(output.with_name(f".{output.name}.unfinished"), output, what) as folder:
+        contents, packed = folder / "contents", folder / "packed"
+        contents.mkdir()
+        _make_parents(contents, form)
+        yield contents
+        names = [form.readme, *sorted(form.file_names)]
+        if output.suffix == ".zip":
+            _pack_zip(packed, contents, names, form.folder)
+        else:
+            _pack_tar(packed, contents, names, form.folder)
+        packed.replace(output)
+
+
+def check_archive_output(output: Path, form: ArchiveForm) -> None:
+    """Raise FileExistsError where writing an archive would replace something else."""
+    check_replaceable(output, lambda path: _is_generated(path, form), "generated archive")
+
+
+def _make_parents(folder: Path, form: ArchiveForm) -> None:
+    for name in form.file_names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+
+
+def _is_generated(path: Path, form: ArchiveForm) -> bool:
+    """Whether an archive says of itself that it was generated, and holds nothing else; or is an empty folder."""
+    mark = GENERATED_MARK.encode()
+    is_file = path.name.endswith(_ENDINGS)
+    if is_file != path.is_file():
+        return False
+    try:
+        if not is_file:
+            found = {str(PurePosixPath(entry.relative_to(path))) for entry in path.rglob("*") if not entry.is_dir()}
+            known = {form.readme, *form.file_names}
+            return found <= known and (not found or (path / form.readme).read_bytes().startswith(mark))
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                return archive.read(f"{form.folder}/{form.readme}").startswith(mark)
+        with tarfile.open(path) as members:
+            first = members.next()
+            stream = members.extractfile(first) if first is not None and first.isfile() else None
+            return stream is not None and stream.read(len(mark)) == mark
+    except (OSError, KeyError, EOFError, zipfile.BadZipFile, tarfile.TarError, zlib.error):
+        return False
+
+
+def _pack_zip(target: Path, contents: Path, names: list[str], folder: str) -> None:
+    with zipfile.ZipFile(target, "w") as archive:
+        for name in names:
+            info = zipfile.ZipInfo(f"{folder}/{name}", _ZIP_TIME)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            info.external_attr = 0o644 << 16
+            info.file_size = (contents / name).stat().st_size  # tells whether sizes need 64 bits
+            with (contents / name).open("rb") as source, archive.open(info, "w") as member:
+                shutil.copyfileobj(source, member, 1 << 20)
+
+
+def _pack_tar(target: Path, contents: Path, names: list[str], folder: str) -> None:
+    with (
+        target.open("wb") as file,
+        # Level 1: packing takes most of the time otherwise. No name and no time in the header.
+        gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for name in names:
+            info = tarfile.TarInfo(f"{folder}/{name}")
+            info.size, info.mtime = (contents / name).stat().st_size, _TAR_TIME
+            with (contents / name).open("rb") as source:
+                archive.addfile(info, source)

@@ -1,0 +1,262 @@
+"""GPTSIDBatch: the batch of a semantic-ID decoder, and random ones for tests and benchmarks.
+
+An item is known by its semantic ID (SID): one code per hierarchy, coarse to fine. A row has two sequences, the items
+that a user has seen (history) and those that follow (candidates); a sequence is its items' codes, one after the other:
+
+    history   item 1: c₀ c₁ c₂ c₃, item 2: c₀ c₁ c₂ c₃, …        candidates   item n+1: c₀ c₁ c₂ c₃, …
+
+Each sequence is one key of `features`, so that the order of the codes is that of the decoder and a row has two lengths,
+whatever the number of hierarchies. Codes of different hierarchies have nothing in common, so the values are *ids*,
+`id = code + codebook_offsets(codebook_sizes)[hierarchy]`: one embedding table with a row for every code of every
+codebook serves both keys. Labels are codes, since a head scores one codebook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from commons.datasets.hstu_batch import padded_kjt
+from commons.datasets.random_distribution import RandomDistribution
+from commons.sequence_batch.batch import BaseBatch
+from commons.sequence_batch.fields import real_rows
+from commons.sequence_batch.schema import register_batch_type
+
+__all__ = ["LABEL_NAME", "GPTSIDBatch", "RandomDistribution", "codebook_offsets"]
+
+LABEL_NAME = "code"
+
+
+def codebook_offsets(codebook_sizes: Sequence[int]) -> list[int]:
+    """The id of every hierarchy's code 0: the codes of all hierarchies before it.
+
+    Args:
+        codebook_sizes: codes of each hierarchy, the first one coarsest.
+
+    >>> codebook_offsets([500, 500, 20])
+    [0, 500, 1000]
+
+    """
+    offsets = [0]
+    for size in codebook_sizes[:-1]:
+        offsets.append(offsets[-1] + size)
+    return offsets
+
+
+@register_batch_type
+@dataclass
+class GPTSIDBatch(BaseBatch):
+    """A batch of histories and candidates as semantic IDs.
+
+    Attributes:
+        history_feature_name: key of the histories' ids, `num_hierarchies` per item.
+        candidate_feature_name: key of the candidates' ids: the items that follow the history, in order.
+        num_hierarchies: codes of an item.
+        codebook_sizes: codes of each hierarchy; None leaves the ids unchecked.
+
+    `feature_to_max_seqlen` counts ids. Labels of random and real batches are a KeyedJaggedTensor of int64 with the key
+    "code": the codes of the candidates, one per id.
+
+    Raises:
+        ValueError: as BaseBatch; a feature that is no key or plays both parts, `num_hierarchies` below 1 or other than
+            the number of codebooks, a codebook without codes; on CPU also a sequence that is not made of whole items,
+            or an id outside the codebook of its hierarchy.
+
+    """
+
+    history_feature_name: str = field(kw_only=True)
+    candidate_feature_name: str = field(kw_only=True)
+    num_hierarchies: int = field(default=4, kw_only=True)
+    codebook_sizes: list[int] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_names()
+        if self.num_hierarchies < 1:
+            raise ValueError(
+                f"num_hierarchies is {self.num_hierarchies}; an item has at least one code: give 1 or more"
+            )
+        if self.codebook_sizes is not None:
+            self.codebook_sizes = list(self.codebook_sizes)  # as JSON, by which ranks compare it, gives it back
+            if len(self.codebook_sizes) != self.num_hierarchies or min(self.codebook_sizes) < 1:
+                raise ValueError(
+                    f"codebook_sizes is {self.codebook_sizes}, num_hierarchies is {self.num_hierarchies}; every "
+                    "hierarchy has one codebook of at least one code: make them agree"
+                )
+        # On a device these checks would read values back, and so wait for everything before them.
+        if self.features.lengths().device.type == "cpu":
+            for name in (self.history_feature_name, self.candidate_feature_name):
+                self._check_items(name)
+
+    def _check_names(self) -> None:
+        keys = self.features.keys()
+        for attribute in ("history_feature_name", "candidate_feature_name"):
+            if getattr(self, attribute) not in keys:
+                raise ValueError(
+                    f"{attribute} is {getattr(self, attribute)!r}, the keys are {keys}; it names one of the keys: "
+                    "correct it"
+                )
+        if self.history_feature_name == self.candidate_feature_name:
+            raise ValueError(
+                f"history_feature_name and candidate_feature_name are both {self.history_feature_name!r}; histories "
+                "and candidates are keys of their own: name two"
+            )
+
+    def _check_items(self, name: str) -> None:
+        lengths = self.code_lengths(name)
+        broken = lengths % self.num_hierarchies != 0
+        if bool(broken.any()):
+            row = int(broken.nonzero()[0])
+            raise ValueError(
+                f"row {row} of {name!r} has {int(lengths[row])} ids, num_hierarchies is {self.num_hierarchies}; every "
+                "item has one id per hierarchy: give whole items"
+            )
+        ids = self.features[name].values()
+        if self.codebook_sizes is None or ids.device.type != "cpu":
+            return
+        sizes = torch.tensor(self.codebook_sizes)
+        codes = ids.view(-1, self.num_hierarchies) - torch.tensor(codebook_offsets(self.codebook_sizes))
+        outside = (codes < 0) | (codes >= sizes)
+        if bool(outside.any()):
+            item, hierarchy = (int(index) for index in outside.nonzero()[0])
+            size = self.codebook_sizes[hierarchy]
+            raise ValueError(
+                f"item {item} of {name!r} has code {int(codes[item, hierarchy])} in hierarchy {hierarchy}, whose "
+                f"codebook has {size} codes; ids are code + offset of the hierarchy, with codes in [0, {size}): "
+                "correct the ids or codebook_sizes"
+            )
+
+    def code_lengths(self, feature_name: str) -> torch.Tensor:
+        """int64 `(batch_size,)`: ids per row of one key, on the batch's device."""
+        lengths = self.features.lengths().view(len(self.features.keys()), self.batch_size)
+        return lengths[self.features.keys().index(feature_name)].to(torch.int64)
+
+    @property
+    def max_history_length(self) -> int:
+        """The most items a history can have."""
+        return self.feature_to_max_seqlen[self.history_feature_name] // self.num_hierarchies
+
+    @property
+    def max_candidate_length(self) -> int:
+        """The most candidates a row can have."""
+        return self.feature_to_max_seqlen[self.candidate_feature_name] // self.num_hierarchies
+
+    def sequence_lengths(self) -> torch.Tensor:
+        """Tokens that the decoder computes per row, on the batch's device; nothing is read back from it.
+
+        They are BOS and all codes but a row's last one, which predicts nothing, where there are candidates. Padding
+        rows have none.
+
+        Returns:
+            int64 `(batch_size,)`.
+
+        """
+        candidates = self.code_lengths(self.candidate_feature_name)
+        tokens = 1 + self.code_lengths(self.history_feature_name) + candidates - (candidates > 0).to(torch.int64)
+        return tokens * (torch.arange(self.batch_size, device=tokens.device) < real_rows(self))
+
+    @classmethod
+    def random(
+        cls,
+        batch_size: int,
+        codebook_sizes: Sequence[int],
+        max_history_length: int,
+        max_candidate_length: int = 1,
+        history_feature_name: str = "history",
+        candidate_feature_name: str = "candidate",
+        actual_batch_size: int | None = None,
+        *,
+        history_dist: RandomDistribution | None = None,
+        candidate_dist: RandomDistribution | None = None,
+        sids: torch.Tensor | None = None,
+        with_labels: bool = True,
+        device: torch.device | str,
+        generator: torch.Generator | None = None,
+    ) -> GPTSIDBatch:
+        """A batch of random items.
+
+        Args:
+            batch_size: rows, padding included.
+            codebook_sizes: codes of each hierarchy.
+            max_history_length: the most items of a history.
+            max_candidate_length: the most candidates of a row.
+            history_feature_name: see GPTSIDBatch.
+            candidate_feature_name: see GPTSIDBatch.
+            actual_batch_size: rows that are no padding; all if not given.
+            history_dist: distribution of items per history, clipped to `max_history_length`; uniform on
+                `[0, max_history_length]` if not given.
+            candidate_dist: distribution of candidates per row, clipped to `max_candidate_length`; uniform on
+                `[1, max_candidate_length]` if not given.
+            sids: int64 `(num_items, num_hierarchies)` on the CPU, the items to draw from, equally likely; every code
+                is drawn by itself if not given.
+            with_labels: give the batch labels.
+            device: where the batch is put.
+            generator: source of randomness; torch's global CPU generator if not given. `device` does not change what
+                is drawn.
+
+        Raises:
+            ValueError: `batch_size` below 1, `actual_batch_size` outside `[0, batch_size]`, a negative maximum,
+                `sids` of another shape, or fields that make no GPTSIDBatch.
+
+        """
+        num_real = batch_size if actual_batch_size is None else actual_batch_size
+        num_hierarchies = len(codebook_sizes)
+        if batch_size < 1 or not 0 <= num_real <= batch_size:
+            raise ValueError(
+                f"batch_size is {batch_size}, actual_batch_size is {actual_batch_size}; a batch has at least one row "
+                "and real rows are counted within it: give 1 <= batch_size and 0 <= actual_batch_size <= batch_size"
+            )
+        for name, longest in (
+            ("max_history_length", max_history_length),
+            ("max_candidate_length", max_candidate_length),
+        ):
+            if longest < 0:
+                raise ValueError(f"{name} is {longest}; a length is not negative: raise it")
+        if sids is not None and (sids.dim() != 2 or sids.shape[0] < 1 or sids.shape[1] != num_hierarchies):
+            raise ValueError(
+                f"sids have shape {tuple(sids.shape)}, there are {num_hierarchies} codebooks; items are drawn from "
+                f"the rows of sids, one code per codebook: give a tensor of shape (num_items, {num_hierarchies})"
+            )
+        longest_by_key = {history_feature_name: max_history_length, candidate_feature_name: max_candidate_length}
+        distributions = {
+            history_feature_name: history_dist or RandomDistribution("uniform", high=max_history_length),
+            candidate_feature_name: candidate_dist
+            or RandomDistribution("uniform", low=min(1, max_candidate_length), high=max_candidate_length),
+        }
+        codes: dict[str, torch.Tensor] = {}  # (num_items, num_hierarchies)
+        lengths: dict[str, torch.Tensor] = {}
+        for name, distribution in distributions.items():
+            drawn = distribution.sample(num_real, generator=generator).clamp_(max=longest_by_key[name])
+            lengths[name] = drawn * num_hierarchies
+            codes[name] = _draw_codes(int(drawn.sum()), codebook_sizes, sids, generator)
+        labels = None
+        if with_labels:
+            targets = codes[candidate_feature_name].flatten()
+            labels = padded_kjt({LABEL_NAME: targets}, {LABEL_NAME: lengths[candidate_feature_name]}, batch_size)
+        offsets = torch.tensor(codebook_offsets(codebook_sizes), device=codes[history_feature_name].device)
+        ids = {name: (code + offsets).flatten() for name, code in codes.items()}
+        batch = cls(
+            features=padded_kjt(ids, lengths, batch_size),
+            batch_size=batch_size,
+            feature_to_max_seqlen={name: longest * num_hierarchies for name, longest in longest_by_key.items()},
+            labels=labels,
+            actual_batch_size=num_real,
+            history_feature_name=history_feature_name,
+            candidate_feature_name=candidate_feature_name,
+            num_hierarchies=num_hierarchies,
+            codebook_sizes=list(codebook_sizes),
+        )
+        return batch.to(torch.device(device))
+
+
+def _draw_codes(
+    num_items: int, codebook_sizes: Sequence[int], sids: torch.Tensor | None, generator: torch.Generator | None
+) -> torch.Tensor:
+    """int64 `(num_items, num_hierarchies)`."""
+    device = None if generator is None else generator.device
+    if sids is not None:
+        return sids.to(device)[torch.randint(sids.shape[0], (num_items,), generator=generator, device=device)]
+    drawn = [torch.randint(size, (num_items,), generator=generator, device=device) for size in codebook_sizes]
+    return torch.stack(drawn, dim=1)

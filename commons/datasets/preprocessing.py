@@ -1,0 +1,77 @@
+"""What every preprocessor does: check, read the archive, deal the interactions out by user, write the shards.
+
+    archive ─► reader of the data set ─► UserPartitions ─► write_sequences ─► <output>/<name>.parquet
+
+Memory is bounded by one batch of the archive and one partition of the users, however many rows there are; the
+partitions take about 18 bytes per interaction on the disk of the output until the end.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from commons.datasets.sequence_file import SequenceSchema
+from commons.datasets.sequence_writer import SequenceSource, is_preprocessed, write_sequences
+from commons.datasets.whole_folder import whole_folder
+
+_PARTITIONS = "_partitions"
+# Reads an archive, from where partitions go and what to call with the number of bytes read.
+Reader = Callable[[Path, Callable[[int], object]], SequenceSource]
+
+
+def preprocess_archive(
+    schema: SequenceSchema,
+    reader: Reader,
+    num_bytes: int,
+    output: str | Path,
+    *,
+    test_fraction: float,
+    seed: int,
+    show_progress: bool,
+) -> Path:
+    """Write the columnar files of an archive; they appear when they are complete.
+
+    A user belongs to the test split if a hash of `seed` and the raw user id lies below `test_fraction`, whatever other
+    users the archive has. Interactions of the same time keep the order of the archive.
+
+    Args:
+        schema: of the data set.
+        reader: of the archive, whose layout has been checked.
+        num_bytes: what the reader will report, for the progress bar.
+        output: folder for the data set, made if missing.
+        test_fraction: expected part of the users in the test split, in `[0, 1]`.
+        seed: of the split.
+        show_progress: show progress bars on stderr, if that is a terminal.
+
+    Returns:
+        The folder of the data set.
+
+    Raises:
+        FileExistsError: something in the data set's place that no preprocessor wrote.
+        BlockingIOError: another process is preprocessing to the same place.
+        ValueError: a malformed line.
+
+    """
+    target = Path(output) / f"{schema.dataset_name}.parquet"
+    disable = None if show_progress else True
+    with whole_folder(target, may_replace=is_preprocessed, what="preprocessed data set") as folder:
+        with tqdm(total=num_bytes, desc="read", unit="B", unit_scale=True, disable=disable) as progress:
+            source = reader(folder / _PARTITIONS, progress.update)
+        source.interactions.close()
+        num_rows = source.interactions.num_rows
+        with tqdm(total=num_rows, desc="write", unit="row", unit_scale=True, disable=disable) as progress:
+            write_sequences(folder, schema, source, test_fraction=test_fraction, seed=seed, on_rows=progress.update)
+        shutil.rmtree(folder / _PARTITIONS)
+    return target
+
+
+def check_split(test_fraction: float, seed: int) -> None:
+    """Raise ValueError for a fraction outside `[0, 1]` or a negative seed."""
+    if not 0 <= test_fraction <= 1:
+        raise ValueError(f"test_fraction is {test_fraction}; it is a part of all users: give a number between 0 and 1")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")

@@ -1,0 +1,259 @@
+"""Raw archives of public data sets: a folder, a zip file or a tar file, listed, checked and read as streams.
+
+Members go by their name without folders. A folder and a zip file are read in any order; a tar file is read from front
+to back: once to list and to check it, once for its contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import tarfile
+import zipfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tqdm import tqdm
+
+_BLOCK = 1 << 20
+_READMES = ("README", "README.txt")
+_GZIP_MAGIC = b"\x1f\x8b"
+# What damaged archives raise while they are listed or read.
+_DAMAGE = (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError)
+
+
+class RawArchive(ABC):
+    """Members of an archive.
+
+    Attributes:
+        path: the archive.
+        sizes: bytes of every member, by its name without folders.
+        folder: the folder within the archive that holds the members; "" where there is none.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sizes: dict[str, int] = {}
+        self.folder = ""
+
+    @abstractmethod
+    def streams(self, names: Sequence[str]) -> Generator[tuple[str, io.RawIOBase], None, None]:
+        """Contents of members, each to be read before the next is asked for, in an order of the archive's own.
+
+        Reading raises ValueError where the archive is damaged.
+        """
+
+    @abstractmethod
+    def checksum(self, names: Sequence[str]) -> str:
+        """SHA-256 in hex: of the archive; of a folder, that of the lines `sha256sum` prints for `names`, sorted."""
+
+    def read(self, name: str) -> bytes:
+        """Contents of a small member."""
+        with contextlib.closing(self.streams([name])) as streams:
+            return next(streams)[1].readall()
+
+    def readme(self) -> bytes:
+        """Contents of README or README.txt; nothing where there is none."""
+        found = [name for name in _READMES if name in self.sizes]
+        return self.read(found[0]) if found else b""
+
+    def require(self, names: Sequence[str], title: str, remedy: str) -> None:
+        """Raise ValueError unless all of `names` are members."""
+        missing = [name for name in names if name not in self.sizes]
+        if missing:
+            found = [f"{self.folder}/{name}" if self.folder else name for name in self.sizes]
+            shown = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+            raise ValueError(
+                f"{self.path} has no {', '.join(missing)}; {title} has {', '.join(names)}, found: "
+                f"{shown or 'nothing'}: {remedy}"
+            )
+
+    def _add(self, member: str, size: int) -> bool:
+        """Note a member; the first of several with one name counts. Archives made on macOS repeat names."""
+        name = PurePosixPath(member)
+        if member.startswith("__MACOSX/") or name.name.startswith("._") or name.name in self.sizes:
+            return False
+        self.sizes[name.name] = size
+        if len(name.parts) > 1:
+            self.folder = str(name.parent)
+        return True
+
+
+def open_archive(source: str | Path, folders: Sequence[str], hint: str, *, show_progress: bool = False) -> RawArchive:
+    """Open an archive and list it.
+
+    Args:
+        source: a folder, a zip file or a tar file.
+        folders: where in a folder the members may lie, such as `["ml-20m"]`, besides the folder itself.
+        hint: for the error where there is nothing: what the source is.
+        show_progress: show a progress bar on stderr, if that is a terminal, while a tar file is listed.
+
+    Raises:
+        FileNotFoundError: nothing at `source`.
+        ValueError: a truncated or damaged file, or no archive.
+
+    """
+    source = Path(source)
+    if not source.exists():
+        raise FileNotFoundError(f"{source} does not exist; {hint}")
+    if source.is_dir():
+        return _Folder(source, folders)
+    return _Zip(source) if source.suffix == ".zip" else _Tar(source, show_progress)
+
+
+class _Folder(RawArchive):
+    def __init__(self, path: Path, folders: Sequence[str]) -> None:
+        super().__init__(path)
+        # An archive unpacks to a folder of its own: take that one too.
+        self._root = next((path / name for name in folders if (path / name).is_dir()), path)
+        for entry in sorted(self._root.iterdir()):
+            if entry.is_file():
+                self.sizes[entry.name] = entry.stat().st_size
+
+    def streams(self, names: Sequence[str]) -> Generator[tuple[str, io.RawIOBase], None, None]:
+        for name in names:
+            with (self._root / name).open("rb", buffering=0) as stream:
+                yield name, stream
+
+    def readme(self) -> bytes:
+        # It may stand above the folder of the data.
+        inside = [folder for folder in (self._root, *self._root.parents) if folder.is_relative_to(self.path)]
+        found = [folder / name for folder in inside for name in _READMES if (folder / name).is_file()]
+        return found[0].read_bytes() if found else b""
+
+    def checksum(self, names: Sequence[str]) -> str:
+        lines = "".join(f"{_sha256_of(self._root / name)}  {name}\n" for name in sorted(names))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+
+class _Zip(RawArchive):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._members: dict[str, str] = {}
+        with _damage_named(path, "zip file"), zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if not info.is_dir() and self._add(info.filename, info.file_size):
+                    self._members[PurePosixPath(info.filename).name] = info.filename
+
+    def streams(self, names: Sequence[str]) -> Generator[tuple[str, io.RawIOBase], None, None]:
+        with contextlib.ExitStack() as stack:
+            with _damage_named(self.path, "zip file"):
+                archive = stack.enter_context(zipfile.ZipFile(self.path))
+            for name in names:
+                with _damage_named(self.path, "zip file"):
+                    member = archive.open(self._members[name])
+                with member:
+                    yield name, _MemberStream(member, self.path, "zip file")
+
+    def checksum(self, names: Sequence[str]) -> str:
+        return _sha256_of(self.path)
+
+
+class _Tar(RawArchive):
+    def __init__(self, path: Path, show_progress: bool) -> None:
+        super().__init__(path)
+        with (
+            path.open("rb") as file,
+            tqdm(
+                total=path.stat().st_size,
+                desc=f"check {path.name}",
+                unit="B",
+                unit_scale=True,
+                disable=None if show_progress else True,
+            ) as progress,
+            _damage_named(path, "tar file"),
+        ):
+            hashing = _HashingReader(file, progress.update)
+            with _decompressed(path, hashing) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
+                for info in archive:
+                    if info.isfile():
+                        self._add(info.name, info.size)
+                # To the end of the file: gzip compares its checksum there.
+                while plain.read(_BLOCK):
+                    pass
+            while hashing.read(_BLOCK):
+                pass
+        self._checksum = hashing.digest.hexdigest()
+
+    def streams(self, names: Sequence[str]) -> Generator[tuple[str, io.RawIOBase], None, None]:
+        wanted = set(names)
+        with contextlib.ExitStack() as stack:
+            with _damage_named(self.path, "tar file"):
+                plain = stack.enter_context(_decompressed(self.path, stack.enter_context(self.path.open("rb"))))
+                archive = stack.enter_context(tarfile.open(fileobj=plain, mode="r|"))
+            while wanted:
+                with _damage_named(self.path, "tar file"):
+                    info = archive.next()
+                    if info is None:
+                        return
+                    name = PurePosixPath(info.name).name
+                    member = archive.extractfile(info) if info.isfile() and name in wanted else None
+                if member is not None:
+                    wanted.remove(name)
+                    yield name, _MemberStream(member, self.path, "tar file")
+
+    def checksum(self, names: Sequence[str]) -> str:
+        return self._checksum
+
+
+class _MemberStream(io.RawIOBase):
+    """A member whose damage is reported as that of its archive."""
+
+    def __init__(self, member: Any, path: Path, kind: str) -> None:
+        super().__init__()
+        self._member, self._path, self._kind = member, path, kind
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with _damage_named(self._path, self._kind):
+            data = self._member.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _HashingReader(io.RawIOBase):
+    """A file whose bytes are hashed and counted as they are read."""
+
+    def __init__(self, file: Any, on_bytes: Callable[[int], object]) -> None:
+        super().__init__()
+        self.digest = hashlib.sha256()
+        self._file, self._on_bytes = file, on_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        self.digest.update(memoryview(buffer)[:count])
+        self._on_bytes(count)
+        return count
+
+
+def _decompressed(path: Path, file: Any) -> Any:
+    with path.open("rb") as start:
+        is_gzip = start.read(2) == _GZIP_MAGIC
+    return gzip.open(file) if is_gzip else io.BufferedReader(file, _BLOCK)
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGE as error:
+        raise ValueError(f"{path} is no complete {kind} ({error}): download it again") from error
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.sha256()
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,58 @@
+"""The loader of batches: torchdata's StatefulDataLoader over a data set whose items are batches."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from commons.datasets.samplers import EpochSampler
+
+
+class ResumableLoader(StatefulDataLoader):
+    """Batches in the order of a sampler, assembled by worker processes or by none.
+
+    Args:
+        dataset: its items are batches.
+        sampler: what to ask the data set for; it draws the next epoch in every iteration.
+        num_workers: processes that assemble batches; they stay from epoch to epoch. 0 for none.
+        pin_memory: put batches in pinned host memory.
+
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], sampler: EpochSampler[Any], *, num_workers: int = 0, pin_memory: bool = False
+    ) -> None:
+        with warnings.catch_warnings():
+            # torchdata 0.11 sets one of torch's vitals, which newer versions of torch call deprecated and ignore.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
+            super().__init__(
+                dataset,
+                batch_size=None,  # the items of the data set are batches
+                sampler=sampler,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                persistent_workers=num_workers > 0,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the last batch given; what a loader of the same settings goes on from, JSON-ready."""
+        return {"num_workers": self.num_workers, "iterator": super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on from a place; those after it draw the next epochs.
+
+        Raises:
+            ValueError: a state of a loader with another number of workers; when the iteration begins, also one of other
+                data, another batch size or another rank.
+
+        """
+        saved = state_dict["num_workers"]
+        if saved != self.num_workers:
+            raise ValueError(
+                f"the loader's state has {saved} workers, this loader has {self.num_workers}; workers read ahead in "
+                "turn: give the same num_workers, or begin at a row with sampler.start_at"
+            )
+        super().load_state_dict(state_dict["iterator"])

@@ -1,0 +1,117 @@
+"""The manifest of a preprocessed data set: what a reader has to know before it opens a shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT_VERSION = 2
+# Readers of a folder of parquet files pass over names that begin with an underscore.
+MANIFEST = "_manifest.json"
+VOCABULARIES = "_vocabularies"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parquet file.
+
+    Attributes:
+        file: its name.
+        row_groups: rows of each of its row groups.
+        num_interactions: items of all rows.
+
+    """
+
+    file: str
+    row_groups: list[int]
+    num_interactions: int
+
+
+@dataclass(frozen=True)
+class SequenceFileMetadata:
+    """What the manifest of a data set says.
+
+    Attributes:
+        dataset_name: name of the data set, such as "ml-1m".
+        generated: the data come from a generator and not from users.
+        num_users: rows.
+        num_interactions: items of all rows.
+        min_length: items of the shortest row.
+        max_length: items of the longest row.
+        splits: rows of each split, in the order in which their shards are listed.
+        vocabulary_sizes: for each feature, the number of ids: ids lie in `[0, size)`.
+        columns: type of each column, by its name.
+        length_histogram: how many rows have how many items: the key "20" counts rows of 20 up to the next key's items.
+        source_sha256: checksum of the archive as `sha256sum` prints it; of a folder, that of the lines which it prints
+            for the files read.
+        shards: the parquet files, rows of one after the rows of the other.
+        options: settings of the preprocessor.
+        format_version: of this layout.
+
+    """
+
+    dataset_name: str
+    generated: bool
+    num_users: int
+    num_interactions: int
+    min_length: int
+    max_length: int
+    splits: dict[str, int]
+    vocabulary_sizes: dict[str, int]
+    columns: dict[str, str] = field(default_factory=dict)
+    length_histogram: dict[str, int] = field(default_factory=dict)
+    source_sha256: str = ""
+    shards: list[Shard] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def mean_length(self) -> float:
+        """Items per row; 0.0 without rows."""
+        return self.num_interactions / self.num_users if self.num_users else 0.0
+
+    def save(self, folder: Path) -> None:
+        """Write the manifest into a folder."""
+        (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+def load_metadata(folder: Path, dataset_name: str) -> SequenceFileMetadata:
+    """Read the manifest of a data set.
+
+    Raises:
+        ValueError: a damaged manifest, or one of another version or data set.
+
+    """
+    path = folder / MANIFEST
+    try:
+        fields = json.loads(path.read_bytes())
+        version = fields["format_version"]
+        if version == FORMAT_VERSION:
+            metadata = SequenceFileMetadata(**{**fields, "shards": [Shard(**shard) for shard in fields["shards"]]})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); preprocess the data again") from error
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {version}, this version reads {FORMAT_VERSION}: preprocess the data again"
+        )
+    if metadata.dataset_name != dataset_name:
+        raise ValueError(
+            f"{folder} holds {metadata.dataset_name!r}, dataset_name is {dataset_name!r}; they must agree: correct one"
+        )
+    return metadata
+
+
+def histogram_of(lengths: np.ndarray) -> np.ndarray:
+    """Counts by the number of binary digits of the length: int64 `(33,)`."""
+    return np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=33)
+
+
+def histogram_keys(counts: np.ndarray) -> dict[str, int]:
+    """Counts of `histogram_of` by the smallest length that they count, up to the longest."""
+    last = int(np.flatnonzero(counts)[-1]) if counts.any() else 0
+    return {str(0 if digits == 0 else 2 ** (digits - 1)): int(counts[digits]) for digits in range(last + 1)}

@@ -1,0 +1,163 @@
+"""Batches of semantic IDs from item-id histories and a map from items to SIDs.
+
+Input: histories, a map, and rows chosen by a sampler. Output: GPTSIDBatch on the CPU. A user's last items are the
+candidates, those before them the history; histories that are too long lose their oldest items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, codebook_offsets
+from commons.datasets.hstu_batch import padded_kjt
+from commons.datasets.sid_histories import Histories
+from commons.datasets.sid_map import SIDMap
+
+HISTORY, CANDIDATE = "history", "candidate"
+_USERS_PER_SCAN = 4096
+_SHOWN = 3
+
+
+class SIDDataset(Dataset[GPTSIDBatch]):
+    """Users of one split; an item of the data set is the batch of the rows it is asked for.
+
+    All histories are read once at the start, to count what is cut and to find items without a SID.
+
+    Args:
+        histories: the users.
+        sid_map: SIDs of all their items.
+        batch_size: rows of every batch; batches of fewer rows are padded.
+        max_history_length: the most items of a history; older ones are cut off.
+        max_candidate_length: the most candidates, the last items of a user. None: all items are candidates, the last
+            `max_history_length` of them, and histories are empty.
+
+    Attributes:
+        num_cut_histories: users that have more items than a row can hold.
+        num_cut_items: items of theirs that are left out, all of them at the old end.
+
+    Raises:
+        ValueError: a number out of range, no users, or items without a SID, reported with their number and the first
+            users that have one.
+
+    """
+
+    def __init__(
+        self,
+        histories: Histories,
+        sid_map: SIDMap,
+        *,
+        batch_size: int,
+        max_history_length: int,
+        max_candidate_length: int | None = 1,
+    ) -> None:
+        most_candidates = max_history_length if max_candidate_length is None else max_candidate_length
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("max_history_length", max_history_length, 1),
+            ("max_candidate_length", most_candidates, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; the smallest possible value is {least}: raise it")
+        if not len(histories):
+            raise ValueError(f"{histories.source} has no users; a data set has at least one: check the data")
+        self.sid_map = sid_map
+        self.max_history_length = 0 if max_candidate_length is None else max_history_length
+        self.max_candidate_length = most_candidates
+        self._histories = histories
+        self._batch_size = batch_size
+        self._offsets = np.asarray(codebook_offsets(sid_map.codebook_sizes))
+        self.num_cut_histories, self.num_cut_items = self._scan()
+
+    def __len__(self) -> int:
+        """Users of the split."""
+        return len(self._histories)
+
+    @property
+    def max_items(self) -> int:
+        """The most items of a row, history and candidates together."""
+        return self.max_history_length + self.max_candidate_length
+
+    def __getitem__(self, rows: int | Sequence[int]) -> GPTSIDBatch:
+        """The batch of `rows`, padded to the batch size.
+
+        Raises:
+            IndexError: a row outside the split.
+            ValueError: more rows than the batch size.
+
+        """
+        selected = np.atleast_1d(np.asarray(rows, dtype=np.int64))
+        if len(selected) > self._batch_size:
+            raise ValueError(
+                f"{len(selected)} rows were asked for, batch_size is {self._batch_size}; a batch holds no more: ask "
+                "for fewer rows"
+            )
+        outside = selected[(selected < 0) | (selected >= len(self))]
+        if outside.size:
+            raise IndexError(f"row {outside[0]} of a split of {len(self)} users")
+        return self._assemble(selected)
+
+    def _scan(self) -> tuple[int, int]:
+        """Users with more items than a row holds, and how many more; raises for items without a SID."""
+        num_cut = num_cut_items = num_unknown = 0
+        unknown: list[str] = []
+        for first in range(0, len(self), _USERS_PER_SCAN):
+            users = np.arange(first, min(first + _USERS_PER_SCAN, len(self)))
+            lengths = self._histories.lengths(users)
+            excess = np.maximum(lengths - self.max_items, 0)
+            num_cut += int(np.count_nonzero(excess))
+            num_cut_items += int(excess.sum())
+            items = self._histories.tails(users, lengths)
+            missing = np.flatnonzero(self.sid_map.rows_of(items) < 0)
+            num_unknown += missing.size
+            owners = np.repeat(users, lengths)[missing[:_SHOWN]]
+            unknown += [f"item {items[index]} of user {user}" for index, user in zip(missing[:_SHOWN], owners)]
+        if num_unknown:
+            raise ValueError(
+                f"{num_unknown} items in {self._histories.source} have no SID, the first ones "
+                f"{', '.join(unknown[:_SHOWN])}; the map has {self.sid_map.num_items} items from "
+                f"{self.sid_map.item_ids[0]} to {self.sid_map.item_ids[-1]}: make the map from these data"
+            )
+        return num_cut, num_cut_items
+
+    def _assemble(self, rows: np.ndarray) -> GPTSIDBatch:
+        lengths = self._histories.lengths(rows)  # (num_rows,)
+        candidates = np.minimum(lengths, self.max_candidate_length)
+        kept = np.minimum(lengths, self.max_history_length + candidates)
+        items = self._histories.tails(rows, kept)  # (sum(kept),)
+        # The candidates of a row are the last of its items: those at most `candidates` from the row's end.
+        from_end = np.repeat(np.cumsum(kept), kept) - np.arange(len(items))
+        is_candidate = from_end <= np.repeat(candidates, kept)
+        codes = self.sid_map.codes[self.sid_map.rows_of(items)]  # (sum(kept), num_hierarchies)
+        ids = codes + self._offsets
+        hierarchies = self.sid_map.num_hierarchies
+        code_lengths = {
+            HISTORY: torch.from_numpy((kept - candidates) * hierarchies),
+            CANDIDATE: torch.from_numpy(candidates * hierarchies),
+        }
+        values = {HISTORY: ids[~is_candidate], CANDIDATE: ids[is_candidate]}
+        return GPTSIDBatch(
+            features=padded_kjt(
+                {name: torch.from_numpy(value.reshape(-1)) for name, value in values.items()},
+                code_lengths,
+                self._batch_size,
+            ),
+            batch_size=self._batch_size,
+            feature_to_max_seqlen={
+                HISTORY: self.max_history_length * hierarchies,
+                CANDIDATE: self.max_candidate_length * hierarchies,
+            },
+            labels=padded_kjt(
+                {LABEL_NAME: torch.from_numpy(codes[is_candidate].reshape(-1))},
+                {LABEL_NAME: code_lengths[CANDIDATE]},
+                self._batch_size,
+            ),
+            actual_batch_size=len(rows),
+            history_feature_name=HISTORY,
+            candidate_feature_name=CANDIDATE,
+            num_hierarchies=hierarchies,
+            codebook_sizes=list(self.sid_map.codebook_sizes),
+        )

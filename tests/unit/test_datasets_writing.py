@@ -1,0 +1,208 @@
+"""Folders that are whole or not there, whatever happens to their writers; partitions of users; ids."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.datasets.movielens import preprocess_movielens_20m
+from commons.datasets.movielens_20m_generator import generate_movielens_20m
+from commons.datasets.sequence_file import SequenceFile
+from commons.datasets.sequence_metadata import histogram_keys, histogram_of
+from commons.datasets.sequence_writer import IdMap, SeenIds, _row_groups
+from commons.datasets.user_partitions import UserPartitions, partitions_for
+from commons.datasets.whole_folder import whole_folder
+
+
+def write(target, text, may_replace=lambda path: True):
+    with whole_folder(target, may_replace=may_replace, what="thing") as folder:
+        (folder / "a.txt").write_text(text)
+        assert not target.exists() or (target / "a.txt").read_text() != text
+
+
+class TestWholeFolder:
+    def test_appears_at_the_end_and_is_replaced(self, tmp_path):
+        for text in ("first", "second"):
+            write(tmp_path / "new" / "data", text)
+            assert (tmp_path / "new" / "data" / "a.txt").read_text() == text
+            assert [entry.name for entry in (tmp_path / "new").iterdir()] == ["data"]
+
+    @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+    def test_a_failure_leaves_what_was_there(self, tmp_path, error):
+        write(tmp_path / "data", "before")
+        for target in (tmp_path / "data", tmp_path / "new" / "deep" / "data"):
+            with (
+                pytest.raises(type(error)),
+                whole_folder(target, may_replace=lambda path: True, what="thing") as folder,
+            ):
+                (folder / "a.txt").write_text("half")
+                raise error
+        assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+        assert (tmp_path / "data" / "a.txt").read_text() == "before"
+
+    def test_what_is_not_ours_stays(self, tmp_path):
+        (tmp_path / "data").write_text("mine")
+        with pytest.raises(FileExistsError, match="data exists and is no thing of this kind; it is not overwritten"):
+            write(tmp_path / "data", "x", may_replace=lambda path: False)
+        assert (tmp_path / "data").read_text() == "mine"
+
+    def test_what_an_ended_process_left_is_cleared(self, tmp_path):
+        unfinished = tmp_path / ".data.unfinished" / "deep"
+        unfinished.mkdir(parents=True)
+        (unfinished / "half").write_text("half")
+        write(tmp_path / "data", "whole")
+        assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+        assert [entry.name for entry in (tmp_path / "data").iterdir()] == ["a.txt"]
+
+    def test_ended_between_the_renames(self, tmp_path):
+        write(tmp_path / "data", "before")
+        (tmp_path / "data").rename(tmp_path / ".data.replaced")
+        with (
+            pytest.raises(OSError, match="disk full"),
+            whole_folder(tmp_path / "data", may_replace=lambda path: True, what="thing"),
+        ):
+            raise OSError("disk full")
+        assert (tmp_path / "data" / "a.txt").read_text() == "before"
+        assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+
+    def test_two_writers(self, tmp_path):
+        context = multiprocessing.get_context("spawn")
+        with whole_folder(tmp_path / "data", may_replace=lambda path: True, what="thing") as folder:
+            (folder / "a.txt").write_text("first")
+            with context.Pool(1) as pool:
+                message = pool.apply(_error_of_second, (tmp_path / "data",))
+        assert "another process is writing" in message
+        assert (tmp_path / "data" / "a.txt").read_text() == "first"
+
+
+def _error_of_second(target) -> str:
+    try:
+        write(target, "second")
+    except BlockingIOError as error:
+        return str(error)
+    return "no error"
+
+
+_STOPS_BEFORE_THE_MANIFEST = """
+import sys, time
+from commons.datasets import sequence_writer
+from commons.datasets.movielens import preprocess_movielens_20m
+
+def wait(*arguments):
+    print("shards are written", flush=True)
+    time.sleep(60)
+
+sequence_writer._Writer.finish = wait
+preprocess_movielens_20m(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+def test_preprocessing_that_is_ended_leaves_no_half_data_set_and_starts_again(tmp_path, stop):
+    source, output = tmp_path / "ml-20m", tmp_path / "data"
+    generate_movielens_20m(source, num_users=60)
+    preprocess_movielens_20m(source, output, seed=1)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STOPS_BEFORE_THE_MANIFEST, str(source), str(output)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "shards are written\n"
+        assert list((output / ".ml-20m.parquet.unfinished").glob("*.parquet"))
+        process.send_signal(stop)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    if stop == signal.SIGINT:
+        assert [entry.name for entry in output.iterdir()] == ["ml-20m.parquet"]
+    assert {path: path.read_bytes() for path in (output / "ml-20m.parquet").rglob("*") if path.is_file()} == before
+    preprocess_movielens_20m(source, output, seed=2)
+    assert [entry.name for entry in output.iterdir()] == ["ml-20m.parquet"]
+    assert SequenceFile(output, "ml-20m", []).metadata.options["seed"] == 2
+
+
+class TestUserPartitions:
+    @given(
+        rows=st.lists(st.tuples(st.sampled_from([0, 1, 5, 2**31 - 1]), st.integers(0, 2**40), st.integers(0, 9))),
+        num_partitions=st.sampled_from([1, 2, 8]),
+        batch=st.integers(1, 7),
+    )
+    def test_equals_a_stable_sort(self, tmp_path_factory, rows, num_partitions, batch):
+        partitions = UserPartitions(tmp_path_factory.mktemp("parts"), num_partitions)
+        for start in range(0, len(rows), batch):
+            users, times, actions = (np.array(column) for column in zip(*rows[start : start + batch]))
+            items = np.arange(start, start + len(users), dtype=np.int32)
+            partitions.add(users.astype(np.int32), items, actions, times)
+        partitions.close()
+        found = {}
+        for index in range(num_partitions):
+            histories = partitions.read(index)
+            assert (partitions.partition_of(histories.user_ids) == index).all()
+            ends = np.cumsum(histories.lengths)
+            for user, end, length in zip(histories.user_ids.tolist(), ends.tolist(), histories.lengths.tolist()):
+                own = slice(end - length, end)
+                columns = (histories.timestamps[own], histories.item_ids[own], histories.actions[own])
+                found[user] = list(zip(*(column.tolist() for column in columns)))
+        expected: dict = {}
+        for place, (user, moment, action) in enumerate(rows):
+            expected.setdefault(user, []).append((moment, place, action))
+        assert found == {user: sorted(own, key=lambda row: row[0]) for user, own in expected.items()}
+        assert partitions.num_rows == len(rows)
+
+    def test_users_are_spread_evenly(self, tmp_path):
+        partitions = UserPartitions(tmp_path, 64)
+        partitions.close()
+        for step in (1, 64, 1000):
+            counts = np.bincount(partitions.partition_of(np.arange(64_000, dtype=np.int32) * step), minlength=64)
+            assert counts.max() < 2 * counts.mean()
+
+    def test_their_number_bounds_memory(self):
+        assert [partitions_for(rows) for rows in (0, 4e6, 5e6, 20e6, 322e6, 1e12)] == [1, 1, 2, 8, 128, 128]
+
+
+@given(values=st.sets(st.integers(0, 300), min_size=1), offset=st.sampled_from([0, 2_000_000_000]))
+def test_ids_are_ranks(values, offset):
+    ordered = np.array(sorted(values), dtype=np.int64) + offset
+    ids = IdMap(ordered.astype(np.int32))
+    assert ids.ids(ordered.astype(np.int32)).tolist() == list(range(len(values)))
+    others = np.setdiff1d(np.arange(320) + offset, ordered).astype(np.int32)
+    assert set(ids.ids(others).tolist()) <= {-1}
+
+
+@given(batches=st.lists(st.lists(st.integers(0, 200_000))))
+def test_seen_ids(batches):
+    seen = SeenIds()
+    for batch in batches:
+        seen.add(np.array(batch, dtype=np.int32))
+    assert seen.values().tolist() == sorted({value for batch in batches for value in batch})
+
+
+@given(lengths=st.lists(st.integers(0, 200_000), max_size=50))
+def test_row_groups_hold_all_rows_and_few_interactions(lengths):
+    groups = _row_groups(np.array(lengths, dtype=np.int64))
+    assert sum(groups) == len(lengths)
+    start = 0
+    for rows in groups:
+        assert rows > 0
+        assert rows == 1 or sum(lengths[start : start + rows]) <= 65_536
+        start += rows
+
+
+def test_histogram():
+    counts = histogram_of(np.array([0, 1, 2, 3, 4, 7, 8, 1023, 1024]))
+    assert histogram_keys(counts) == {
+        **{"0": 1, "1": 1, "2": 2, "4": 2, "8": 1},
+        **{"16": 0, "32": 0, "64": 0, "128": 0, "256": 0, "512": 1, "1024": 1},
+    }
+    assert histogram_keys(histogram_of(np.array([], dtype=np.int64))) == {"0": 0}

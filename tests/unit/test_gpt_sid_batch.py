@@ -1,0 +1,192 @@
+"""GPTSIDBatch: what random batches look like, what is refused, what a row costs in tokens, and how rows travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, RandomDistribution, codebook_offsets
+from commons.datasets.hstu_batch import padded_kjt
+from commons.sequence_batch.schema import BatchSchema
+
+SIZES = [5, 3, 7]
+
+
+def random_batch(seed=0, batch_size=6, num_real=None, longest=9, most_candidates=3, **options) -> GPTSIDBatch:
+    return GPTSIDBatch.random(
+        batch_size,
+        SIZES,
+        longest,
+        most_candidates,
+        actual_batch_size=num_real,
+        device="cpu",
+        generator=torch.Generator().manual_seed(seed),
+        **options,
+    )
+
+
+def rows_of(kjt, key) -> list[list[int]]:
+    return [row.tolist() for row in kjt[key].to_dense()]
+
+
+def build(history, candidate, **changes) -> GPTSIDBatch:
+    """A batch of one row from lists of ids."""
+    values = {"history": torch.tensor(history), "candidate": torch.tensor(candidate)}
+    fields = {
+        "features": padded_kjt(values, {name: torch.tensor([len(value)]) for name, value in values.items()}, 1),
+        "batch_size": 1,
+        "feature_to_max_seqlen": {"history": 30, "candidate": 30},
+        "history_feature_name": "history",
+        "candidate_feature_name": "candidate",
+        "num_hierarchies": 3,
+        "codebook_sizes": SIZES,
+    }
+    return GPTSIDBatch(**(fields | changes))
+
+
+def test_offsets_are_sums_of_the_sizes_before():
+    assert codebook_offsets(SIZES) == [0, 5, 8]
+    assert codebook_offsets([4]) == [0]
+
+
+class TestRandom:
+    @given(
+        seed=st.integers(0, 2**32),
+        batch_size=st.integers(1, 9),
+        padding=st.integers(0, 9),
+        longest=st.integers(0, 9),
+        most_candidates=st.integers(0, 3),
+        with_labels=st.booleans(),
+    )
+    def test_rows_keep_the_rules(self, seed, batch_size, padding, longest, most_candidates, with_labels):
+        num_real = max(0, batch_size - padding)
+        batch = random_batch(seed, batch_size, num_real, longest, most_candidates, with_labels=with_labels)
+        assert (batch.batch_size, batch.actual_batch_size) == (batch_size, num_real)
+        assert (batch.max_history_length, batch.max_candidate_length) == (longest, most_candidates)
+        histories, candidates = (rows_of(batch.features, key) for key in ("history", "candidate"))
+        for row, (history, candidate) in enumerate(zip(histories, candidates)):
+            assert len(history) % 3 == 0 and len(history) <= 3 * longest
+            assert len(candidate) % 3 == 0 and len(candidate) <= 3 * most_candidates
+            if row >= num_real:
+                assert history == candidate == []
+            elif most_candidates:
+                assert candidate
+            for place, code in enumerate(history + candidate):
+                first = codebook_offsets(SIZES)[place % 3]
+                assert first <= code < first + SIZES[place % 3]
+        if with_labels:
+            assert batch.labels.values().dtype == torch.int64
+            offsets = codebook_offsets(SIZES)
+            labels = rows_of(batch.labels, LABEL_NAME)
+            assert [[code + offsets[i % 3] for i, code in enumerate(row)] for row in labels] == candidates
+        assert batch.num_loss_tokens() == (sum(map(len, candidates)) if with_labels else 0)
+
+    def test_the_same_generator_state_gives_the_same_batch(self):
+        first, second, other = random_batch(3), random_batch(3), random_batch(4)
+        assert torch.equal(first.features.values(), second.features.values())
+        assert not torch.equal(first.features.lengths(), other.features.lengths())
+
+    @pytest.mark.parametrize(
+        "dist",
+        [
+            RandomDistribution("zipf", low=1, alpha=1.2),
+            RandomDistribution("lognormal", low=1, mean=20, std=20),
+        ],
+    )
+    def test_histories_follow_a_distribution_and_are_clipped(self, dist):
+        batch = random_batch(batch_size=400, longest=30, history_dist=dist)
+        items = batch.code_lengths("history") // 3
+        drawn = dist.sample(400, generator=torch.Generator().manual_seed(0)).clamp(max=30)
+        assert items.tolist() == drawn.tolist()
+        assert items.max() == 30 and items.min() >= 1
+
+    def test_items_are_drawn_from_a_table(self):
+        sids = torch.tensor([[0, 1, 2], [4, 2, 6]])
+        batch = random_batch(batch_size=50, sids=sids)
+        codes = batch.features.values().view(-1, 3) - torch.tensor(codebook_offsets(SIZES))
+        assert {tuple(row) for row in codes.tolist()} == {(0, 1, 2), (4, 2, 6)}
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"batch_size": 0}, "batch_size is 0"),
+            ({"num_real": 7}, "actual_batch_size is 7"),
+            ({"longest": -1}, "max_history_length is -1"),
+            ({"most_candidates": -2}, "max_candidate_length is -2"),
+            ({"sids": torch.zeros(4, 2, dtype=torch.int64)}, "sids have shape (4, 2), there are 3 codebooks"),
+        ],
+    )
+    def test_mistakes(self, options, message):
+        with pytest.raises(ValueError) as caught:
+            random_batch(**options)
+        assert message in str(caught.value)
+
+
+class TestChecks:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"history_feature_name": "past"}, "history_feature_name is 'past', the keys are"),
+            ({"candidate_feature_name": "history"}, "are both 'history'"),
+            ({"num_hierarchies": 0, "codebook_sizes": None}, "num_hierarchies is 0"),
+            ({"num_hierarchies": 2}, "codebook_sizes is [5, 3, 7], num_hierarchies is 2"),
+            ({"codebook_sizes": [5, 3, 0]}, "at least one code"),
+        ],
+    )
+    def test_fields(self, changes, message):
+        with pytest.raises(ValueError) as caught:
+            build([0, 5, 8], [1, 6, 9], **changes)
+        assert message in str(caught.value)
+
+    def test_half_an_item(self):
+        with pytest.raises(ValueError, match="row 0 of 'history' has 2 ids, num_hierarchies is 3"):
+            build([0, 5], [1, 6, 9])
+
+    @pytest.mark.parametrize(
+        ("ids", "code", "hierarchy"), [([0, 5, 15], 7, 2), ([5, 5, 8], 5, 0), ([0, 5, 8, 1, 3, 8], -2, 1)]
+    )
+    def test_an_id_outside_its_codebook(self, ids, code, hierarchy):
+        with pytest.raises(ValueError, match=f"has code {code} in hierarchy {hierarchy}"):
+            build([0, 5, 8], ids)
+        assert build([0, 5, 8], ids, codebook_sizes=None).codebook_sizes is None  # unchecked
+
+
+class TestTokens:
+    def test_bos_and_all_codes_but_the_last(self):
+        assert build([0, 5, 8] * 4, [0, 5, 8] * 2).sequence_lengths().tolist() == [1 + 12 + 5]
+        assert build([0, 5, 8] * 4, []).sequence_lengths().tolist() == [1 + 12]
+        assert build([], [0, 5, 8]).sequence_lengths().tolist() == [3]
+
+    def test_padding_has_no_tokens_and_a_user_without_items_has_one(self):
+        batch = random_batch(batch_size=3, num_real=2, longest=0, most_candidates=0)
+        assert batch.sequence_lengths().tolist() == [1, 1, 0]
+
+
+class TestTravel:
+    def test_a_rank_without_data_learns_the_schema(self):
+        batch = random_batch()
+        schema = BatchSchema.from_json(json.loads(json.dumps(BatchSchema.of(batch).to_json())))
+        assert schema == BatchSchema.of(batch)
+        for rows in (0, 2):
+            empty = schema.empty_batch(rows)
+            assert isinstance(empty, GPTSIDBatch) and empty.codebook_sizes == SIZES
+            assert (empty.batch_size, empty.actual_batch_size) == (rows, 0)
+            assert empty.sequence_lengths().tolist() == [0] * rows
+
+    def test_codebook_sizes_of_a_tuple_agree_with_those_of_a_list(self):
+        batch = random_batch()
+        assert BatchSchema.of(dataclasses.replace(batch, codebook_sizes=tuple(SIZES))) == BatchSchema.of(batch)
+
+    @given(seed=st.integers(0, 99), chosen=st.lists(st.integers(0, 5), max_size=8))
+    def test_index_select(self, seed, chosen):
+        batch = random_batch(seed)
+        result = batch.index_select(chosen)
+        for key in ("history", "candidate"):
+            rows = rows_of(batch.features, key)
+            assert rows_of(result.features, key) == [rows[row] for row in chosen]
+        assert result.sequence_lengths().tolist() == batch.sequence_lengths()[chosen].tolist()

@@ -1,0 +1,175 @@
+"""The resumable loader: exactly the rest of the batches, with and without workers; a new order in every epoch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.datasets.data_loader import get_data_loader
+from commons.datasets.movielens import preprocess_movielens
+from commons.datasets.movielens_generator import generate_movielens
+from commons.datasets.samplers import BatchOrderSampler, ShardedBatchSampler
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    generate_movielens(path / "ml-1m.zip", num_users=90, seed=5)
+    preprocess_movielens(path / "ml-1m.zip", path, test_fraction=0.2)
+    return path
+
+
+def make(folder, **arguments):
+    settings = {"batch_size": 4, "max_history_seqlen": 8, "shuffle": True, "rank": 1, "world_size": 2, **arguments}
+    return get_data_loader("ml-1m", dataset_path=folder, **settings)
+
+
+def contents(batch) -> tuple:
+    """All that a batch holds, comparable."""
+    return (
+        batch.actual_batch_size,
+        *(part.tolist() for kjt in (batch.features, batch.labels) for part in (kjt.values(), kjt.lengths())),
+    )
+
+
+def epochs(loader, number: int) -> list[list[tuple]]:
+    return [[contents(batch) for batch in loader] for _ in range(number)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 1, 3, -1])
+def test_a_resumed_loader_gives_exactly_the_rest(folder, workers, stop):
+    first, second, third = epochs(make(folder), 3)
+    stop = len(first) - 1 if stop < 0 else stop
+    loader = make(folder, num_workers=workers)
+    for _ in loader:  # the state lies within the second epoch
+        pass
+    iterator = iter(loader)
+    assert [contents(batch) for batch in itertools.islice(iterator, stop)] == second[:stop]
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert [contents(batch) for batch in iterator] == second[stop:]  # saving disturbs nothing
+    resumed = make(folder, num_workers=workers)
+    resumed.load_state_dict(state)
+    assert epochs(resumed, 2) == [second[stop:], third]
+    assert first
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_after_the_end_goes_on_with_the_next_epoch(folder, workers):
+    first, second = epochs(make(folder), 2)
+    loader = make(folder, num_workers=workers)
+    assert epochs(loader, 1) == [first]
+    resumed = make(folder, num_workers=workers)
+    resumed.load_state_dict(loader.state_dict())
+    assert epochs(resumed, 1) == [second]
+
+
+def test_a_state_of_another_loader(folder):
+    state = make(folder).state_dict()
+    for arguments, message in (
+        ({"batch_size": 8}, "state has batch_size 4, this loader has 8"),
+        ({"rank": 0}, "state has rank 1, this loader has 0"),
+        ({"seed": 7}, "state has seed 1234, this loader has 7"),
+        ({"split": "test"}, "state has num_rows"),
+    ):
+        other = make(folder, **arguments)
+        other.load_state_dict(state)
+        with pytest.raises(ValueError, match=message):
+            next(iter(other))
+    with pytest.raises(ValueError, match="state has 0 workers, this loader has 2"):
+        make(folder, num_workers=2).load_state_dict(state)
+
+
+def test_no_order_comes_twice(folder):
+    for workers in (0, 2):
+        orders = [str(epoch) for epoch in epochs(make(folder, num_workers=workers), 6)]
+        assert len(set(orders)) == 6
+    abandoned = make(folder)
+    assert contents(next(iter(abandoned))) != contents(next(iter(abandoned)))
+
+
+def test_set_epoch_chooses_the_order(folder):
+    loader = make(folder)
+    orders = epochs(loader, 3)
+    loader.sampler.set_epoch(1)
+    assert epochs(loader, 2) == orders[1:]
+    loader.sampler.set_epoch(0)
+    loader.sampler.start_at(8)  # rows of both ranks
+    assert epochs(loader, 2) == [orders[0][1:], orders[1]]
+
+
+def test_every_row_is_read_once_without_drop_last(folder):
+    users = []
+    for rank in range(2):
+        loader = make(folder, rank=rank)
+        assert len(loader) == len(epochs(loader, 1)[0])
+        users += [user for batch in loader for user in batch.features["user_id"].values().tolist()]
+    num_users = len(make(folder).dataset)
+    assert len(users) == len(set(users)) == num_users
+
+
+def test_making_a_loader_warns_of_nothing(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(folder)
+
+
+@given(
+    num_rows=st.integers(0, 60),
+    batch_size=st.integers(1, 7),
+    world_size=st.integers(1, 4),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    data=st.data(),
+)
+def test_sharded_places(num_rows, batch_size, world_size, shuffle, drop_last, data):
+    rank = data.draw(st.integers(0, world_size - 1))
+    first_row = data.draw(st.integers(0, num_rows))
+
+    def sampler():
+        result = ShardedBatchSampler(
+            num_rows,
+            batch_size,
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+        result.set_epoch(3)
+        result.start_at(first_row)
+        return result
+
+    own = np.arange(num_rows)
+    if shuffle:
+        own = np.random.default_rng([0, 3]).permutation(num_rows)
+    own = own[first_row:][rank::world_size].tolist()
+    expected = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
+    expected = [batch for batch in expected if len(batch) == batch_size or not drop_last]
+    assert list(sampler()) == expected
+    stop = data.draw(st.integers(0, len(expected)))
+    iterator = iter(sampler())
+    assert list(itertools.islice(iterator, stop)) == expected[:stop]
+    other = sampler()
+    resumed = iter(other)
+    resumed.load_state_dict(iterator.state_dict())
+    assert other.epoch == (4 if stop else 3)
+    assert list(resumed) == expected[stop:]
+
+
+@given(num_batches=st.integers(0, 20), stop=st.integers(0, 20), shuffle=st.booleans())
+def test_batch_order_places(num_batches, stop, shuffle):
+    stop = min(stop, num_batches)
+    expected = list(BatchOrderSampler(num_batches, rows_per_step=6, shuffle=shuffle, seed=2))
+    assert sorted(expected) == list(range(num_batches))
+    sampler = BatchOrderSampler(num_batches, rows_per_step=6, shuffle=shuffle, seed=2)
+    iterator = iter(sampler)
+    list(itertools.islice(iterator, stop))
+    resumed = iter(BatchOrderSampler(num_batches, rows_per_step=6, shuffle=shuffle, seed=2))
+    resumed.load_state_dict(iterator.state_dict())
+    assert list(resumed) == expected[stop:]

@@ -1,0 +1,258 @@
+"""MovieLens-20M: the raw archive to the columnar files, every way in which it can be wrong, and the generated one."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.datasets import csv_member, user_partitions
+from commons.datasets.data_loader import get_data_loader
+from commons.datasets.latent_histories import lengths_with
+from commons.datasets.movielens import SCHEMA_20M, preprocess_movielens_20m
+from commons.datasets.movielens_20m_generator import _QUANTILES, NUM_USERS, generate_movielens_20m
+from commons.datasets.sequence_file import SequenceFile
+
+HEADER = "userId,movieId,rating,timestamp\n"
+RATINGS = HEADER + "7,50,5.0,200\n7,9,4.0,100\n3,9,0.5,5\n7,1193,2.5,100\n7,50,3.0,99\n"
+MOVIES = (
+    'movieId,title,genres\n50,Plain (1999),War\n9,"Comma, The ""x"" (1995)",Drama|Musical\n1193,Ñandú (1975),Drama\n'
+)
+
+
+def write_archive(path: Path, *, ratings=RATINGS, movies=MOVIES, readme="Summary (ml-20m)", folder="ml-20m/") -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in (("ratings.csv", ratings), ("movies.csv", movies), ("README.txt", readme)):
+            archive.writestr(folder + name, text)
+        for name in ("links.csv", "tags.csv", "genome-scores.csv", "genome-tags.csv"):
+            archive.writestr(folder + name, "a,b\n")
+    return path
+
+
+def rows_of(path: Path) -> dict[int, dict]:
+    """Rows by raw user id, with raw movie ids."""
+    file = SequenceFile(path, "ml-20m", ["user_id", "movie_id", "rating", "timestamp"])
+    vocabularies = file.vocabularies()
+    rows = {}
+    for row in range(file.metadata.num_users):
+        selection = file.select(np.array([row]))
+        length = selection.lengths("movie_id")
+        lists = {name: selection.tails(name, length).tolist() for name in ("movie_id", "rating", "timestamp")}
+        lists["movie_id"] = [vocabularies["movie_id"][item] for item in lists["movie_id"]]
+        rows[vocabularies["user_id"][selection.values("user_id")[0]]] = lists
+    return rows
+
+
+class TestPreprocess:
+    def test_sequences(self, tmp_path):
+        source = write_archive(tmp_path / "ml-20m.zip")
+        path = preprocess_movielens_20m(source, tmp_path / "data")
+        assert rows_of(path) == {
+            3: {"movie_id": [9], "rating": [1], "timestamp": [5]},
+            7: {"movie_id": [50, 9, 1193, 50], "rating": [6, 8, 5, 10], "timestamp": [99, 100, 100, 200]},
+        }
+        metadata = SequenceFile(path, "ml-20m", []).metadata
+        assert metadata.vocabulary_sizes == {"user_id": 2, "movie_id": 3, "rating": 11}
+        assert metadata.source_sha256 == hashlib.sha256(source.read_bytes()).hexdigest()
+        assert not metadata.generated
+
+    def test_zip_folder_and_line_ends_make_no_difference(self, tmp_path):
+        expected = rows_of(preprocess_movielens_20m(write_archive(tmp_path / "a.zip"), tmp_path / "a"))
+        with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+            archive.extractall(tmp_path / "unpacked")
+        for source in (
+            tmp_path / "unpacked",
+            tmp_path / "unpacked" / "ml-20m",
+            write_archive(tmp_path / "flat.zip", folder=""),
+            write_archive(tmp_path / "crlf.zip", ratings=RATINGS.replace("\n", "\r\n")),
+            write_archive(tmp_path / "open_end.zip", ratings=RATINGS.rstrip("\n")),
+            write_archive(tmp_path / "bom.zip", ratings="\ufeff" + RATINGS),
+            write_archive(
+                tmp_path / "quoted.zip", ratings=RATINGS.replace(HEADER, '"userId","movieId","rating","timestamp"\n')
+            ),
+        ):
+            assert rows_of(preprocess_movielens_20m(source, tmp_path / "b")) == expected, source
+
+    def test_labels(self, tmp_path):
+        preprocess_movielens_20m(write_archive(tmp_path / "ml-20m.zip"), tmp_path, test_fraction=0)
+        loader = get_data_loader(
+            "ml-20m", dataset_path=tmp_path, batch_size=2, max_history_seqlen=4, num_tasks=len(SCHEMA_20M.tasks)
+        )
+        (batch,) = loader
+        labels = {key: batch.labels[key].values().tolist() for key in batch.labels.keys()}
+        assert labels == {"task_0": [0, 0, 1, 0, 1], "task_1": [0, 0, 0, 0, 1]}
+
+    @given(
+        rows=st.lists(
+            st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(1, 10), st.integers(0, 5)), min_size=1
+        ),
+        partitions=st.sampled_from([1, 4, 1000]),
+        block=st.sampled_from([64, 8 << 20]),
+    )
+    def test_equals_a_slow_sort(self, tmp_path_factory, rows, partitions, block):
+        folder, movies = tmp_path_factory.mktemp("raw"), [9, 50, 1193]
+        text = HEADER + "".join(f"{user},{movies[m]},{half / 2},{time}\n" for user, m, half, time in rows)
+        source = write_archive(folder / "ml-20m.zip", ratings=text)
+        with (
+            mock.patch.object(user_partitions, "_ROWS_PER_PARTITION", partitions),
+            mock.patch.object(csv_member, "_BLOCK", block),
+        ):
+            found = rows_of(preprocess_movielens_20m(source, folder))
+        assert sorted(found) == sorted({user for user, *_ in rows})
+        for user, lists in found.items():
+            own = sorted((r for r in rows if r[0] == user), key=lambda row: row[3])  # stable
+            assert lists == {
+                "movie_id": [movies[m] for _, m, _, _ in own],
+                "rating": [half for _, _, half, _ in own],
+                "timestamp": [time for *_, time in own],
+            }
+
+
+def error_of(source: Path) -> str:
+    output = source.parent / "output"
+    with pytest.raises(ValueError) as caught:
+        preprocess_movielens_20m(source, output)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(source) in message
+    assert not output.exists()
+    return message
+
+
+class TestBadArchives:
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("7,50,3.5,yesterday", "line 4 has timestamp 'yesterday'; timestamp is a number of seconds since 1970"),
+            ("7,50,3.5,", "line 4 has timestamp ''"),
+            ("7,50,3.5,-1", "line 4 has timestamp '-1'"),
+            ("7,50,3.5,99999999999999999999", "line 4 has timestamp '99999999999999999999'"),
+            ("7,50,3.5", "line 4 is '7,50,3.5', 3 fields; the header has 4"),
+            ("7,50,3.5,1,1", "line 4 is '7,50,3.5,1,1', 5 fields"),
+            ("", "line 4 is '', 0 fields"),
+            ("7,50,nan,1", "line 4 has rating 'nan'"),
+            ("7,50,0.0,1", "line 4 has rating '0.0'"),
+            ("7,50,5.5,1", "line 4 has rating '5.5'"),
+            ("7,50,3.7,1", "line 4 has rating 3.7; a rating is 0.5 to 5 in steps of 0.5"),
+            ("7,51,3.5,1", "line 4 has movieId 51, which movies.csv does not list"),
+            ("7,x,3.5,1", "line 4 has movieId 'x'"),
+            (",50,3.5,1", "line 4 has userId ''"),
+            ("100000000,50,3.5,1", "line 4 has userId '100000000'; userId is a number of 0 to 99,999,999"),
+            ("1e2,50,3.5,1", "line 4 has userId '1e2'"),
+        ],
+    )
+    def test_malformed_line(self, tmp_path, line, message):
+        lines = RATINGS.splitlines()
+        lines.insert(3, line)
+        found = error_of(write_archive(tmp_path / "a.zip", ratings="\n".join(lines) + "\n"))
+        assert f"ratings.csv {message}" in found
+
+    def test_a_malformed_line_far_into_the_file(self, tmp_path):
+        rows = "7,50,3.0,99\n"
+        source = write_archive(tmp_path / "a.zip", ratings=RATINGS + rows * 5000 + "7,50,3.0,x\n" + rows * 99)
+        with mock.patch.object(csv_member, "_BLOCK", 1 << 12):
+            assert "ratings.csv line 5007 has timestamp 'x'" in error_of(source)
+
+    @pytest.mark.parametrize(
+        ("files", "message"),
+        [
+            (
+                {"ratings": "userId,movieId,rating\n1,2,3\n"},
+                "ratings.csv has columns userId, movieId, rating, but not timestamp",
+            ),
+            ({"ratings": ""}, "ratings.csv has columns none, but not userId"),
+            ({"ratings": HEADER}, "ratings.csv has no line below its header"),
+            ({"movies": MOVIES + "9,Again,Drama\n"}, "movies.csv has movieId 9 more than once"),
+            ({"movies": "movieId,title,genres\n"}, "movies.csv has no line below its header"),
+            ({"movies": "id,title\n1,2\n"}, "movies.csv has columns id, title, but not movieId"),
+            ({"readme": "Summary: this dataset (ml-25m) describes"}, "holds ml-25m, not MovieLens-20M"),
+            ({"folder": "ml-latest-small/"}, "holds ml-latest-small, not MovieLens-20M"),
+        ],
+    )
+    def test_other_damage(self, tmp_path, files, message):
+        assert message in error_of(write_archive(tmp_path / "a.zip", **files))
+
+    def test_something_else(self, tmp_path):
+        source = tmp_path / "a.zip"
+        with zipfile.ZipFile(source, "w") as archive:
+            archive.writestr("ml-1m/ratings.dat", "1::2::3::4\n")
+        message = error_of(source)
+        assert (
+            "has no ratings.csv, movies.csv; MovieLens-20M has ratings.csv, movies.csv, found: ml-1m/ratings.dat"
+            in message
+        )
+
+    def test_truncated(self, tmp_path):
+        whole = write_archive(tmp_path / "whole.zip").read_bytes()
+        for size in (0, 10, len(whole) // 2):
+            (tmp_path / "a.zip").write_bytes(whole[:size])
+            assert "no complete zip file" in error_of(tmp_path / "a.zip")
+
+    def test_damaged_contents(self, tmp_path):
+        source = tmp_path / "a.zip"
+        with zipfile.ZipFile(source, "w", zipfile.ZIP_STORED) as archive:
+            archive.writestr("ml-20m/ratings.csv", RATINGS)
+            archive.writestr("ml-20m/movies.csv", MOVIES)
+        source.write_bytes(source.read_bytes().replace(b"7,50,5.0,200", b"7,50,4.0,200"))
+        assert "Bad CRC-32" in error_of(source)
+
+    def test_missing(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="does not exist; the source is ml-20m.zip as published"):
+            preprocess_movielens_20m(tmp_path / "none.zip", tmp_path)
+
+    @pytest.mark.parametrize("arguments", [{"test_fraction": -0.1}, {"seed": -1}])
+    def test_bad_arguments(self, tmp_path, arguments):
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            preprocess_movielens_20m(write_archive(tmp_path / "a.zip"), tmp_path, **arguments)
+
+
+class TestGenerator:
+    def test_lengths_follow_the_published_statistics(self):
+        lengths = lengths_with(NUM_USERS, _QUANTILES, 20_000_263 / NUM_USERS)
+        assert (lengths.min(), lengths.max()) == (20, 9_254)
+        assert lengths.mean() == pytest.approx(144.41, rel=1e-4)
+        assert np.percentile(lengths, [25, 50, 75]) == pytest.approx([35, 68, 155], abs=1)
+        assert lengths_with(30, _QUANTILES, 144.4).mean() == pytest.approx(144.4, abs=0.5)
+
+    def test_archive(self, tmp_path):
+        written = generate_movielens_20m(tmp_path / "ml-20m.zip", num_users=300, seed=1)
+        assert written.mean_length == pytest.approx(144.4, abs=0.5)
+        path = preprocess_movielens_20m(written.path, tmp_path)
+        metadata = SequenceFile(path, "ml-20m", []).metadata
+        assert metadata.generated
+        assert (metadata.num_users, metadata.num_interactions) == (300, written.num_interactions)
+        assert metadata.max_length == written.max_length
+        assert metadata.vocabulary_sizes["movie_id"] == 27_278
+        ratings = np.concatenate([row["rating"] for row in rows_of(path).values()])
+        published = [0.012, 0.034, 0.014, 0.072, 0.044, 0.215, 0.110, 0.278, 0.077, 0.145]
+        assert np.bincount(ratings)[1:] / len(ratings) == pytest.approx(published, abs=0.002)
+        for row in rows_of(path).values():
+            assert len(set(row["movie_id"])) == len(row["movie_id"])  # nobody rates a movie twice
+
+    def test_same_seed_same_bytes(self, tmp_path):
+        for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+            generate_movielens_20m(tmp_path / f"{name}.zip", num_users=5, seed=seed)
+        first, second, other = ((tmp_path / f"{name}.zip").read_bytes() for name in "abc")
+        assert first == second
+        assert first != other
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.zip", "b.zip", "c.zip"]
+
+    def test_what_was_not_generated_is_not_replaced(self, tmp_path):
+        source = write_archive(tmp_path / "ml-20m.zip")
+        before = source.read_bytes()
+        with pytest.raises(FileExistsError, match="no generated archive"):
+            generate_movielens_20m(source, num_users=5)
+        with pytest.raises(FileExistsError, match="no generated archive"):
+            generate_movielens_20m(tmp_path, num_users=5)
+        assert source.read_bytes() == before
+
+    @pytest.mark.parametrize("arguments", [{"num_users": 0}, {"seed": -1}])
+    def test_bad_arguments(self, tmp_path, arguments):
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            generate_movielens_20m(tmp_path / "a.zip", **arguments)
