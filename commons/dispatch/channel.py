@@ -35,6 +35,8 @@ class DispatchChannel(ControlChannel):
         step: number of the call; all ranks count alike.
     """
 
+    remedy = "all ranks make the same calls: see the log there, or raise the timeout"
+
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         super().__init__(group, timeout)
         self.step = 0
@@ -169,12 +171,6 @@ class DispatchChannel(ControlChannel):
         self._in_collective = True
         super()._wait(work, step, what)
         self._in_collective = False
-
-    def _roll_call(self, step: int, what: str) -> str:
-        # The control channel was made for the shuffler, and its remedies name it.
-        said = super()._roll_call(step, what)
-        said = said.replace("every rank must call the shuffler for every step", "all ranks make the same calls")
-        return said.replace("raise ShufflerOptions.timeout", "raise the timeout")
 
     def _raise_all(self, error: Exception | None) -> None:
         said = self.gather_text("" if error is None else json.dumps(describe_error(error)), self.step)

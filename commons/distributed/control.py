@@ -43,8 +43,11 @@ class ControlChannel:
         rank: this process' rank in the group.
         world_size: ranks in the group.
         payload_group: the group for rows; None for a group of one.
+        remedy: what the message about a missing rank advises.
         generation: how many channels over the same ranks there were before; the same on all of them.
     """
+
+    remedy = "every rank must call the shuffler for every step: see the log there, or raise ShufflerOptions.timeout"
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self.description = describe_group(group)
@@ -156,10 +159,7 @@ class ControlChannel:
             f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
         )
         names = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
-        return (
-            f"{names} did not take part in the {what} of step {step} ({self.description}); every rank must call the "
-            "shuffler for every step: see the log there, or raise ShufflerOptions.timeout if it was only slow"
-        )
+        return f"{names} did not take part in the {what} of step {step} ({self.description}); {self.remedy} if it was only slow"
 
     @property
     def has_all_to_all(self) -> bool:

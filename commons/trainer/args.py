@@ -94,6 +94,12 @@ class TrainerArgs:
     optimization: OptimizationArgs = field(default_factory=OptimizationArgs)
     """Accumulation, clipping and the schedule of learning rates."""
 
+    top_k_for_generation: int = 10
+    """Items that a model which generates them finds for every user: the width of its beam."""
+
+    eval_metrics: tuple[str, ...] = ("HitRate@2", "NDCG@10")
+    """What generated items are judged by."""
+
     peak_tflops: float | None = None
     """Peak rate of a device in TFLOPS, of which MFU is a fraction; None looks it up. Unknown devices have no MFU."""
 
@@ -123,10 +129,11 @@ class TrainerArgs:
     """Checkpoints to keep; older ones are removed."""
 
     single_rank_load: bool = False
-    """Rank 0 alone loads data. Not available yet."""
+    """Rank 0 alone loads training batches, of train_batch_size rows for every rank, and sends each rank its rows."""
 
     balance_batch: bool = False
-    """Rank 0 balances what it loads. Not available yet; enable_balanced_shuffler balances what all ranks load."""
+    """With single_rank_load: deal rows out by their work, instead of one to each rank in turn. Where every rank loads
+    its own rows, enable_balanced_shuffler balances them."""
 
     def __post_init__(self) -> None:
         for name in ("train_batch_size", "eval_batch_size", "eval_interval", "log_interval"):
@@ -135,6 +142,7 @@ class TrainerArgs:
             if getattr(self, name) is not None:
                 require_at_least(name, getattr(self, name), 1)
         require_at_least("seed", self.seed, 0)
+        require_at_least("top_k_for_generation", self.top_k_for_generation, 1)
         require_at_least("ckpt_keep", self.ckpt_keep, 1)
         if self.ckpt_save_interval != -1:
             require_at_least("ckpt_save_interval", self.ckpt_save_interval, 1)
@@ -165,15 +173,15 @@ class TrainerArgs:
                 "shuffle_eval is True and enable_balanced_shuffler is False; evaluation is balanced by the shuffler of "
                 "training: enable it too"
             )
-        self._refuse_what_is_missing()
-
-    def _refuse_what_is_missing(self) -> None:
-        if self.single_rank_load:
-            raise ValueError("single_rank_load is True; in this version every rank loads its own data: leave it False")
-        if self.balance_batch:
+        if self.balance_batch and not self.single_rank_load:
             raise ValueError(
-                "balance_batch is True; it balances what a single rank loads, which this version does not have: set "
-                "enable_balanced_shuffler instead, which balances what all ranks load"
+                "balance_batch is True and single_rank_load is False; it balances what a single rank loads: set "
+                "enable_balanced_shuffler instead, which balances what all ranks load, or set single_rank_load too"
+            )
+        if self.balance_batch and self.enable_balanced_shuffler:
+            raise ValueError(
+                "balance_batch and enable_balanced_shuffler are both True; rows that rank 0 has dealt out by their "
+                "work need no shuffle: set one of them"
             )
 
 

@@ -51,7 +51,12 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
             "that model, or another checkpoint"
         )
     names = _dense_names(model, optimizer)
-    dense = {name: found for name, found in saved.items() if name.startswith(_DENSE)}
+    # A tensor-parallel rank has layers of its own; those of its peers are in the checkpoint too.
+    dense = {
+        name: found
+        for name, found in saved.items()
+        if name.startswith(_DENSE) and name.removeprefix(_DENSE).rsplit("/", 1)[0] in names
+    }
     random = {name: found for name, found in saved.items() if name in _random_state()}
     state |= {name: _empty_like(found) for name, found in (dense | random).items()}
     dcp.load(state, checkpoint_id=path)

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
 from commons.perf_model.measured_saving import MeasuredSaving
 from commons.perf_model.peak_rates import peak_flops_of
@@ -69,7 +71,7 @@ class TrainingLoop:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         shuffler: BaseTaskBalancedBatchShuffler,
-        train_loader: DataLoader[Any],
+        train_loader: DataLoader[Any] | SingleRankLoader,
         eval_shuffler: BaseTaskBalancedBatchShuffler | None = None,
         eval_loader: DataLoader[Any] | None = None,
         metrics: Metrics | None = None,
@@ -82,6 +84,11 @@ class TrainingLoop:
             raise ValueError(
                 "eval_loader and eval_shuffler go together, and eval_shuffler is not the shuffler of training; an "
                 "evaluation agrees on the end of its own data: give both or none"
+            )
+        if args.single_rank_load and not isinstance(train_loader, SingleRankLoader):
+            raise ValueError(
+                f"single_rank_load is True and train_loader is a {type(train_loader).__name__}; every rank would train "
+                "the batches of all: pass what commons.trainer.data.deal_out makes of it"
             )
         if device.type == "cpu" and args.pipeline_type in CUDA_PIPELINES:
             raise ValueError(
@@ -197,7 +204,7 @@ class TrainingLoop:
         while not self._is_done():
             limit = self._steps_to_next_stop()
             trained = self._train_segment(itertools.islice(batches, limit))
-            rows = trained * self._args.train_batch_size * dist.get_world_size()
+            rows = trained * self._args.train_batch_size * dist.get_world_size(resolve_process_group())
             self._progress = TrainProgress(self._step, epoch, self._progress.rows_in_epoch + rows)
             if self._progress.rows_in_epoch == 0:
                 raise ValueError(
@@ -305,7 +312,7 @@ class TrainingLoop:
         self._stats = []
         for stats in timed:
             self._saving.add(stats.largest_load_trained, stats.step_ms or 0.0)
-        ms_per_load = self._saving.ms_per_load()
+        ms_per_load = self._saving.ms_per_load() if dist.get_rank() == 0 else None  # rank 0 says it
         mean = StatsMean()
         for stats in timed:
             if ms_per_load is not None:
@@ -355,7 +362,7 @@ class TrainingLoop:
             self._pipeline.attach(self._model)
 
 
-def _set_epoch(loader: DataLoader[Any], epoch: int, first_row: int) -> None:
+def _set_epoch(loader: DataLoader[Any] | SingleRankLoader, epoch: int, first_row: int) -> None:
     """Choose the epoch of a loader and, in the first one after a checkpoint, where it begins."""
     sampler = loader.sampler
     if hasattr(sampler, "set_epoch"):

@@ -156,7 +156,7 @@ def train_without_dealing_out(data, run_dir):
 
 
 def test_a_program_that_does_not_deal_out(two_ranks, data, tmp_path):
-    with pytest.raises(RankFailure, match="single_rank_load is True and train_loader is a .* deal_out makes of it"):
+    with pytest.raises(RankFailure, match="single_rank_load is True and train_loader is a .*deal_out makes of it"):
         two_ranks.run(train_without_dealing_out, data, str(tmp_path))
 
 

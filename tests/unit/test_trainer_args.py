@@ -61,8 +61,11 @@ def test_defaults():
         ({"profile_step_start": 5, "profile_step_end": 5}, "profile_step_end is 5, profile_step_start is 5"),
         ({"pipeline_type": "nativ"}, "pipeline_type is 'nativ'; registered are .*'native'"),
         ({"shuffle_eval": True}, "shuffle_eval is True and enable_balanced_shuffler is False"),
-        ({"single_rank_load": True}, "single_rank_load is True; .* leave it False"),
-        ({"balance_batch": True}, "balance_batch is True; .* set enable_balanced_shuffler instead"),
+        ({"balance_batch": True}, "balance_batch is True and single_rank_load .* set enable_balanced_shuffler instead"),
+        (
+            {"balance_batch": True, "single_rank_load": True, "enable_balanced_shuffler": True},
+            "balance_batch and enable_balanced_shuffler are both True; .* set one of them",
+        ),
         ({"ckpt_save_interval": 0}, "ckpt_save_interval is 0; it is an integer of at least 1"),
         ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
         ({"ckpt_keep": 0}, "ckpt_keep is 0; it is an integer of at least 1"),
