@@ -11,9 +11,9 @@ PIP_ARGS ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP  := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: help install demo test bench lint format clean
+.PHONY: help install demo demo-sid test bench lint format clean
 help: ## What can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t12
 
 install: $(STAMP) ## Make .venv and install evenrank with its pinned dependencies
 
@@ -29,6 +29,9 @@ $(STAMP): requirements/$(DEVICE).txt requirements/common.txt requirements/dev.tx
 
 demo: $(STAMP) ## Train HSTU on two ranks, unbalanced and balanced, side by side
 	@ci/demo.sh $(BIN) $(DEVICE) $(ARGS)
+
+demo-sid: $(STAMP) ## The same for SID-GR, which also generates items and is evaluated on them
+	@ci/demo.sh --model sid_gr $(BIN) $(DEVICE) $(ARGS)
 
 test: $(STAMP) ## Run the test suite
 	@$(BIN)/python -m pytest $(ARGS)

@@ -159,7 +159,10 @@ class ControlChannel:
             f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
         )
         names = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
-        return f"{names} did not take part in the {what} of step {step} ({self.description}); {self.remedy} if it was only slow"
+        return (
+            f"{names} did not take part in the {what} of step {step} ({self.description}); {self.remedy} if it was "
+            "only slow"
+        )
 
     @property
     def has_all_to_all(self) -> bool:
