@@ -10,6 +10,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import register_batch_shuffler
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.task_estimator import HSTUAttentionTask
+from hstu.lengths import workload_lengths
 
 
 @register_batch_shuffler("hstu")
@@ -27,6 +28,7 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         num_layers: layers.
         causal: whether attention is causal.
         action_interleaved: whether the model interleaves items with actions; without effect on batches without actions.
+        contextual_mask: whether contextual tokens see all of the history.
         target_group_size: candidates' tokens that may see one another.
         options: settings; the defaults balance.
         pg_group: ranks that share a global batch.
@@ -41,6 +43,7 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         *,
         causal: bool = True,
         action_interleaved: bool = True,
+        contextual_mask: bool = False,
         target_group_size: int = 1,
         options: ShufflerOptions | None = None,
         pg_group: dist.ProcessGroup | None = None,
@@ -49,10 +52,13 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
             hidden_size, num_heads, head_dim, num_layers, causal=causal, target_group_size=target_group_size
         )
         self.action_interleaved = action_interleaved
+        self.contextual_mask = contextual_mask
         super().__init__(options, pg_group)
         self.cost = self.calibrated(self.task)
 
     def get_workloads(self, batch: HSTUBatch) -> torch.Tensor:
         """Forward operations of every row or, with a calibration, its time: int64 `(batch_size,)`."""
-        seqlen, num_targets = batch.sequence_lengths(self.action_interleaved)
-        return self.cost.get_workloads(seqlen, num_targets)
+        lengths = workload_lengths(
+            batch, action_interleaved=self.action_interleaved, contextual_mask=self.contextual_mask
+        )
+        return self.cost.get_workloads(*lengths)

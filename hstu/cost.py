@@ -15,7 +15,9 @@ from commons.sequence_batch.fields import real_rows
 from commons.trainer.config import load_config_file
 from commons.trainer.launch import seed_all
 from hstu.flops import hstu_task
-from hstu.model import HSTURankingModel, RankingConfig
+from hstu.model import RetrievalConfig
+from hstu.negatives import with_negatives
+from hstu.tasks import TASKS, Task
 from hstu.train_config import TrainConfig
 
 # A lookup costs the same in any table; a small one leaves the memory to the layers.
@@ -40,9 +42,10 @@ class HSTUCostTarget:
         seed_all(config.trainer.seed)
         # The first batch shows what batches of this data set look like.
         self._example: HSTUBatch = next(self.host_batches())
-        ranking = self._ranking_config()
-        self.task = hstu_task(ranking.hstu)
-        self._model = HSTURankingModel(ranking, plain_embeddings=True)
+        task = self._make_task()
+        self._model_config = task.config
+        self.task = hstu_task(task.config.hstu)
+        self._model = task.make_model(plain_embeddings=True)
         for module in self._model.modules():
             if isinstance(module, nn.Embedding):
                 module.sparse = True  # the gradient of the rows looked up alone, as TorchRec's tables have it
@@ -50,7 +53,7 @@ class HSTUCostTarget:
 
     def make_batch(self, lengths: Sequence[int]) -> HSTUBatch:
         """A random batch on the device; with candidates at their most, but at least one item before."""
-        example, ids = self._example, self._model.config.embedding_tables
+        example, ids = self._example, self._model_config.embedding_tables
         items = torch.as_tensor(lengths, dtype=torch.int64)
         candidates = None
         if example.max_num_candidates:
@@ -78,7 +81,7 @@ class HSTUCostTarget:
             max_num_candidates=example.max_num_candidates,
             num_candidates=candidates,
         )
-        return batch.to(self.device)
+        return self._add_negatives(batch).to(self.device)
 
     def train_step(self, batch: HSTUBatch) -> None:
         """Forward and backward pass."""
@@ -111,12 +114,18 @@ class HSTUCostTarget:
             **options,
         )
 
-    def _ranking_config(self) -> RankingConfig:
-        dataset = self._loader().dataset
-        tables = {name: min(rows, _MOST_TABLE_ROWS) for name, rows in dataset.vocabulary_sizes.items()}
-        return self._config.model.ranking_config(
-            max_sequence_length=dataset.max_sequence_length, tables=tables, num_tasks=self._config.dataset.num_tasks
-        )
+    def _add_negatives(self, batch: HSTUBatch) -> HSTUBatch:
+        config = self._model_config
+        if not isinstance(config, RetrievalConfig) or config.negatives_feature_name is None:
+            return batch
+        shape = (batch.batch_size, config.num_negatives)
+        drawn = torch.randint(config.embedding_tables[config.item_feature_name], shape)
+        return with_negatives(batch, config.negatives_feature_name, drawn)
+
+    def _make_task(self) -> Task:
+        data = self._loader().dataset
+        tables = {name: min(rows, _MOST_TABLE_ROWS) for name, rows in data.vocabulary_sizes.items()}
+        return TASKS[self._config.task](self._config.model, self._config.dataset, data, tables)
 
 
 def cost_target(config: Path, device: torch.device) -> HSTUCostTarget:

@@ -10,71 +10,22 @@ Examples:
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from rich.console import Console
 
-from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.movielens_generator import generate_movielens
-from commons.datasets.sequence_file import SequenceFile, SequenceFileMetadata
-from commons.trainer.args import require_at_least
+from commons.trainer.comparison import read_results, results_path
+from commons.trainer.comparison_options import ComparisonOptions, choose_ranks, describe_data, prepare_data
 from commons.trainer.config import load_config
 from commons.trainer.errors import run_main
-from commons.trainer.launch import DeviceType
 from commons.trainer.torchrun import torchrun
-from hstu.demo_report import read_results, report, results_path
+from hstu.demo_report import report
 
 
 @dataclass
-class DemoOptions:
+class DemoOptions(ComparisonOptions):
     """What the demo trains, and for how long."""
-
-    steps: int = 80
-    """Steps that are measured, each trained both ways; at most one epoch."""
-
-    warmup_steps: int = 4
-    """Steps before them, trained but not measured."""
-
-    batch_size: int = 16
-    """Users per rank and step."""
-
-    max_history_seqlen: int = 1024
-    """The most ratings of a user; older ones are cut off."""
-
-    num_layers: int = 4
-    """Layers of the model, whose other dimensions are those of ModelArgs."""
-
-    num_users: int = 6040
-    """Users to generate; the default is the number in MovieLens-1M."""
-
-    run_dir: Path = Path("runs/demo")
-    """Folder for the data, demo.json and balance.png."""
-
-    seed: int = 1234
-    """Seed of the data, their order and the weights."""
-
-    device: DeviceType = "auto"
-    """Where ranks run; "auto" takes GPUs if there are two or more, else two CPU ranks."""
-
-    quick: bool = False
-    """A few steps on few users, to see it work; such a speed-up says nothing."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "max_history_seqlen", "num_layers", "num_users"):
-            require_at_least(name, getattr(self, name), 1)
-        for name in ("warmup_steps", "seed"):
-            require_at_least(name, getattr(self, name), 0)
-        if self.quick:
-            self.steps, self.warmup_steps, self.num_users = min(self.steps, 6), 2, min(self.num_users, 400)
-
-    @property
-    def data_dir(self) -> Path:
-        """Folder of the archive and of the file that it becomes."""
-        return self.run_dir / "data"
 
 
 def parse_options() -> DemoOptions:
@@ -90,52 +41,14 @@ def main() -> None:
     """Prepare the data, start the ranks, report."""
     options = parse_options()
     console = Console()
-    metadata = prepare_data(options)
-    console.print(
-        f"generated data: {metadata.num_users:,} users, {metadata.num_interactions:,} ratings; mean history "
-        f"{metadata.mean_length:.0f}, longest {metadata.max_length:,}"
-    )
+    console.print(describe_data(prepare_data(options)))
     num_ranks, where = choose_ranks(options.device)
     console.print(where)
     results_path(options.run_dir).unlink(missing_ok=True)
-    ranks = ["--standalone", f"--nproc_per_node={num_ranks}", "-m", "hstu.demo_ranks", *sys.argv[1:]]
-    status = torchrun(ranks)
+    status = torchrun(["--standalone", f"--nproc_per_node={num_ranks}", "-m", "hstu.demo_ranks", *sys.argv[1:]])
     if status:
         sys.exit(status)
     report(read_results(options.run_dir), options.run_dir, console)
-
-
-def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
-    """Generate an archive and preprocess it as the published one; what an earlier run has made serves again."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        found = SequenceFile(options.data_dir, "ml-1m", []).metadata
-        if not found.generated:
-            raise FileExistsError(
-                f"{options.data_dir} holds data that were not generated; the demo would replace them: choose another "
-                "--run-dir"
-            )
-        if (found.num_users, found.options["seed"]) == (options.num_users, options.seed):
-            return found
-    archive = options.data_dir / "ml-1m.zip"
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    generate_movielens(archive, num_users=options.num_users, seed=options.seed, show_progress=True)
-    path = preprocess_movielens(archive, options.data_dir, seed=options.seed)
-    return SequenceFile(path, "ml-1m", []).metadata
-
-
-def choose_ranks(device: DeviceType) -> tuple[int, str]:
-    """Number of ranks, and what to say about it.
-
-    Raises:
-        ValueError: "cuda" without a GPU.
-    """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and num_gpus == 0:
-        raise ValueError("device is 'cuda', this machine has no GPU; choose 'auto' or 'cpu'")
-    if device == "cuda" or (device == "auto" and num_gpus >= 2):
-        return num_gpus, f"{num_gpus} GPUs: one rank on each (NCCL)"
-    found = {"cpu": "as asked"}.get(device, "one GPU only" if num_gpus else "no GPU")
-    return 2, f"{found}: two ranks on the CPU (gloo, one thread each)"
 
 
 if __name__ == "__main__":

@@ -1,79 +1,25 @@
-"""What a rank of the demo does: two replicas of one model train the same batches, step by step in turn.
-
-One replica goes through TorchRec's own pipeline, the other through `balanced(...)` of it. A step is measured from a
-barrier to a barrier, with everything the shuffler does: the balanced side also waits for its worker thread, so that
-none of its work hides in the other side's step. The side that goes first changes with every step, and only steps of one
-pair are compared, so that a machine that drifts changes both.
-"""
+"""What a rank of the HSTU demo does; see `commons.trainer.comparison_ranks`."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
-import platform
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
-from tqdm import tqdm
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
-from commons.pipeline import TrainPipelineFactory, balanced
 from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.comparison import write_results
+from commons.trainer.comparison_ranks import Replica, compare
 from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.errors import log_to_file, run_main
-from commons.trainer.evaluation import evaluate
-from commons.trainer.launch import initialize_ranks, seed_all
-from commons.trainer.logging import StepSums
+from commons.trainer.launch import initialize_ranks
+from commons.trainer.optimizers import OptimizerArgs, build_optimizer
 from hstu.batch_shuffler import HSTUBalancedBatchShuffler
-from hstu.demo import DemoOptions, parse_options
-from hstu.demo_report import DemoResults, SideResults, write_results
+from hstu.demo import parse_options
 from hstu.metrics import RankingMetrics
 from hstu.model import HSTURankingModel, RankingConfig
 from hstu.sharding import build_distributed_model
-from hstu.train import build_optimizer
-from hstu.train_config import ModelArgs, OptimizerArgs
-
-
-@dataclass
-class Side:
-    """One of the two ways to train.
-
-    Attributes:
-        model: its replica.
-        pipeline: trains it.
-        batches: host batches of this rank, the same on both sides.
-        shuffler: of the balanced side.
-        results: what it measured.
-    """
-
-    model: torch.nn.Module
-    pipeline: Any
-    batches: Iterator[Any]
-    shuffler: BaseTaskBalancedBatchShuffler | None = None
-    results: SideResults = field(default_factory=SideResults)
-
-    def train_step(self, device: torch.device) -> float:
-        """Train one batch; returns the milliseconds until all ranks have, and the shuffler is idle."""
-        dist.barrier()
-        started = time.perf_counter()
-        output = self.pipeline.progress(self.batches)
-        if self.shuffler is not None:
-            self.shuffler.drain()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        dist.barrier()
-        elapsed = (time.perf_counter() - started) * 1e3
-        sums = StepSums()
-        sums.add(output.loss_sum, output.num_loss_tokens)
-        self.results.losses.append(sums.all_reduce(device).mean_loss)
-        return elapsed
+from hstu.train_config import ModelArgs
 
 
 def main() -> None:
@@ -85,146 +31,36 @@ def main() -> None:
     dataset = DatasetArgs(
         "ml-1m", options.max_history_seqlen, dataset_path=str(options.data_dir), shuffle=True, drop_last=True
     )
-    num_steps = available_steps(options, dataset, trainer, device)
-    model = ModelArgs(num_layers=options.num_layers)
-    unbalanced, balanced_side = make_sides(model, dataset, trainer, num_steps, device)
-    stats = train_both(unbalanced, balanced_side, options.warmup_steps, num_steps, device)
-    _, eval_loader = train_and_eval_loaders(dataset, trainer, device)
-    eval_shuffler = IdentityBalancedBatchShuffler()
-    for side in (unbalanced, balanced_side):
-        side.results.evaluation = evaluate_side(side, eval_loader, eval_shuffler, device)
-    for shuffler in (eval_shuffler, balanced_side.shuffler):
-        if shuffler is not None:
-            shuffler.close()
+    data: Any = train_and_eval_loaders(dataset, trainer, device)[0].dataset
+    config = ModelArgs(num_layers=options.num_layers).ranking_config(
+        max_sequence_length=data.max_sequence_length, tables=data.vocabulary_sizes, num_tasks=1
+    )
+    results = compare(
+        options,
+        make_loaders=lambda: train_and_eval_loaders(dataset, trainer, device),
+        make_replica=lambda: make_replica(config, device),
+        shuffler=make_shuffler(config),
+        metrics=RankingMetrics(1, device=device),
+        device=device,
+    )
     if dist.get_rank() == 0:
-        results = DemoResults(
-            machine=describe_machine(device),
-            num_ranks=dist.get_world_size(),
-            batch_size=options.batch_size,
-            max_history_seqlen=options.max_history_seqlen,
-            num_layers=options.num_layers,
-            warmup_steps=options.warmup_steps,
-            quick=options.quick,
-            unbalanced=unbalanced.results,
-            balanced=balanced_side.results,
-            stats=stats,
-        )
         write_results(results, options.run_dir)
 
 
-def available_steps(options: DemoOptions, dataset: DatasetArgs, trainer: TrainerArgs, device: torch.device) -> int:
-    """Steps to train: as many as asked for, or as every rank has full batches in an epoch."""
-    loader, _ = train_and_eval_loaders(dataset, trainer, device)
-    shortest = torch.tensor(len(loader), device=device)
-    dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
-    num_steps = min(options.warmup_steps + options.steps, int(shortest))
-    if num_steps <= options.warmup_steps:
-        raise ValueError(
-            f"the data have {int(shortest)} full batches of {options.batch_size} users per rank, warmup_steps is "
-            f"{options.warmup_steps}; at least one step is measured: lower batch_size or raise num_users"
-        )
-    return num_steps
-
-
-def make_sides(
-    model_args: ModelArgs, dataset: DatasetArgs, trainer: TrainerArgs, num_steps: int, device: torch.device
-) -> tuple[Side, Side]:
-    """The unbalanced and the balanced side, with the same weights and the same batches."""
-    sides = []
-    for is_balanced in (False, True):
-        loader, _ = train_and_eval_loaders(dataset, trainer, device)
-        data: Any = loader.dataset
-        config = model_args.ranking_config(
-            max_sequence_length=data.max_sequence_length, tables=data.vocabulary_sizes, num_tasks=1
-        )
-        seed_all(trainer.seed)
-        # A table on one rank would be work that no shuffle can even out.
-        optimizer_args = OptimizerArgs(sharding="row_wise")
-        model = build_distributed_model(
-            HSTURankingModel(config),
-            device=device,
-            embedding_lr=optimizer_args.embedding_lr,
-            sharding=optimizer_args.sharding,
-        )
-        optimizer = build_optimizer(model, optimizer_args)
-        batches = itertools.islice(iter(loader), num_steps)
-        if is_balanced:
-            shuffler = make_shuffler(config)
-            pipeline = balanced(TrainPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
-            sides.append(Side(model, pipeline, batches, shuffler))
-        else:
-            sides.append(Side(model, TrainPipelineSparseDist(model, optimizer, device), batches))
-    return sides[0], sides[1]
+def make_replica(config: RankingConfig, device: torch.device) -> Replica:
+    """The model on all ranks, and its optimizer."""
+    # A table on one rank would be work that no shuffle can even out.
+    args = OptimizerArgs(sharding="row_wise")
+    model = build_distributed_model(
+        HSTURankingModel(config), device=device, embedding_lr=args.embedding_lr, sharding=args.sharding
+    )
+    return model, build_optimizer(model, args)
 
 
 def make_shuffler(config: RankingConfig) -> HSTUBalancedBatchShuffler:
     """The shuffler that knows what a row costs in this model."""
     hstu = config.hstu
     return HSTUBalancedBatchShuffler(hstu.hidden_size, hstu.num_attention_heads, hstu.kv_channels, hstu.num_layers)
-
-
-def train_both(
-    unbalanced: Side, balanced_side: Side, warmup_steps: int, num_steps: int, device: torch.device
-) -> list[dict[str, Any]]:
-    """Train every batch both ways, in turn; returns the shuffler's stats of the measured steps."""
-    stats = []
-    order = [unbalanced, balanced_side]
-    with tqdm(total=num_steps, desc="train both ways", unit="step", disable=dist.get_rank() != 0) as progress:
-        for step in range(num_steps):
-            elapsed = {id(side): side.train_step(device) for side in order}
-            order.reverse()
-            if step >= warmup_steps:
-                for side in order:
-                    side.results.step_ms.append(elapsed[id(side)])
-                stats.append(balanced_side.pipeline.last_stats.to_dict())
-            progress.set_postfix(
-                {
-                    "unbalanced": f"{elapsed[id(unbalanced)]:.0f} ms",
-                    "balanced": f"{elapsed[id(balanced_side)]:.0f} ms",
-                    "loss": f"{balanced_side.results.losses[-1]:.4f}",
-                },
-                refresh=False,
-            )
-            progress.update()
-    return stats
-
-
-def evaluate_side(
-    side: Side, loader: Any, shuffler: BaseTaskBalancedBatchShuffler, device: torch.device
-) -> dict[str, Any]:
-    """Loss and AUC on the users that are not trained on."""
-    side.pipeline.detach()
-    pipeline = TrainPipelineFactory.create(
-        "none",
-        model=side.model,
-        optimizer=None,  # type: ignore[arg-type]  # an evaluation takes no step
-        device=device,
-        batch_shuffler=shuffler,
-    )
-    batches = tqdm(loader, desc="evaluate", unit="batch", leave=False, disable=dist.get_rank() != 0)
-    return evaluate(pipeline, side.model, iter(batches), RankingMetrics(1, device=device), device)
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "processor": _processor_name(),
-        "cpu_count": os.cpu_count(),
-        "threads_per_rank": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.system(),
-    }
-
-
-def _processor_name() -> str:
-    """Linux does not tell `platform` the name of the processor."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Embeddings of an HSTU model: one table per feature, in a TorchRec collection or, in any dtype, in plain tables."""
+"""Embeddings of an HSTU model: one table per feature, in TorchRec collections or, in any dtype, in plain tables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 class HSTUEmbedding(nn.Module):
     """Looks up every feature in its own table.
 
-    Its forward has no control flow and its collection is a TorchRec module, so that DistributedModelParallel can shard
-    the tables and a train pipeline can take the lookup apart.
+    Its forward has no control flow and its collections are TorchRec modules, so that DistributedModelParallel can shard
+    the tables and a train pipeline can take the lookups apart.
     """
 
     def __init__(
         self,
         tables: Mapping[str, int],
-        embedding_dim: int,
+        widths: Mapping[str, int],
         *,
+        second_features: Mapping[str, str] | None = None,
         device: torch.device | None = None,
         plain: bool = False,
     ) -> None:
@@ -30,52 +31,74 @@ class HSTUEmbedding(nn.Module):
 
         Args:
             tables: rows by feature name; a feature's table has its name.
-            embedding_dim: width of all tables.
+            widths: of the tables, by feature name. TorchRec's collections have one width each, so there is one for each
+                width, which names it.
+            second_features: by table, another feature that is looked up in it.
             device: where the tables are made; "meta" leaves that to sharding, which then initialises the shards.
             plain: use tables that know nothing of TorchRec, for one process and for other dtypes than float32, in which
                 TorchRec's collection always answers. Parameter names are the same.
 
         """
         super().__init__()
-        self.collection: nn.Module
-        if plain:
-            self.collection = PlainEmbeddingCollection(tables, embedding_dim, device=device)
-        else:
+        self.collections = nn.ModuleDict()
+        features = {
+            name: [name, *([second_features[name]] if second_features and name in second_features else [])]
+            for name in tables
+        }
+        for width in sorted(set(widths.values())):
+            rows = {name: num_rows for name, num_rows in tables.items() if widths[name] == width}
+            if plain:
+                self.collections[str(width)] = PlainEmbeddingCollection(rows, width, features, device=device)
+                continue
             configs = [
-                EmbeddingConfig(name=name, embedding_dim=embedding_dim, num_embeddings=num_rows, feature_names=[name])
-                for name, num_rows in tables.items()
+                EmbeddingConfig(name=name, embedding_dim=width, num_embeddings=num_rows, feature_names=features[name])
+                for name, num_rows in rows.items()
             ]
-            self.collection = EmbeddingCollection(tables=configs, device=device)
+            self.collections[str(width)] = EmbeddingCollection(tables=configs, device=device)
 
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Embeddings by feature name.
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tables know nothing of TorchRec."""
+        return any(isinstance(module, PlainEmbeddingCollection) for module in self.collections.values())
+
+    def forward(self, features: KeyedJaggedTensor) -> list[dict[str, JaggedTensor]]:
+        """Embeddings by feature name, one dictionary for every width.
 
         Args:
             features: integer ids; all features that have a table, others are left out.
 
         Returns:
-            For every feature a JaggedTensor with values `(num_ids, embedding_dim)` and lengths `(batch_size,)`.
+            For every feature, in one of them, a JaggedTensor with values `(num_ids, width)` and lengths
+            `(batch_size,)`.
 
         """
-        return self.collection(features)
+        return [collection(features) for collection in self.collections.values()]
 
 
 class PlainEmbeddingCollection(nn.Module):
     """Tables as `nn.Embedding`: the answer of TorchRec's collection, in the dtype of the tables."""
 
-    def __init__(self, tables: Mapping[str, int], embedding_dim: int, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        tables: Mapping[str, int],
+        width: int,
+        features: Mapping[str, list[str]],
+        *,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.embeddings = nn.ModuleDict()
+        self._table_of = {feature: name for name in tables for feature in features[name]}
         for name, num_rows in tables.items():
-            table = nn.Embedding(num_rows, embedding_dim, device=device)
+            table = nn.Embedding(num_rows, width, device=device)
             bound = num_rows**-0.5  # as TorchRec initialises its tables
             nn.init.uniform_(table.weight, -bound, bound)
             self.embeddings[name] = table
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """As `HSTUEmbedding.forward`."""
+        """As `HSTUEmbedding.forward`, for one width."""
         ids = features.to_dict()
         return {
-            name: JaggedTensor(values=table(ids[name].values()), lengths=ids[name].lengths())
-            for name, table in self.embeddings.items()
+            feature: JaggedTensor(values=self.embeddings[table](ids[feature].values()), lengths=ids[feature].lengths())
+            for feature, table in self._table_of.items()
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.perf_model.task_estimator import HSTUAttentionTask, training_flops
+from hstu.lengths import workload_lengths
 from hstu.model import HSTUConfig
 
 
@@ -19,6 +20,20 @@ def hstu_task(config: HSTUConfig) -> HSTUAttentionTask:
     )
 
 
-def batch_training_flops(task: HSTUAttentionTask, batch: HSTUBatch) -> int:
-    """Forward and backward operations of the layers on a host batch; embeddings and head are small and left out."""
-    return training_flops(int(task.get_workloads(*batch.sequence_lengths()).sum()))
+def batch_training_flops(task: HSTUAttentionTask, batch: HSTUBatch, *, contextual_mask: bool = False) -> int:
+    """Forward and backward operations of the layers on a host batch.
+
+    Embeddings, projections of them, the head and the scores of retrieval are left out.
+
+    Args:
+        task: the layers.
+        batch: the batch.
+        contextual_mask: whether contextual tokens see all of the history.
+
+    """
+    return training_flops(int(task.get_workloads(*workload_lengths(batch, contextual_mask=contextual_mask)).sum()))
+
+
+def count_tokens(batch: HSTUBatch) -> int:
+    """Tokens that the model computes for a host batch; what comes with a row besides them does not count."""
+    return int(batch.sequence_lengths()[0].sum())

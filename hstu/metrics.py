@@ -1,4 +1,4 @@
-"""What a ranking model is judged by: the area under the ROC curve, per task."""
+"""What a ranking model is judged by: the area under the ROC curve, per task, and that of the items' popularity."""
 
 from __future__ import annotations
 
@@ -19,18 +19,32 @@ class RankingMetrics:
     """
 
     def __init__(
-        self, num_tasks: int, *, device: torch.device | None = None, pg_group: dist.ProcessGroup | None = None
+        self,
+        num_tasks: int,
+        *,
+        popularity: torch.Tensor | None = None,
+        device: torch.device | None = None,
+        pg_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Make empty metrics.
 
         Args:
             num_tasks: tasks of the model.
+            popularity: numbers `(num_items,)`; with them the AUC of each task is also told for scores that are these
+                numbers, which a model has to beat. It takes as much memory again.
             device: where predictions are kept and gathered; for NCCL the rank's own device. The CPU if not given.
             pg_group: ranks whose predictions are judged together; the shuffler's default if not given.
 
         """
         group = resolve_process_group(pg_group)
-        self._auc = [_AUC(validate_args=False, process_group=group).to(device) for _ in range(num_tasks)]
+
+        def make() -> list[BinaryAUROC]:
+            return [_AUC(validate_args=False, process_group=group).to(device) for _ in range(num_tasks)]
+
+        self._auc, self._popularity_auc = make(), [] if popularity is None else make()
+        self._popularity: torch.Tensor | None = None
+        if popularity is not None:  # metrics take probabilities
+            self._popularity = (popularity.double() / popularity.max().clamp(min=1)).to(device)
         self._device = device
         self.reset()
 
@@ -40,26 +54,41 @@ class RankingMetrics:
         scores = output.logits.double().sigmoid()
         for task, metric in enumerate(self._auc):
             metric.update(scores[:, task], output.labels[:, task].long())
+        if self._popularity is not None:
+            popularity = self._popularity[_items_of(output).long()]
+            for task, metric in enumerate(self._popularity_auc):
+                metric.update(popularity, output.labels[:, task].long())
 
     def compute(self) -> dict[str, float]:
-        """AUC by task, `{"auc_task_0": …}`: a collective call, the same numbers on every rank.
+        """AUC by task, `{"auc_task_0": …, "popularity_auc_task_0": …}`: a collective call, the same on every rank.
 
         Returns:
             A number between 0 and 1 per task; NaN where all predictions, or none at all, have the same label: then
             no pair can be ranked right or wrong.
 
         """
-        return {f"auc_task_{task}": float(metric.compute()) for task, metric in enumerate(self._auc)}
+        kinds = {"auc": self._auc, "popularity_auc": self._popularity_auc}
+        return {
+            f"{kind}_task_{task}": float(metric.compute())
+            for kind, metrics in kinds.items()
+            for task, metric in enumerate(metrics)
+        }
 
     def reset(self) -> None:
         """Forget all predictions."""
-        for metric in self._auc:
+        for metric in [*self._auc, *self._popularity_auc]:
             metric.reset()
             # A rank without predictions takes part in gathering with the right dtypes.
             metric.update(
                 torch.empty(0, dtype=torch.float64, device=self._device),
                 torch.empty(0, dtype=torch.int64, device=self._device),
             )
+
+
+def _items_of(output: RankingOutput) -> torch.Tensor:
+    if output.items is None:
+        raise ValueError("the output has no items; the AUC of their popularity needs them: give RankingOutput.items")
+    return output.items
 
 
 class _AUC(BinaryAUROC):

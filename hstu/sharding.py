@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
-from torchrec.distributed.comm import get_local_size
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv, ShardingType
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from hstu.embedding import PlainEmbeddingCollection
-from hstu.model.ranking import HSTURankingModel
+from commons.distributed.sharding import EmbeddingOptimizer, Sharding, dense_parameters, shard_model
+from hstu.model.sequence_model import SequenceModel
 
-EmbeddingOptimizer = Literal["sgd", "adam", "rowwise_adagrad"]
-Sharding = Literal["table_wise", "row_wise", "data_parallel"]
+__all__ = ["EmbeddingOptimizer", "Sharding", "build_distributed_model", "dense_parameters"]
 
-_OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adam": EmbOptimType.ADAM,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-}
-_CPU_OPTIMIZERS = ("sgd", "rowwise_adagrad")  # fbgemm has no CPU kernel for the others
-# A data-parallel table has no optimizer of its own, so the planner may not choose that unasked.
-_PLANNED_TYPES = [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value]
+_WIDTH_STEP = 4
 
 
 def build_distributed_model(
-    model: HSTURankingModel,
+    model: SequenceModel,
     *,
     device: torch.device,
     embedding_optimizer: EmbeddingOptimizer = "rowwise_adagrad",
@@ -42,107 +26,29 @@ def build_distributed_model(
     process_group: dist.ProcessGroup | None = None,
     local_world_size: int | None = None,
 ) -> DistributedModelParallel:
-    """Shard the tables of a model and copy the rest to every rank.
-
-    A collective call: every rank of the group makes it, with the same arguments. Tables made on a real device keep
-    their weights, which must be the same on all ranks; tables on "meta" are initialised shard by shard, by each rank
-    from its own random state: seed the ranks differently, or their shards are alike.
-
-    Args:
-        model: the model. All ranks start from rank 0's dense weights.
-        device: this rank's device.
-        embedding_optimizer: updates table-wise and row-wise tables during the backward pass. On CPU fbgemm offers "sgd"
-            and "rowwise_adagrad".
-        embedding_lr: its learning rate.
-        sharding: one kind for all tables, or a kind by table: "table_wise" (a table on one rank), "row_wise" (its rows
-            over all ranks), "data_parallel" (a copy on every rank, trained by the caller's optimizer, see
-            `dense_parameters`; not on CPU), None (TorchRec's planner chooses between the first two).
-        process_group: the ranks; WORLD if not given.
-        local_world_size: ranks per host; what torchrun says if not given, else all ranks.
-
-    Returns:
-        The model, wrapped; its output is the model's.
+    """Shard the tables of a model and copy the rest to every rank; see `commons.distributed.sharding.shard_model`.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
-        ValueError: a sharding for an unknown table, an unknown kind or optimizer, one that this device does not offer,
-            a learning rate that is not positive, or plain tables.
+        RuntimeError, ValueError: as `shard_model`; also for plain tables, or widths without kernels.
 
     """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised; sharding needs a process group: call init_process_group first, or "
-            "train the model as it is in a single process"
-        )
-    if isinstance(model.embedding.collection, PlainEmbeddingCollection):
+    if dist.is_initialized() and model.embedding.is_plain:
         raise ValueError(
             "the model has plain embeddings; only TorchRec's can be sharded: make it with plain_embeddings=False"
         )
-    _check_optimizer(embedding_optimizer, embedding_lr, device)
-    tables = list(model.config.embedding_tables)
-    kinds = _sharding_by_table(sharding, tables, device)
-    group = dist.group.WORLD if process_group is None else process_group
-    world_size = dist.get_world_size(group)
-    sharder = EmbeddingCollectionSharder(
-        fused_params={"optimizer": _OPTIMIZERS[embedding_optimizer], "learning_rate": embedding_lr}
-    )
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=world_size,
-            local_world_size=get_local_size(world_size) if local_world_size is None else local_world_size,
-            compute_device=device.type,
-        ),
-        constraints={
-            table: ParameterConstraints(sharding_types=_PLANNED_TYPES if kind is None else [kind])
-            for table, kind in kinds.items()
-        },
-    )
-    return DistributedModelParallel(
+    for name, width in model.config.table_widths.items():
+        if width % _WIDTH_STEP:
+            raise ValueError(
+                f"the table of {name!r} is {width} wide; fbgemm's tables are a multiple of {_WIDTH_STEP} wide: correct "
+                "the embedding dimension"
+            )
+    return shard_model(
         model,
-        env=ShardingEnv.from_process_group(group),
+        list(model.config.embedding_tables),
         device=device,
-        plan=planner.collective_plan(model, [sharder], group),
-        sharders=[sharder],
+        embedding_optimizer=embedding_optimizer,
+        embedding_lr=embedding_lr,
+        sharding=sharding,
+        process_group=process_group,
+        local_world_size=local_world_size,
     )
-
-
-def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that the caller's optimizer has to train: all but the tables that update themselves."""
-    return dict(in_backward_optimizer_filter(model.named_parameters()))
-
-
-def _check_optimizer(optimizer: str, lr: float, device: torch.device) -> None:
-    if optimizer not in _OPTIMIZERS:
-        raise ValueError(f"embedding_optimizer is {optimizer!r}; it is one of {list(_OPTIMIZERS)}: choose one")
-    if device.type == "cpu" and optimizer not in _CPU_OPTIMIZERS:
-        raise ValueError(
-            f"embedding_optimizer is {optimizer!r} on CPU; there fbgemm offers {list(_CPU_OPTIMIZERS)} only: "
-            "choose one of them"
-        )
-    if not lr > 0:
-        raise ValueError(f"embedding_lr is {lr}; a learning rate is positive: raise it")
-
-
-def _sharding_by_table(
-    sharding: Mapping[str, Sharding | None] | Sharding | None, tables: list[str], device: torch.device
-) -> dict[str, str | None]:
-    """The kind of every table, None where the planner chooses."""
-    if not isinstance(sharding, Mapping):
-        sharding = dict.fromkeys(tables, sharding)
-    unknown = [table for table in sharding if table not in tables]
-    if unknown:
-        raise ValueError(f"sharding names tables {unknown}, the model has {tables}: correct the names")
-    kinds: dict[str, str | None] = {table: sharding.get(table) for table in tables}
-    for table, kind in kinds.items():
-        if kind is not None and kind not in get_args(Sharding):
-            raise ValueError(
-                f"sharding of table {table!r} is {kind!r}; it is one of {list(get_args(Sharding))}, or None for the "
-                "planner's choice: choose one"
-            )
-        if kind == "data_parallel" and device.type == "cpu":
-            # fbgemm's dense tables ignore there that sequences are not pooled, and answer one row per sample.
-            raise ValueError(
-                f"sharding of table {table!r} is 'data_parallel' on CPU; TorchRec looks up no sequences in such "
-                "tables there: choose 'table_wise' or 'row_wise'"
-            )
-    return kinds

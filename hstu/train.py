@@ -1,16 +1,17 @@
-"""Train an HSTU ranking model.
+"""Train an HSTU model, for ranking or for retrieval.
 
     torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml
+    torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/retrieval.toml
     torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml \\
         --trainer.enable-balanced-shuffler --trainer.train-batch-size 16
 
-Config ─► ranks ─► data ─► model ─► optimizer ─► shuffler ─► loop.
+Config ─► ranks ─► data ─► task ─► model ─► optimizer ─► shuffler ─► loop.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,16 +22,19 @@ from torch import nn
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.trainer.config import load_config
-from commons.trainer.data import train_and_eval_loaders
+from commons.trainer.data import deal_out, train_and_eval_loaders
 from commons.trainer.errors import log_to_file, run_main
 from commons.trainer.launch import initialize_ranks, seed_all
-from commons.trainer.logging import write_config
+from commons.trainer.logging import TrainSummary, write_config
 from commons.trainer.loop import TrainingLoop
-from hstu.flops import batch_training_flops, hstu_task
-from hstu.metrics import RankingMetrics
-from hstu.model import HSTURankingModel, RankingConfig
-from hstu.sharding import build_distributed_model, dense_parameters
-from hstu.train_config import OptimizerArgs, TrainConfig
+from commons.trainer.optimizers import build_optimizer
+from hstu.flops import batch_training_flops, count_tokens, hstu_task
+from hstu.model import HSTUConfig
+from hstu.model.config import SequenceModelConfig
+from hstu.popularity import count_items
+from hstu.sharding import Sharding, build_distributed_model
+from hstu.tasks import TASKS, Task, feature_roles
+from hstu.train_config import ModelArgs, TrainConfig
 
 
 def main() -> None:
@@ -39,71 +43,120 @@ def main() -> None:
     device = initialize_ranks(config.trainer.world_size, config.trainer.device)
     log_to_file(config.trainer.run_dir)
     write_config(config, config.trainer.run_dir)
+    train(config, device)
+
+
+def train(config: TrainConfig, device: torch.device) -> TrainSummary:
+    """Train and evaluate as a config says; called on all ranks together.
+
+    Args:
+        config: the run.
+        device: of this rank.
+
+    Raises:
+        KeyError, FileNotFoundError, ValueError: data or settings that do not fit.
+
+    """
+    require_device(config.model, device)
+    loaders = train_and_eval_loaders(config.dataset, config.trainer, device)
+    task = TASKS[config.task](config.model, config.dataset, loaders[0].dataset)
+    train_loader = task.prepare(loaders[0], "train", config.trainer.seed)
+    eval_loader = task.prepare(loaders[1], "test", config.trainer.seed)
+    popularity = item_popularity(config, task.config, device) if config.popularity_baseline else None
     # Every rank initialises its own shards of the tables, and draws its own dropout; the dense weights are rank 0's.
     seed_all(config.trainer.seed + dist.get_rank())
-
-    train_loader, eval_loader = train_and_eval_loaders(config.dataset, config.trainer, device)
-    dataset: Any = train_loader.dataset
-    model_config = config.model.ranking_config(
-        max_sequence_length=dataset.max_sequence_length,
-        tables=dataset.vocabulary_sizes,
-        num_tasks=config.dataset.num_tasks,
-    )
-    model = build_model(model_config, config.optimizer, device)
+    model = build_model(config, task, device)
     trains_balanced = config.trainer.enable_balanced_shuffler
-    shuffler = build_shuffler(config, model_config, balances=trains_balanced)
-    eval_shuffler = build_shuffler(config, model_config, balances=trains_balanced and config.trainer.shuffle_eval)
+    shuffler = build_shuffler(config, task.config.hstu, balances=trains_balanced or config.trainer.balance_batch)
+    eval_shuffler = build_shuffler(config, task.config.hstu, balances=trains_balanced and config.trainer.shuffle_eval)
+    dealt_out = None
+    if config.trainer.single_rank_load:
+        dealt_out = deal_out(train_loader, config.trainer, device, shuffler.get_workloads)
+    flops = partial(batch_training_flops, hstu_task(task.config.hstu), contextual_mask=task.config.hstu.contextual_mask)
     loop = TrainingLoop(
         config.trainer,
         model=model,
         optimizer=build_optimizer(model, config.optimizer),
         device=device,
         shuffler=shuffler,
-        train_loader=train_loader,
+        train_loader=train_loader if dealt_out is None else dealt_out,
         eval_shuffler=eval_shuffler,
         eval_loader=eval_loader,
-        metrics=RankingMetrics(config.dataset.num_tasks, device=device),
-        fingerprint={"model": asdict(model_config), "optimizer": config.optimizer.kinds()},
-        flops=partial(batch_training_flops, hstu_task(model_config.hstu)),
+        metrics=task.metrics(model, config.trainer.eval_metrics, popularity, device),
+        count=count_tokens,
+        fingerprint={"task": config.task, "model": weights_of(task.config), "optimizer": config.optimizer.kinds()},
+        flops=flops,
+        compute_dtype=torch.bfloat16 if config.model.compute_dtype == "bf16" else torch.float32,
     )
-    loop.run()
+    summary = loop.run()
     # Not after a failure: the worker may then wait for a rank that is gone.
     shuffler.close()
     eval_shuffler.close()
+    if dealt_out is not None:
+        dealt_out.close()
+    return summary
 
 
-def build_model(config: RankingConfig, optimizer: OptimizerArgs, device: torch.device) -> nn.Module:
+def require_device(model: ModelArgs, device: torch.device) -> None:
+    """Raise ValueError where the model asks for something that this device does not have."""
+    if device.type == "cuda":
+        return
+    for asked, name, instead in (
+        (model.compile, "compile is True", "unset it"),
+        (model.kernel_backend != "pytorch", f"kernel_backend is {model.kernel_backend!r}", "choose 'pytorch'"),
+    ):
+        if asked:
+            raise ValueError(f"{name} and the device is {device.type!r}; it is made for CUDA: {instead}")
+
+
+def build_model(config: TrainConfig, task: Task, device: torch.device) -> nn.Module:
     """The model on all ranks: tables sharded, everything else copied."""
+    model = task.make_model(embedding_device=torch.device("meta"))
+    if config.model.compile:
+        model.dense.encoder.compile_dense()
+    sharding: dict[str, Sharding | None] = dict.fromkeys(task.config.embedding_tables, config.optimizer.sharding)
     return build_distributed_model(
-        HSTURankingModel(config, embedding_device=torch.device("meta")),
+        model,
         device=device,
-        embedding_optimizer=optimizer.embedding_optimizer,
-        embedding_lr=optimizer.embedding_lr,
-        sharding=optimizer.sharding,
+        embedding_optimizer=config.optimizer.embedding_optimizer,
+        embedding_lr=config.optimizer.embedding_lr,
+        sharding={**sharding, **config.table_sharding},
     )
 
 
-def build_optimizer(model: nn.Module, args: OptimizerArgs) -> torch.optim.Optimizer:
-    """The optimizer of what the tables' own optimizers do not train."""
-    optimizer_class = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[args.dense_optimizer]
-    return optimizer_class(dense_parameters(model).values(), lr=args.dense_lr)
+def item_popularity(config: TrainConfig, model_config: SequenceModelConfig, device: torch.device) -> torch.Tensor:
+    """Occurrences `(num_items,)` of every item in the training data, as the model is shown them; a collective call."""
+    # Every rank reads its own rows, once, in any order.
+    trainer = replace(config.trainer, single_rank_load=False, balance_batch=False)
+    dataset = replace(config.dataset, shuffle=False, drop_last=False)
+    loader, _ = train_and_eval_loaders(dataset, trainer, device)
+    item_feature_name = feature_roles(loader.dataset)["item_feature_name"]
+    return count_items(loader, model_config.embedding_tables[item_feature_name], device=device)
 
 
-def build_shuffler(
-    config: TrainConfig, model_config: RankingConfig, *, balances: bool
-) -> BaseTaskBalancedBatchShuffler:
+def weights_of(config: SequenceModelConfig) -> dict[str, Any]:
+    """What a checkpoint has to agree on with a model: all but how it is executed."""
+    fields = asdict(config)
+    del fields["hstu"]["execution"]
+    return fields
+
+
+def build_shuffler(config: TrainConfig, hstu: HSTUConfig, *, balances: bool) -> BaseTaskBalancedBatchShuffler:
     """The shuffler that the config names, or the one that moves nothing."""
-    options: dict[str, Any] = {"options": config.trainer.shuffler}
+    settings = config.trainer.shuffler
+    if config.trainer.balance_batch and settings.mode == "balance":
+        settings = replace(settings, mode="observe")  # the rows are balanced already: report how even they are
+    options: dict[str, Any] = {"options": settings}
     if not balances:
         return IdentityBalancedBatchShuffler(**options)
     if config.shuffler_type == "hstu":
-        hstu = model_config.hstu
         options |= {
             "hidden_size": hstu.hidden_size,
             "num_heads": hstu.num_attention_heads,
             "head_dim": hstu.kv_channels,
             "num_layers": hstu.num_layers,
             "causal": hstu.is_causal,
+            "contextual_mask": hstu.contextual_mask,
             "target_group_size": hstu.target_group_size,
         }
     return BatchShufflerFactory.create(config.shuffler_type, **options)

@@ -1,15 +1,17 @@
-"""The config of a ranking run: what `hstu/configs/*.toml` hold and what the flags of `hstu.train` set."""
+"""The config of an HSTU run: what `hstu/configs/*.toml` hold and what the flags of `hstu.train` set."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
+from commons.distributed.sharding import Sharding
 from commons.trainer import DatasetArgs, TrainerArgs
-from hstu.model import HSTUConfig, RankingConfig
-from hstu.model.config import PositionBias
-from hstu.sharding import EmbeddingOptimizer, Sharding
+from commons.trainer.optimizers import OptimizerArgs
+from hstu.model import ExecutionConfig, HSTUConfig, RankingConfig, RetrievalConfig
+from hstu.model.config import ComputeDtype, InBatchPool, KernelBackend, PositionBias
 
 
 @dataclass
@@ -17,7 +19,7 @@ class ModelArgs:
     """Dimensions of the model; the longest sequence and the tables follow from the data set."""
 
     hidden_size: int = 64
-    """Width of a token between layers, and of every embedding."""
+    """Width of a token between layers."""
 
     num_layers: int = 2
     """HSTU layers."""
@@ -28,69 +30,150 @@ class ModelArgs:
     kv_channels: int = 16
     """Width of a head."""
 
+    item_embedding_dim: int | None = None
+    """Width of the items' table, in which retrieval compares; None for hidden_size."""
+
+    contextual_embedding_dim: int | None = None
+    """Width of the contextual features' tables; None for hidden_size."""
+
     dropout: float = 0.0
     """Probability with which an element of a layer's output is dropped in training."""
 
-    position_bias: PositionBias = "direct"
-    """Learned bias by distance: a number for every distance, for buckets of them, or none."""
+    is_causal: bool = True
+    """A token sees only itself and what precedes it."""
+
+    contextual_mask: bool = False
+    """Contextual tokens see all of the history, what follows them too; for ranking of candidates."""
 
     target_group_size: int = 1
     """Consecutive target tokens that may see one another."""
 
-    prediction_head_arch: tuple[int, ...] = (64, 1)
-    """Widths of the head's layers; the last one is the number of tasks."""
+    position_bias: PositionBias = "direct"
+    """Learned bias by distance: a number for every distance, for buckets of them, or none."""
 
-    def ranking_config(self, *, max_sequence_length: int, tables: dict[str, int], num_tasks: int) -> RankingConfig:
-        """The model's own config.
+    position_buckets: int = 32
+    """Buckets of a bucketed position bias."""
+
+    time_bias: bool = False
+    """Learned bias by the time between two tokens; the data set has to give the feature "timestamp"."""
+
+    time_buckets: int = 64
+    """Its buckets, each a third wider than the one before."""
+
+    compute_dtype: ComputeDtype = "fp32"
+    """Of matrix products and attention; weights, norms and loss stay in float32."""
+
+    activation_checkpointing: bool = False
+    """Compute layers again in the backward pass instead of keeping what they computed."""
+
+    kernel_backend: KernelBackend = "pytorch"
+    """Who computes the attention: PyTorch, or the fused CUDA kernels of a package of its own."""
+
+    compile: bool = False
+    """Compile what lies around the attention; on CUDA."""
+
+    prediction_head_arch: tuple[int, ...] = (64, 1)
+    """Ranking: widths of the head's layers; the last one is the number of tasks."""
+
+    num_negatives: int = -1
+    """Retrieval: items that are drawn for every row to compare with; -1 for all other predictions of the batch."""
+
+    in_batch_pool: InBatchPool = "rank"
+    """Retrieval with num_negatives -1: predictions of this rank, or of all ranks."""
+
+    temperature: float = 0.05
+    """Retrieval: by which cosines are divided."""
+
+    def ranking_config(
+        self, *, max_sequence_length: int, tables: dict[str, int], num_tasks: int, **roles: Any
+    ) -> RankingConfig:
+        """The config of a ranking model.
+
+        Args:
+            max_sequence_length: the most tokens of a row.
+            tables: rows by feature name.
+            num_tasks: labels per prediction.
+            roles: which features the widths are meant for, as `table_widths` takes them.
 
         Raises:
             ValueError: a number outside its range.
+
         """
-        hstu = HSTUConfig(
+        return RankingConfig(
+            self._hstu_config(max_sequence_length),
+            tables,
+            self.prediction_head_arch,
+            num_tasks,
+            embedding_dims=self.table_widths(**roles),
+        )
+
+    def retrieval_config(
+        self, *, max_sequence_length: int, tables: dict[str, int], item_feature_name: str, **roles: Any
+    ) -> RetrievalConfig:
+        """The config of a retrieval model; arguments as those of `ranking_config`.
+
+        Raises:
+            ValueError: a number outside its range, or attention that would show what is to be predicted.
+
+        """
+        return RetrievalConfig(
+            self._hstu_config(max_sequence_length),
+            tables,
+            item_feature_name,
+            num_negatives=self.num_negatives,
+            temperature=self.temperature,
+            in_batch_pool=self.in_batch_pool,
+            embedding_dims=self.table_widths(item_feature_name=item_feature_name, **roles),
+        )
+
+    def table_widths(
+        self, *, item_feature_name: str | None = None, contextual_feature_names: Sequence[str] = ()
+    ) -> dict[str, int]:
+        """Widths of the tables that do not have the model's, by feature name.
+
+        Raises:
+            ValueError: a width for a feature that nobody names.
+
+        """
+        widths: dict[str, int] = {}
+        if self.contextual_embedding_dim is not None:
+            widths |= dict.fromkeys(contextual_feature_names, self.contextual_embedding_dim)
+        if self.item_embedding_dim is not None:
+            if item_feature_name is None:
+                raise ValueError(
+                    f"item_embedding_dim is {self.item_embedding_dim} and no feature is known to be the items; the "
+                    "width belongs to one table: give item_feature_name"
+                )
+            widths[item_feature_name] = self.item_embedding_dim
+        return widths
+
+    def _hstu_config(self, max_sequence_length: int) -> HSTUConfig:
+        return HSTUConfig(
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
             num_attention_heads=self.num_attention_heads,
             kv_channels=self.kv_channels,
             max_sequence_length=max_sequence_length,
             dropout=self.dropout,
-            position_bias=self.position_bias,
+            is_causal=self.is_causal,
+            contextual_mask=self.contextual_mask,
             target_group_size=self.target_group_size,
+            position_bias=self.position_bias,
+            position_buckets=self.position_buckets,
+            time_bias=self.time_bias,
+            time_buckets=self.time_buckets,
+            execution=ExecutionConfig(
+                compute_dtype=self.compute_dtype,
+                activation_checkpointing=self.activation_checkpointing,
+                kernel_backend=self.kernel_backend,
+                compile=self.compile,
+            ),
         )
-        return RankingConfig(hstu, tables, self.prediction_head_arch, num_tasks)
-
-
-@dataclass
-class OptimizerArgs:
-    """What trains the model."""
-
-    dense_optimizer: Literal["adam", "sgd"] = "adam"
-    """Optimizer of everything but the tables."""
-
-    dense_lr: float = 1e-3
-    """Its learning rate."""
-
-    embedding_optimizer: EmbeddingOptimizer = "rowwise_adagrad"
-    """Optimizer of the tables; on CPU fbgemm has "sgd" and "rowwise_adagrad"."""
-
-    embedding_lr: float = 0.05
-    """Its learning rate."""
-
-    sharding: Sharding | None = None
-    """How tables lie on the ranks; None lets TorchRec's planner choose."""
-
-    def kinds(self) -> dict[str, str]:
-        """The optimizers by name; their state fits no other."""
-        return {"dense_optimizer": self.dense_optimizer, "embedding_optimizer": self.embedding_optimizer}
-
-    def __post_init__(self) -> None:
-        for name in ("dense_lr", "embedding_lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; a learning rate is positive: raise it")
 
 
 @dataclass
 class TrainConfig:
-    """A training run of an HSTU ranking model."""
+    """A training run of an HSTU model."""
 
     trainer: TrainerArgs
     """How the model is trained."""
@@ -104,6 +187,15 @@ class TrainConfig:
     optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
     """What trains it."""
 
+    task: Literal["ranking", "retrieval"] = "ranking"
+    """What the model is to tell: the action on an item, or the next item."""
+
+    table_sharding: dict[str, Sharding] = field(default_factory=dict)
+    """How single tables lie on the ranks, by feature name; the others follow optimizer.sharding."""
+
+    popularity_baseline: bool = False
+    """Tell with every evaluation what the items' popularity would have scored; costs one reading of the data."""
+
     shuffler_type: str = "hstu"
     """Name of a batch shuffler, used with trainer.enable_balanced_shuffler."""
 
@@ -113,4 +205,9 @@ class TrainConfig:
             raise ValueError(
                 f"shuffler_type is {self.shuffler_type!r}; registered are {', '.join(known)}: choose one, or register "
                 "yours with BatchShufflerFactory before the config is read"
+            )
+        if self.task == "retrieval" and self.dataset.max_num_candidates > 0:
+            raise ValueError(
+                f"task is 'retrieval' and max_num_candidates is {self.dataset.max_num_candidates}; retrieval predicts "
+                "every next item, with all items as candidates: set it to 0"
             )

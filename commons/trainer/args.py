@@ -98,7 +98,7 @@ class TrainerArgs:
     """Items that a model which generates them finds for every user: the width of its beam."""
 
     eval_metrics: tuple[str, ...] = ("HitRate@2", "NDCG@10")
-    """What generated items are judged by."""
+    """What retrieval and generation are judged by: HR@K (or HitRate@K) and NDCG@K, generation by Recall@K too."""
 
     peak_tflops: float | None = None
     """Peak rate of a device in TFLOPS, of which MFU is a fraction; None looks it up. Unknown devices have no MFU."""

@@ -1,30 +1,50 @@
 """Pointwise SiLU attention over jagged rows, in time that follows the sum of the squared lengths.
 
-    y_i = 1/N · Σ_j mask(i, j) · SiLU(q_i · k_j + bias(i − j)) · v_j        per head
+    y_i = 1/N · Σ_j mask(i, j) · SiLU(q_i · k_j + bias(i − j) + time_bias(t_i − t_j)) · v_j        per head
 
 after Zhai et al. 2024, "Actions Speak Louder than Words", section 3.2. There is no softmax, so the sum may be taken in
-parts: history on history, targets on history, and targets within their group. N is a constant of the model; a number
-taken from the batch would make a row's result depend on the rows beside it.
+parts: history on history, context on history, targets on history, and targets within their group. N is a constant of
+the model; a number taken from the batch would make a row's result depend on the rows beside it.
 
 What keeps it cheap:
 - Padding slots hold zeros, and a zero value adds nothing: padding needs no mask.
 - The bias of a chunk is a strided view of one short row of numbers per head, and the causal mask is written into that
   row: at distances below zero it is so low that SiLU and its derivative are exactly zero.
+- What a strided view cannot show, the bias of contextual queries (few) and of times (if asked for), is gathered.
 - A chunk of queries sees only the keys up to its last one, so nearly half of the square is never computed, and its
   scores are computed again in the backward pass, so memory is bounded whatever the lengths.
 """
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from hstu.model.attention_plan import AttentionPlan, RowBlock, Slots
+from hstu.model.attention_plan import AttentionPlan
+from hstu.model.dense_attention import (
+    BiasTables,
+    BlockGradients,
+    DenseAttention,
+    SlotTimes,
+    query_parts,
+    read_slots,
+    write_slots,
+)
+
+
+class TokenTimes(NamedTuple):
+    """When the tokens of a batch happened.
+
+    Attributes:
+        values: int64 `(num_tokens,)`, such as seconds.
+        bias: `(num_heads, num_buckets)`: times Δ apart are in bucket ⌊ln(max(1, Δ)) ÷ 0.301⌋, or in the last one.
+
+    """
+
+    values: torch.Tensor
+    bias: torch.Tensor
 
 
 def hstu_attention(
@@ -35,6 +55,7 @@ def hstu_attention(
     plan: AttentionPlan,
     *,
     normalizer: float,
+    times: TokenTimes | None = None,
 ) -> torch.Tensor:
     """HSTU attention of a jagged batch.
 
@@ -45,14 +66,15 @@ def hstu_attention(
         query: floating point `(num_tokens, num_heads, head_dim)`, the rows of the batch one after the other.
         key: as `query`.
         value: as `query`.
-        bias: `(num_heads, max_distance + 1)` by distance i − j in causal attention, `(num_heads, 2 · max_distance + 1)`
-            by distance from −max_distance to max_distance otherwise.
+        bias: by distance i − j: `(num_heads, max_distance + 1)` where no token sees later ones, else (without a causal
+            mask, or with contextual tokens in the plan) `(num_heads, 2 · max_distance + 1)`, from −max_distance on.
         plan: the blocks of this batch, made for the same number of heads.
         normalizer: N, by which the sums are divided.
+        times: adds a bias for the time between two tokens; none if not given.
 
     Returns:
-        `(num_tokens, num_heads, head_dim)`, the dtype of `query`. The gradients of all four tensors are exact; they
-        cannot be differentiated again.
+        `(num_tokens, num_heads, head_dim)`, the dtype of `query`. The gradients of all floating-point tensors are
+        exact; they cannot be differentiated again.
 
     Raises:
         ValueError: a row longer than the bias reaches, or tensors of another number of tokens than the plan's.
@@ -64,33 +86,45 @@ def hstu_attention(
             f"query has {query.shape[0]} tokens, the plan was made for {num_tokens}; a plan serves the batch it was "
             "made from: make one from this batch's lengths"
         )
-    reach = bias.shape[1] if plan.is_causal else (bias.shape[1] + 1) // 2
+    reach = _reach(bias, plan)
     if plan.longest > reach:
         raise ValueError(
             f"the longest row has {plan.longest} tokens, the position bias reaches {reach}; a row may have at most "
             "max_sequence_length tokens: raise it or truncate the rows"
         )
-    table, origin = _bias_table(bias.to(query.dtype), plan)
+    bias = bias.to(query.dtype)
+    table, origin = _bias_table(bias, plan, reach)
+    context_table = None if plan.front_padding is None else bias
+    slot_times, time_table = None, None
+    if times is not None:
+        slot_times = SlotTimes(plan.pad_keys(times.values), plan.pad_queries(times.values))
+        time_table = times.bias.to(query.dtype)
     # Sums run over many chunks: autocast must not change their dtype on the way.
     with torch.autocast(query.device.type, enabled=False):
-        return _HSTUAttention.apply(query, key, value, table, origin, plan, 1.0 / normalizer)
+        return _HSTUAttention.apply(
+            query, key, value, table, context_table, time_table, origin, slot_times, plan, 1.0 / normalizer
+        )
 
 
-def _bias_table(bias: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, int]:
+def _reach(bias: torch.Tensor, plan: AttentionPlan) -> int:
+    """Tokens of the longest row that a bias serves."""
+    return (bias.shape[1] + 1) // 2 if plan.sees_ahead else bias.shape[1]
+
+
+def _bias_table(bias: torch.Tensor, plan: AttentionPlan, reach: int) -> tuple[torch.Tensor, int]:
     """Bias by falling distance, the causal mask in it, and the column of distance 0: column `origin − d` is distance d.
 
     The first columns, `target_group_size` many, are further away than any key can be; only padding is there.
     """
-    reach = max(plan.longest, 1)
+    longest = max(plan.longest, 1)
+    zero = reach - 1 if plan.sees_ahead else 0  # column of distance 0 in `bias`
+    behind = bias[:, zero : zero + longest].flip(1)
     if plan.is_causal:
-        behind = bias[:, :reach].flip(1)
-        ahead = bias.new_full((bias.shape[0], reach - 1), torch.finfo(bias.dtype).min / 2)
+        ahead = bias.new_full((bias.shape[0], longest - 1), torch.finfo(bias.dtype).min / 2)
     else:
-        middle = bias.shape[1] // 2
-        behind = bias[:, middle : middle + reach].flip(1)
-        ahead = bias[:, middle - reach + 1 : middle].flip(1)
+        ahead = bias[:, zero - longest + 1 : zero].flip(1)
     beyond = bias.new_zeros(bias.shape[0], plan.target_group_size)
-    return torch.cat([beyond, behind, ahead], dim=1), plan.target_group_size + reach - 1
+    return torch.cat([beyond, behind, ahead], dim=1), plan.target_group_size + longest - 1
 
 
 class _HSTUAttention(torch.autograd.Function):
@@ -103,235 +137,52 @@ class _HSTUAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         table: torch.Tensor,
+        context_table: torch.Tensor | None,
+        time_table: torch.Tensor | None,
         origin: int,
+        times: SlotTimes | None,
         plan: AttentionPlan,
         scale: float,
     ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value, table)
-        ctx.origin, ctx.plan, ctx.scale = origin, plan, scale
-        attention = _DenseAttention(table, origin)
-        queries, keys, values = _pad_queries(query, plan), _pad_keys(key, plan), _pad_keys(value, plan)
+        ctx.save_for_backward(query, key, value, table, context_table, time_table)
+        ctx.origin, ctx.times, ctx.plan, ctx.scale = origin, times, plan, scale
+        attention = DenseAttention(BiasTables(table, context_table, time_table), origin, times)
+        queries, keys, values = plan.pad_queries(query), plan.pad_keys(key), plan.pad_keys(value)
         outputs = torch.empty_like(queries)
         for block in plan.blocks:
-            k, v = _read(keys, block.tokens), _read(values, block.tokens)
-            for slots, chunks in _query_parts(block, query.shape[1], plan):
-                _write(outputs, slots, attention.forward(_read(queries, slots), k, v, chunks))
+            k, v = read_slots(keys, block.tokens), read_slots(values, block.tokens)
+            for part in query_parts(block, query.shape[1], plan):
+                write_slots(outputs, part.slots, attention.forward(read_slots(queries, part.slots), k, v, part))
         return _gather_queries(outputs, plan).mul_(scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, table = ctx.saved_tensors
+        query, key, value, *tables = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
-        attention = _DenseAttention(table, ctx.origin)
-        grad_table = torch.zeros_like(table)
-        queries, keys, values = _pad_queries(query, plan), _pad_keys(key, plan), _pad_keys(value, plan)
-        grad_outputs = _pad_queries(grad_output * ctx.scale, plan)
+        attention = DenseAttention(BiasTables(*tables), ctx.origin, ctx.times)
+        grad_tables = BiasTables(*tables).zeros()
+        queries, keys, values = plan.pad_queries(query), plan.pad_keys(key), plan.pad_keys(value)
+        grad_outputs = plan.pad_queries(grad_output * ctx.scale)
         grad_queries, grad_keys, grad_values = torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(keys)
         for block in plan.blocks:
-            k, v = _read(keys, block.tokens), _read(values, block.tokens)
-            grads = _Gradients(torch.zeros_like(k), torch.zeros_like(v), grad_table)
-            for slots, chunks in _query_parts(block, query.shape[1], plan):
-                q, grad = _read(queries, slots), _read(grad_outputs, slots)
-                _write(grad_queries, slots, attention.backward(grad, q, k, v, chunks, grads))
-            _write(grad_keys, block.tokens, grads.key)
-            _write(grad_values, block.tokens, grads.value)
+            k, v = read_slots(keys, block.tokens), read_slots(values, block.tokens)
+            grads = BlockGradients(torch.zeros_like(k), torch.zeros_like(v), grad_tables)
+            for part in query_parts(block, query.shape[1], plan):
+                q, grad = read_slots(queries, part.slots), read_slots(grad_outputs, part.slots)
+                write_slots(grad_queries, part.slots, attention.backward(grad, q, k, v, part, grads))
+            write_slots(grad_keys, block.tokens, grads.key)
+            write_slots(grad_values, block.tokens, grads.value)
         return (
             _gather_queries(grad_queries, plan),
             grad_keys.index_select(0, plan.key_slots),
             grad_values.index_select(0, plan.key_slots),
-            grad_table,
-            None,
-            None,
-            None,
+            *(None if grad is None else grad.to(table.dtype) for grad, table in zip(grad_tables, tables)),
+            *(None, None, None, None),
         )
-
-
-def _pad_keys(values: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """Values `(num_tokens, num_heads, head_dim)` in the slots of keys, zeros elsewhere."""
-    padded = values.new_zeros(plan.num_key_slots, *values.shape[1:])
-    return padded.index_copy_(0, plan.key_slots, values)
-
-
-def _pad_queries(values: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """Values as in `_pad_keys`, in the slots of queries; a target stands there twice."""
-    padded = values.new_zeros(plan.num_query_slots, *values.shape[1:])
-    padded.index_copy_(0, plan.query_slots, values)
-    return padded.index_copy_(0, plan.target_slots, values.index_select(0, plan.target_tokens))
 
 
 def _gather_queries(padded: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """The transpose of `_pad_queries`: values of the tokens, both of a target's places added."""
+    """The transpose of `AttentionPlan.pad_queries`: values of the tokens, both of a target's places added."""
     gathered = padded.index_select(0, plan.query_slots)
     return gathered.index_add_(0, plan.target_tokens, padded.index_select(0, plan.target_slots))
-
-
-def _read(padded: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """The slots as matrices, heads first: `(num_heads · num_rows, length, head_dim)`."""
-    rows = padded[slots.first : slots.end].view(slots.num_rows, slots.length, *padded.shape[1:])
-    return rows.permute(2, 0, 1, 3).reshape(-1, slots.length, padded.shape[2])
-
-
-def _write(padded: torch.Tensor, slots: Slots, matrices: torch.Tensor) -> None:
-    """The inverse of `_read`."""
-    rows = padded[slots.first : slots.end].view(slots.num_rows, slots.length, *padded.shape[1:])
-    rows.copy_(matrices.view(-1, slots.num_rows, slots.length, padded.shape[2]).permute(1, 2, 0, 3))
-
-
-class _Chunk(NamedTuple):
-    """Queries `[start, end)` of a matrix on its first `num_keys` keys.
-
-    Query `start + x` is at distance `first_distance − x % period − j` from key j.
-    """
-
-    start: int
-    end: int
-    num_keys: int
-    first_distance: int
-    period: int
-
-
-def _query_parts(block: RowBlock, num_heads: int, plan: AttentionPlan) -> Iterator[tuple[Slots, list[_Chunk]]]:
-    """The block's tokens as queries on themselves and, where there are any, its targets as queries on the tokens."""
-    tokens, targets = block
-    num_matrices, length = tokens.num_rows * num_heads, tokens.length
-    size = plan.tuning.chunk_size(num_matrices, length, length)
-    chunks = []
-    for start in range(0, length, size):
-        end = min(start + size, length)
-        # Queries stand in reverse order: the first of the chunk is the last in time and sees the most.
-        last = length - 1 - start
-        chunks.append(_Chunk(start, end, last + 1 if plan.is_causal else length, last, end - start))
-    yield tokens, chunks
-    if targets.length:
-        group = plan.target_group_size
-        size = max(plan.tuning.max_scores // (num_matrices * length * group), 1) * group
-        yield (
-            targets,
-            [
-                _Chunk(start, min(start + size, targets.length), length, length + group - 1, group)
-                for start in range(0, targets.length, size)
-            ],
-        )
-
-
-class _Gradients(NamedTuple):
-    """Gradients that all queries of a block add to."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    table: torch.Tensor
-
-
-class _DenseAttention:
-    """Attention of dense matrices `(num_heads · num_rows, length, head_dim)`, chunk by chunk."""
-
-    def __init__(self, table: torch.Tensor, origin: int) -> None:
-        self._table = table  # (num_heads, width)
-        self._origin = origin
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunks: list[_Chunk]
-    ) -> torch.Tensor:
-        """Sums over the keys, not divided by N; the shape of `query`."""
-        output = torch.empty_like(query)
-        for chunk in chunks:
-            weights = torch.nn.functional.silu(self._scores(chunk, query, key), inplace=True)
-            output[:, chunk.start : chunk.end] = torch.bmm(weights, value[:, : chunk.num_keys])
-        return output
-
-    def backward(
-        self,
-        grad_output: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        chunks: list[_Chunk],
-        grads: _Gradients,
-    ) -> torch.Tensor:
-        """Gradient of `query`; the other gradients are added to `grads`."""
-        grad_query = torch.empty_like(query)
-        for chunk in chunks:
-            queries, keys = slice(chunk.start, chunk.end), slice(chunk.num_keys)
-            weights = self._scores(chunk, query, key)
-            sigmoid = torch.sigmoid(weights, out=_scratch.take("sigmoid", weights.shape, weights))
-            weights.mul_(sigmoid)  # SiLU(s) = s · σ(s)
-            self._add_product(grads.value[:, keys], weights, grad_output[:, queries])
-            # SiLU'(s) = σ(s) + SiLU(s) · (1 − σ(s))
-            derivative = torch.addcmul(sigmoid, weights, sigmoid, value=-1, out=sigmoid).add_(weights)
-            grad_weights = torch.bmm(
-                grad_output[:, queries],
-                value[:, keys].transpose(1, 2),
-                out=_scratch.take("grad_weights", weights.shape, weights),
-            )
-            skewed = self._skewed(chunk, weights)
-            grad_scores = torch.mul(derivative, grad_weights, out=skewed[..., keys])
-            grad_query[:, queries] = torch.bmm(grad_scores, key[:, keys])
-            self._add_product(grads.key[:, keys], grad_scores, query[:, queries])
-            self._add_to_table(grads.table, chunk, skewed)
-        return grad_query
-
-    def _scores(self, chunk: _Chunk, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Scores q · k + bias of a chunk: `(num_matrices, num_queries, num_keys)`, in memory that is used again."""
-        scores = _scratch.take("scores", (query.shape[0], chunk.end - chunk.start, chunk.num_keys), query)
-        first, width = self._window(chunk)
-        bias = self._table[:, first : first + width].unfold(1, chunk.num_keys, 1)  # (num_heads, period, num_keys)
-        scores.view(bias.shape[0], -1, *bias.shape[1:]).copy_(bias.unsqueeze(1))
-        return scores.baddbmm_(query[:, chunk.start : chunk.end], key[:, : chunk.num_keys].transpose(1, 2))
-
-    def _window(self, chunk: _Chunk) -> tuple[int, int]:
-        """First column of the table that a chunk sees, and how many: query x and key j see column `first + x + j`."""
-        return self._origin - chunk.first_distance, chunk.period + chunk.num_keys - 1
-
-    def _skewed(self, chunk: _Chunk, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a chunk whose rows are `period` longer, with zeros there: see `_add_to_table`.
-
-        It is that of the scores, which are not needed any more.
-        """
-        shape = (*like.shape[:2], chunk.num_keys + chunk.period)
-        skewed = _scratch.take("scores", shape, like)
-        skewed[..., chunk.num_keys :].zero_()
-        return skewed
-
-    def _add_to_table(self, grad_table: torch.Tensor, chunk: _Chunk, skewed: torch.Tensor) -> None:
-        """Add what a chunk's scores give the table: sums over its anti-diagonals.
-
-        Rows of width + 1 numbers, read as rows of width, move one more column to the right each, so that anti-diagonals
-        become columns.
-        """
-        first, width = self._window(chunk)
-        by_row = skewed.view(grad_table.shape[0], -1, chunk.period * (width + 1)).sum(1)
-        by_column = by_row[:, : chunk.period * width].view(-1, chunk.period, width).sum(1)
-        grad_table[:, first : first + width] += by_column
-
-    @staticmethod
-    def _add_product(total: torch.Tensor, scores: torch.Tensor, factor: torch.Tensor) -> None:
-        """Add `scoresᵀ · factor`."""
-        product = _scratch.take("product", total.shape, total)
-        total += torch.bmm(scores.transpose(1, 2), factor, out=product)
-
-
-class _Scratch(threading.local):
-    """Memory for intermediate results, kept per thread on CPU; nothing in it outlives a chunk.
-
-    Fresh memory costs a page fault every 4 kB, about as much as the results that are written into it. An
-    accelerator's allocator keeps its memory itself.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-    def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Uninitialised memory of the dtype and device of `like`; it is what was taken under this name before."""
-        if like.device.type != "cpu":
-            return like.new_empty(shape)
-        size = math.prod(shape)
-        buffer = self._buffers.get((name, like.dtype))
-        if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):  # a tensor made in inference mode could not be used outside of it
-                buffer = torch.empty(size, dtype=like.dtype)
-            self._buffers[name, like.dtype] = buffer
-        return buffer[:size].view(shape)
-
-
-_scratch = _Scratch()

@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 PositionBias = Literal["direct", "bucketed", "none"]
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+KernelBackend = Literal["pytorch", "hstu_attn"]
+InBatchPool = Literal["rank", "global"]
+
+
+@dataclass(frozen=True)
+class ExecutionConfig:
+    """How the layers are computed; weights and, but for rounding, results do not depend on it.
+
+    Attributes:
+        compute_dtype: "fp32" leaves everything in the dtype of the weights; "bf16" computes matrix products and
+            attention in bfloat16 (torch.autocast), with weights, norms and loss in float32.
+        activation_checkpointing: keep only the input of every layer for the backward pass, and compute the rest again.
+        kernel_backend: who computes the attention: "pytorch", or the fused kernels of the package "hstu_attn".
+        compile: compile what lies between the attentions; on CUDA only.
+
+    Raises:
+        ValueError: an unknown name; "fp16", whose gradients would have to be unscaled before they reach the tables.
+
+    """
+
+    compute_dtype: ComputeDtype = "fp32"
+    activation_checkpointing: bool = False
+    kernel_backend: KernelBackend = "pytorch"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        _require_one_of("compute_dtype", self.compute_dtype, ComputeDtype)
+        _require_one_of("kernel_backend", self.kernel_backend, KernelBackend)
+        if self.compute_dtype == "fp16":
+            raise ValueError(
+                "compute_dtype is 'fp16'; its gradients need a scaled loss, and TorchRec's tables update themselves in "
+                "the backward pass, before a GradScaler could divide the scale out: choose 'bf16', which needs none"
+            )
 
 
 @dataclass(frozen=True)
@@ -13,7 +48,7 @@ class HSTUConfig:
     """A stack of HSTU layers.
 
     Attributes:
-        hidden_size: width of a token between layers, and of every embedding.
+        hidden_size: width of a token between layers.
         num_layers: layers.
         num_attention_heads: attention heads per layer.
         kv_channels: width of a head.
@@ -21,12 +56,19 @@ class HSTUConfig:
             also the constant N that attention is divided by, whatever the rows of a batch.
         dropout: probability with which an element of a layer's output is dropped in training.
         is_causal: a token sees only itself and what precedes it. False lets all tokens see one another, targets too.
+        contextual_mask: contextual tokens see all of the context and the history, what follows them too, but no
+            targets. Has no effect without the causal mask.
         target_group_size: consecutive target tokens that may see one another, up to themselves; other targets are
             hidden from them. Has no effect without targets or without the causal mask.
         position_bias: learned bias per head and distance between tokens: "direct" has a number for every distance,
             "bucketed" one for every bucket, whose widths grow with the distance, "none" has no bias.
         position_buckets: buckets for distances of one sign, used by "bucketed".
+        time_bias: learned bias per head and bucket of the time between two tokens, see
+            `hstu.model.dense_attention.time_buckets`. A batch then has a feature of timestamps.
+        time_buckets: how many; with the default and seconds the last one begins after five years.
+        timestamp_feature_name: key of the timestamps, one integer per item.
         layer_norm_eps: added to the variance in layer norms. Attention is divided by a large N: keep it small.
+        execution: how the layers are computed.
 
     Raises:
         ValueError: a number outside its range.
@@ -40,10 +82,15 @@ class HSTUConfig:
     max_sequence_length: int
     dropout: float = 0.0
     is_causal: bool = True
+    contextual_mask: bool = False
     target_group_size: int = 1
     position_bias: PositionBias = "direct"
     position_buckets: int = 32
+    time_bias: bool = False
+    time_buckets: int = 64
+    timestamp_feature_name: str = "timestamp"
     layer_norm_eps: float = 1e-6
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
 
     def __post_init__(self) -> None:
         for name in (
@@ -53,14 +100,12 @@ class HSTUConfig:
             "kv_channels",
             "max_sequence_length",
             "target_group_size",
+            "time_buckets",
         ):
             require_at_least_one(name, getattr(self, name))
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
-        if self.position_bias not in get_args(PositionBias):
-            raise ValueError(
-                f"position_bias is {self.position_bias!r}; it is one of {list(get_args(PositionBias))}: choose one"
-            )
+        _require_one_of("position_bias", self.position_bias, PositionBias)
         if not isinstance(self.position_buckets, int) or self.position_buckets < 2:
             raise ValueError(
                 f"position_buckets is {self.position_buckets!r}; distance 0 has a bucket of its own, so at least 2 are "
@@ -71,27 +116,63 @@ class HSTUConfig:
 
 
 @dataclass(frozen=True)
-class RankingConfig:
-    """An HSTU ranking model: embeddings, layers and a multi-task head.
+class SequenceModelConfig:
+    """What both tasks share: embeddings and layers.
 
     Attributes:
         hstu: the layers.
         embedding_tables: rows of each feature's table, by feature name: the item feature, the action feature if there
             is one, and all contextual features. Ids lie in `[0, rows)`.
-        prediction_head_arch: widths of the head's layers, the last one being `num_tasks`.
-        num_tasks: labels per prediction.
+        embedding_dims: widths of tables by feature name, for those that are not as wide as `hstu.hidden_size`; a linear
+            layer brings their embeddings to that width.
 
     Raises:
-        ValueError: a number below one, no table, or a head that does not end in `num_tasks`.
+        ValueError: a number below one, no table, or the width of an unknown table.
 
     """
 
     hstu: HSTUConfig
     embedding_tables: dict[str, int]
+    embedding_dims: dict[str, int] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.embedding_tables:
+            raise ValueError("embedding_tables is empty; every feature needs a table: give its number of rows by name")
+        for name, num_rows in self.embedding_tables.items():
+            require_at_least_one(f"embedding_tables[{name!r}]", num_rows)
+        unknown = [name for name in self.embedding_dims if name not in self.embedding_tables]
+        if unknown:
+            raise ValueError(
+                f"embedding_dims names {unknown}, the tables are {list(self.embedding_tables)}; a width belongs to a "
+                "table: correct the names"
+            )
+        for name, width in self.embedding_dims.items():
+            require_at_least_one(f"embedding_dims[{name!r}]", width)
+
+    @property
+    def table_widths(self) -> dict[str, int]:
+        """Width of every table by feature name."""
+        return {name: self.embedding_dims.get(name, self.hstu.hidden_size) for name in self.embedding_tables}
+
+
+@dataclass(frozen=True)
+class RankingConfig(SequenceModelConfig):
+    """An HSTU ranking model: embeddings, layers and a multi-task head.
+
+    Attributes:
+        prediction_head_arch: widths of the head's layers, the last one being `num_tasks`.
+        num_tasks: labels per prediction.
+
+    Raises:
+        ValueError: as SequenceModelConfig; also a head that does not end in `num_tasks`.
+
+    """
+
     prediction_head_arch: tuple[int, ...]
     num_tasks: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # A configuration file has lists.
         object.__setattr__(self, "prediction_head_arch", tuple(self.prediction_head_arch))
         require_at_least_one("num_tasks", self.num_tasks)
@@ -102,13 +183,79 @@ class RankingConfig:
                 f"prediction_head_arch is {list(self.prediction_head_arch)}, num_tasks is {self.num_tasks}; the last "
                 "width is the number of tasks: append or correct it"
             )
-        if not self.embedding_tables:
-            raise ValueError("embedding_tables is empty; every feature needs a table: give its number of rows by name")
-        for name, num_rows in self.embedding_tables.items():
-            require_at_least_one(f"embedding_tables[{name!r}]", num_rows)
+
+
+@dataclass(frozen=True)
+class RetrievalConfig(SequenceModelConfig):
+    """An HSTU retrieval model: embeddings, layers, and a query that is compared with the embeddings of items.
+
+    Attributes:
+        item_feature_name: the feature whose next value is predicted.
+        num_negatives: items that each true one is compared with in training. A positive number of them is drawn for
+            every row, uniformly from all items, and serves all predictions of the row. −1 takes all other predictions'
+            true items, with repetitions, so that frequent items are frequent negatives.
+        temperature: by which cosines are divided.
+        in_batch_pool: whose predictions those are with −1: those of this rank's batch, or of all ranks', gathered.
+            With "rank" a row's negatives are its neighbours' items, and so change when rows are balanced. With
+            "global" they do not; scores then grow with the square of the global batch.
+
+    Raises:
+        ValueError: as SequenceModelConfig; also an item feature without a table, a number out of range, an unknown
+            pool, or attention that would show the model what it is to predict.
+
+    """
+
+    item_feature_name: str
+    num_negatives: int = field(default=-1, kw_only=True)
+    temperature: float = field(default=0.05, kw_only=True)
+    in_batch_pool: InBatchPool = field(default="rank", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.item_feature_name not in self.embedding_tables:
+            raise ValueError(
+                f"item_feature_name is {self.item_feature_name!r}, the tables are {list(self.embedding_tables)}; items "
+                "are found by their embeddings: correct the name or add the table"
+            )
+        if self.num_negatives != -1 and (
+            not isinstance(self.num_negatives, int) or isinstance(self.num_negatives, bool) or self.num_negatives < 1
+        ):
+            raise ValueError(
+                f"num_negatives is {self.num_negatives!r}; it counts items, at least 1, or is -1 for all other "
+                "predictions of the batch: correct it"
+            )
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it divides cosines: make it positive")
+        _require_one_of("in_batch_pool", self.in_batch_pool, InBatchPool)
+        if not self.hstu.is_causal:
+            raise ValueError(
+                "is_causal is False; retrieval predicts the next item at every place of a history, where it must not "
+                "be seen: set is_causal"
+            )
+        if self.hstu.contextual_mask:
+            raise ValueError(
+                "contextual_mask is True; retrieval predicts the next item at every place of a history, and contextual "
+                "tokens that see all of it pass it on: unset contextual_mask"
+            )
+
+    @property
+    def negatives_feature_name(self) -> str | None:
+        """Key of the drawn negatives in a batch; None where none are drawn."""
+        return None if self.num_negatives == -1 else f"{self.item_feature_name}_negatives"
+
+    @property
+    def item_dim(self) -> int:
+        """Width of the items' table, in which queries and items are compared."""
+        return self.table_widths[self.item_feature_name]
 
 
 def require_at_least_one(name: str, value: int) -> None:
     """Raise ValueError unless `value` is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; it counts something: give an integer of at least 1")
+
+
+def _require_one_of(name: str, value: str, kind: Any) -> None:
+    """Raise ValueError unless `value` is one of the strings of a Literal."""
+    if value not in get_args(kind):
+        raise ValueError(f"{name} is {value!r}; it is one of {list(get_args(kind))}: choose one")

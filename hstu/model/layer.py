@@ -3,18 +3,22 @@
 What one layer does to the tokens x of a row:
 
     U, V, Q, K = SiLU(Linear(LayerNorm(x)))
-    A          = SiLU(Q Kᵀ + bias) ÷ N, masked
+    A          = SiLU(Q Kᵀ + bias) ÷ N, masked; the bias is that of the position and, if asked for, of the time
     y          = x + Dropout(Linear(LayerNorm(A V) · U))
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from hstu.model.attention import hstu_attention
+from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import AttentionPlan, plan_attention
 from hstu.model.config import HSTUConfig
+from hstu.model.fused_attention import FusedPlan, fused_attention, plan_fused_attention, require_fused_kernels
 
 
 class RelativePositionBias(nn.Module):
@@ -23,7 +27,8 @@ class RelativePositionBias(nn.Module):
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
         reach = config.max_sequence_length
-        distances = torch.arange(0 if config.is_causal else 1 - reach, reach)
+        sees_ahead = config.contextual_mask or not config.is_causal
+        distances = torch.arange(1 - reach if sees_ahead else 0, reach)
         columns = distances - distances[0]
         if config.position_bias == "bucketed":
             columns = distance_buckets(distances, config.position_buckets, reach)
@@ -40,7 +45,8 @@ class RelativePositionBias(nn.Module):
         """Bias by rising distance.
 
         Returns:
-            `(num_heads, max_sequence_length)` in causal attention, else `(num_heads, 2 · max_sequence_length − 1)`.
+            `(num_heads, max_sequence_length)` where no token sees later ones, else `(num_heads,
+            2 · max_sequence_length − 1)`.
 
         """
         return self.weight if self.columns is None else self.weight.index_select(1, self.columns)
@@ -84,46 +90,89 @@ class HSTULayer(nn.Module):
         self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.uvqk = nn.Linear(config.hidden_size, 4 * width)
         self.position_bias = RelativePositionBias(config)
+        self.time_bias: nn.Parameter | None
+        time_bias = None
+        if config.time_bias:
+            time_bias = nn.Parameter(
+                nn.init.normal_(torch.empty(config.num_attention_heads, config.time_buckets), std=0.02)
+            )
+        self.register_parameter("time_bias", time_bias)
         self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.output = nn.Linear(width, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, tokens: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, plan: AttentionPlan | FusedPlan, times: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """One layer.
 
         Args:
             tokens: `(num_tokens, hidden_size)`, row after row.
             plan: the blocks of this batch.
+            times: int64 `(num_tokens,)`, with a time bias.
 
         Returns:
             `(num_tokens, hidden_size)`.
 
         """
+        u, v, q, k = self.project(tokens)
+        if isinstance(plan, FusedPlan):
+            attended = fused_attention(q, k, v, plan, normalizer=self._normalizer)
+        else:
+            attended = hstu_attention(
+                q,
+                k,
+                v,
+                self.position_bias(),
+                plan,
+                normalizer=self._normalizer,
+                times=None if times is None or self.time_bias is None else TokenTimes(times, self.time_bias),
+            )
+        return self.combine(tokens, attended, u)
+
+    def project(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """U `(num_tokens, num_heads · head_dim)`, and V, Q, K `(num_tokens, num_heads, head_dim)`."""
         u, v, q, k = torch.nn.functional.silu(self.uvqk(self.input_norm(tokens))).chunk(4, dim=1)
         heads = (self._num_heads, self._head_dim)
-        attended = hstu_attention(
-            q.unflatten(1, heads),
-            k.unflatten(1, heads),
-            v.unflatten(1, heads),
-            self.position_bias(),
-            plan,
-            normalizer=self._normalizer,
-        )
+        return u, v.unflatten(1, heads), q.unflatten(1, heads), k.unflatten(1, heads)
+
+    def compile_dense(self) -> None:
+        """Compile what lies around the attention, whose blocks change from batch to batch.
+
+        The compiled functions belong to this layer: copy a model before, not after.
+        """
+        self.project = torch.compile(self.project, dynamic=True)  # type: ignore[method-assign]
+        self.combine = torch.compile(self.combine, dynamic=True)  # type: ignore[method-assign]
+
+    def combine(self, tokens: torch.Tensor, attended: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        """The layer's result from its input and what its heads attended to."""
         gated = self.attention_norm(attended.flatten(1)) * u
         return tokens + self.dropout(self.output(gated))
 
 
 class HSTUEncoder(nn.Module):
-    """A stack of HSTU layers and a last layer norm."""
+    """A stack of HSTU layers and a last layer norm.
+
+    Raises:
+        ValueError: fused kernels that are not installed, or not made for such layers.
+
+    """
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
+        if config.execution.kernel_backend == "hstu_attn":
+            require_fused_kernels(config)
         self.config = config
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, num_targets: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        num_targets: torch.Tensor | None = None,
+        num_contextual: torch.Tensor | None = None,
+        times: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Encode the rows of a jagged batch; a row's result does not depend on the rows beside it.
 
@@ -132,22 +181,52 @@ class HSTUEncoder(nn.Module):
             lengths: int64 `(batch_size,)`, tokens per row. On the host they are used as they are; on a device they
                 are read back, the one time that this waits for it.
             num_targets: int64 `(batch_size,)`, how many of a row's last tokens are targets; none if not given.
+            num_contextual: int64 `(batch_size,)`, how many of a row's first tokens are contextual; looked at with
+                `contextual_mask` alone, none if not given.
+            times: int64 `(num_tokens,)`, when the tokens happened; needed with `time_bias` alone.
 
         Returns:
             `(num_tokens, hidden_size)`.
 
         Raises:
-            ValueError: a row longer than `max_sequence_length`, or lengths that are not those of `tokens`.
+            ValueError: a row longer than `max_sequence_length`, lengths that are not those of `tokens`, or no times
+                where the config asks for them.
 
         """
-        plan = plan_attention(
-            lengths,
-            num_targets,
-            num_heads=self.config.num_attention_heads,
-            is_causal=self.config.is_causal,
-            target_group_size=self.config.target_group_size,
-            device=tokens.device,
-        )
+        if self.config.time_bias and times is None:
+            raise ValueError(
+                "time_bias is True and there are no times; a bias by time needs them: give the batch the feature "
+                f"{self.config.timestamp_feature_name!r}, one integer per item, or unset time_bias"
+            )
+        if self.config.contextual_mask and num_contextual is None:
+            num_contextual = torch.zeros_like(lengths)
+        plan = self._plan(lengths, num_targets, num_contextual if self.config.contextual_mask else None, tokens.device)
+        saves_memory = self.config.execution.activation_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
-            tokens = layer(tokens, plan)
+            if saves_memory:
+                tokens = checkpoint(layer, tokens, plan, times, use_reentrant=False)
+            else:
+                tokens = layer(tokens, plan, times)
         return self.norm(tokens)
+
+    def compile_dense(self) -> None:
+        """Compile every layer around its attention, see `HSTULayer.compile_dense`."""
+        for layer in self.layers:
+            if isinstance(layer, HSTULayer):
+                layer.compile_dense()
+
+    def _plan(
+        self,
+        lengths: torch.Tensor,
+        num_targets: torch.Tensor | None,
+        num_contextual: torch.Tensor | None,
+        device: torch.device,
+    ) -> AttentionPlan | FusedPlan:
+        masks: dict[str, Any] = {
+            "is_causal": self.config.is_causal,
+            "target_group_size": self.config.target_group_size,
+            "device": device,
+        }
+        if self.config.execution.kernel_backend == "hstu_attn":
+            return plan_fused_attention(lengths, num_targets, num_contextual, **masks)
+        return plan_attention(lengths, num_targets, num_contextual, num_heads=self.config.num_attention_heads, **masks)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed import global_mean_loss
-from hstu.embedding import HSTUEmbedding
 from hstu.model.config import RankingConfig
-from hstu.model.layer import HSTUEncoder
-from hstu.model.tokens import interleave_tokens
+from hstu.model.sequence_model import Embeddings, SequenceModel, SequenceTower
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,7 @@ class RankingOutput:
         labels: as `logits`, 0 or 1.
         loss_sum: 0-dimensional, the sum of the loss over all predictions and tasks of this rank.
         num_loss_tokens: how many terms that sum has.
+        items: integers `(num_predictions,)`, the id of each judged item; None where nobody has asked for them.
 
     """
 
@@ -34,42 +32,43 @@ class RankingOutput:
     labels: torch.Tensor
     loss_sum: torch.Tensor
     num_loss_tokens: int
+    items: torch.Tensor | None = None
 
 
-class RankingTower(nn.Module):
+class RankingTower(SequenceTower):
     """The dense part: everything behind the embeddings."""
 
     def __init__(self, config: RankingConfig, pg_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
+        super().__init__(config, pg_group)
         self.config = config
-        self.encoder = HSTUEncoder(config.hstu)
         self.head = prediction_head(config.hstu.hidden_size, config.prediction_head_arch)
-        self._pg_group = pg_group
 
-    def forward(self, embeddings: Mapping[str, JaggedTensor], batch: HSTUBatch) -> tuple[torch.Tensor, RankingOutput]:
+    def forward(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, RankingOutput]:
         """Loss of a batch.
 
         Args:
-            embeddings: by feature name, values `(num_ids, hidden_size)`.
+            embeddings: by feature name, values `(num_ids, width of the table)`.
             batch: the batch they belong to, with labels.
 
         Returns:
             The loss to call `backward` on, W × local sum ÷ global count, and what the step says besides.
 
         Raises:
-            ValueError: labels that do not fit the predictions or the number of tasks, or a row that is too long.
+            ValueError: labels that do not fit the predictions or the number of tasks, a row that is too long, attention
+                that shows the model its labels, or a time bias without timestamps.
             TypeError: labels that are no KeyedJaggedTensor.
             KeyError: a feature without a table.
 
         """
-        logits = self.logits(embeddings, batch)
+        self._require_hidden_labels(batch)
+        logits, items = self._predict(embeddings, batch)
         labels = stack_labels(batch.labels, self.config.num_tasks, logits.shape[0]).to(logits.dtype)
         loss_sum = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         num_loss_tokens = batch.num_loss_tokens()
         loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group)
-        return loss, RankingOutput(logits.detach(), labels, loss_sum.detach(), num_loss_tokens)
+        return loss, RankingOutput(logits.detach(), labels, loss_sum.detach(), num_loss_tokens, items)
 
-    def logits(self, embeddings: Mapping[str, JaggedTensor], batch: HSTUBatch) -> torch.Tensor:
+    def logits(self, embeddings: Embeddings, batch: HSTUBatch) -> torch.Tensor:
         """Scores of the candidates or, in a batch without candidates, of every item given what precedes it.
 
         Reads the sequence lengths back from the device, once; the rest of the forward pass does not wait for it.
@@ -78,33 +77,36 @@ class RankingTower(nn.Module):
             At least float32 `(num_predictions, num_tasks)`, rows of the batch one after the other.
 
         """
-        action = batch.action_feature_name
-        self._check_tables([*batch.contextual_feature_names, batch.item_feature_name, *([action] if action else [])])
-        num_candidates = batch.num_candidates if batch.max_num_candidates > 0 else None
-        sequence = interleave_tokens(
-            [embeddings[name] for name in batch.contextual_feature_names],
-            embeddings[batch.item_feature_name],
-            None if action is None else embeddings[action],
-            num_candidates,
-        )
-        lengths, num_targets = torch.stack([sequence.lengths, sequence.num_targets]).cpu().unbind(0)
-        # Embeddings may come in float32 whatever the dtype of the layers.
-        hidden = self.encoder(sequence.values.to(self.encoder.norm.weight.dtype), lengths, num_targets)
-        if num_candidates is None:
-            predicted = sequence.item_tokens
-        else:
-            tokens_per_item = 1 if action is None else 2
-            predicted = sequence.candidate_tokens(num_candidates.long(), int(num_targets.sum()) // tokens_per_item)
-        logits = self.head(hidden.index_select(0, predicted))
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return self._predict(embeddings, batch)[0]
 
-    def _check_tables(self, features: list[str]) -> None:
-        tables = self.config.embedding_tables
-        missing = [name for name in features if name not in tables]
-        if missing:
-            raise KeyError(
-                f"features {missing} have no table, the model has {list(tables)}; each feature of the sequence needs "
-                "one: add them to embedding_tables"
+    def _predict(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the ids of the items that they judge."""
+        items = batch.features[batch.item_feature_name].values()
+        with self.autocast(items.device):
+            encoded = self.encode(embeddings, batch)
+            tokens = encoded.tokens
+            predicted = tokens.item_tokens
+            if batch.num_candidates is not None and batch.max_num_candidates > 0:
+                total = int(encoded.num_targets.sum()) // tokens.tokens_per_item
+                judged = tokens.last_items(batch.num_candidates.long(), total)
+                predicted, items = predicted.index_select(0, judged), items.index_select(0, judged)
+            logits = self.head(encoded.hidden.index_select(0, predicted))
+        return (logits if logits.dtype == torch.float64 else logits.float()), items
+
+    def _require_hidden_labels(self, batch: HSTUBatch) -> None:
+        """Raise ValueError where a prediction can see the action that it is to predict."""
+        hstu = self.config.hstu
+        if batch.action_feature_name is None:
+            return
+        if not hstu.is_causal:
+            raise ValueError(
+                f"is_causal is False and the batch has actions ({batch.action_feature_name!r}); an item then sees its "
+                "own action, which is what it is to predict: set is_causal, or leave the actions out"
+            )
+        if hstu.contextual_mask and batch.max_num_candidates == 0 and batch.contextual_feature_names:
+            raise ValueError(
+                "contextual_mask is True and the batch has no candidates; contextual tokens see all actions and pass "
+                "them on to the items that are to predict them: set max_num_candidates, or unset contextual_mask"
             )
 
 
@@ -151,12 +153,11 @@ def stack_labels(labels: KeyedJaggedTensor | torch.Tensor | None, num_tasks: int
     return values.view(num_tasks, num_predictions).t()
 
 
-class HSTURankingModel(nn.Module):
-    """HSTU for ranking: the next action on every item, or on every candidate.
+class HSTURankingModel(SequenceModel):
+    """HSTU for ranking: the next action on every item, or on every candidate."""
 
-    The tables are in `embedding`, everything else in `dense`; DistributedModelParallel shards the one and copies the
-    other to every rank.
-    """
+    config: RankingConfig
+    dense: RankingTower
 
     def __init__(
         self,
@@ -176,13 +177,9 @@ class HSTURankingModel(nn.Module):
                 (`model.double()`); DistributedModelParallel does not shard them.
 
         """
-        super().__init__()
-        self.config = config
-        self.embedding = HSTUEmbedding(
-            config.embedding_tables, config.hstu.hidden_size, device=embedding_device, plain=plain_embeddings
+        super().__init__(
+            config,
+            RankingTower(config, pg_group),
+            embedding_device=embedding_device,
+            plain_embeddings=plain_embeddings,
         )
-        self.dense = RankingTower(config, pg_group)
-
-    def forward(self, batch: HSTUBatch) -> tuple[torch.Tensor, RankingOutput]:
-        """Loss of a batch, and what the step says besides; see `RankingTower.forward`."""
-        return self.dense(self.embedding(batch.features), batch)

@@ -31,16 +31,20 @@ class TokenSequence:
         values: `(num_tokens, hidden_size)`.
         lengths: int64 `(batch_size,)`, tokens per row.
         num_targets: int64 `(batch_size,)`, how many of a row's last tokens belong to candidates.
+        num_contextual: int64 `(batch_size,)`, how many of a row's first tokens are contextual.
         item_tokens: int64 `(num_items,)`, the token of every item, in the order of the item feature.
-        item_ends: int64 `(batch_size,)`, where a row's items end in `item_tokens`.
+        item_lengths: int64 `(batch_size,)`, items per row.
+        tokens_per_item: 2 where every item is followed by its action.
 
     """
 
     values: torch.Tensor
     lengths: torch.Tensor
     num_targets: torch.Tensor
+    num_contextual: torch.Tensor
     item_tokens: torch.Tensor
-    item_ends: torch.Tensor
+    item_lengths: torch.Tensor
+    tokens_per_item: int
 
     def candidate_tokens(self, num_candidates: torch.Tensor, total: int) -> torch.Tensor:
         """The token of every candidate's item.
@@ -53,9 +57,43 @@ class TokenSequence:
             int64 `(total,)`, row after row.
 
         """
-        starts = _exclusive_sum(num_candidates)
-        shift = torch.repeat_interleave(self.item_ends - num_candidates - starts, num_candidates, output_size=total)
-        return self.item_tokens.index_select(0, shift + torch.arange(total, device=shift.device))
+        return self.item_tokens.index_select(0, self.last_items(num_candidates, total))
+
+    def last_items(self, counts: torch.Tensor, total: int) -> torch.Tensor:
+        """The last items of every row.
+
+        Args:
+            counts: int64 `(batch_size,)`, how many of each row.
+            total: their sum, known on the host.
+
+        Returns:
+            int64 `(total,)`, indices into the item feature, row after row.
+
+        """
+        return _places(self.item_lengths.cumsum(0) - counts, counts, total)
+
+    def last_tokens_of(self, items: torch.Tensor) -> torch.Tensor:
+        """The token that ends each of some items, its action's where there are actions; int64, as `items`."""
+        return self.item_tokens.index_select(0, items) + (self.tokens_per_item - 1)
+
+    def token_times(self, item_times: torch.Tensor) -> torch.Tensor:
+        """When each token happened: an item and its action at the item's time, the context at the first item's.
+
+        Args:
+            item_times: integers `(num_items,)`, in the order of the item feature.
+
+        Returns:
+            int64 `(num_tokens,)`. A row without items has one time for all its tokens.
+
+        """
+        num_tokens = self.values.shape[0]
+        behind_context = -self.num_contextual  # (batch_size,), place of the first token counted from the first item
+        place = _places(behind_context, self.lengths, num_tokens)
+        first_item = torch.repeat_interleave(_exclusive_sum(self.item_lengths), self.lengths, output_size=num_tokens)
+        item = first_item + place.clamp(min=0) // self.tokens_per_item
+        # Behind the last item there is a time for rows that have none.
+        times = torch.nn.functional.pad(item_times.to(torch.int64), (0, 1))
+        return times.index_select(0, item)
 
 
 def interleave_tokens(
@@ -86,9 +124,10 @@ def interleave_tokens(
     step = 1 if actions is None else 2
     item_lengths = items.lengths().to(torch.int64)
     context_lengths = [feature.lengths().to(torch.int64) for feature in contextual]
-    lengths = step * item_lengths
+    num_contextual = torch.zeros_like(item_lengths)
     for feature_lengths in context_lengths:
-        lengths = lengths + feature_lengths
+        num_contextual = num_contextual + feature_lengths
+    lengths = num_contextual + step * item_lengths
 
     first = _exclusive_sum(lengths)  # (batch_size,), where the next feature's tokens begin
     values, places = [], []
@@ -112,8 +151,10 @@ def interleave_tokens(
         values=torch.empty_like(source).index_copy(0, torch.cat(places), source),
         lengths=lengths,
         num_targets=num_targets,
+        num_contextual=num_contextual,
         item_tokens=item_tokens,
-        item_ends=item_lengths.cumsum(0),
+        item_lengths=item_lengths,
+        tokens_per_item=step,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -159,7 +160,7 @@ def shard_from_meta():
     model = HSTURankingModel(CONFIG, embedding_device=torch.device("meta"))
     parallel = build_distributed_model(model, device=CPU, sharding="row_wise")
     parallel(share(global_batch(12, 0)))[0].backward()
-    table = whole_weights(parallel)["embedding.collection.embeddings.item.weight"]
+    table = whole_weights(parallel)["embedding.collections.8.embeddings.item.weight"]
     head = parallel.module.dense.head[0].weight.detach().clone()
     return table, head
 
@@ -168,6 +169,39 @@ def test_tables_on_meta_are_initialised_by_their_shards(two_ranks):
     (table, head), (_, other_head) = two_ranks.run(shard_from_meta)
     assert bool(table.all()) and 0.9 < float(table.abs().max()) * 50**0.5 < 1.1  # ±1/√rows, and one small update
     assert torch.equal(head, other_head)  # rank 0's
+
+
+def logits_with_times(position):
+    """Sharded and plain logits of a batch with a feature that has no table, at some place among its keys."""
+    hstu = dataclasses.replace(CONFIG.hstu, time_bias=True, time_buckets=10)
+    config = dataclasses.replace(CONFIG, hstu=hstu, embedding_dims={"user": 4})
+    torch.manual_seed(0)
+    model = HSTURankingModel(config)
+    plain = HSTURankingModel(config, plain_embeddings=True)
+    plain.load_state_dict(model.state_dict())
+    batch = share(global_batch(12, 5))
+    parts = list(batch.features.to_dict().items())
+    times = batch.features["item"].values().cumsum(0) + 10**9
+    parts.insert(
+        position, ("timestamp", KeyedJaggedTensor(["t"], times, lengths=batch.features["item"].lengths())["t"])
+    )
+    features = KeyedJaggedTensor(
+        keys=[key for key, _ in parts],
+        values=torch.cat([part.values() for _, part in parts]),
+        lengths=torch.cat([part.lengths() for _, part in parts]),
+        stride=batch.batch_size,
+    )
+    batch = dataclasses.replace(batch, features=features)
+    expected = plain(batch)[1].logits
+    parallel = build_distributed_model(model, device=CPU, sharding="row_wise")
+    return parallel(batch)[1].logits, expected
+
+
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_sharded_tables_pass_over_timestamps(two_ranks, position):
+    for logits, expected in two_ranks.run(logits_with_times, position):
+        assert logits.numel() > 10
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
 def refusals():

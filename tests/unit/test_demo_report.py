@@ -8,17 +8,18 @@ import json
 import pytest
 from rich.console import Console
 
-from hstu.demo import DemoOptions, choose_ranks
-from hstu.demo_report import (
-    DemoResults,
+from commons.trainer.comparison import (
+    ComparisonResults,
     SideResults,
     compute_figures,
     median_interval,
     read_results,
-    report,
     results_path,
     write_results,
 )
+from commons.trainer.comparison_options import choose_ranks
+from hstu.demo import DemoOptions
+from hstu.demo_report import report
 
 
 def make_results():
@@ -39,7 +40,7 @@ def make_results():
     # a machine that becomes slower and slower: each step still tells 1.25
     balanced_ms = [100.0 + 10 * step for step in range(steps)]
     losses = [0.7 - 0.01 * step for step in range(steps + 2)]
-    return DemoResults(
+    return ComparisonResults(
         machine={"device": "cpu", "cpu_count": 2, "torch": "2.13.0", "processor": "one"},
         num_ranks=2,
         batch_size=16,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
-from hstu.model import HSTUConfig, HSTUEncoder, HSTURankingModel, RankingConfig, interleave_tokens
+from hstu.model import ExecutionConfig, HSTUConfig, HSTUEncoder, HSTURankingModel, RankingConfig, interleave_tokens
 from hstu.model.layer import RelativePositionBias, distance_buckets
 from hstu.model.ranking import stack_labels
 from tests.unit.test_jagged_attention import reference_attention
@@ -41,6 +41,21 @@ def random_batch(
         device="cpu",
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def with_timestamps(batch: HSTUBatch) -> HSTUBatch:
+    """The batch with one rising time per item, seconds to years apart."""
+    items = batch.features["item"]
+    gaps = torch.rand(items.values().numel(), generator=torch.Generator().manual_seed(1)) * 18
+    times = 10**9 + gaps.exp().long().cumsum(0)
+    features = batch.features
+    kjt = KeyedJaggedTensor(
+        keys=[*features.keys(), "timestamp"],
+        values=torch.cat([features.values(), times]),
+        lengths=torch.cat([features.lengths(), items.lengths()]),
+        stride=batch.batch_size,
+    )
+    return dataclasses.replace(batch, features=kjt)
 
 
 def plain_model(config=CONFIG, seed=0) -> HSTURankingModel:
@@ -166,17 +181,25 @@ def reference_logits(model: HSTURankingModel, batch: HSTUBatch) -> torch.Tensor:
             for key, jagged in batch.features.to_dict().items()
         }
         tables = {
-            key: weights[f"embedding.collection.embeddings.{key}.weight"] for key in model.config.embedding_tables
+            key: weights[f"embedding.collections.{width}.embeddings.{key}.weight"]
+            for key, width in model.config.table_widths.items()
         }
         look_up = {key: table[ids[key]] for key, table in tables.items()}
-        tokens, item_places = [], []
+        for key in model.config.embedding_dims:
+            look_up[key] = linear(look_up[key], f"dense.projections.{key}")
+        tokens, item_places, times = [], [], []
         for key in batch.contextual_feature_names:
             tokens += look_up[key]
+        num_contextual = len(tokens)
+        when = ids["timestamp"].tolist() if config.time_bias else [0] * len(ids["item"])
+        times = when[:1] * num_contextual or [0] * num_contextual
         for index in range(len(ids["item"])):
             item_places.append(len(tokens))
             tokens.append(look_up["item"][index])
+            times.append(when[index])
             if batch.action_feature_name is not None:
                 tokens.append(look_up["action"][index])
+                times.append(when[index])
         if not tokens:
             continue
         num_candidates = 0 if batch.num_candidates is None else int(batch.num_candidates[row])
@@ -193,6 +216,9 @@ def reference_logits(model: HSTURankingModel, batch: HSTUBatch) -> torch.Tensor:
                 normalizer=config.max_sequence_length,
                 is_causal=config.is_causal,
                 group_size=config.target_group_size,
+                contextual=[num_contextual] if config.contextual_mask else None,
+                times=torch.tensor(times) if config.time_bias else None,
+                time_bias=weights.get(f"{name}.time_bias"),
             )
             x = x + linear(norm(attended.reshape(len(tokens), width), f"{name}.attention_norm") * u, f"{name}.output")
         x = norm(x, "dense.encoder.norm")
@@ -204,14 +230,35 @@ def reference_logits(model: HSTURankingModel, batch: HSTUBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("with_actions", [True, False])
 @pytest.mark.parametrize("max_num_candidates", [0, 4])
-@pytest.mark.parametrize(("is_causal", "group_size"), [(True, 1), (True, 2), (False, 1)])
-def test_logits_loss_and_gradients_equal_the_reference(with_actions, max_num_candidates, is_causal, group_size):
-    hstu = dataclasses.replace(HSTU, is_causal=is_causal, target_group_size=group_size)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"target_group_size": 2},
+        {"is_causal": False},
+        {"contextual_mask": True, "target_group_size": 3},
+        {"time_bias": True, "time_buckets": 12},
+        {"contextual_mask": True, "time_bias": True, "execution": ExecutionConfig(activation_checkpointing=True)},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+@pytest.mark.parametrize("embedding_dims", [{}, {"item": 5, "user": 4, "tags": 4}], ids=["one width", "three widths"])
+def test_logits_loss_and_gradients_equal_the_reference(with_actions, max_num_candidates, options, embedding_dims):
+    hstu = dataclasses.replace(HSTU, **options)
     tables = {name: rows for name, rows in TABLES.items() if with_actions or name != "action"}
-    model = plain_model(dataclasses.replace(CONFIG, hstu=hstu, embedding_tables=tables))
+    model = plain_model(dataclasses.replace(CONFIG, hstu=hstu, embedding_tables=tables, embedding_dims=embedding_dims))
     batch = random_batch(with_actions=with_actions, max_num_candidates=max_num_candidates, actual_batch_size=5)
-    loss, output = model(batch)
+    if hstu.time_bias:
+        batch = with_timestamps(batch)
     logits = reference_logits(model, batch)
+    leaks = not hstu.is_causal or (hstu.contextual_mask and not max_num_candidates)
+    if with_actions and leaks:
+        with pytest.raises(ValueError, match=r"(is_causal is False|contextual_mask is True) and the batch has"):
+            model(batch)
+        ours = model.dense.logits(model.embedding(batch.features), batch)
+        torch.testing.assert_close(ours, logits, rtol=0, atol=1e-10)
+        return
+    loss, output = model(batch)
     torch.testing.assert_close(output.logits, logits.detach(), rtol=0, atol=1e-10)
     labels = torch.stack([batch.labels["task_0"].values(), batch.labels["task_1"].values()], dim=1).double()
     assert torch.equal(output.labels, labels)
@@ -280,7 +327,7 @@ def test_both_kinds_of_embeddings_answer_alike_and_share_their_names():
 def test_tables_of_both_kinds_start_within_the_same_range():
     for plain in (True, False):
         model = HSTURankingModel(dataclasses.replace(CONFIG, embedding_tables={"item": 400}), plain_embeddings=plain)
-        largest = float(model.embedding.collection.embeddings["item"].weight.detach().abs().max())
+        largest = float(model.embedding.collections["8"].embeddings["item"].weight.detach().abs().max())
         assert 0.045 < largest <= 0.05
 
 

@@ -13,8 +13,8 @@ from hstu.metrics import RankingMetrics
 from hstu.model import RankingOutput
 
 
-def output(logits: torch.Tensor, labels: torch.Tensor) -> RankingOutput:
-    return RankingOutput(logits, labels, torch.zeros(()), labels.numel())
+def output(logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | None = None) -> RankingOutput:
+    return RankingOutput(logits, labels, torch.zeros(()), labels.numel(), items)
 
 
 def share_of_ordered_pairs(logits: list[float], labels: list[int]) -> float:
@@ -58,3 +58,19 @@ def test_reset_forgets_and_compute_may_be_repeated():
     metrics.reset()
     metrics.update(output(-right.logits, right.labels))
     assert metrics.compute() == {"auc_task_0": 0.0}
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1)), min_size=1, max_size=20))
+def test_popularity_is_judged_like_a_model(predictions):
+    popularity = torch.tensor([900, 3, 0, 3, 70_000])
+    metrics = RankingMetrics(1, popularity=popularity)
+    items, labels = (torch.tensor(part) for part in zip(*predictions))
+    metrics.update(output(torch.zeros(len(items), 1), labels.view(-1, 1).float(), items))
+    expected = share_of_ordered_pairs(popularity[items].tolist(), labels.tolist())
+    assert metrics.compute()["popularity_auc_task_0"] == pytest.approx(expected, abs=1e-6, nan_ok=True)
+
+
+def test_popularity_needs_the_items():
+    metrics = RankingMetrics(1, popularity=torch.ones(3))
+    with pytest.raises(ValueError, match="the output has no items"):
+        metrics.update(output(torch.zeros(1, 1), torch.ones(1, 1)))

@@ -10,6 +10,7 @@ from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribu
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from hstu import HSTUBalancedBatchShuffler
+from hstu.flops import batch_training_flops, count_tokens
 
 SIZES = {"hidden_size": 32, "num_heads": 2, "head_dim": 24, "num_layers": 3}
 
@@ -48,6 +49,23 @@ def test_a_row_costs_its_own_tokens(candidates, actions, interleaved):
     assert workloads.dtype == torch.int64 and torch.equal(workloads, expected)
     assert workloads[-1] == 0 and (workloads[:-1] > 0).all()
     shuffler.close()
+
+
+@pytest.mark.parametrize("candidates", [0, 4])
+def test_contextual_tokens_that_see_all_cost_more(candidates):
+    batch = make_batch(candidates)
+    shuffler = HSTUBalancedBatchShuffler(**SIZES, contextual_mask=True)
+    seqlen, num_targets = batch.sequence_lengths()
+    context = torch.tensor([2] * 5 + [0])
+    expected = HSTUAttentionTask(**SIZES).get_workloads(seqlen, num_targets, context)
+    assert torch.equal(shuffler.get_workloads(batch), expected)
+    plain = HSTUBalancedBatchShuffler(**SIZES)
+    assert (shuffler.get_workloads(batch)[:5] > plain.get_workloads(batch)[:5]).all()
+    flops = batch_training_flops(shuffler.task, batch, contextual_mask=True)
+    assert flops == 3 * int(expected.sum())
+    assert count_tokens(batch) == int(seqlen.sum())
+    for each in (shuffler, plain):
+        each.close()
 
 
 def test_an_empty_history_still_costs_its_context():

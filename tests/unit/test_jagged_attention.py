@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -10,18 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.perf_model.task_estimator import attention_pairs
-from hstu.model.attention import hstu_attention
+from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import AttentionPlan, DeviceTuning, plan_attention
+from hstu.model.dense_attention import time_buckets
 
 LONGEST = 12
 # From one query at a time to whole blocks.
 TUNINGS = [None, DeviceTuning(1, 1), DeviceTuning(64, 8), DeviceTuning(600, 200)]
 
 
-def sees(i: int, j: int, history: int, group_size: int, is_causal: bool) -> bool:
+def sees(i: int, j: int, history: int, group_size: int, is_causal: bool, contextual: int = 0) -> bool:
     """Whether query i of a row sees key j, as the text says it."""
     if not is_causal:
         return True
+    if i < contextual:
+        return j < history
     if j > i:
         return False
     return j < history or (i - history) // group_size == (j - history) // group_size
@@ -32,23 +36,41 @@ def position(i: int, history: int, group_size: int, is_causal: bool) -> int:
     return i if i < history or not is_causal else history + (i - history) % group_size
 
 
-def reference_attention(query, key, value, bias, lengths, targets, *, normalizer, is_causal, group_size):
+def reference_attention(
+    query,
+    key,
+    value,
+    bias,
+    lengths,
+    targets,
+    *,
+    normalizer,
+    is_causal,
+    group_size,
+    contextual=None,
+    times=None,
+    time_bias=None,
+):
     """Row by row, pair by pair, from the formula."""
     rows = []
     start = 0
-    for length, num_targets in zip(lengths, targets):
+    sees_ahead = not is_causal or contextual is not None
+    for row, (length, num_targets) in enumerate(zip(lengths, targets)):
         history = length - num_targets
         q, k, v = (tensor[start : start + length].transpose(0, 1) for tensor in (query, key, value))
         mask = torch.zeros(length, length, dtype=query.dtype)
         column = torch.zeros(length, length, dtype=torch.int64)
         for i in range(length):
             for j in range(length):
-                if sees(i, j, history, group_size, is_causal):
+                if sees(i, j, history, group_size, is_causal, 0 if contextual is None else contextual[row]):
                     mask[i, j] = 1
                     distance = position(i, history, group_size, is_causal)
                     distance -= position(j, history, group_size, is_causal)
-                    column[i, j] = distance if is_causal else distance + bias.shape[1] // 2
+                    column[i, j] = distance + bias.shape[1] // 2 if sees_ahead else distance
         scores = q @ k.transpose(1, 2) + bias[:, column]
+        if times is not None:
+            when = times[start : start + length]
+            scores = scores + time_bias[:, time_buckets(when[:, None] - when, time_bias.shape[1])]
         weights = torch.nn.functional.silu(scores) / normalizer * mask
         rows.append((weights @ v).transpose(0, 1))
         start += length
@@ -61,20 +83,27 @@ def rows_with_targets(draw) -> tuple[list[int], list[int]]:
     return lengths, [draw(st.integers(0, length)) for length in lengths]
 
 
-def random_inputs(num_tokens, is_causal, seed, num_heads=2, head_dim=3):
+@st.composite
+def rows_with_context_and_targets(draw) -> tuple[list[int], list[int], list[int]]:
+    lengths, targets = draw(rows_with_targets())
+    return lengths, targets, [draw(st.integers(0, n - t)) for n, t in zip(lengths, targets)]
+
+
+def random_inputs(num_tokens, sees_ahead, seed, num_heads=2, head_dim=3):
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
         return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
-    bias = random(num_heads, LONGEST if is_causal else 2 * LONGEST - 1)
+    bias = random(num_heads, 2 * LONGEST - 1 if sees_ahead else LONGEST)
     return [*(random(num_tokens, num_heads, head_dim) for _ in range(3)), bias]
 
 
-def make_plan(lengths, targets, num_heads=2, **options) -> AttentionPlan:
+def make_plan(lengths, targets, num_heads=2, contextual=None, **options) -> AttentionPlan:
     return plan_attention(
         torch.tensor(lengths, dtype=torch.int64),
         torch.tensor(targets, dtype=torch.int64),
+        None if contextual is None else torch.tensor(contextual, dtype=torch.int64),
         num_heads=num_heads,
         **options,
     )
@@ -85,7 +114,7 @@ def make_plan(lengths, targets, num_heads=2, **options) -> AttentionPlan:
 )
 def test_output_and_gradients_equal_the_reference(rows, is_causal, group_size, tuning, seed):
     lengths, targets = rows
-    inputs = random_inputs(sum(lengths), is_causal, seed)
+    inputs = random_inputs(sum(lengths), not is_causal, seed)
     plan = make_plan(lengths, targets, is_causal=is_causal, target_group_size=group_size, tuning=tuning)
     output = hstu_attention(*inputs, plan, normalizer=LONGEST)
     expected = reference_attention(
@@ -100,26 +129,70 @@ def test_output_and_gradients_equal_the_reference(rows, is_causal, group_size, t
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-10)
 
 
+@given(
+    rows_with_context_and_targets(),
+    st.booleans(),
+    st.sampled_from([1, 2, 100]),
+    st.sampled_from(TUNINGS),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_context_and_times_equal_the_reference(rows, is_causal, group_size, tuning, with_context, with_times, seed):
+    lengths, targets, contextual = rows
+    contextual = contextual if with_context else None
+    inputs = random_inputs(sum(lengths), with_context or not is_causal, seed)
+    generator = torch.Generator().manual_seed(seed)
+    seconds = torch.randint(-(10**6), 10**6, (sum(lengths),), generator=generator) ** 2 // 10**9
+    time_bias = torch.randn(2, 20, dtype=torch.float64, generator=generator).requires_grad_()
+    plan = make_plan(
+        lengths, targets, contextual=contextual, is_causal=is_causal, target_group_size=group_size, tuning=tuning
+    )
+    times = TokenTimes(seconds, time_bias) if with_times else None
+    output = hstu_attention(*inputs, plan, normalizer=LONGEST, times=times)
+    expected = reference_attention(
+        *inputs,
+        lengths,
+        targets,
+        normalizer=LONGEST,
+        is_causal=is_causal,
+        group_size=group_size,
+        contextual=contextual,
+        times=seconds if with_times else None,
+        time_bias=time_bias,
+    )
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+    weights = torch.randn_like(output)
+    leaves = [*inputs, time_bias]
+    gradients = torch.autograd.grad((output * weights).sum(), leaves, allow_unused=True)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), leaves, allow_unused=True)
+    for tensor, gradient, wanted in zip(leaves, gradients, expected_gradients):
+        gradient, wanted = (torch.zeros_like(tensor) if each is None else each for each in (gradient, wanted))
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("is_causal", "group_size"), [(True, 1), (True, 2), (True, 4), (False, 1)])
 @pytest.mark.parametrize("tuning", [None, DeviceTuning(64, 8)])
-def test_the_mask_has_the_pairs_that_the_cost_formula_counts(dtype, is_causal, group_size, tuning):
+@pytest.mark.parametrize("contextual", [None, [3, 1, 0, 2, 0, 11]])
+def test_the_mask_has_the_pairs_that_the_cost_formula_counts(dtype, is_causal, group_size, tuning, contextual):
     """With one-hot values and equal scores, the output is the mask."""
     lengths, targets = [9, 1, 0, 12, 5, 12], [4, 0, 0, 6, 5, 1]
     identity = torch.cat([torch.eye(length, 12, dtype=dtype) for length in lengths]).unsqueeze(1)
     zeros = torch.zeros_like(identity)
-    bias = torch.ones(1, 12 if is_causal else 23, dtype=dtype)
-    plan = make_plan(lengths, targets, 1, is_causal=is_causal, target_group_size=group_size, tuning=tuning)
+    bias = torch.ones(1, 12 if is_causal and contextual is None else 23, dtype=dtype)
+    options = {"is_causal": is_causal, "target_group_size": group_size, "tuning": tuning}
+    plan = make_plan(lengths, targets, 1, contextual=contextual, **options)
     output = hstu_attention(zeros, zeros, identity, bias, plan, normalizer=1.0).squeeze(1)
     seen = torch.nn.functional.silu(torch.ones((), dtype=dtype))
-    for row, length, num_targets in zip(output.split(lengths), lengths, targets):
+    for row, length, num_targets, first in zip(output.split(lengths), lengths, targets, contextual or [0] * 6):
         expected = torch.zeros(length, 12, dtype=dtype)
         for i in range(length):
             for j in range(length):
-                if sees(i, j, length - num_targets, group_size, is_causal):
+                if sees(i, j, length - num_targets, group_size, is_causal, first):
                     expected[i, j] = seen
         assert torch.equal(row, expected)
-        pairs = attention_pairs(length, num_targets, causal=is_causal, target_group_size=group_size)
+        pairs = attention_pairs(length, num_targets, first, causal=is_causal, target_group_size=group_size)
         assert int(row.count_nonzero()) == pairs
 
 
@@ -133,7 +206,7 @@ def test_the_mask_has_the_pairs_of_the_closed_form(length, num_targets, group_si
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_gradients_agree_with_finite_differences(is_causal):
-    inputs = random_inputs(11, is_causal, seed=1)
+    inputs = random_inputs(11, not is_causal, seed=1)
     plan = make_plan([6, 0, 5], [3, 0, 2], is_causal=is_causal, target_group_size=2, tuning=DeviceTuning(8, 1))
     assert torch.autograd.gradcheck(lambda *tensors: hstu_attention(*tensors, plan, normalizer=4.0), inputs)
 
@@ -141,7 +214,7 @@ def test_gradients_agree_with_finite_differences(is_causal):
 @given(rows_with_targets(), st.randoms(use_true_random=False))
 def test_a_row_gets_the_same_whatever_rows_share_its_batch(rows, random):
     lengths, targets = rows
-    inputs = random_inputs(sum(lengths), True, seed=2)
+    inputs = random_inputs(sum(lengths), False, seed=2)
     whole = hstu_attention(*inputs, make_plan(lengths, targets), normalizer=LONGEST).split(lengths)
     order = list(range(len(lengths)))
     random.shuffle(order)
@@ -154,9 +227,17 @@ def test_a_row_gets_the_same_whatever_rows_share_its_batch(rows, random):
             torch.testing.assert_close(result, whole[row], rtol=0, atol=1e-12)
 
 
+@given(st.lists(st.integers(-(10**10), 10**10), max_size=20), st.integers(1, 80))
+def test_buckets_of_times_are_those_of_the_formula(apart, num_buckets):
+    found = time_buckets(torch.tensor(apart, dtype=torch.int64), num_buckets).tolist()
+    for difference, bucket in zip(apart, found):
+        exact = math.log(max(1, abs(difference))) / 0.301
+        assert bucket == min(math.floor(exact), num_buckets - 1) or abs(exact - round(exact)) < 1e-4
+
+
 def test_the_place_of_a_candidate_among_the_candidates_does_not_matter():
     length, num_targets, group = 12, 6, 2
-    inputs = random_inputs(length, True, seed=3)
+    inputs = random_inputs(length, False, seed=3)
     plan = make_plan([length], [num_targets], target_group_size=group)
     output = hstu_attention(*inputs, plan, normalizer=length)
     order = torch.tensor([*range(6), 10, 11, 6, 7, 8, 9])  # groups rotated
@@ -186,7 +267,8 @@ def test_padding_costs_no_more_than_opening_another_block(lengths, is_causal):
     tuning = DeviceTuning(max_scores=2**30, dispatch_scores=1000)
     plan = make_plan(lengths, [0] * len(lengths), num_heads=2, is_causal=is_causal, tuning=tuning)
     remaining = sorted((length for length in lengths if length), reverse=True)
-    for tokens, _ in plan.blocks:
+    for block in plan.blocks:
+        tokens = block.tokens
         rows, remaining = remaining[: tokens.num_rows], remaining[tokens.num_rows :]
         assert tokens.length == rows[0]
         wasted = sum(attention_pairs(rows[0], causal=is_causal) - attention_pairs(n, causal=is_causal) for n in rows)
@@ -204,7 +286,7 @@ def test_chunks_hold_no_more_scores_than_allowed(num_queries, num_matrices, num_
 
 
 def test_no_tokens_at_all():
-    inputs = random_inputs(0, True, seed=4)
+    inputs = random_inputs(0, False, seed=4)
     for lengths in ([], [0, 0]):
         output = hstu_attention(*inputs, make_plan(lengths, [0] * len(lengths)), normalizer=LONGEST)
         assert output.shape == (0, 2, 3)
@@ -213,7 +295,7 @@ def test_no_tokens_at_all():
 
 
 def test_scratch_memory_made_in_inference_mode_serves_training():
-    inputs = random_inputs(9, True, seed=5)
+    inputs = random_inputs(9, False, seed=5)
     plan = make_plan([9], [0])
 
     def in_fresh_thread(function):
@@ -238,7 +320,7 @@ def test_scratch_memory_made_in_inference_mode_serves_training():
 def test_threads_do_not_share_scratch_memory():
     cases = []
     for seed, lengths in enumerate(([12, 3, 7], [1, 12, 12], [5, 4, 3])):
-        inputs, plan = random_inputs(sum(lengths), True, seed), make_plan(lengths, [0, 0, 0])
+        inputs, plan = random_inputs(sum(lengths), False, seed), make_plan(lengths, [0, 0, 0])
         cases.append((inputs, plan, hstu_attention(*inputs, plan, normalizer=LONGEST)))
     wrong = []
 
@@ -256,7 +338,7 @@ def test_threads_do_not_share_scratch_memory():
 
 
 def test_autocast_leaves_the_attention_in_the_dtype_it_is_given():
-    inputs = [tensor.detach().float() for tensor in random_inputs(9, True, seed=6)]
+    inputs = [tensor.detach().float() for tensor in random_inputs(9, False, seed=6)]
     plan = make_plan([9], [2])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = hstu_attention(*inputs, plan, normalizer=LONGEST)
@@ -264,7 +346,7 @@ def test_autocast_leaves_the_attention_in_the_dtype_it_is_given():
 
 
 def test_mistakes_are_named():
-    inputs = random_inputs(5, True, seed=7)
+    inputs = random_inputs(5, False, seed=7)
     with pytest.raises(ValueError, match="query has 5 tokens, the plan was made for 6"):
         hstu_attention(*inputs, make_plan([6], [0]), normalizer=1.0)
     short = inputs[3][:, :4]
@@ -274,3 +356,7 @@ def test_mistakes_are_named():
         make_plan([4, 2], [0, 3])
     with pytest.raises(ValueError, match="row 0 has -1 tokens"):
         make_plan([-1], [0])
+    with pytest.raises(ValueError, match="row 1 has 4 tokens and 3 targets and 2 contextual tokens"):
+        make_plan([4, 4], [0, 3], contextual=[4, 2])
+    with pytest.raises(ValueError, match="longest row has 5 tokens, the position bias reaches 3"):
+        hstu_attention(*inputs[:3], inputs[3][:, :5], make_plan([5], [0], contextual=[1]), normalizer=1.0)

@@ -1,0 +1,52 @@
+"""Rows of all ranks on every rank, with gradients back to the rank that they came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from commons.distributed.process_group import resolve_process_group
+
+
+def gather_rows(values: torch.Tensor, pg_group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The rows of all ranks, rank after rank: a collective call, in the backward pass too if there are gradients.
+
+    Reads the numbers of rows back from the device.
+
+    Args:
+        values: `(n, …)`; n may differ between ranks and may be 0.
+        pg_group: the ranks; the shuffler's default if not given.
+
+    Returns:
+        `(sum of n, …)`, the same on every rank. The gradient of a row is the sum over all ranks' uses of it.
+
+    """
+    group = resolve_process_group(pg_group)
+    if group is None or dist.get_world_size(group) == 1:
+        return values
+    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=values.device)
+    counts[dist.get_rank(group)] = values.shape[0]
+    dist.all_reduce(counts, group=group)
+    return _GatherRows.apply(values, counts.tolist(), group)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, counts: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.counts, ctx.group = counts, group
+        # Collectives move equal shapes.
+        padded = values.new_zeros(max(counts), *values.shape[1:])
+        padded[: values.shape[0]] = values
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.split(ctx.counts)[dist.get_rank(ctx.group)], None, None

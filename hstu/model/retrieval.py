@@ -1,0 +1,210 @@
+"""The HSTU retrieval model: embeddings ─► tokens ─► HSTU layers ─► query ─► sampled softmax over items.
+
+In training every item but the first of a row is predicted from what precedes it. With q the query behind item t, e the
+embedding of an item, both of length 1, c = q · e ÷ temperature and N the negatives of the prediction:
+
+    loss = −log( exp c(true) ÷ (exp c(true) + Σ_{n ∈ N, n ≠ true} exp c(n)) )
+
+(Jean et al. 2015, "On Using Very Large Target Vocabulary for Neural Machine Translation", without its correction for
+how often a negative is drawn.) An item that is drawn and true at once is no negative.
+
+In evaluation the last item of every row with at least two is asked for; `hstu.retrieval_metrics` compares the query
+with all items.
+
+Which negatives a prediction has:
+- Drawn ones come with the row, in a feature of the batch (see `hstu.negatives`): the same with the shuffler on or off,
+  and on any number of ranks.
+- In-batch ones of this rank are its neighbours' items, and so other ones when rows have moved. It cannot be avoided.
+- In-batch ones of all ranks are the same wherever the rows are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from commons.datasets.hstu_batch import HSTUBatch
+from commons.distributed import global_mean_loss
+from hstu.model.config import RetrievalConfig
+from hstu.model.gathered_rows import gather_rows
+from hstu.model.sequence_model import Embeddings, EncodedSequence, SequenceModel, SequenceTower
+
+# In-batch scores held at a time.
+_MAX_SCORES = 2**24
+
+
+@dataclass(frozen=True)
+class RetrievalOutput:
+    """What a step says besides the loss; without a graph.
+
+    Attributes:
+        loss_sum: 0-dimensional, the sum of the loss over all predictions of this rank; 0 in evaluation, where the
+            metrics know the loss over all items.
+        num_loss_tokens: how many terms that sum has.
+        queries: at least float32 `(num_users, item_dim)`, of length 1; none in training.
+        targets: int64 `(num_users,)`, the ids that should be found.
+
+    """
+
+    loss_sum: torch.Tensor
+    num_loss_tokens: int
+    queries: torch.Tensor
+    targets: torch.Tensor
+
+
+class RetrievalTower(SequenceTower):
+    """The dense part: everything behind the embeddings."""
+
+    def __init__(self, config: RetrievalConfig, pg_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(config, pg_group)
+        self.config = config
+        self.query = nn.Linear(config.hstu.hidden_size, config.item_dim)
+
+    def forward(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:
+        """Loss of a batch in training, queries in evaluation.
+
+        Args:
+            embeddings: by feature name, values `(num_ids, width of the table)`.
+            batch: the batch they belong to, without candidates; in training with the drawn negatives, if the config
+                asks for some.
+
+        Returns:
+            The loss to call `backward` on, W × local sum ÷ global count, and what the step says besides.
+
+        Raises:
+            ValueError: another item feature, candidates, a row that is too long, or a time bias without timestamps.
+            KeyError: a feature without a table, or no feature with the drawn negatives.
+
+        """
+        self._check(batch)
+        with self.autocast(batch.features.device()):
+            encoded = self.encode(embeddings, batch)
+            if not self.training:
+                return self._ask(encoded, batch)
+            counts = (encoded.num_items - 1).clamp(min=0)
+            true = encoded.tokens.last_items((encoded.tokens.item_lengths - 1).clamp(min=0), int(counts.sum()))
+            queries = self._queries(encoded, true - 1)
+        ids = batch.features[batch.item_feature_name].values().index_select(0, true)
+        items = unit(encoded.items.index_select(0, true).to(queries.dtype))
+        negatives = self.config.negatives_feature_name
+        if negatives is None:
+            terms = self._in_batch_terms(queries, items, ids)
+        else:
+            found = {name: jagged for part in embeddings for name, jagged in part.items()}
+            drawn = unit(found[negatives].values().to(queries.dtype))
+            terms = self._drawn_terms(queries, items, ids, counts, drawn, batch)
+        loss_sum = terms.sum()
+        loss = global_mean_loss(loss_sum, terms.numel(), self._pg_group)
+        return loss, RetrievalOutput(loss_sum.detach(), terms.numel(), queries.detach()[:0], ids[:0].long())
+
+    def _ask(self, encoded: EncodedSequence, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:
+        """The query of every row behind its last item but one."""
+        tokens = encoded.tokens
+        asks = tokens.item_lengths >= 2
+        last = tokens.last_items(asks.long(), int((encoded.num_items >= 2).sum()))
+        queries = self._queries(encoded, last - 1)
+        targets = batch.features[batch.item_feature_name].values().index_select(0, last).long()
+        zero = queries.new_zeros(())
+        return zero, RetrievalOutput(zero, 0, queries.detach(), targets)
+
+    def _queries(self, encoded: EncodedSequence, items: torch.Tensor) -> torch.Tensor:
+        """Queries `(n, item_dim)` for what comes behind some items."""
+        behind = encoded.hidden.index_select(0, encoded.tokens.last_tokens_of(items))
+        queries = self.query(behind)
+        return unit(queries if queries.dtype == torch.float64 else queries.float())
+
+    def _drawn_terms(
+        self,
+        queries: torch.Tensor,
+        items: torch.Tensor,
+        ids: torch.Tensor,
+        counts: torch.Tensor,
+        drawn: torch.Tensor,
+        batch: HSTUBatch,
+    ) -> torch.Tensor:
+        """Loss terms `(num_predictions,)` with negatives `(num_rows · num_negatives, item_dim)` of each row."""
+        drawn_ids = batch.features[self.config.negatives_feature_name].values()
+        real = counts[: batch.actual_batch_size].tolist()  # padding rows have neither predictions nor negatives
+        num_negatives = self.config.num_negatives
+        if drawn_ids.numel() != len(real) * num_negatives:
+            raise ValueError(
+                f"{self.config.negatives_feature_name!r} has {drawn_ids.numel()} ids for {len(real)} rows; every row "
+                f"brings num_negatives = {num_negatives} of them: draw them with hstu.negatives"
+            )
+        rows = zip(
+            *(part.split(real) for part in (queries, items, ids)),
+            *(part.split(num_negatives) for part in (drawn, drawn_ids)),
+        )
+        terms = [self._terms(*row) for row in rows]
+        # An empty sum keeps the graph of what nobody has used.
+        return torch.cat([*terms, (queries[:0] * drawn.sum()).sum(1)])
+
+    def _in_batch_terms(self, queries: torch.Tensor, items: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Loss terms `(num_predictions,)` with the true items of all predictions as negatives, in bounded memory."""
+        pool, pool_ids = items, ids
+        if self.config.in_batch_pool == "global":
+            pool, pool_ids = gather_rows(items, self._pg_group), gather_rows(ids, self._pg_group)
+        size = max(1, _MAX_SCORES // max(1, pool.shape[0]))
+        chunks = zip(queries.split(size), items.split(size), ids.split(size))
+        terms = [checkpoint(self._terms, *chunk, pool, pool_ids, use_reentrant=False) for chunk in chunks]
+        return torch.cat([*terms, (queries[:0] * pool.sum()).sum(1)])
+
+    def _terms(
+        self,
+        queries: torch.Tensor,
+        items: torch.Tensor,
+        ids: torch.Tensor,
+        negatives: torch.Tensor,
+        negative_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Loss terms `(n,)` of predictions that share their negatives `(k, item_dim)`."""
+        true = (queries * items).sum(1, keepdim=True)
+        false = (queries @ negatives.t()).masked_fill(ids[:, None] == negative_ids, -torch.inf)
+        scores = torch.cat([true, false], dim=1) / self.config.temperature
+        return scores.logsumexp(1) - scores[:, 0]
+
+    def _check(self, batch: HSTUBatch) -> None:
+        if batch.item_feature_name != self.config.item_feature_name:
+            raise ValueError(
+                f"the batch's item feature is {batch.item_feature_name!r}, the model's "
+                f"{self.config.item_feature_name!r}; the model predicts items of its own: correct item_feature_name"
+            )
+        if batch.max_num_candidates > 0:
+            raise ValueError(
+                f"max_num_candidates is {batch.max_num_candidates}; retrieval predicts every next item, with all items "
+                "as candidates: set it to 0"
+            )
+
+
+def unit(vectors: torch.Tensor) -> torch.Tensor:
+    """Vectors divided by their length; zero stays zero."""
+    return torch.nn.functional.normalize(vectors, dim=1)
+
+
+class HSTURetrievalModel(SequenceModel):
+    """HSTU for retrieval: the next item, found among all items by its embedding."""
+
+    config: RetrievalConfig
+    dense: RetrievalTower
+
+    def __init__(
+        self,
+        config: RetrievalConfig,
+        *,
+        pg_group: dist.ProcessGroup | None = None,
+        embedding_device: torch.device | None = None,
+        plain_embeddings: bool = False,
+    ) -> None:
+        """Make the model; arguments as those of `HSTURankingModel`."""
+        negatives = config.negatives_feature_name
+        super().__init__(
+            config,
+            RetrievalTower(config, pg_group),
+            second_features=None if negatives is None else {config.item_feature_name: negatives},
+            embedding_device=embedding_device,
+            plain_embeddings=plain_embeddings,
+        )

@@ -1,0 +1,166 @@
+"""What ranking and retrieval share: embeddings ─► tokens ─► HSTU layers, and the model around them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from commons.datasets.hstu_batch import HSTUBatch
+from hstu.embedding import HSTUEmbedding
+from hstu.model.config import ComputeDtype, SequenceModelConfig
+from hstu.model.layer import HSTUEncoder
+from hstu.model.tokens import TokenSequence, interleave_tokens
+
+Embeddings = Sequence[Mapping[str, JaggedTensor]]
+
+_AUTOCAST_DTYPES: dict[ComputeDtype, torch.dtype] = {"bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class EncodedSequence:
+    """A batch behind the layers.
+
+    Attributes:
+        hidden: `(num_tokens, hidden_size)`.
+        tokens: the tokens that went into them.
+        items: embeddings of the items as they were looked up.
+        num_targets: int64 `(batch_size,)` on the host, tokens of candidates per row.
+        num_items: int64 `(batch_size,)` on the host, items per row.
+
+    """
+
+    hidden: torch.Tensor
+    tokens: TokenSequence
+    items: torch.Tensor
+    num_targets: torch.Tensor
+    num_items: torch.Tensor
+
+
+class SequenceTower(nn.Module):
+    """The dense part of a model, up to the last layer's tokens."""
+
+    def __init__(self, config: SequenceModelConfig, pg_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.encoder = HSTUEncoder(config.hstu)
+        hidden_size = config.hstu.hidden_size
+        self.projections = nn.ModuleDict(
+            {name: nn.Linear(width, hidden_size) for name, width in config.table_widths.items() if width != hidden_size}
+        )
+        self._tables = list(config.embedding_tables)
+        self._pg_group = pg_group
+
+    def encode(self, embeddings: Embeddings, batch: HSTUBatch) -> EncodedSequence:
+        """Run the layers over a batch.
+
+        Reads the sequence lengths back from the device, once; the rest of the forward pass does not wait for it.
+
+        Args:
+            embeddings: by feature name, values `(num_ids, width of the table)`.
+            batch: the batch they belong to.
+
+        Raises:
+            ValueError: a row that is too long, or a time bias without timestamps.
+            KeyError: a feature without a table.
+
+        """
+        action = batch.action_feature_name
+        self._check_tables([*batch.contextual_feature_names, batch.item_feature_name, *([action] if action else [])])
+        found = {name: jagged for part in embeddings for name, jagged in part.items()}
+        items = found[batch.item_feature_name]
+        sequence = interleave_tokens(
+            [self._project(name, found[name]) for name in batch.contextual_feature_names],
+            self._project(batch.item_feature_name, items),
+            None if action is None else self._project(action, found[action]),
+            batch.num_candidates if batch.max_num_candidates > 0 else None,
+        )
+        on_host = torch.stack(
+            [sequence.lengths, sequence.num_targets, sequence.num_contextual, sequence.item_lengths]
+        ).cpu()
+        lengths, num_targets, num_contextual, num_items = on_host.unbind(0)
+        hidden = self.encoder(
+            # Embeddings may come in float32 whatever the dtype of the layers.
+            sequence.values.to(self.encoder.norm.weight.dtype),
+            lengths,
+            num_targets,
+            num_contextual,
+            self._times(sequence, batch),
+        )
+        return EncodedSequence(hidden, sequence, items.values(), num_targets, num_items)
+
+    def autocast(self, device: torch.device) -> Any:
+        """The context in which layers and head run."""
+        dtype = _AUTOCAST_DTYPES.get(self.encoder.config.execution.compute_dtype)
+        return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+    def _project(self, name: str, feature: JaggedTensor) -> JaggedTensor:
+        """A feature's embeddings in the width of the layers."""
+        if name not in self.projections:
+            return feature
+        layer = self.projections[name]
+        values = feature.values().to(layer.weight.dtype)
+        # Autocast or not, all tokens of a sequence have one dtype.
+        return JaggedTensor(values=layer(values).to(values.dtype), lengths=feature.lengths())
+
+    def _times(self, sequence: TokenSequence, batch: HSTUBatch) -> torch.Tensor | None:
+        if not self.encoder.config.time_bias:
+            return None
+        name = self.encoder.config.timestamp_feature_name
+        if name not in batch.features.keys():
+            raise ValueError(
+                f"time_bias is True and the batch has features {batch.features.keys()}; a bias by time needs "
+                f"{name!r}, one integer per item: choose a data set that has it, or unset time_bias"
+            )
+        times = batch.features[name].values()
+        if times.numel() != sequence.item_tokens.numel():
+            raise ValueError(
+                f"{name!r} has {times.numel()} values, there are {sequence.item_tokens.numel()} items; every item has "
+                "one time: give both features the same lengths"
+            )
+        return sequence.token_times(times)
+
+    def _check_tables(self, features: Iterable[str]) -> None:
+        missing = [name for name in features if name not in self._tables]
+        if missing:
+            raise KeyError(
+                f"features {missing} have no table, the model has {self._tables}; each feature of the sequence needs "
+                "one: add them to embedding_tables"
+            )
+
+
+class SequenceModel(nn.Module):
+    """Tables and a tower.
+
+    The tables are in `embedding`, everything else in `dense`; DistributedModelParallel shards the one and copies the
+    other to every rank.
+    """
+
+    def __init__(
+        self,
+        config: SequenceModelConfig,
+        tower: SequenceTower,
+        *,
+        second_features: Mapping[str, str] | None = None,
+        embedding_device: torch.device | None = None,
+        plain_embeddings: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = HSTUEmbedding(
+            config.embedding_tables,
+            config.table_widths,
+            second_features=second_features,
+            device=embedding_device,
+            plain=plain_embeddings,
+        )
+        self.dense = tower
+
+    def forward(self, batch: HSTUBatch) -> tuple[torch.Tensor, Any]:
+        """Loss of a batch, and what the step says besides; see the tower's forward."""
+        return self.dense(self.embedding(batch.features), batch)

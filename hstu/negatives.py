@@ -1,0 +1,164 @@
+"""Negatives of retrieval, drawn with the row that they belong to.
+
+    sampler ─► (epoch, rows) ─► data set ─► batch ─► + a feature of drawn ids ─► shuffle, look-up, …
+
+A row brings its own negatives, so they are the same on whatever rank it is trained, and they follow from seed, epoch
+and the row's place in the data set alone: ranks, workers and a resumed run draw the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.datasets.hstu_batch import HSTUBatch
+from commons.datasets.resumable_loader import ResumableLoader
+from commons.datasets.samplers import EpochSampler
+
+RowKey = int | Sequence[int]
+
+
+def draw_negatives(rows: np.ndarray, num_negatives: int, num_items: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Uniform ids for rows of a data set, with repetitions.
+
+    Number k of a row is SplitMix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators") of a
+    state that seed, epoch, row and k determine.
+
+    Args:
+        rows: int64 `(num_rows,)`, which rows of the data set.
+        num_negatives: ids per row.
+        num_items: ids lie in `[0, num_items)`.
+        seed: of the run.
+        epoch: another epoch draws other ids.
+
+    Returns:
+        int64 `(num_rows, num_negatives)`.
+
+    >>> draw_negatives(np.array([7, 8]), 3, 100, seed=0, epoch=0).shape
+    (2, 3)
+
+    """
+    stream = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)
+    with np.errstate(over="ignore"):
+        state = _mix(stream + _mix(rows.astype(np.uint64)))[:, None] + _mix(np.arange(num_negatives, dtype=np.uint64))
+        drawn = _mix(state)
+    # 53 bits, as a part of one: the ids' probabilities differ by less than num_items ÷ 2^53.
+    return ((drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53 * num_items).astype(np.int64)
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64, and its increment; uint64, the same shape."""
+    state = (state + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def with_negatives(batch: HSTUBatch, feature_name: str, negatives: torch.Tensor) -> HSTUBatch:
+    """A batch whose real rows have one more feature.
+
+    Args:
+        batch: a host batch.
+        feature_name: key of the new feature, see `RetrievalConfig.negatives_feature_name`.
+        negatives: integers `(real rows, num_negatives)`; padding rows get none.
+
+    """
+    features, num_negatives = batch.features, negatives.shape[1]
+    lengths = torch.zeros(batch.batch_size, dtype=features.lengths().dtype)
+    lengths[: negatives.shape[0]] = num_negatives
+    extended = KeyedJaggedTensor(
+        keys=[*features.keys(), feature_name],
+        values=torch.cat([features.values(), negatives.flatten().to(features.values().dtype)]),
+        lengths=torch.cat([features.lengths(), lengths]),
+        stride=batch.batch_size,
+        length_per_key=[*features.length_per_key(), negatives.numel()],
+    )
+    longest = batch.feature_to_max_seqlen | {feature_name: num_negatives}
+    return dataclasses.replace(batch, features=extended, feature_to_max_seqlen=longest)
+
+
+class NegativeSampling(Dataset[HSTUBatch]):
+    """A data set of batches whose rows bring negatives; its keys are `(epoch, key of the data set)`.
+
+    Args:
+        dataset: its items are host batches; its keys are row numbers, or the number of a ready batch.
+        feature_name: key of the negatives.
+        num_negatives: ids per row; 0 for batches that only have the feature.
+        num_items: ids lie in `[0, num_items)`.
+        seed: of the run.
+        rank: of this rank; tells ready batches of several ranks apart.
+        world_size: ranks.
+
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[HSTUBatch],
+        feature_name: str,
+        num_negatives: int,
+        num_items: int,
+        *,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.dataset = dataset
+        self._feature_name = feature_name
+        self._num_negatives = num_negatives
+        self._num_items = num_items
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+
+    def __getitem__(self, key: tuple[int, RowKey]) -> HSTUBatch:
+        epoch, rows = key
+        batch = self.dataset[cast(int, rows)]
+        if isinstance(rows, int):
+            first = (rows * self._world_size + self._rank) * batch.batch_size
+            row_ids = np.arange(first, first + cast(int, batch.actual_batch_size))
+        else:
+            row_ids = np.asarray(rows, dtype=np.int64)
+        drawn = draw_negatives(row_ids, self._num_negatives, self._num_items, seed=self._seed, epoch=epoch)
+        return with_negatives(batch, self._feature_name, torch.from_numpy(drawn))
+
+
+class EpochTaggedSampler(EpochSampler[Any]):
+    """A sampler whose items are preceded by their epoch, so that worker processes know it too."""
+
+    def __init__(self, sampler: EpochSampler[Any]) -> None:
+        super().__init__(shuffle=False, seed=0)  # the order is that of the other sampler
+        self.epoch, self.first_row = sampler.epoch, sampler.first_row
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def items(self, epoch: int, first_row: int) -> Iterator[tuple[int, Any]]:
+        """See EpochSampler."""
+        return ((epoch, item) for item in self._sampler.items(epoch, first_row))
+
+    def skip(self, num_items: int) -> int:
+        """See EpochSampler."""
+        return self._sampler.skip(num_items)
+
+    def identity(self) -> dict[str, Any]:
+        """See EpochSampler."""
+        return self._sampler.identity()
+
+
+def sample_negatives(
+    loader: DataLoader[Any], feature_name: str, num_negatives: int, num_items: int, **options: Any
+) -> ResumableLoader:
+    """A loader of the same batches, whose rows bring negatives; arguments as those of `NegativeSampling`."""
+    return ResumableLoader(
+        NegativeSampling(loader.dataset, feature_name, num_negatives, num_items, **options),
+        EpochTaggedSampler(cast(EpochSampler[Any], loader.sampler)),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+    )

@@ -1,0 +1,231 @@
+"""What a retrieval model is judged by: where, among all items, the true one stands.
+
+An item's score is the cosine of its embedding and the query. With r the rank of the true item, 1 for the highest score
+and the lower id first among equal scores:
+
+    HR@K = 1 if r ≤ K        NDCG@K = 1 ÷ log₂(1 + r) if r ≤ K
+
+(Järvelin and Kekäläinen 2002, "Cumulated Gain-Based Evaluation of IR Techniques", with one true item), averaged over
+all users of all ranks; and the loss is the cross-entropy of the softmax over all items.
+
+Every rank scores its own rows of the table for the users of all ranks, a chunk of items at a time, and what they count
+is added up: the table is never in one place. Scores are computed in float64 and rounded to float32, so that they do not
+depend on how the table is cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from commons.distributed.process_group import resolve_process_group
+from hstu.model.gathered_rows import gather_rows
+from hstu.model.retrieval import RetrievalOutput, unit
+
+_NAME = re.compile(r"(HR|HitRate|NDCG)@([1-9][0-9]*)")
+# Scores held at a time, in float64.
+_MAX_SCORES = 2**22
+
+
+class RetrievalMetricName(NamedTuple):
+    """A metric and the number of items that it looks at."""
+
+    kind: str
+    top_k: int
+
+
+def parse_metric(name: str, num_items: int) -> RetrievalMetricName:
+    """Read a name such as "NDCG@10".
+
+    Args:
+        name: of the metric; "HitRate" is another name of "HR".
+        num_items: items that there are.
+
+    Raises:
+        ValueError: another form, or more items than there are.
+
+    >>> parse_metric("HR@10", num_items=100)
+    RetrievalMetricName(kind='HR', top_k=10)
+
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(
+            f"eval_metrics has {name!r}; metrics of retrieval are HR@K and NDCG@K with K of at least 1: correct it"
+        )
+    metric = RetrievalMetricName(match[1].replace("HitRate", "HR"), int(match[2]))
+    if metric.top_k > num_items:
+        raise ValueError(f"eval_metrics has {name!r}, there are {num_items} items; K is at most that: lower it")
+    return metric
+
+
+class TableRows(NamedTuple):
+    """Consecutive rows of a table: ids `[first, first + len(weight))`."""
+
+    first: int
+    weight: torch.Tensor
+
+
+class RetrievalMetrics:
+    """Means over all users since the last reset, of all ranks together.
+
+    `update` and `compute` are collective calls; a rank without users takes part.
+
+    Args:
+        model: holds the table, sharded by TorchRec or whole on every rank.
+        item_feature_name: the table of the items.
+        names: metrics to compute.
+        temperature: by which cosines are divided in the loss.
+        popularity: numbers `(num_items,)`; with them every metric is also told for scores that are these numbers.
+        device: of this rank.
+        pg_group: ranks whose users are judged together, and that hold the table; the shuffler's default if not given.
+
+    Raises:
+        ValueError: an unknown metric, one that looks at more items than there are, or no such table.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        item_feature_name: str,
+        names: Sequence[str],
+        *,
+        temperature: float,
+        popularity: torch.Tensor | None = None,
+        device: torch.device | None = None,
+        pg_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._model = model
+        self._item_feature_name = item_feature_name
+        self._temperature = temperature
+        self._device = device or torch.device("cpu")
+        self._group = resolve_process_group(pg_group)
+        self._num_items = int(self._table().shape[0])
+        self._metrics = {name: parse_metric(name, self._num_items) for name in names}
+        self._rank_by_popularity = None if popularity is None else ranks_by(popularity).to(self._device)
+        self.reset()
+
+    def update(self, output: RetrievalOutput) -> None:
+        """Add the users of a step; a step may have none."""
+        # Every rank counts all users, so that the sums are the same everywhere.
+        queries = gather_rows(output.queries.double(), self._group)
+        targets = gather_rows(output.targets, self._group)
+        if not targets.numel():
+            return
+        ranks, loss = self._find(queries, targets)
+        sums = [loss.sum(), torch.ones_like(loss).sum()]
+        by_source = [ranks] if self._rank_by_popularity is None else [ranks, self._rank_by_popularity[targets]]
+        sums += [_gain(metric, found).sum() for found in by_source for metric in self._metrics.values()]
+        self._sums += torch.stack(sums)
+
+    def compute(self) -> dict[str, float]:
+        """The loss, the metrics, and those of popularity as `popularity_…`; NaN where there are no users."""
+        loss, users, *totals = self._sums.tolist()
+        prefixes = [""] if self._rank_by_popularity is None else ["", "popularity_"]
+        names = ["loss", *(prefix + name for prefix in prefixes for name in self._metrics)]
+        return {name: total / users if users else float("nan") for name, total in zip(names, [loss, *totals])}
+
+    def reset(self) -> None:
+        """Forget all users; the model may have been trained since."""
+        sources = 1 if self._rank_by_popularity is None else 2
+        self._sums = torch.zeros(2 + sources * len(self._metrics), dtype=torch.float64, device=self._device)
+        self._rows: list[TableRows] | None = None
+
+    def _find(self, queries: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rank of the true items and loss, both float64 `(num_users,)`."""
+        rows = self._own_rows()
+        true = self._sum_over_ranks(self._true_scores(rows, queries, targets))
+        # Not worse, rather than better: a score that is no number is never a hit.
+        worse, total = torch.zeros_like(true), torch.zeros_like(true)
+        size = max(1, _MAX_SCORES // targets.numel())
+        for first, weight in rows:
+            for start in range(0, weight.shape[0], size):
+                scores = self._scores(queries, weight[start : start + size])  # (num_users, size)
+                ids = torch.arange(first + start, first + start + scores.shape[1], device=scores.device)
+                is_behind = (scores == true[:, None]) & (ids > targets[:, None])
+                worse += ((scores < true[:, None]) | is_behind).sum(1)
+                # A cosine is at most 1, so that no exponential overflows.
+                total += ((scores - 1) / self._temperature).exp().sum(1)
+        worse, total = self._sum_over_ranks(torch.stack([worse, total]))
+        return self._num_items - worse, total.log() - (true - 1) / self._temperature
+
+    def _true_scores(self, rows: list[TableRows], queries: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Scores of the true items in these rows, 0 for others: float64 `(num_users,)`."""
+        scores = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
+        for first, weight in rows:
+            mine = ((targets >= first) & (targets < first + weight.shape[0])).nonzero().flatten()
+            found = unit(weight.index_select(0, targets[mine] - first).double())
+            scores[mine] = (queries[mine] * found).sum(1).float().double()
+        return scores
+
+    def _scores(self, queries: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (queries @ unit(weight.double()).t()).float().double()
+
+    def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        if self._group is not None:
+            dist.all_reduce(values, group=self._group)
+        return values
+
+    def _own_rows(self) -> list[TableRows]:
+        """The rows that this rank scores; all ranks' together are the table."""
+        if self._rows is None:
+            table = self._table()
+            if isinstance(table, ShardedTensor):
+                self._rows = [_rows_of_shard(shard, table.size(1)) for shard in table.local_shards()]
+            else:  # whole on every rank: each scores a part
+                rank, world_size = 0, 1
+                if self._group is not None:
+                    rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+                first, end = (part * table.shape[0] // world_size for part in (rank, rank + 1))
+                self._rows = [TableRows(first, table[first:end].detach())]
+        return self._rows
+
+    def _table(self) -> Any:
+        state: Mapping[str, Any] = self._model.state_dict()
+        found = [
+            value for name, value in state.items() if name.endswith(f"embeddings.{self._item_feature_name}.weight")
+        ]
+        if len(found) != 1:
+            raise ValueError(
+                f"the model has {len(found)} tables {self._item_feature_name!r}; items are found in one: correct "
+                "item_feature_name"
+            )
+        return found[0]
+
+
+def ranks_by(popularity: torch.Tensor) -> torch.Tensor:
+    """Rank of every item by falling popularity, 1 for the first, the lower id first among equals: int64.
+
+    >>> ranks_by(torch.tensor([3, 9, 3])).tolist()
+    [2, 1, 3]
+
+    """
+    order = torch.argsort(popularity, descending=True, stable=True)
+    ranks = torch.empty_like(order)
+    ranks[order] = torch.arange(1, order.numel() + 1, device=order.device)
+    return ranks
+
+
+def _gain(metric: RetrievalMetricName, ranks: torch.Tensor) -> torch.Tensor:
+    """What users at these ranks add to a metric: float64 `(num_users,)`."""
+    gains = torch.ones_like(ranks, dtype=torch.float64)
+    if metric.kind == "NDCG":
+        gains = 1 / (1 + ranks.double()).log2()
+    return gains * (ranks <= metric.top_k)
+
+
+def _rows_of_shard(shard: Any, width: int) -> TableRows:
+    first, first_column = shard.metadata.shard_offsets
+    if first_column or shard.tensor.shape[1] != width:
+        raise ValueError(
+            f"a shard of the items' table has {shard.tensor.shape[1]} of {width} columns; items are scored by whole "
+            "rows: shard the table 'table_wise' or 'row_wise'"
+        )
+    return TableRows(first, shard.tensor.detach())

@@ -1,0 +1,151 @@
+"""What a run does differently for ranking and for retrieval: config of the model, batches, metrics."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from commons.distributed.process_group import resolve_process_group
+from commons.trainer import DatasetArgs
+from commons.trainer.evaluation import Metrics
+from hstu.metrics import RankingMetrics
+from hstu.model import HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig, SequenceModel
+from hstu.model.config import SequenceModelConfig
+from hstu.negatives import sample_negatives
+from hstu.retrieval_metrics import RetrievalMetrics
+from hstu.train_config import ModelArgs
+
+Split = Literal["train", "test"]
+
+
+class Task(ABC):
+    """A task, with the settings of the model for it.
+
+    Args:
+        model: settings of the model.
+        dataset: settings of the data.
+        data: the data set: vocabulary sizes, the longest sequence, and names of features.
+        tables: rows by feature name, where they are others than the vocabulary sizes.
+
+    """
+
+    config: SequenceModelConfig
+
+    def __init__(self, model: ModelArgs, dataset: DatasetArgs, data: Any, tables: dict[str, int] | None = None) -> None:
+        self.config = self._model_config(model, dataset, data, tables or data.vocabulary_sizes)
+
+    @abstractmethod
+    def _model_config(
+        self, model: ModelArgs, dataset: DatasetArgs, data: Any, tables: dict[str, int]
+    ) -> SequenceModelConfig:
+        """The model's own config."""
+
+    @abstractmethod
+    def make_model(self, **options: Any) -> SequenceModel:
+        """The model; options as those of `HSTURankingModel`."""
+
+    def prepare(self, loader: DataLoader[Any], split: Split, seed: int) -> DataLoader[Any]:
+        """A loader of what the model needs, from one of what the data set has."""
+        return loader
+
+    @abstractmethod
+    def metrics(
+        self, model: nn.Module, names: Sequence[str], popularity: torch.Tensor | None, device: torch.device
+    ) -> Metrics:
+        """What evaluations measure.
+
+        Args:
+            model: as it is trained.
+            names: of metrics, where the task has a choice.
+            popularity: occurrences `(num_items,)` of every item in training, to compare with; None for no comparison.
+            device: of this rank.
+
+        """
+
+
+class RankingTask(Task):
+    """The action on every item, or on every candidate; AUC per task."""
+
+    config: RankingConfig
+
+    def _model_config(self, model: ModelArgs, dataset: DatasetArgs, data: Any, tables: dict[str, int]) -> RankingConfig:
+        return model.ranking_config(
+            max_sequence_length=data.max_sequence_length,
+            tables=tables,
+            num_tasks=dataset.num_tasks,
+            **feature_roles(data),
+        )
+
+    def make_model(self, **options: Any) -> SequenceModel:
+        """See Task."""
+        return HSTURankingModel(self.config, **options)
+
+    def metrics(
+        self, model: nn.Module, names: Sequence[str], popularity: torch.Tensor | None, device: torch.device
+    ) -> Metrics:
+        """See Task; there is no choice of metrics."""
+        return RankingMetrics(self.config.num_tasks, popularity=popularity, device=device)
+
+
+class RetrievalTask(Task):
+    """The next item among all items; HR@K and NDCG@K."""
+
+    config: RetrievalConfig
+
+    def _model_config(
+        self, model: ModelArgs, dataset: DatasetArgs, data: Any, tables: dict[str, int]
+    ) -> RetrievalConfig:
+        return model.retrieval_config(
+            max_sequence_length=data.max_sequence_length, tables=tables, **feature_roles(data)
+        )
+
+    def make_model(self, **options: Any) -> SequenceModel:
+        """See Task."""
+        return HSTURetrievalModel(self.config, **options)
+
+    def prepare(self, loader: DataLoader[Any], split: Split, seed: int) -> DataLoader[Any]:
+        """Rows bring negatives, if the model wants drawn ones; in evaluation only the feature is there."""
+        name = self.config.negatives_feature_name
+        if name is None:
+            return loader
+        group = resolve_process_group()
+        return sample_negatives(
+            loader,
+            name,
+            self.config.num_negatives if split == "train" else 0,
+            self.config.embedding_tables[self.config.item_feature_name],
+            seed=seed,
+            rank=dist.get_rank(group),
+            world_size=dist.get_world_size(group),
+        )
+
+    def metrics(
+        self, model: nn.Module, names: Sequence[str], popularity: torch.Tensor | None, device: torch.device
+    ) -> Metrics:
+        """See Task."""
+        return RetrievalMetrics(
+            model,
+            self.config.item_feature_name,
+            names,
+            temperature=self.config.temperature,
+            popularity=popularity,
+            device=device,
+        )
+
+
+TASKS: dict[str, type[Task]] = {"ranking": RankingTask, "retrieval": RetrievalTask}
+
+
+def feature_roles(data: Any) -> dict[str, Any]:
+    """Which features of a data set are the items and the context."""
+    names = getattr(data, "schema", data)
+    return {
+        "item_feature_name": names.item_feature_name,
+        "contextual_feature_names": tuple(names.contextual_feature_names),
+    }

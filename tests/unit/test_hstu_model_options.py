@@ -1,0 +1,319 @@
+"""Options of the HSTU model that change how it computes, not what: execution, widths of tables, times, settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.datasets.hstu_batch import HSTUBatch
+from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.config import load_config_file
+from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, fused_attention, interleave_tokens
+from hstu.train import require_device, weights_of
+from hstu.train_config import ModelArgs, TrainConfig
+from tests.unit.test_hstu_model import CONFIG, HSTU, numbered, plain_model, random_batch, with_timestamps
+from tests.unit.test_jagged_attention import reference_attention
+
+TIMED = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, time_bias=True))
+FUSED = dataclasses.replace(
+    HSTU,
+    kv_channels=32,
+    position_bias="none",
+    execution=ExecutionConfig(compute_dtype="bf16", kernel_backend="hstu_attn"),
+)
+
+
+def with_execution(config=CONFIG, **options):
+    hstu = dataclasses.replace(config.hstu, execution=ExecutionConfig(**options))
+    return dataclasses.replace(config, hstu=hstu)
+
+
+def test_bfloat16_computes_the_layers_and_leaves_weights_and_loss_in_float32():
+    exact, fast = HSTURankingModel(CONFIG), HSTURankingModel(with_execution(compute_dtype="bf16"))
+    fast.load_state_dict(exact.state_dict())
+    seen = []
+    fast.dense.encoder.layers[0].uvqk.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+    loss, output = fast(random_batch())
+    loss.backward()
+    expected_loss, expected = exact(random_batch())
+    assert seen == [torch.bfloat16] and loss.dtype == output.logits.dtype == torch.float32
+    assert not torch.equal(output.logits, expected.logits)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0.05)
+    torch.testing.assert_close(loss, expected_loss, rtol=0.02, atol=0)
+    assert all(parameter.grad.dtype == torch.float32 for parameter in fast.parameters())
+
+
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+def test_checkpointed_layers_have_the_same_gradients_dropout_included(compute_dtype):
+    hstu = dataclasses.replace(HSTU, dropout=0.3)
+    base = dataclasses.replace(CONFIG, hstu=hstu)
+    gradients = []
+    for saves_memory in (False, True):
+        torch.manual_seed(0)
+        model = HSTURankingModel(
+            with_execution(base, activation_checkpointing=saves_memory, compute_dtype=compute_dtype)
+        )
+        calls = []
+        model.dense.encoder.layers[0].uvqk.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model(random_batch())[0].backward()
+        assert len(calls) == 1 + saves_memory  # computed again, rather than kept
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, recomputed in zip(*gradients):
+        assert torch.equal(plain, recomputed)
+
+
+def test_compiled_parts_are_those_around_the_attention(monkeypatch):
+    """That torch.compile keeps results is its own affair; this checks what it is given."""
+    compiled = []
+
+    def compile_and_note(function, dynamic):
+        def run(*args):
+            compiled.append(function.__name__)
+            return function(*args)
+
+        assert dynamic
+        return run
+
+    model, batch = HSTURankingModel(CONFIG), random_batch()
+    expected = model(batch)[1].logits
+    monkeypatch.setattr(torch, "compile", compile_and_note)
+    model.dense.encoder.compile_dense()
+    assert torch.equal(model(batch)[1].logits, expected)
+    assert compiled == ["project", "combine"] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"compute_dtype": "fp16"}, "compute_dtype is 'fp16'; its gradients need a scaled loss.*choose 'bf16'"),
+        ({"compute_dtype": "fp8"}, r"compute_dtype is 'fp8'; it is one of \['fp32', 'bf16', 'fp16'\]"),
+        ({"kernel_backend": "cuda"}, r"kernel_backend is 'cuda'; it is one of \['pytorch', 'hstu_attn'\]"),
+    ],
+)
+def test_execution_settings_are_checked(change, message):
+    with pytest.raises(ValueError, match=message):
+        ExecutionConfig(**change)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (ModelArgs(compile=True), "compile is True and the device is 'cpu'; it is made for CUDA: unset it"),
+        (ModelArgs(kernel_backend="hstu_attn"), "kernel_backend is 'hstu_attn' and the device is 'cpu'"),
+    ],
+)
+def test_what_needs_cuda_says_so(args, message):
+    with pytest.raises(ValueError, match=message):
+        require_device(args, torch.device("cpu"))
+    require_device(args, torch.device("cuda"))
+    require_device(ModelArgs(), torch.device("cpu"))
+
+
+# --------------------------------------------------------------------------------------------------- fused kernels
+
+
+def install_kernels(monkeypatch, scale=1.0):
+    """A package of that name which computes, pair by pair, what NVIDIA's says it does."""
+    calls = []
+
+    def hstu_attn_varlen_func(
+        q, k, v, offsets_q, offsets_k, longest_q, longest_k, num_contexts=None, num_targets=None,
+        target_group_size=1, window_size=(-1, -1),
+    ):  # fmt: skip
+        lengths = offsets_q.diff().tolist()
+        assert offsets_q.dtype == torch.int32 and longest_q == longest_k == max(lengths)
+        assert torch.equal(offsets_q, offsets_k)
+        calls.append((num_contexts, num_targets, target_group_size, window_size))
+        is_causal = window_size == (-1, 0)
+        assert is_causal or (num_contexts is None and num_targets is None)
+        attended = reference_attention(
+            *(part.double() for part in (q, k, v)),
+            torch.zeros(q.shape[1], 2 * longest_q - 1, dtype=torch.float64),
+            lengths,
+            [0] * len(lengths) if num_targets is None else num_targets.tolist(),
+            normalizer=longest_q,
+            is_causal=is_causal,
+            group_size=target_group_size,
+            contextual=[0] * len(lengths) if num_contexts is None else num_contexts.tolist(),
+        )
+        return (scale * attended).to(q.dtype)
+
+    package = types.ModuleType("hstu_attn")
+    package.hstu_attn_varlen_func = hstu_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "hstu_attn", package)
+    fused_attention.require_agreement.cache_clear()
+    return calls
+
+
+@pytest.mark.parametrize("options", [{}, {"contextual_mask": True, "target_group_size": 2}])
+@pytest.mark.parametrize("max_num_candidates", [0, 4])
+def test_fused_kernels_are_given_the_masks(monkeypatch, options, max_num_candidates):
+    calls = install_kernels(monkeypatch)
+    fused = dataclasses.replace(FUSED, **options)
+    plain = dataclasses.replace(fused, execution=ExecutionConfig(compute_dtype="bf16"))
+    batch = dataclasses.replace(random_batch(max_num_candidates=max_num_candidates), action_feature_name=None)
+    logits, gradients = [], []
+    for hstu in (plain, fused):
+        torch.manual_seed(0)
+        model = HSTURankingModel(dataclasses.replace(CONFIG, hstu=hstu))
+        loss, output = model(batch)
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.dense.parameters())
+        logits.append(output.logits)
+        gradients.append(model.dense.encoder.layers[0].uvqk.weight.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0.05 * float(gradients[0].abs().max()))
+    assert len(calls) == 3 + 2  # looked at once, for three masks, then one call for each layer
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=0.02)
+
+
+def test_fused_kernels_that_compute_something_else_are_refused(monkeypatch):
+    install_kernels(monkeypatch, scale=1.5)
+    model = HSTURankingModel(dataclasses.replace(CONFIG, hstu=FUSED))
+    with pytest.raises(RuntimeError, match="hstu_attn and evenrank differ by .*choose kernel_backend 'pytorch'"):
+        model(random_batch())
+    fused_attention.require_agreement.cache_clear()
+
+
+def test_fused_kernels_that_are_not_there_are_named_with_what_installs_them(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hstu_attn", None)
+    with pytest.raises(ValueError, match="its package cannot be imported .*run `git clone .* make install`"):
+        HSTUEncoder(FUSED)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position_bias": "direct"}, "kernel_backend is 'hstu_attn' and position_bias is 'direct'.*to 'none'"),
+        ({"time_bias": True}, "time_bias is True"),
+        ({"kv_channels": 16}, r"kv_channels is 16; its kernels are made for \[32, 64, 128, 256\]"),
+        ({"execution": ExecutionConfig(kernel_backend="hstu_attn")}, "compute_dtype is 'fp32'"),
+    ],
+)
+def test_layers_without_fused_kernels_are_named(monkeypatch, change, message):
+    install_kernels(monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        HSTUEncoder(dataclasses.replace(FUSED, **change))
+
+
+# ------------------------------------------------------------------------------------------------------------ times
+
+
+def test_times_of_tokens_are_those_of_their_items():
+    _, context = numbered([2, 1, 0, 1], 0)
+    _, items = numbered([2, 0, 1, 1], 10)
+    _, actions = numbered([2, 0, 1, 1], 20)
+    times = torch.tensor([5, 7, 8, 9], dtype=torch.int32)
+    alone = interleave_tokens([context], items)
+    # The second row has no item: one time, whichever.
+    assert alone.token_times(times).tolist() == [5, 5, 5, 7, 8, 8, 9, 9]
+    both = interleave_tokens([context], items, actions)
+    assert both.token_times(times).tolist() == [5, 5, 5, 5, 7, 7, 8, 8, 8, 9, 9, 9]
+
+
+def test_times_of_other_rows_do_not_matter():
+    model = plain_model(TIMED)
+    batch = with_timestamps(random_batch(seed=3))
+    whole = model(batch)[1].logits.split(batch.features["item"].lengths().tolist())
+    for row in range(batch.batch_size):
+        alone = model(batch.index_select([row]))[1].logits
+        torch.testing.assert_close(alone, whole[row], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_timestamps_are_no_ids(plain):
+    model = HSTURankingModel(TIMED, plain_embeddings=plain)
+    loss, _ = model(with_timestamps(random_batch()))
+    loss.backward()
+    assert model.dense.encoder.layers[0].time_bias.grad.abs().sum() > 0
+
+
+def test_times_that_are_missing_are_named():
+    model = HSTURankingModel(TIMED)
+    with pytest.raises(ValueError, match="time_bias is True and the batch has features .*; a bias by time needs"):
+        model(random_batch())
+    batch = with_timestamps(random_batch())
+    features = batch.features
+    lengths = features.lengths().clone()
+    lengths[-6] -= 1  # a time less, in the first row
+    values = torch.cat([features.values()[: -int(features.lengths()[-6:].sum())], features["timestamp"].values()[1:]])
+    short = KeyedJaggedTensor(keys=features.keys(), values=values, lengths=lengths, stride=6)
+    with pytest.raises(ValueError, match=r"'timestamp' has \d+ values, there are \d+ items; every item has one time"):
+        model(dataclasses.replace(batch, features=short))
+    with pytest.raises(ValueError, match="time_bias is True and there are no times"):
+        HSTUEncoder(TIMED.hstu)(torch.zeros(3, 8), torch.tensor([3]))
+
+
+# --------------------------------------------------------------------------------------------------------- settings
+
+TOML = """
+task = "retrieval"
+[table_sharding]
+movie_id = "row_wise"
+age = "table_wise"
+[trainer]
+train_batch_size = 4
+eval_batch_size = 8
+[dataset]
+dataset_name = "ml-1m"
+max_history_seqlen = 10
+[model]
+item_embedding_dim = 32
+contextual_embedding_dim = 16
+is_causal = true
+dropout = 0.1
+time_bias = true
+time_buckets = 20
+compute_dtype = "bf16"
+activation_checkpointing = true
+num_negatives = 64
+temperature = 0.1
+"""
+
+
+def test_every_option_is_reachable_from_a_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(TOML)
+    config = load_config_file(TrainConfig, path)
+    assert config.table_sharding == {"movie_id": "row_wise", "age": "table_wise"}
+    tables = {"movie_id": 9, "rating": 6, "age": 7, "zip": 8}
+    made = config.model.retrieval_config(
+        max_sequence_length=30, tables=tables, item_feature_name="movie_id", contextual_feature_names=("age", "zip")
+    )
+    assert made.table_widths == {"movie_id": 32, "rating": 64, "age": 16, "zip": 16}
+    assert (made.num_negatives, made.temperature, made.item_dim) == (64, 0.1, 32)
+    assert (made.hstu.dropout, made.hstu.time_bias, made.hstu.time_buckets) == (0.1, True, 20)
+    assert made.hstu.execution == ExecutionConfig(compute_dtype="bf16", activation_checkpointing=True)
+    options = {"is_causal", "contextual_mask", "target_group_size", "position_bias", "position_buckets"}
+    assert options < {field.name for field in dataclasses.fields(ModelArgs)}
+
+
+def test_a_config_that_cannot_be_is_named():
+    trainer = TrainerArgs(1, 1)
+    with pytest.raises(ValueError, match="task is 'retrieval' and max_num_candidates is 3"):
+        TrainConfig(trainer, DatasetArgs("random", 5, max_num_candidates=3), task="retrieval")
+    with pytest.raises(ValueError, match="item_embedding_dim is 8 and no feature is known to be the items"):
+        ModelArgs(item_embedding_dim=8).table_widths()
+    with pytest.raises(ValueError, match="time_buckets is 0"):
+        dataclasses.replace(HSTU, time_buckets=0)
+
+
+def test_a_checkpoint_fits_however_the_model_is_executed():
+    fast = with_execution(compute_dtype="bf16", activation_checkpointing=True)
+    assert weights_of(fast) == weights_of(CONFIG)
+    other = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, contextual_mask=True))
+    assert weights_of(other) != weights_of(CONFIG)
+
+
+def test_a_batch_without_candidates_cannot_have_a_contextual_mask():
+    masked = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, contextual_mask=True))
+    model = HSTURankingModel(masked)
+    assert model(random_batch(max_num_candidates=3))[0].isfinite()
+    batch: HSTUBatch = random_batch()
+    with pytest.raises(ValueError, match="contextual_mask is True and the batch has no candidates"):
+        model(batch)
+    assert model(dataclasses.replace(batch, contextual_feature_names=[]))[0].isfinite()

@@ -1,0 +1,386 @@
+"""Retrieval: loss and metrics against loops over pairs, negatives that belong to their row, and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
+from commons.datasets.random_dataset import RandomHSTUDataset
+from commons.datasets.resumable_loader import ResumableLoader
+from commons.datasets.samplers import BatchOrderSampler
+from commons.trainer import DatasetArgs, TrainerArgs
+from hstu.cost import HSTUCostTarget
+from hstu.model import HSTUConfig, HSTURetrievalModel, RetrievalConfig, RetrievalOutput
+from hstu.model.retrieval import unit
+from hstu.negatives import draw_negatives, sample_negatives, with_negatives
+from hstu.popularity import count_items
+from hstu.retrieval_metrics import RetrievalMetrics, parse_metric
+from hstu.train_config import ModelArgs, TrainConfig
+
+NUM_ITEMS = 30
+HSTU = HSTUConfig(hidden_size=8, num_layers=2, num_attention_heads=2, kv_channels=3, max_sequence_length=40)
+CONFIG = RetrievalConfig(
+    HSTU, {"user": 20, "item": NUM_ITEMS, "action": 4}, "item", temperature=0.3, embedding_dims={"item": 5}
+)
+DRAWN = dataclasses.replace(CONFIG, num_negatives=7)
+
+
+def random_batch(batch_size=6, *, actual_batch_size=None, longest=9, seed=0, with_actions=True) -> HSTUBatch:
+    return HSTUBatch.random(
+        batch_size,
+        [
+            FeatureConfig(["user"], [20], 1, is_jagged=False),
+            FeatureConfig(["item", "action"], [NUM_ITEMS, 4], longest, is_jagged=True),
+        ],
+        "item",
+        ["user"],
+        "action" if with_actions else None,
+        actual_batch_size=actual_batch_size,
+        device="cpu",
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def with_drawn(batch: HSTUBatch, num_negatives=7) -> HSTUBatch:
+    rows = np.arange(batch.actual_batch_size)
+    drawn = draw_negatives(rows, num_negatives, NUM_ITEMS, seed=3, epoch=1)
+    return with_negatives(batch, "item_negatives", torch.from_numpy(drawn))
+
+
+def plain_model(config, seed=0) -> HSTURetrievalModel:
+    torch.manual_seed(seed)
+    model = HSTURetrievalModel(config, plain_embeddings=True).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------------- loss
+
+
+def reference_terms(model: HSTURetrievalModel, batch: HSTUBatch) -> list[torch.Tensor]:
+    """Loss terms of a batch, one prediction and one negative at a time."""
+    config = model.config
+    table = model.embedding.collections["5"].embeddings["item"].weight
+    predictions = []  # query, true id, negatives of the row
+    for row in range(batch.actual_batch_size):
+        alone = batch.index_select([row])
+        ids = alone.features["item"].values().tolist()
+        encoded = model.dense.encode(model.embedding(alone.features), alone)
+        ends = torch.arange(encoded.hidden.shape[0])[1:]  # behind the user
+        if batch.action_feature_name is not None:
+            ends = ends[1::2]
+        for place, true in enumerate(ids[1:]):
+            query = unit(model.dense.query(encoded.hidden[ends[place]])[None])[0]
+            drawn = alone.features["item_negatives"].values().tolist() if config.num_negatives > 0 else None
+            predictions.append((query, true, drawn))
+    terms = []
+    for query, true, drawn in predictions:
+        negatives = drawn if drawn is not None else [other for _, other, _ in predictions]
+        scores = [query @ table[item] / table[item].norm() / config.temperature for item in [true, *negatives]]
+        total = scores[0].exp()
+        for item, score in zip(negatives, scores[1:]):
+            if item != true:
+                total = total + score.exp()
+        terms.append(total.log() - scores[0])
+    return terms
+
+
+@pytest.mark.parametrize("with_actions", [True, False])
+@pytest.mark.parametrize("config", [CONFIG, DRAWN], ids=["in-batch", "drawn"])
+def test_loss_and_gradients_equal_the_reference(config, with_actions, monkeypatch):
+    monkeypatch.setattr("hstu.model.retrieval._MAX_SCORES", 50)  # several chunks
+    if not with_actions:
+        tables = {"user": 20, "item": NUM_ITEMS}
+        config = dataclasses.replace(config, embedding_tables=tables)
+    model = plain_model(config)
+    batch = random_batch(actual_batch_size=5, with_actions=with_actions)
+    if config.num_negatives > 0:
+        batch = with_drawn(batch)
+    loss, output = model(batch)
+    terms = reference_terms(model, batch)
+    assert output.num_loss_tokens == len(terms) > 10
+    assert output.queries.shape == (0, 5) and output.targets.shape == (0,)
+    torch.testing.assert_close(output.loss_sum, torch.stack(terms).sum().detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=0, atol=1e-10)
+    gradients = torch.autograd.grad(loss, model.parameters())
+    wanted = torch.autograd.grad(torch.stack(terms).mean(), model.parameters(), allow_unused=True)
+    for (name, parameter), gradient, want in zip(model.named_parameters(), gradients, wanted):
+        want = torch.zeros_like(parameter) if want is None else want
+        torch.testing.assert_close(gradient, want, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_drawn_negatives_make_a_row_independent_of_its_neighbours():
+    model = plain_model(DRAWN)
+    batch = with_drawn(random_batch())
+    whole = float(model(batch)[1].loss_sum)
+    parts = [float(model(batch.index_select(rows))[1].loss_sum) for rows in ([4, 0], [1], [2, 3, 5])]
+    assert sum(parts) == pytest.approx(whole, rel=1e-12)
+    in_batch = plain_model(CONFIG)
+    whole = float(in_batch(batch)[1].loss_sum)
+    parts = [float(in_batch(batch.index_select(rows))[1].loss_sum) for rows in ([4, 0], [1], [2, 3, 5])]
+    assert abs(sum(parts) - whole) > 0.1  # as the docstring says
+
+
+@pytest.mark.parametrize("config", [CONFIG, DRAWN, dataclasses.replace(CONFIG, in_batch_pool="global")])
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(("longest", "actual_batch_size"), [(0, 6), (1, 6), (9, 0)])
+def test_without_predictions_the_loss_is_zero_and_every_parameter_has_a_gradient(
+    config, plain, longest, actual_batch_size
+):
+    model = HSTURetrievalModel(config, plain_embeddings=plain)
+    batch = random_batch(longest=longest, actual_batch_size=actual_batch_size)
+    loss, output = model(with_drawn(batch) if config.num_negatives > 0 else batch)
+    assert loss.item() == 0.0 and output.num_loss_tokens == 0
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("config", [CONFIG, DRAWN])
+def test_evaluation_asks_for_the_last_item_of_every_row_that_has_two(config):
+    model = plain_model(config).eval()
+    batch = random_batch(12, longest=4, actual_batch_size=11)
+    if config.num_negatives > 0:
+        batch = with_drawn(batch, num_negatives=0)  # the feature is there and empty
+    with torch.no_grad():
+        loss, output = model(batch)
+    lengths = batch.features["item"].lengths().tolist()
+    assert {0, 1} & set(lengths) and loss.item() == 0.0 and output.num_loss_tokens == 0
+    rows = [row for row, length in enumerate(lengths) if length >= 2]
+    items = batch.features["item"].values().split(lengths)
+    assert output.targets.tolist() == [int(items[row][-1]) for row in rows]
+    for query, row in zip(output.queries, rows):
+        alone = batch.index_select([row])
+        hidden = model.dense.encode(model.embedding(alone.features), alone).hidden
+        expected = unit(model.dense.query(hidden[-3])[None])[0]  # the last item and its action are the last tokens
+        torch.testing.assert_close(query, expected, rtol=0, atol=1e-12)
+
+
+def test_the_last_item_is_not_seen_by_its_query():
+    model = plain_model(CONFIG).eval()
+    batch = random_batch(longest=9, seed=4)
+    queries = model(batch)[1].queries
+    ends = batch.features["item"].lengths().cumsum(0) - 1
+    batch.features["item"].values()[ends[ends >= 0]] = 0
+    assert torch.equal(model(batch)[1].queries, queries)
+
+
+def test_what_is_no_batch_for_retrieval_is_named():
+    model = HSTURetrievalModel(DRAWN)
+    batch = random_batch()
+    with pytest.raises(ValueError, match="'item_negatives' has 18 ids for 6 rows; every row brings num_negatives = 7"):
+        model(with_drawn(batch, num_negatives=3))
+    candidates = torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="max_num_candidates is 2; retrieval predicts every next item"):
+        model(with_drawn(dataclasses.replace(batch, max_num_candidates=2, num_candidates=candidates)))
+    other = dataclasses.replace(DRAWN, item_feature_name="user")
+    with pytest.raises(ValueError, match="the batch's item feature is 'item', the model's 'user'"):
+        HSTURetrievalModel(other, plain_embeddings=True).dense([], batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"item_feature_name": "movie"}, "item_feature_name is 'movie', the tables are"),
+        ({"num_negatives": 0}, "num_negatives is 0"),
+        ({"num_negatives": -2}, "num_negatives is -2"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"in_batch_pool": "node"}, r"in_batch_pool is 'node'; it is one of \['rank', 'global'\]"),
+        ({"hstu": dataclasses.replace(HSTU, is_causal=False)}, "is_causal is False; retrieval predicts the next item"),
+        ({"hstu": dataclasses.replace(HSTU, contextual_mask=True)}, "contextual_mask is True; retrieval predicts"),
+        ({"embedding_dims": {"movie": 3}}, r"embedding_dims names \['movie'\], the tables are"),
+        ({"embedding_dims": {"item": 0}}, r"embedding_dims\['item'\] is 0"),
+    ],
+)
+def test_settings_are_checked(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+# -------------------------------------------------------------------------------------------------------- negatives
+
+
+def test_negatives_follow_from_seed_epoch_and_row():
+    rows = np.arange(50)
+    drawn = draw_negatives(rows, 8, 1000, seed=1, epoch=2)
+    assert drawn.shape == (50, 8) and drawn.min() >= 0 and drawn.max() < 1000
+    again = draw_negatives(rows[[7, 3]], 8, 1000, seed=1, epoch=2)
+    assert np.array_equal(again, drawn[[7, 3]])
+    assert np.array_equal(draw_negatives(rows, 5, 1000, seed=1, epoch=2), drawn[:, :5])
+    for other in (draw_negatives(rows, 8, 1000, seed=2, epoch=2), draw_negatives(rows, 8, 1000, seed=1, epoch=3)):
+        assert (other == drawn).mean() < 0.05
+    assert len(np.unique(drawn)) > 300  # rows differ, and the places within a row
+
+
+def test_negatives_are_uniform():
+    counts = np.bincount(draw_negatives(np.arange(4000), 25, 10, seed=0, epoch=0).ravel(), minlength=10)
+    # χ² with 9 degrees of freedom exceeds 33.7 once in ten thousand draws.
+    assert ((counts - 10_000) ** 2 / 10_000).sum() < 33.7
+
+
+def loaders(num_workers):
+    dataset = RandomHSTUDataset(
+        [FeatureConfig(["user"], [20], 1, False), FeatureConfig(["item", "action"], [NUM_ITEMS, 4], 9, True)],
+        "item",
+        ["user"],
+        "action",
+        batch_size=3,
+        num_batches=4,
+        last_batch_size=2,
+    )
+    loader = ResumableLoader(dataset, BatchOrderSampler(4, shuffle=True, seed=5), num_workers=num_workers)
+    return loader, sample_negatives(loader, "item_negatives", 6, NUM_ITEMS, seed=9)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_with_negatives_has_the_same_batches_in_the_same_order(num_workers):
+    plain, sampled = loaders(num_workers)
+    assert len(sampled) == len(plain)
+    epochs = [(list(plain), list(sampled)) for _ in range(2)]
+    for epoch, (batches, extended) in enumerate(epochs):
+        order = BatchOrderSampler(4, shuffle=True, seed=5).order(4, epoch).tolist()
+        for number, batch, more in zip(order, batches, extended):
+            for key in ("user", "item", "action"):
+                assert torch.equal(more.features[key].values(), batch.features[key].values())
+            rows = np.arange(number * 3, number * 3 + batch.actual_batch_size)
+            drawn = draw_negatives(rows, 6, NUM_ITEMS, seed=9, epoch=epoch)
+            assert more.features["item_negatives"].values().tolist() == drawn.ravel().tolist()
+            assert more.features["item_negatives"].lengths().tolist() == [6] * len(rows) + [0] * (3 - len(rows))
+            assert more.actual_batch_size == batch.actual_batch_size
+    # Resumed within an epoch, also with workers: the same negatives as without a stop.
+    _, resumed = loaders(num_workers)
+    resumed.sampler.set_epoch(1)
+    resumed.sampler.start_at(2)
+    rest = [batch.features["item_negatives"].values().tolist() for batch in resumed]
+    assert rest == [batch.features["item_negatives"].values().tolist() for batch in epochs[1][1][2:]]
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+
+class Table(nn.Module):
+    """A table under the name that a model gives it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleDict({"item": nn.Embedding.from_pretrained(weight, freeze=False)})
+
+
+def output_of(queries: torch.Tensor, targets: list[int]) -> RetrievalOutput:
+    return RetrievalOutput(torch.zeros(()), 0, queries, torch.tensor(targets, dtype=torch.int64))
+
+
+@st.composite
+def scored_users(draw):
+    num_items, width = draw(st.integers(3, 12)), 3
+    # Few different directions, so that many scores are equal; zeros have no direction at all.
+    coordinate = st.integers(-1, 1)
+    table = draw(st.lists(st.tuples(*[coordinate] * width), min_size=num_items, max_size=num_items))
+    steps = draw(
+        st.lists(st.lists(st.tuples(st.tuples(*[coordinate] * width), st.integers(0, num_items - 1)), max_size=4))
+    )
+    popularity = draw(st.lists(st.integers(0, 3), min_size=num_items, max_size=num_items))
+    return table, steps, popularity
+
+
+@settings(max_examples=50)
+@given(scored_users(), st.integers(1, 3))
+def test_metrics_equal_a_sorted_list_for_every_user(case, top_k):
+    table, steps, popularity = case
+    weight = torch.tensor(table, dtype=torch.float32)
+    names = ["HR@1", f"HR@{top_k}", f"NDCG@{top_k}"]
+    metrics = RetrievalMetrics(Table(weight), "item", names, temperature=0.5, popularity=torch.tensor(popularity))
+    users = []
+    for step in steps:
+        queries = unit(torch.tensor([query for query, _ in step], dtype=torch.float32).view(-1, 3))
+        metrics.update(output_of(queries, [target for _, target in step]))
+        users += zip(queries.double(), [target for _, target in step])
+    result = metrics.compute()
+    if not users:
+        assert all(math.isnan(value) for value in result.values())
+        return
+    expected = dict.fromkeys(["loss", *names, *(f"popularity_{name}" for name in names)], 0.0)
+    for query, target in users:
+        scores = (unit(weight.double()) @ query).float()
+        expected["loss"] += float(torch.logsumexp(scores.double() / 0.5, 0) - scores[target].double() / 0.5)
+        for prefix, values in (("", scores.tolist()), ("popularity_", popularity)):
+            order = sorted(range(len(table)), key=lambda item: (-values[item], item))
+            rank = 1 + order.index(target)
+            expected[f"{prefix}HR@1"] += rank == 1
+            expected[f"{prefix}NDCG@{top_k}"] += (rank <= top_k) / math.log2(1 + rank)
+            if top_k > 1:
+                expected[f"{prefix}HR@{top_k}"] += rank <= top_k
+    assert result == pytest.approx({name: total / len(users) for name, total in expected.items()}, abs=1e-6)
+
+
+def test_metrics_in_chunks_and_after_a_reset(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 6, generator=generator)
+    queries, targets = unit(torch.randn(15, 6, generator=generator)), list(range(15))
+    table = Table(weight)
+    whole = RetrievalMetrics(table, "item", ["HR@5"], temperature=0.1)
+    whole.update(output_of(queries, targets))
+    monkeypatch.setattr("hstu.retrieval_metrics._MAX_SCORES", 100)
+    chunked = RetrievalMetrics(table, "item", ["HR@5"], temperature=0.1)
+    for part in (slice(0, 4), slice(4, 15)):
+        chunked.update(output_of(queries[part], targets[part]))
+    first = chunked.compute()
+    assert first == pytest.approx(whole.compute()) and 0 < first["HR@5"] < 1
+    chunked.reset()
+    with torch.no_grad():
+        table.embeddings["item"].weight[:15] = queries  # as training would
+    chunked.update(output_of(queries, targets))
+    assert chunked.compute()["HR@5"] == 1.0
+
+
+def test_a_score_that_is_no_number_is_no_hit():
+    metrics = RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@1", "NDCG@4"], temperature=0.1)
+    metrics.update(output_of(torch.full((1, 4), torch.nan), [0]))
+    assert metrics.compute()["HR@1"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["HR", "HR@0", "AUC@3", "hr@10", "NDCG@-1", "HR@10 "])
+def test_unknown_metrics_are_named(name):
+    with pytest.raises(ValueError, match="eval_metrics has .*; metrics of retrieval are HR@K and NDCG@K"):
+        parse_metric(name, 100)
+
+
+def test_metrics_that_cannot_be_are_named():
+    assert parse_metric("HitRate@2", 9) == ("HR", 2)
+    with pytest.raises(ValueError, match="eval_metrics has 'HR@10', there are 4 items"):
+        RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@10"], temperature=0.1)
+    with pytest.raises(ValueError, match="the model has 0 tables 'movie'"):
+        RetrievalMetrics(Table(torch.eye(4)), "movie", ["HR@1"], temperature=0.1)
+
+
+@pytest.mark.parametrize("num_negatives", [-1, 6])
+def test_the_cost_of_a_retrieval_model_can_be_measured(num_negatives):
+    config = TrainConfig(
+        TrainerArgs(3, 3),
+        DatasetArgs("random", 12, num_batches=1),
+        ModelArgs(hidden_size=8, num_layers=1, num_attention_heads=2, kv_channels=4, num_negatives=num_negatives),
+        task="retrieval",
+    )
+    target = HSTUCostTarget(config, torch.device("cpu"))
+    batch = target.make_batch([4, 12])
+    target.train_step(batch)
+    tokens, targets = target.row_tokens(batch)
+    assert tokens.tolist() == [2 + 8, 2 + 24] and targets.tolist() == [0, 0]
+
+
+def test_items_are_counted():
+    batches = [random_batch(seed=seed, actual_batch_size=4) for seed in range(3)]
+    counts = count_items(batches, NUM_ITEMS, device=torch.device("cpu"))
+    everything = torch.cat([batch.features["item"].values() for batch in batches]).tolist()
+    assert counts.tolist() == [everything.count(item) for item in range(NUM_ITEMS)]
