@@ -11,14 +11,12 @@ import tyro
 from tqdm import tqdm
 
 from commons.cli.console import print_summary
-from commons.datasets.movielens import SCHEMA as MOVIELENS_1M
+from commons.datasets.public_datasets import PUBLIC_DATASETS
 from commons.datasets.sequence_file import SequenceFile
 from commons.datasets.sid_assignment import assign_sids
 from commons.datasets.sid_builders import DEFAULT_HISTORY_COLUMN
-from commons.datasets.sid_histories import Histories, ParquetHistories, PreprocessedHistories
+from commons.datasets.sid_histories import Histories, ParquetHistories, PreprocessedHistories, history_chunks
 from commons.datasets.sid_map import SIDMap
-
-_SCHEMAS = {"ml-1m": MOVIELENS_1M}
 
 
 @dataclass
@@ -32,11 +30,13 @@ class MakeSids:
       evenrank make-sids parquet --source histories.parquet --output sids.parquet --codebook-sizes 256 256 256
     """
 
-    dataset_name: tyro.conf.Positional[Literal["ml-1m", "parquet"]]
+    dataset_name: tyro.conf.Positional[
+        Literal["ml-1m", "ml-20m", "kuairand-pure", "kuairand-1k", "kuairand-27k", "parquet"]
+    ]
     """A data set of `evenrank preprocess`, or any parquet file with a list column of item ids."""
 
     source: Path
-    """The preprocessed file, or its folder; or the parquet file."""
+    """The folder of the preprocessed data set; or the parquet file."""
 
     output: Path
     """The map: a .parquet file."""
@@ -85,14 +85,14 @@ class MakeSids:
             everyone = ParquetHistories(self.source, self.history_column, "test")
             learned = ParquetHistories(self.source, self.history_column, "train")
             return learned, np.union1d(_items_of(everyone), _items_of(learned))
-        schema = _SCHEMAS[self.dataset_name]
+        schema = PUBLIC_DATASETS[self.dataset_name].schema
         sizes = SequenceFile(self.source, self.dataset_name, []).metadata.vocabulary_sizes
         return PreprocessedHistories(self.source, schema, "train"), np.arange(sizes[schema.item_feature_name])
 
 
 def _items_of(histories: ParquetHistories) -> np.ndarray:
-    users = np.arange(len(histories))
-    return np.unique(histories.tails(users, histories.lengths(users)))
+    seen = [np.unique(items) for _, _, items in history_chunks(histories)]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *seen]))
 
 
 def _print(sid_map: SIDMap, path: Path) -> None:

@@ -208,47 +208,93 @@ class GPTSIDBatch(BaseBatch):
                 f"batch_size is {batch_size}, actual_batch_size is {actual_batch_size}; a batch has at least one row "
                 "and real rows are counted within it: give 1 <= batch_size and 0 <= actual_batch_size <= batch_size"
             )
-        for name, longest in (
-            ("max_history_length", max_history_length),
-            ("max_candidate_length", max_candidate_length),
-        ):
-            if longest < 0:
-                raise ValueError(f"{name} is {longest}; a length is not negative: raise it")
+        for name, most in (("max_history_length", max_history_length), ("max_candidate_length", max_candidate_length)):
+            if most < 0:
+                raise ValueError(f"{name} is {most}; a length is not negative: raise it")
         if sids is not None and (sids.dim() != 2 or sids.shape[0] < 1 or sids.shape[1] != num_hierarchies):
             raise ValueError(
                 f"sids have shape {tuple(sids.shape)}, there are {num_hierarchies} codebooks; items are drawn from "
                 f"the rows of sids, one code per codebook: give a tensor of shape (num_items, {num_hierarchies})"
             )
-        longest_by_key = {history_feature_name: max_history_length, candidate_feature_name: max_candidate_length}
-        distributions = {
-            history_feature_name: history_dist or RandomDistribution("uniform", high=max_history_length),
-            candidate_feature_name: candidate_dist
+        longest = (max_history_length, max_candidate_length)
+        distributions = (
+            history_dist or RandomDistribution("uniform", high=max_history_length),
+            candidate_dist
             or RandomDistribution("uniform", low=min(1, max_candidate_length), high=max_candidate_length),
+        )
+        history, candidates = (
+            distribution.sample(num_real, generator=generator).clamp_(max=most)
+            for distribution, most in zip(distributions, longest)
+        )
+        batch = cls.random_of_lengths(
+            history,
+            candidates,
+            codebook_sizes,
+            history_feature_name,
+            candidate_feature_name,
+            batch_size,
+            sids=sids,
+            with_labels=with_labels,
+            generator=generator,
+        )
+        batch.feature_to_max_seqlen = {
+            name: most * num_hierarchies for name, most in zip((history_feature_name, candidate_feature_name), longest)
         }
-        codes: dict[str, torch.Tensor] = {}  # (num_items, num_hierarchies)
-        lengths: dict[str, torch.Tensor] = {}
-        for name, distribution in distributions.items():
-            drawn = distribution.sample(num_real, generator=generator).clamp_(max=longest_by_key[name])
-            lengths[name] = drawn * num_hierarchies
-            codes[name] = _draw_codes(int(drawn.sum()), codebook_sizes, sids, generator)
+        return batch.to(torch.device(device))
+
+    @classmethod
+    def random_of_lengths(
+        cls,
+        history: torch.Tensor,
+        candidates: torch.Tensor,
+        codebook_sizes: Sequence[int],
+        history_feature_name: str = "history",
+        candidate_feature_name: str = "candidate",
+        batch_size: int | None = None,
+        *,
+        sids: torch.Tensor | None = None,
+        with_labels: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> GPTSIDBatch:
+        """A batch of random items with known lengths, on the device of the generator.
+
+        Args:
+            history: int64 `(num_real_rows,)`, items of every history.
+            candidates: int64 `(num_real_rows,)`, candidates of every row.
+            codebook_sizes: codes of each hierarchy.
+            history_feature_name: see GPTSIDBatch.
+            candidate_feature_name: see GPTSIDBatch.
+            batch_size: rows, padding included; no padding if not given.
+            sids: as for `random`.
+            with_labels: give the batch labels.
+            generator: as for `random`.
+
+        Raises:
+            ValueError: as GPTSIDBatch.
+
+        """
+        num_hierarchies = len(codebook_sizes)
+        batch_size = history.numel() if batch_size is None else batch_size
+        items = {history_feature_name: history, candidate_feature_name: candidates}
+        codes = {name: _draw_codes(int(count.sum()), codebook_sizes, sids, generator) for name, count in items.items()}
+        lengths = {name: count * num_hierarchies for name, count in items.items()}
         labels = None
         if with_labels:
             targets = codes[candidate_feature_name].flatten()
             labels = padded_kjt({LABEL_NAME: targets}, {LABEL_NAME: lengths[candidate_feature_name]}, batch_size)
         offsets = torch.tensor(codebook_offsets(codebook_sizes), device=codes[history_feature_name].device)
         ids = {name: (code + offsets).flatten() for name, code in codes.items()}
-        batch = cls(
+        return cls(
             features=padded_kjt(ids, lengths, batch_size),
             batch_size=batch_size,
-            feature_to_max_seqlen={name: longest * num_hierarchies for name, longest in longest_by_key.items()},
+            feature_to_max_seqlen={name: max(length.tolist(), default=0) for name, length in lengths.items()},
             labels=labels,
-            actual_batch_size=num_real,
+            actual_batch_size=history.numel(),
             history_feature_name=history_feature_name,
             candidate_feature_name=candidate_feature_name,
             num_hierarchies=num_hierarchies,
             codebook_sizes=list(codebook_sizes),
         )
-        return batch.to(torch.device(device))
 
 
 def _draw_codes(

@@ -28,10 +28,8 @@ from sklearn.decomposition import TruncatedSVD
 from sklearn.preprocessing import normalize
 from threadpoolctl import threadpool_limits
 
-from commons.datasets.sid_histories import Histories
+from commons.datasets.sid_histories import Histories, history_chunks
 from commons.datasets.sid_map import SIDMap
-
-_USERS_PER_CHUNK = 4096
 
 
 def assign_sids(
@@ -101,10 +99,7 @@ def count_cooccurrences(histories: Histories, item_ids: np.ndarray, window: int)
     """
     num_items = len(item_ids)
     total = scipy.sparse.csr_array((num_items, num_items), dtype=np.float64)
-    for first in range(0, len(histories), _USERS_PER_CHUNK):
-        users = np.arange(first, min(first + _USERS_PER_CHUNK, len(histories)))
-        lengths = histories.lengths(users)
-        items = histories.tails(users, lengths)
+    for users, lengths, items in history_chunks(histories):
         position = np.searchsorted(item_ids, items).clip(max=num_items - 1)
         unknown = np.flatnonzero(item_ids[position] != items)
         if unknown.size:

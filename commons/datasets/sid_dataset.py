@@ -14,11 +14,10 @@ from torch.utils.data import Dataset
 
 from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, codebook_offsets
 from commons.datasets.hstu_batch import padded_kjt
-from commons.datasets.sid_histories import Histories
+from commons.datasets.sid_histories import Histories, history_chunks
 from commons.datasets.sid_map import SIDMap
 
 HISTORY, CANDIDATE = "history", "candidate"
-_USERS_PER_SCAN = 4096
 _SHOWN = 3
 
 
@@ -104,13 +103,10 @@ class SIDDataset(Dataset[GPTSIDBatch]):
         """Users with more items than a row holds, and how many more; raises for items without a SID."""
         num_cut = num_cut_items = num_unknown = 0
         unknown: list[str] = []
-        for first in range(0, len(self), _USERS_PER_SCAN):
-            users = np.arange(first, min(first + _USERS_PER_SCAN, len(self)))
-            lengths = self._histories.lengths(users)
+        for users, lengths, items in history_chunks(self._histories):
             excess = np.maximum(lengths - self.max_items, 0)
             num_cut += int(np.count_nonzero(excess))
             num_cut_items += int(excess.sum())
-            items = self._histories.tails(users, lengths)
             missing = np.flatnonzero(self.sid_map.rows_of(items) < 0)
             num_unknown += missing.size
             owners = np.repeat(users, lengths)[missing[:_SHOWN]]

@@ -6,6 +6,7 @@ Without one, every user is in both splits: "test" ends with the user's last item
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from commons.datasets.sequence_file import SequenceFile, SequenceSchema
 
 SPLIT_COLUMN = "split"
 _SPLITS = ("train", "test")
+_USERS_PER_CHUNK = 2**16
+_ITEMS_PER_CHUNK = 2**21
 
 
 class Histories(Protocol):
@@ -46,6 +49,23 @@ class Histories(Protocol):
             int64 `(sum(lengths),)`.
 
         """
+
+
+def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """All users, some at a time, so that their items fit in memory.
+
+    Yields:
+        Users, the items of each, and the items themselves, user after user; int64 arrays. About two million items at a
+        time, and at least one user.
+
+    """
+    for first in range(0, len(histories), _USERS_PER_CHUNK):
+        users = np.arange(first, min(first + _USERS_PER_CHUNK, len(histories)))
+        lengths = histories.lengths(users)
+        chunk = np.cumsum(lengths) // _ITEMS_PER_CHUNK
+        cuts = np.flatnonzero(np.diff(chunk)) + 1
+        for own_users, own_lengths in zip(np.split(users, cuts), np.split(lengths, cuts)):
+            yield own_users, own_lengths, histories.tails(own_users, own_lengths)
 
 
 class PreprocessedHistories:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from commons.cli.main import main
 from commons.datasets.movielens import preprocess_movielens
 from commons.datasets.movielens_generator import generate_movielens
-from commons.datasets.sid_assignment import assign_sids, count_cooccurrences, embed_items
+from commons.datasets.sid_assignment import _Codebook, assign_sids, count_cooccurrences, embed_items
 from commons.datasets.sid_map import SIDMap
 from tests.unit.test_sid_dataset import Users
 
@@ -82,6 +84,18 @@ def test_collisions_change_the_last_code_alone_where_that_is_enough():
     crowded = assign_sids(users, np.arange(10), [3, 3, 4], seed=0)
     assert len(set(crowded.codes[:6, 0].tolist())) == 1 and len(set(crowded.codes[:6, 1].tolist())) == 2
     assert crowded.options["items_told_apart"] >= 2
+
+
+@given(seed=st.integers(0, 10_000), num_items=st.integers(2, 4))
+def test_last_codes_have_the_least_sum_of_squared_distances(seed, num_items):
+    rng = np.random.default_rng(seed)
+    vectors, centroids = rng.standard_normal((num_items, 2)), rng.standard_normal((4, 2))
+    distances = ((vectors[:, None] - centroids) ** 2).sum(2)
+    codebook = _Codebook(centroids, 4, distances.argmin(1))
+    codes = codebook.assign(vectors, np.zeros((num_items, 1), np.int64), room=1)
+    sums = [distances[range(num_items), chosen].sum() for chosen in itertools.permutations(range(4), num_items)]
+    assert len(set(codes)) == num_items
+    assert distances[range(num_items), codes].sum() == pytest.approx(min(sums))
 
 
 @pytest.mark.parametrize(

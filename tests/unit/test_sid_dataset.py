@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commons.datasets import sid_histories
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.gpt_sid_batch import LABEL_NAME, codebook_offsets
 from commons.datasets.movielens import SCHEMA, preprocess_movielens
@@ -227,3 +229,14 @@ class TestLoaders:
         dataset = SIDDataset(histories, SID_MAP, batch_size=2, max_history_length=3)
         copy = pickle.loads(pickle.dumps(dataset))
         assert copy[[0, 1]].features.values().tolist() == dataset[[0, 1]].features.values().tolist()
+
+
+@given(users=st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=9), items=st.integers(1, 20))
+def test_chunks_are_all_users_in_order(users, items):
+    with mock.patch.multiple(sid_histories, _USERS_PER_CHUNK=4, _ITEMS_PER_CHUNK=items):
+        chunks = list(sid_histories.history_chunks(Users(users)))
+    assert [user for found, _, _ in chunks for user in found.tolist()] == list(range(len(users)))
+    for found, lengths, chunk in chunks:
+        assert found.size and chunk.tolist() == [item for user in found for item in users[user]]
+        assert lengths.tolist() == [len(users[user]) for user in found]
+        assert len(chunk) <= items + 9

@@ -1,0 +1,153 @@
+"""How much faster is beam search with a key/value cache, and does it find the same items?
+
+Without the cache every beam's whole sequence is computed again for every further code. With it, a history is computed
+once, its keys and values serve all beams, and a step computes one token per beam. Both are taken in turn, batch after
+batch; the ratio is the median of their ratios.
+
+Examples:
+    python -m benchmarks.beam_search
+    python -m benchmarks.beam_search --quick
+    python -m benchmarks.beam_search --beam-width 50 --num-layers 8
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import tyro
+from tqdm import tqdm
+
+from benchmarks.report import heading, table, write_page
+from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
+from commons.datasets.sid_map import SIDMap
+from commons.datasets.sid_random_dataset import random_sid_map
+from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie
+from sid_gr.parallel import initialize_model_parallel
+
+CODEBOOK_SIZES = (500, 500, 500, 500)
+NUM_ITEMS = 10_000
+
+
+@dataclass(frozen=True)
+class Args:
+    """What to measure.
+
+    Attributes:
+        histories: items of every history, one table row each.
+        num_rows: users of a batch.
+        beam_width: items generated for each.
+        hidden_size: width of the decoder.
+        num_layers: its layers.
+        num_attention_heads: its heads.
+        repeats: batches per row of the table.
+        quick: one short history and two batches, to see it run; no page is written.
+
+    """
+
+    histories: tuple[int, ...] = (16, 64, 256)
+    num_rows: int = 16
+    beam_width: int = 10
+    hidden_size: int = 64
+    num_layers: int = 4
+    num_attention_heads: int = 4
+    repeats: int = 5
+    quick: bool = False
+
+
+def make_model(args: Args, sid_map: SIDMap, longest: int) -> SIDGRModel:
+    """A decoder with random weights; their values do not change what is computed."""
+    torch.manual_seed(0)
+    config = SIDGRConfig(
+        CODEBOOK_SIZES, longest + 1, args.hidden_size, args.num_layers, args.num_attention_heads, init_method_std=0.1
+    )
+    trie = SIDTrie(sid_map.codes, CODEBOOK_SIZES)
+    return SIDGRModel(config, trie=trie, beam_width=args.beam_width).eval()
+
+
+def make_batch(args: Args, sid_map: SIDMap, history: int, seed: int) -> GPTSIDBatch:
+    """Users with histories of one length."""
+    return GPTSIDBatch.random(
+        args.num_rows,
+        CODEBOOK_SIZES,
+        history,
+        0,
+        history_dist=RandomDistribution("uniform", low=history, high=history),
+        sids=torch.from_numpy(sid_map.codes),
+        device="cpu",
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def measure(model: SIDGRModel, batch: GPTSIDBatch, use_cache: bool) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Seconds of one generation, the items and their log-probabilities."""
+    started = time.perf_counter()
+    found = model.generate(batch, use_cache=use_cache)
+    return time.perf_counter() - started, found.leaves, found.log_probs
+
+
+def measure_history(args: Args, model: SIDGRModel, sid_map: SIDMap, history: int) -> list[str]:
+    """One row of the table."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    difference, same = 0.0, []
+    for repeat in range(args.repeats + 1):
+        batch = make_batch(args, sid_map, history, repeat)
+        results = {use_cache: measure(model, batch, use_cache) for use_cache in (True, False)}
+        difference = max(difference, float((results[True][2] - results[False][2]).abs().max()))
+        same.append(float((results[True][1] == results[False][1]).float().mean()))
+        if repeat:  # the first batch warms up
+            for use_cache in (True, False):
+                seconds[use_cache].append(results[use_cache][0])
+    ratio = statistics.median(slow / fast for fast, slow in zip(seconds[True], seconds[False]))
+    return [
+        str(history),
+        f"{statistics.median(seconds[True]) * 1e3:.0f}",
+        f"{statistics.median(seconds[False]) * 1e3:.0f}",
+        f"{ratio:.1f}×",
+        f"{difference:.0e}",
+        f"{statistics.mean(same):.1%}",
+    ]
+
+
+def main(args: Args) -> None:
+    """Measure, print and write the report."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        initialize_model_parallel()
+        histories = args.histories[:1] if args.quick else args.histories
+        if args.quick:
+            args = Args(**{**vars(args), "repeats": 2, "num_rows": 4})
+        sid_map = random_sid_map(NUM_ITEMS, CODEBOOK_SIZES)
+        model = make_model(args, sid_map, max(histories))
+        rows = [measure_history(args, model, sid_map, history) for history in tqdm(histories, desc="histories")]
+        dist.destroy_process_group()
+    columns = [
+        "items per history",
+        "with cache, ms",
+        "without, ms",
+        "faster (median of batches)",
+        "largest difference of a log-probability",
+        "same items at the same places",
+    ]
+    page = "\n".join(
+        [
+            heading("Beam search with and without a key/value cache", "python -m benchmarks.beam_search"),
+            f"{args.num_rows} users, beams of {args.beam_width}, {NUM_ITEMS:,} items of four codes, codebooks of 500; "
+            f"hidden {args.hidden_size}, {args.num_layers} layers, {args.num_attention_heads} heads, float32; one "
+            f"thread, medians of {args.repeats} batches, both ways in turn. A history has four tokens per item, and "
+            "BOS.\n",
+            table(columns, rows),
+        ]
+    )
+    print(page)
+    if not args.quick:
+        print(f"\nwritten to {write_page('beam_search', page)}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,72 @@
+"""The SID-GR shuffler: a row costs what the decoder computes for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from commons.datasets.gpt_sid_batch import GPTSIDBatch
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.batch_shuffler_factory import register_batch_shuffler
+from commons.distributed.options import ShufflerOptions
+from commons.perf_model.calibration import CalibratedTask
+from commons.perf_model.task_estimator import SelfAttentionTask, vocabulary_head_flops
+
+
+@register_batch_shuffler("sid_gr")
+class SIDGRBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
+    """Balances the forward operations of a semantic-ID decoder or, with `options.calibration`, its measured time.
+
+    The tokens of a row are BOS and the codes of its history and its candidates, without the last one; attention is
+    causal and follows the sum of the squared lengths. The heads score one codebook for every code of a candidate; they
+    are counted where the batch states its codebook sizes. A user with an empty history therefore still costs something.
+
+    Args:
+        hidden_size: width of the residual stream.
+        num_heads: attention heads, those of all tensor-parallel ranks.
+        head_dim: width of a head.
+        num_layers: layers.
+        ffn_hidden_size: width of the feed-forward block; 4 · hidden_size if not given.
+        options: settings; the defaults balance.
+        pg_group: ranks that share a global batch.
+
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        num_layers: int = 1,
+        *,
+        ffn_hidden_size: int | None = None,
+        options: ShufflerOptions | None = None,
+        pg_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        # The width is stated, as a calibration does.
+        width = 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size
+        self.task = SelfAttentionTask(hidden_size, num_heads, head_dim, num_layers, ffn_hidden_size=width)
+        super().__init__(options, pg_group)
+        self.cost = self.calibrated(self.task)
+
+    def get_workloads(self, batch: GPTSIDBatch) -> torch.Tensor:
+        """Forward operations of every row or, with a calibration, its time: int64 `(batch_size,)`."""
+        if isinstance(self.cost, CalibratedTask):
+            return self.cost.get_workloads(batch.sequence_lengths())
+        return decoder_flops(self.task, batch)
+
+
+def decoder_flops(task: SelfAttentionTask, batch: GPTSIDBatch) -> torch.Tensor:
+    """Forward operations of the layers and the heads for every row, int64 `(batch_size,)`.
+
+    Args:
+        task: the layers.
+        batch: on the host or a device, from which nothing is read back.
+
+    """
+    layers = task.get_workloads(batch.sequence_lengths())
+    # A candidate's codes are scored by one head each: together, all codes of all codebooks.
+    candidates = batch.code_lengths(batch.candidate_feature_name) // batch.num_hierarchies
+    return layers + vocabulary_head_flops(
+        candidates, hidden_size=task.hidden_size, vocab_size=sum(batch.codebook_sizes or ())
+    )

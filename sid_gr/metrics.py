@@ -1,0 +1,137 @@
+"""What generated items are judged by: HitRate@K, Recall@K and NDCG@K over all users of all ranks.
+
+A user's true items are the candidates of the row, one in the usual leave-one-out evaluation. With the generated items
+in order of likelihood, hit_k = 1 where the k-th one is true, and T true items:
+
+    HitRate@K = 1 if any hit_k, k ≤ K           Recall@K = Σ hit_k ÷ T
+    NDCG@K    = Σ hit_k ÷ log₂(k + 1)  ÷  Σ_{k ≤ min(K, T)} 1 ÷ log₂(k + 1)
+
+after Järvelin and Kekäläinen 2002, "Cumulated Gain-Based Evaluation of IR Techniques". With one true item HitRate and
+Recall are the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from commons.distributed.process_group import resolve_process_group
+from sid_gr.model.gpt import GenerationOutput
+
+_NAME = re.compile(r"(HR|HitRate|NDCG|Recall)@([1-9][0-9]*)")
+
+
+class MetricName(NamedTuple):
+    """A metric and the number of items that it looks at."""
+
+    kind: str
+    top_k: int
+
+
+def parse_metric(name: str, beam_width: int) -> MetricName:
+    """Read a name such as "NDCG@10".
+
+    Args:
+        name: of the metric; "HR" is another name of "HitRate".
+        beam_width: items that are generated.
+
+    Raises:
+        ValueError: another form, or more items than are generated.
+
+    >>> parse_metric("NDCG@10", beam_width=10)
+    MetricName(kind='NDCG', top_k=10)
+
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(
+            f"eval_metrics has {name!r}; metrics of generation are HitRate@K, NDCG@K and Recall@K with K of at least 1: "
+            "correct it"
+        )
+    metric = MetricName("HitRate" if match[1] == "HR" else match[1], int(match[2]))
+    if metric.top_k > beam_width:
+        raise ValueError(
+            f"eval_metrics has {name!r}, which looks at {metric.top_k} items, the beam has {beam_width}; only so many are generated: "
+            "raise top_k_for_generation or lower K"
+        )
+    return metric
+
+
+class GenerationMetrics:
+    """Means over all users since the last reset, of all data-parallel ranks together.
+
+    Every real row with at least one candidate counts once, wherever it was evaluated; padding does not.
+
+    Args:
+        names: metrics to compute.
+        beam_width: items that are generated.
+        device: where sums are kept; for NCCL the rank's own device. The CPU if not given.
+        pg_group: ranks whose users are judged together; the shuffler's default if not given.
+
+    Raises:
+        ValueError: an unknown metric, or one that looks at more items than are generated.
+
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        beam_width: int,
+        *,
+        device: torch.device | None = None,
+        pg_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._names = list(names)
+        self._metrics = [parse_metric(name, beam_width) for name in names]
+        self._device = device
+        self._group = resolve_process_group(pg_group)
+        self.reset()
+
+    def update(self, output: GenerationOutput) -> None:
+        """Add the users of a step; a step may have none."""
+        leaves, lengths = output.generated.leaves, output.num_candidates
+        row = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+        # A user may have an item among the candidates twice; it is one true item.
+        row, item = torch.stack([row, output.candidates]).unique(dim=1)
+        num_true = torch.bincount(row, minlength=lengths.numel())  # (num_rows,)
+        found = leaves.new_zeros(leaves.shape).index_add_(0, row, (leaves[row] == item[:, None]).to(leaves.dtype))
+        hits, num_true = found[num_true > 0].to(torch.float64), num_true[num_true > 0]
+        for index, (kind, top_k) in enumerate(self._metrics):
+            self._sums[index] += _SCORES[kind](hits[:, :top_k], num_true).sum()
+        self._sums[-1] += num_true.numel()
+
+    def compute(self) -> dict[str, float]:
+        """Metrics by name: a collective call, the same numbers on every rank. NaN where there are no users."""
+        sums = self._sums.clone()
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        *totals, users = sums.tolist()
+        return {name: total / users if users else float("nan") for name, total in zip(self._names, totals)}
+
+    def reset(self) -> None:
+        """Forget all users."""
+        # One sum for each metric, and the number of users.
+        self._sums = torch.zeros(len(self._metrics) + 1, dtype=torch.float64, device=self._device)
+
+
+def _hit_rate(hits: torch.Tensor, num_true: torch.Tensor) -> torch.Tensor:
+    """HitRate by user: float64 `(num_users,)` for hits, 0 or 1, `(num_users, K)` and true items `(num_users,)`."""
+    return hits.amax(dim=1)
+
+
+def _recall(hits: torch.Tensor, num_true: torch.Tensor) -> torch.Tensor:
+    return hits.sum(dim=1) / num_true
+
+
+def _ndcg(hits: torch.Tensor, num_true: torch.Tensor) -> torch.Tensor:
+    top_k = hits.shape[1]
+    discounts = 1.0 / torch.arange(2, top_k + 2, dtype=torch.float64, device=hits.device).log2()
+    ideal = discounts.cumsum(0)[num_true.clamp(max=top_k) - 1]
+    return (hits @ discounts) / ideal
+
+
+_SCORES = {"HitRate": _hit_rate, "Recall": _recall, "NDCG": _ndcg}

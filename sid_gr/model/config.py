@@ -1,0 +1,105 @@
+"""Dimensions of a semantic-ID decoder, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+HeadKind = Literal["separate", "shared"]
+
+
+@dataclass(frozen=True)
+class SIDGRConfig:
+    """A decoder of semantic IDs: code embeddings, transformer layers, a head for every hierarchy.
+
+    Attributes:
+        codebook_sizes: codes of each hierarchy, the first one coarsest; an item has one code per hierarchy.
+        max_items: the most items of a row, history and candidates together.
+        hidden_size: width of a token between layers, and of every embedding.
+        num_layers: transformer layers.
+        num_attention_heads: attention heads per layer.
+        kv_channels: width of a head; hidden_size ÷ num_attention_heads if not given.
+        ffn_hidden_size: width of the feed-forward block; 4 · hidden_size if not given.
+        heads: "separate" gives every hierarchy a matrix of its own, "shared" one matrix for all, of which a hierarchy
+            uses as many rows as it has codes.
+        dropout: probability with which an element of an attention or feed-forward block's output is dropped in
+            training. Attention weights are not dropped.
+        init_method_std: standard deviation of initial weights.
+        layer_norm_eps: added to the variance in layer norms.
+        tensor_model_parallel_size: ranks that share the attention heads and the feed-forward block of every layer.
+            Everything else is computed by each of them: heads of a few hundred codes are not worth a collective.
+
+    Raises:
+        ValueError: a number outside its range, or heads or a feed-forward block that the ranks cannot share evenly.
+
+    """
+
+    codebook_sizes: tuple[int, ...]
+    max_items: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    kv_channels: int | None = None
+    ffn_hidden_size: int | None = None
+    heads: HeadKind = "separate"
+    dropout: float = 0.0
+    init_method_std: float = 0.02
+    layer_norm_eps: float = 1e-5
+    tensor_model_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        # A configuration file has lists.
+        object.__setattr__(self, "codebook_sizes", tuple(self.codebook_sizes))
+        if not self.codebook_sizes:
+            raise ValueError("codebook_sizes is empty; an item has at least one code: give the size of every codebook")
+        for size in self.codebook_sizes:
+            _require_at_least_one("a size in codebook_sizes", size)
+        for name in ("max_items", "hidden_size", "num_layers", "num_attention_heads", "tensor_model_parallel_size"):
+            _require_at_least_one(name, getattr(self, name))
+        for name in ("kv_channels", "ffn_hidden_size"):
+            if getattr(self, name) is not None:
+                _require_at_least_one(name, getattr(self, name))
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}, num_attention_heads is {self.num_attention_heads}; without "
+                "kv_channels the heads share the width evenly: choose a divisor, or give kv_channels"
+            )
+        if self.heads not in get_args(HeadKind):
+            raise ValueError(f"heads is {self.heads!r}; it is one of {list(get_args(HeadKind))}: choose one")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
+        for name in ("init_method_std", "layer_norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is positive: raise it")
+        for name, shared in (("num_attention_heads", self.num_attention_heads), ("ffn_hidden_size", self.ffn_width)):
+            if shared % self.tensor_model_parallel_size:
+                raise ValueError(
+                    f"{name} is {shared}, tensor_model_parallel_size is {self.tensor_model_parallel_size}; its ranks "
+                    f"share them evenly: choose a divisor of {shared}, or another {name}"
+                )
+
+    @property
+    def num_hierarchies(self) -> int:
+        """Codes of an item."""
+        return len(self.codebook_sizes)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the feed-forward block."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The most tokens of a row: BOS and all codes but the last one, which predicts nothing."""
+        return self.max_items * self.num_hierarchies
+
+
+def _require_at_least_one(name: str, value: int) -> None:
+    """Raise ValueError unless `value` is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it counts something: give an integer of at least 1")

@@ -1,0 +1,108 @@
+"""The key/value cache of beam search: what histories leave behind, once per user, and what beams add, once per beam.
+
+All beams of a user look at one copy of its history's keys and values, so that a step reads them once per user, as one
+matrix product for all beams. The few codes that a beam has generated are kept per beam and follow it when beams are
+chosen anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from sid_gr.model.attention import AttentionPattern
+from sid_gr.model.token_layout import TokenLayout
+
+
+class KeysAndValues(NamedTuple):
+    """Keys and values of one layer.
+
+    Attributes:
+        keys: `(num_rows, num_heads, length, head_dim)` of histories, `(num_rows, num_beams, length, num_heads,
+            head_dim)` of generated codes.
+        values: as `keys`.
+
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class DecodingCache:
+    """Keys and values of all layers.
+
+    Args:
+        layout: of the tokens whose pass fills the cache; what a row has behind its history is never looked at.
+
+    """
+
+    def __init__(self, layout: TokenLayout) -> None:
+        self.layout = layout
+        self.prefix: dict[int, list[KeysAndValues]] = defaultdict(list)  # by layer, block after block
+        self.generated: dict[int, KeysAndValues] = {}
+        self.masks = [
+            # Added to scores: what lies behind a row's history is out of sight. (num_rows of the block, 1, 1, length)
+            torch.zeros(block.num_rows, 1, 1, block.length, device=lengths.device).masked_fill_(
+                torch.arange(block.length, device=lengths.device) >= lengths[:, None, None, None], -math.inf
+            )
+            for block in layout.blocks
+            for lengths in [layout.prefix_lengths[block.first_row : block.first_row + block.num_rows]]
+        ]
+
+    def append_prefix(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep what the next block of a layer computed."""
+        self.prefix[layer].append(KeysAndValues(keys, values))
+
+    def append_generated(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
+        """Add one code of every beam, `(num_rows, num_beams, 1, num_heads, head_dim)`; returns all of them."""
+        if layer in self.generated:
+            before = self.generated[layer]
+            keys, values = torch.cat([before.keys, keys], dim=2), torch.cat([before.values, values], dim=2)
+        self.generated[layer] = KeysAndValues(keys, values)
+        return self.generated[layer]
+
+    def choose_beams(self, parents: torch.Tensor) -> None:
+        """Go on with other beams.
+
+        Args:
+            parents: int64 `(num_rows, num_beams)`, for each new beam the one that it continues.
+
+        """
+        rows = torch.arange(parents.shape[0], device=parents.device)[:, None]
+        for layer, (keys, values) in self.generated.items():
+            self.generated[layer] = KeysAndValues(keys[rows, parents], values[rows, parents])
+
+
+@dataclass
+class BeamStep(AttentionPattern):
+    """One new token per beam attends to the history of its row, to what its beam has generated, and to itself.
+
+    Attributes:
+        cache: filled by a pass with `CausalRows`; the new tokens are added to it.
+        num_beams: beams per row; tokens stand row after row, beam after beam.
+
+    """
+
+    cache: DecodingCache = field(kw_only=True)
+    num_beams: int = field(kw_only=True)
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """See AttentionPattern."""
+        num_rows = self.cache.layout.num_rows
+        shape = (num_rows, self.num_beams, 1, *query.shape[1:])
+        own_keys, own_values = self.cache.append_generated(layer, key.view(shape), value.view(shape))
+        scaled = query.view(num_rows, self.num_beams, *query.shape[1:]) * query.shape[-1] ** -0.5
+        own_scores = torch.einsum("rbhd,rbthd->rhbt", scaled, own_keys)
+        queries = scaled.transpose(1, 2)  # (num_rows, num_heads, num_beams, head_dim)
+        attended = []
+        for block, mask, (keys, values) in zip(self.cache.layout.blocks, self.cache.masks, self.cache.prefix[layer]):
+            rows = slice(block.first_row, block.first_row + block.num_rows)
+            scores = queries[rows] @ keys.transpose(2, 3) + mask.to(queries.dtype)
+            weights = torch.cat([scores, own_scores[rows]], dim=3).softmax(dim=3)
+            seen, own = weights.split([block.length, own_scores.shape[3]], dim=3)
+            attended.append(seen @ values + torch.einsum("rhbt,rbthd->rhbd", own, own_values[rows]))
+        return torch.cat(attended).transpose(1, 2).flatten(0, 1)  # (num_rows · num_beams, num_heads, head_dim)

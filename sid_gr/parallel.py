@@ -1,0 +1,48 @@
+"""Which ranks share a decoder and which share a global batch: megatron-core's parallel_state, with checked sizes."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from sid_gr.megatron_core import parallel_state
+
+
+def initialize_model_parallel(tensor_parallel_size: int = 1) -> None:
+    """Make megatron-core's groups: ranks `[k·t, (k + 1)·t)` share a decoder, and ranks of equal remainder the data.
+
+    A collective call on all ranks. Shufflers, losses and data loaders use the data-parallel group from then on.
+
+    Args:
+        tensor_parallel_size: t, ranks that share one decoder.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: a size that does not divide the number of ranks.
+
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; parallel groups are made of its ranks: call init_process_group first"
+        )
+    world_size = dist.get_world_size()
+    if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
+        raise ValueError(
+            f"tensor_model_parallel_size is {tensor_parallel_size}, there are {world_size} ranks; every decoder has as "
+            "many ranks as the others: choose a divisor of the number of ranks, or start another number"
+        )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+
+
+def tensor_parallel_size() -> int:
+    """Ranks that share this rank's decoder.
+
+    Raises:
+        RuntimeError: the groups have not been made.
+
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        raise RuntimeError(
+            "megatron-core's parallel_state is not initialised; its layers need to know their group: call "
+            "sid_gr.parallel.initialize_model_parallel first"
+        )
+    return parallel_state.get_tensor_model_parallel_world_size()

@@ -1,0 +1,151 @@
+"""The config of a generative run: what `sid_gr/configs/*.toml` hold and what the flags of `sid_gr.train` set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from commons.datasets.data_loader import RANDOM_DATASETS
+from commons.datasets.sid_builders import DEFAULT_HISTORY_COLUMN
+from commons.datasets.sid_map import SIDMap
+from commons.datasets.sid_random_dataset import random_sid_map
+from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
+from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.args import require_at_least
+from commons.trainer.optimizers import OptimizerArgs
+from sid_gr.metrics import parse_metric
+from sid_gr.model.config import HeadKind, SIDGRConfig
+
+
+@dataclass
+class SIDArgs:
+    """Semantic IDs of the items."""
+
+    map_path: str | None = None
+    """The map from items to SIDs, .parquet or .npy; random data need none."""
+
+    codebook_sizes: tuple[int, ...] = (500, 500, 500, 500)
+    """Codes of each hierarchy, the first one coarsest; those of the map."""
+
+    history_column: str = DEFAULT_HISTORY_COLUMN
+    """List column of item ids in a parquet file of your own, data set "sid"."""
+
+    num_random_items: int = 10_000
+    """Items of random data without a map."""
+
+    def __post_init__(self) -> None:
+        require_at_least("num_random_items", self.num_random_items, 1)
+
+    def load_map(self, dataset_name: str, seed: int) -> SIDMap:
+        """The map of a data set.
+
+        Raises:
+            FileNotFoundError: no file at map_path.
+            ValueError: no map_path, or a file that is no such map.
+
+        """
+        if self.map_path is not None:
+            return SIDMap.load(self.map_path, self.codebook_sizes)
+        if dataset_name in RANDOM_DATASETS:
+            return random_sid_map(self.num_random_items, self.codebook_sizes, seed)
+        raise ValueError(
+            f"sid.map_path is not set; {dataset_name!r} has items whose SIDs must be known: make them with "
+            "`evenrank make-sids` and name its output"
+        )
+
+
+@dataclass
+class ModelArgs:
+    """Dimensions of the model; the codebooks and the longest row follow from the data."""
+
+    hidden_size: int = 64
+    """Width of a token between layers, and of every embedding."""
+
+    num_layers: int = 4
+    """Transformer layers."""
+
+    num_attention_heads: int = 4
+    """Attention heads per layer."""
+
+    kv_channels: int | None = None
+    """Width of a head; hidden_size ÷ num_attention_heads if not given."""
+
+    ffn_hidden_size: int | None = None
+    """Width of the feed-forward block; 4 · hidden_size if not given."""
+
+    heads: HeadKind = "separate"
+    """A matrix for every hierarchy, or one for all."""
+
+    dropout: float = 0.0
+    """Probability with which an element of a block's output is dropped in training."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share one decoder; a divisor of the ranks and of the attention heads."""
+
+    def decoder_config(self, *, codebook_sizes: tuple[int, ...], max_items: int) -> SIDGRConfig:
+        """The model's own config.
+
+        Raises:
+            ValueError: a number outside its range.
+
+        """
+        return SIDGRConfig(
+            codebook_sizes=codebook_sizes,
+            max_items=max_items,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_attention_heads=self.num_attention_heads,
+            kv_channels=self.kv_channels,
+            ffn_hidden_size=self.ffn_hidden_size,
+            heads=self.heads,
+            dropout=self.dropout,
+            init_method_std=self.init_method_std,
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+        )
+
+
+@dataclass
+class TrainConfig:
+    """A training run of a semantic-ID decoder.
+
+    The last `dataset.max_num_candidates` items of a user are predicted in training, or all items where it is 0; in
+    evaluation the last item is.
+    """
+
+    trainer: TrainerArgs
+    """How the model is trained."""
+
+    dataset: DatasetArgs
+    """What it is trained on."""
+
+    sid: SIDArgs = field(default_factory=SIDArgs)
+    """Semantic IDs of its items."""
+
+    model: ModelArgs = field(default_factory=ModelArgs)
+    """The model."""
+
+    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
+    """What trains it."""
+
+    shuffler_type: str = "sid_gr"
+    """Name of a batch shuffler, used with trainer.enable_balanced_shuffler."""
+
+    def __post_init__(self) -> None:
+        known = sorted(BatchShufflerFactory.list_available())
+        if self.shuffler_type not in known:
+            raise ValueError(
+                f"shuffler_type is {self.shuffler_type!r}; registered are {', '.join(known)}: choose one, or register "
+                "yours with BatchShufflerFactory before the config is read"
+            )
+        for name in self.trainer.eval_metrics:
+            parse_metric(name, self.trainer.top_k_for_generation)
+        self.model.decoder_config(codebook_sizes=self.sid.codebook_sizes, max_items=1)  # raises what is wrong with it
+        clips = self.trainer.optimization.max_grad_norm is not None
+        if clips and self.model.tensor_model_parallel_size > 1:
+            raise ValueError(
+                f"max_grad_norm is {self.trainer.optimization.max_grad_norm}, tensor_model_parallel_size is "
+                f"{self.model.tensor_model_parallel_size}; every rank knows the norm of its own part alone: leave "
+                "max_grad_norm out"
+            )

@@ -1,0 +1,296 @@
+"""The semantic-ID decoder: against plain PyTorch, cached decoding, metrics over all ranks, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commons.datasets.gpt_sid_batch import GPTSIDBatch
+from commons.datasets.sid_dataset import CANDIDATE, HISTORY
+from sid_gr.megatron_core import DistributedDataParallel, DistributedDataParallelConfig, parallel_state
+from sid_gr.megatron_on_cpu import cpu_in_place_of_cuda
+from sid_gr.metrics import GenerationMetrics
+from sid_gr.model import SIDDecoder, SIDGRModel, SIDTrie
+from sid_gr.parallel import initialize_model_parallel
+from sid_gr.sharding import build_distributed_model, dense_parameters
+from tests.sid_models import CPU, SID_MAP, SIZES, PlainDecoder, codes_of_rows, make_batch, make_model, model_parallel
+
+METRICS = ["HitRate@1", "HitRate@5", "NDCG@5", "Recall@3"]
+
+
+def table_of(model: SIDGRModel) -> torch.Tensor:
+    (table,) = model.embedding.parameters()
+    return table
+
+
+def _largest(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).abs().max())
+
+
+def _against_plain_pytorch(heads, dtype):
+    """Largest differences of losses and of gradients, over batches with padding and empty histories."""
+    with model_parallel():
+        worst = {"loss": 0.0, "gradient": 0.0}
+        for seed in range(4):
+            model = make_model(heads=heads)
+            model.dense.to(dtype)
+            plain = PlainDecoder(model.decoder, table_of(model))
+            batch = make_batch(seed, num_real=6 - seed)
+            loss, output = model(batch)
+            loss.backward()
+            expected = plain.loss_sum(batch)
+            # Both ranks bring the same batch: W × own sum ÷ global count is own sum ÷ own count.
+            (expected / output.num_loss_tokens).backward()
+            assert output.num_loss_tokens == sum(codes.numel() for codes in codes_of_rows(batch, CANDIDATE)) > 0
+            worst["loss"] = max(worst["loss"], abs(float(output.loss_sum) - float(expected)) / float(expected))
+            pairs = [(parameter.grad, plain.weights[name].grad) for name, parameter in model.dense.named_parameters()]
+            pairs.append((table_of(model).grad, plain.table.grad))
+            for found, wanted in pairs:
+                wanted = torch.zeros_like(found).double() if wanted is None else wanted
+                worst["gradient"] = max(worst["gradient"], _largest(found, wanted))
+        return worst
+
+
+@pytest.mark.parametrize("heads", ["separate", "shared"])
+def test_loss_and_gradients_are_those_of_plain_pytorch(two_ranks, heads):
+    for worst in two_ranks.run(_against_plain_pytorch, heads, torch.float64):
+        # The table and its gradient are float32.
+        assert worst["loss"] < 1e-13 and worst["gradient"] < 1e-6
+    for worst in two_ranks.run(_against_plain_pytorch, heads, torch.float32):
+        assert worst["loss"] < 1e-6 and worst["gradient"] < 1e-5
+
+
+def _cached_and_uncached():
+    with model_parallel():
+        differences = []
+        for seed in range(3):
+            model = make_model(beam_width=7).eval()
+            batch = make_batch(seed, batch_size=5, num_real=5 - seed)
+            cached, uncached = model.generate(batch), model.generate(batch, use_cache=False)
+            assert cached.leaves.shape == (5 - seed, 7)
+            assert torch.equal(cached.leaves, uncached.leaves)
+            differences.append(_largest(cached.log_probs, uncached.log_probs.double()))
+            # What a row gets does not depend on its candidates, nor on the rows beside it.
+            alone = model.generate(batch.index_select([0]))
+            assert torch.equal(alone.leaves[0], cached.leaves[0])
+            _, output = model(batch)
+            assert torch.equal(output.generated.leaves, cached.leaves)
+        return max(differences)
+
+
+def test_cached_decoding_equals_uncached(two_ranks):
+    assert max(two_ranks.run(_cached_and_uncached)) < 1e-5
+
+
+def _brute_force():
+    """A beam as wide as there are items ranks all of them, as enumeration does."""
+    with model_parallel():
+        model = make_model(beam_width=SID_MAP.num_items).eval()
+        plain = PlainDecoder(model.decoder, table_of(model))
+        batch = make_batch(5)
+        found = model.generate(batch)
+        for row, history in enumerate(codes_of_rows(batch, HISTORY)):
+            ranking, scores = plain.ranking(history, model.trie.sids)
+            assert found.leaves[row].tolist() == ranking
+            assert _largest(found.log_probs[row], scores[ranking]) < 1e-5
+
+
+def test_generation_ranks_all_items_as_enumeration_does(two_ranks):
+    two_ranks.run(_brute_force)
+
+
+def share(batch):
+    """This rank's rows, unevenly many; the last rank has padding alone."""
+    rank, owners = dist.get_rank(), dist.get_world_size() - 1
+    rows = [row for row in range(batch.batch_size) if rank < owners and row * row % owners == rank]
+    kept = batch.index_select(rows or [0])
+    if rows:
+        return kept
+    return make_batch(0, batch_size=2, num_real=0)
+
+
+def _metrics_of_all_ranks(sharding):
+    with model_parallel():
+        whole = [make_batch(seed, batch_size=9) for seed in range(2)]
+        plain_model = make_model(beam_width=SID_MAP.num_items).eval()
+        plain = PlainDecoder(plain_model.decoder, table_of(plain_model))
+        model = make_model(beam_width=SID_MAP.num_items)
+        model = build_distributed_model(
+            model, device=CPU, embedding_optimizer="sgd", sharding=sharding, local_world_size=dist.get_world_size()
+        ).eval()
+        metrics = GenerationMetrics(METRICS, SID_MAP.num_items)
+        expected = dict.fromkeys(METRICS, 0.0)
+        users = 0
+        for batch in whole:
+            with torch.no_grad():
+                _, output = model(share(batch))
+            metrics.update(output)
+            for history, future in zip(codes_of_rows(batch, HISTORY), codes_of_rows(batch, CANDIDATE)):
+                if not len(future):
+                    continue
+                users += 1
+                ranking, _ = plain.ranking(history, plain_model.trie.sids)
+                true = set(plain_model.trie.lookup(future).tolist())
+                for name in METRICS:
+                    expected[name] += _by_hand(name, ranking, true)
+        return metrics.compute(), {name: total / users for name, total in expected.items()}
+
+
+def _by_hand(name, ranking, true):
+    kind, top_k = name.split("@")
+    gains = [item in true for item in ranking[: int(top_k)]]
+    if kind == "HitRate":
+        return float(any(gains))
+    if kind == "Recall":
+        return sum(gains) / len(true)
+    discounts = (1 / torch.arange(2, int(top_k) + 2).double().log2()).tolist()
+    ideal = sum(discounts[: len(true)])
+    return sum(discount for discount, gain in zip(discounts, gains) if gain) / ideal
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+def test_every_user_counts_once_on_any_number_of_ranks(ranks, sharding):
+    for found, expected in ranks.run(_metrics_of_all_ranks, sharding):
+        assert found == pytest.approx(expected, abs=1e-9)
+        assert 0 < expected["HitRate@5"] < 1
+
+
+def _gradients_after_backward():
+    """`grad` holds the averaged gradients, of one backward pass; an evaluation between two passes changes nothing."""
+    with model_parallel():
+        model = build_distributed_model(
+            make_model(),
+            device=CPU,
+            embedding_optimizer="sgd",
+            embedding_lr=1e-30,
+            sharding="row_wise",
+            local_world_size=2,
+        )
+        batch = make_batch(3 + dist.get_rank())
+        parameters = dense_parameters(model)
+
+        def gradients():
+            loss, _ = model(batch)
+            loss.backward()
+            return {name: parameter.grad.clone() for name, parameter in parameters.items()}
+
+        first = gradients()
+        own = make_model()
+        loss, _ = own(batch)
+        loss.backward()
+        names = {name.removeprefix("dense.module."): name for name in parameters}
+        for name, parameter in own.dense.named_parameters():
+            average = parameter.grad.clone()
+            dist.all_reduce(average)
+            torch.testing.assert_close(first[names[name]], average / 2, rtol=1e-4, atol=1e-6)
+        with torch.no_grad():
+            model.eval()(batch)
+        model.train()
+        # The first pass has trained the table, at a rate of next to nothing: the second one sees the same weights.
+        second = gradients()
+        return max(_largest(second[name], first[name].double()) for name in first), len(names)
+
+
+def test_gradients_are_those_of_one_backward_pass(two_ranks):
+    for difference, count in two_ranks.run(_gradients_after_backward):
+        assert difference < 1e-6 and count > 20
+
+
+def _no_loss_terms(everywhere):
+    with model_parallel():
+        model = build_distributed_model(
+            make_model(), device=CPU, embedding_optimizer="sgd", sharding="row_wise", local_world_size=2
+        )
+        empty = everywhere or dist.get_rank() == 0
+        batch = make_batch(0, batch_size=3, num_real=0) if empty else make_batch(1)
+        loss, output = model(batch)
+        loss.backward()
+        grads = [parameter.grad for parameter in dense_parameters(model).values()]
+        with torch.no_grad():
+            generated = model.eval()(batch)[1].generated.leaves.shape
+        return float(loss), output.num_loss_tokens, all(torch.isfinite(g).all() for g in grads), tuple(generated)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_no_rows_on_a_rank_or_on_all(two_ranks, everywhere):
+    first, second = two_ranks.run(_no_loss_terms, everywhere)
+    assert first == (0.0, 0, True, (0, 5))
+    assert second[2] and (second[1] == 0) is everywhere
+
+
+def _mistakes():
+    found = {}
+
+    def attempt(name, function):
+        try:
+            function()
+        except (ValueError, TypeError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    attempt("no groups", make_model)
+    attempt("world", lambda: initialize_model_parallel(3))
+    with model_parallel():
+        attempt("groups of another size", lambda: make_model(tensor_model_parallel_size=2))
+        attempt("beam", lambda: make_model(beam_width=24))
+        trie = SIDTrie(SID_MAP.codes, (5, 3, 6))
+        attempt("codebooks", lambda: SIDGRModel(make_model().config, trie=trie))
+        model = make_model()
+        attempt("no trie", lambda: SIDGRModel(model.config).generate(make_batch(0)))
+        attempt("no labels", lambda: model(make_batch(0, with_labels=False)))
+        other = make_batch(0)
+        other.num_hierarchies, other.codebook_sizes = 1, None
+        attempt("hierarchies", lambda: model(other))
+        attempt("long row", lambda: model(_long_batch()))
+        attempt("sharding", lambda: build_distributed_model(model, device=CPU, sharding="data_parallel"))
+    return found
+
+
+def _long_batch():
+
+    return GPTSIDBatch.random(
+        3, SIZES, 40, 1, history_dist=None, device=CPU, generator=torch.Generator().manual_seed(1)
+    )
+
+
+def test_mistakes(two_ranks):
+    for found in two_ranks.run(_mistakes):
+        expected = {
+            "no groups": "RuntimeError: megatron-core's parallel_state is not initialised",
+            "world": "ValueError: tensor_model_parallel_size is 3, there are 2 ranks",
+            "groups of another size": "ValueError: tensor_model_parallel_size is 2, the groups were made for 1",
+            "beam": "ValueError: beam width is 24, there are 23 valid SIDs",
+            "codebooks": "ValueError: codebook_sizes of the model are [5, 3, 4], those of the valid SIDs [5, 3, 6]",
+            "no trie": "RuntimeError: the model has no trie",
+            "no labels": "TypeError: labels are NoneType",
+            "hierarchies": "ValueError: the batch has 1 hierarchies, the model 3",
+            "long row": "max_items is 15; positions are learned up to there",
+            "sharding": "ValueError: sharding is 'data_parallel'",
+        }
+        assert found.keys() == expected.keys()
+        for name, start in expected.items():
+            assert start in found[name]
+
+
+def _on_cpu():
+    with model_parallel():
+        model = make_model()
+
+        def wrap():
+            return DistributedDataParallel(model.dense.transformer_config, DistributedDataParallelConfig(), model.dense)
+
+        asked = torch.cuda.current_device
+        with pytest.raises(AssertionError, match="CUDA"):
+            wrap()
+        with cpu_in_place_of_cuda(CPU):
+            wrapped = wrap()
+        assert torch.cuda.current_device is asked
+        with cpu_in_place_of_cuda(torch.device("cuda", 0)):
+            assert torch.cuda.current_device is asked
+        assert {parameter.main_grad.device.type for parameter in wrapped.parameters()} == {"cpu"}
+        assert isinstance(wrapped.module, SIDDecoder) and parallel_state.get_data_parallel_world_size() == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to ask for")
+def test_megatron_core_asks_for_a_cuda_device_and_is_given_the_cpu(two_ranks):
+    two_ranks.run(_on_cpu)

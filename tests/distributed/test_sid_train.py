@@ -1,0 +1,186 @@
+"""Training a decoder: resumed exactly, with tensor parallelism too; the commands as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commons.datasets.sid_random_dataset import random_sid_map
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.process_group import resolve_process_group
+from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.data import train_and_eval_loaders
+from commons.trainer.loop import TrainingLoop
+from commons.trainer.optimizers import OptimizerArgs, build_optimizer
+from sid_gr import SIDGRBalancedBatchShuffler
+from sid_gr.metrics import GenerationMetrics
+from sid_gr.train import build_model
+from sid_gr.train_config import ModelArgs
+from tests.models import weights_of
+from tests.sid_models import CPU, model_parallel
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "trainer.train-batch-size": "4",
+    "trainer.eval-batch-size": "3",
+    "trainer.log-interval": "2",
+    "trainer.eval-interval": "4",
+    "trainer.max-eval-iters": "2",
+    "trainer.device": "cpu",
+    "trainer.eval-metrics": "HitRate@2 NDCG@5 Recall@5",
+    "trainer.top-k-for-generation": "5",
+    "dataset.dataset-name": "sid-random",
+    "dataset.num-batches": "6",
+    "dataset.max-history-seqlen": "12",
+    "dataset.max-num-candidates": "2",
+    "sid.codebook-sizes": "6 6 6",
+    "sid.num-random-items": "50",
+    "model.hidden-size": "16",
+    "model.num-layers": "1",
+    "optimizer.sharding": "row_wise",
+}
+
+
+def _train(folder, tensor_parallel_size, **changes):
+    """Losses by step, metrics and weights of a run with dropout, with the shuffler on."""
+    with model_parallel(tensor_parallel_size):
+        trainer = TrainerArgs(
+            4,
+            3,
+            run_dir=f"{folder}/run{dist.get_rank()}",
+            log_interval=1,
+            eval_interval=5,
+            max_eval_iters=2,
+            max_train_iters=8,
+            ckpt_save_dir=f"{folder}/checkpoints",
+            top_k_for_generation=5,
+            eval_metrics=("HitRate@5", "NDCG@2"),
+            tensorboard=False,
+            **changes,
+        )
+        sid_map = random_sid_map(50, (6, 6, 6))
+        dataset = DatasetArgs("sid-random", 12, max_num_candidates=2, num_batches=6, shuffle=True)
+        train_loader, eval_loader = train_and_eval_loaders(dataset, trainer, CPU, sid_map=sid_map)
+        model_args = ModelArgs(16, 2, dropout=0.2, tensor_model_parallel_size=tensor_parallel_size)
+        config = model_args.decoder_config(codebook_sizes=sid_map.codebook_sizes, max_items=14)
+        optimizer = OptimizerArgs(sharding="row_wise")
+        model = build_model(config, sid_map, beam_width=5, optimizer=optimizer, seed=3, device=CPU)
+        shufflers = SIDGRBalancedBatchShuffler(16, 4, 4, 2), IdentityBalancedBatchShuffler()
+        try:
+            summary = TrainingLoop(
+                trainer,
+                model=model,
+                optimizer=build_optimizer(model, optimizer),
+                device=CPU,
+                shuffler=shufflers[0],
+                train_loader=train_loader,
+                eval_shuffler=shufflers[1],
+                eval_loader=eval_loader,
+                metrics=GenerationMetrics(trainer.eval_metrics, 5),
+                fingerprint={"model": asdict(config)},
+            ).run()
+        finally:
+            for shuffler in shufflers:
+                shuffler.close()
+        rows = 2 * 3 * dist.get_world_size(resolve_process_group())
+        assert summary.metrics["eval_rows"] == rows  # tensor-parallel peers count the same users
+        return summary.loss, summary.metrics, weights_of(model)
+
+
+@pytest.mark.parametrize(("world_size", "tensor_parallel_size"), [(2, 1), (2, 2), (4, 2)])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(rank_pools, tmp_path, world_size, tensor_parallel_size):
+    ranks = rank_pools[world_size]
+    whole = ranks.run(_train, str(tmp_path / "whole"), tensor_parallel_size, ckpt_save_interval=3)
+    folder = tmp_path / "whole" / "checkpoints"
+    for later in ("step_00000006", "step_00000008"):
+        shutil.rmtree(folder / later)
+    resumed = ranks.run(_train, str(tmp_path / "resumed"), tensor_parallel_size, ckpt_load_dir=str(folder))
+    for (loss, metrics, weights), (same_loss, same_metrics, same_weights) in zip(whole, resumed):
+        assert (loss, metrics) == (same_loss, same_metrics)
+        assert weights.keys() == same_weights.keys()
+        assert all(torch.equal(value, same_weights[name]) for name, value in weights.items())
+
+
+def test_a_checkpoint_of_another_tensor_parallel_size_is_refused(rank_pools, tmp_path):
+    ranks = rank_pools[2]
+    ranks.run(_train, str(tmp_path), 2, ckpt_save_interval=8)
+    with pytest.raises(AssertionError, match="tensor_model_parallel_size = 2, here it is 1"):
+        ranks.run(_train, str(tmp_path), 1, ckpt_load_dir=str(tmp_path / "checkpoints"))
+
+
+def run(*arguments, ranks=2, **changes):
+    flags = [part for name, value in (TINY | changes).items() for part in (f"--{name}", *value.split())]
+    command = [sys.executable, "-m", "commons.trainer.torchrun", "--standalone", f"--nproc_per_node={ranks}"]
+    process = subprocess.Popen(
+        [*command, "-m", "sid_gr.train", *flags, *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, output, errors
+
+
+def test_a_run_under_torchrun(tmp_path):
+    status, shown, errors = run("--trainer.enable-balanced-shuffler", "--trainer.run-dir", tmp_path)
+    assert status == 0, errors
+    assert "2 ranks on the CPU" in shown and "eval_Recall@5" in shown
+    assert "UserWarning" not in errors  # of megatron-core, about packages that are not there
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    training = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in training] == [2, 4, 6]
+    assert all(line["imbalance_after"] <= line["imbalance_before"] and line["tflops_per_rank"] > 0 for line in training)
+    evaluations = [line for line in lines if "eval_loss" in line]
+    assert [(line["step"], line["eval_rows"]) for line in evaluations] == [(4, 12), (6, 12)]
+    for line in evaluations:
+        assert 0 <= line["eval_HitRate@2"] <= line["eval_Recall@5"] <= 1 and 0 <= line["eval_NDCG@5"] <= 1
+
+
+def test_a_mistake_is_one_line(tmp_path):
+    status, _, errors = run("--trainer.run-dir", tmp_path, **{"model.tensor-model-parallel-size": "4"})
+    assert status == 2
+    (said,) = [line for line in errors.splitlines() if line.startswith("error:")]
+    assert "tensor_model_parallel_size is 4, there are 2 ranks; every decoder has as many ranks as the others" in said
+    assert "Traceback" not in errors
+
+
+def test_the_demo(tmp_path):
+    command = [sys.executable, "-m", "sid_gr.demo", "--device", "cpu", "--quick", "--run-dir", str(tmp_path / "demo")]
+    command += ["--num-users", "150", "--batch-size", "6", "--max-history-seqlen", "40", "--num-layers", "1"]
+    done = subprocess.run(
+        [*command, "--codebook-sizes", "16", "16", "16"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    for part in ("generated data", "3,883 movies, 16 × 16 × 16 codes", "speed-up", "HitRate@10", "most popular"):
+        assert part in done.stdout
+    results = json.loads((tmp_path / "demo/demo.json").read_text())
+    assert len(results["balanced"]["step_ms"]) == len(results["unbalanced"]["step_ms"]) == len(results["stats"]) == 6
+    losses = zip(results["balanced"]["losses"], results["unbalanced"]["losses"])
+    assert max(abs(balanced - unbalanced) for balanced, unbalanced in losses) < 1e-5
+    assert results["figures"]["imbalance_after"] < results["figures"]["imbalance_before"]
+    assert results["balanced"]["evaluation"]["rows"] > 5
+    assert set(results["baselines"]["the ten most popular, for everyone"]) == {"HitRate@10", "NDCG@10"}
+    assert (tmp_path / "demo/balance.png").stat().st_size > 10_000

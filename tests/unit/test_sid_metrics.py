@@ -1,0 +1,87 @@
+"""Metrics of generated items against slow definitions, and the names that are refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sid_gr.metrics import GenerationMetrics, parse_metric
+from sid_gr.model.beam_search import GeneratedItems
+from sid_gr.model.gpt import GenerationOutput
+
+NAMES = ["HitRate@1", "HR@3", "Recall@1", "Recall@5", "NDCG@2", "NDCG@5"]
+
+
+def output_of(users) -> GenerationOutput:
+    """Users as pairs: the ranking, best first, and the true items."""
+    return GenerationOutput(
+        loss_sum=torch.tensor(0.0),
+        num_loss_tokens=0,
+        generated=GeneratedItems(
+            torch.tensor([ranking for ranking, _ in users], dtype=torch.int64).view(len(users), 5),
+            torch.zeros(len(users), 5),
+        ),
+        candidates=torch.tensor([item for _, true in users for item in true], dtype=torch.int64),
+        num_candidates=torch.tensor([len(true) for _, true in users], dtype=torch.int64),
+    )
+
+
+def slow(name, ranking, true):
+    kind, top_k = name.split("@")
+    hits = [item in true for item in ranking[: int(top_k)]]
+    if kind in ("HR", "HitRate"):
+        return float(any(hits))
+    if kind == "Recall":
+        return sum(hits) / len(true)
+    best = [True] * min(int(top_k), len(true))
+    gain, ideal = (sum(hit / math.log2(place + 2) for place, hit in enumerate(row)) for row in (hits, best))
+    return gain / ideal
+
+
+USERS = st.lists(
+    st.tuples(st.permutations(range(7)).map(lambda items: items[:5]), st.lists(st.integers(-1, 6), max_size=4)),
+    max_size=8,
+)
+
+
+@given(steps=st.lists(USERS, max_size=3))
+def test_metrics_are_means_over_users(steps):
+    metrics = GenerationMetrics(NAMES, beam_width=5)
+    for users in steps:
+        metrics.update(output_of(users))
+    # −1 is an item that cannot be generated; a user without true items is not judged; a repeated item counts once.
+    judged = [(ranking, set(true)) for users in steps for ranking, true in users if true]
+    found = metrics.compute()
+    for name in NAMES:
+        if not judged:
+            assert math.isnan(found[name])
+            continue
+        assert found[name] == pytest.approx(sum(slow(name, *user) for user in judged) / len(judged))
+    metrics.reset()
+    assert all(math.isnan(value) for value in metrics.compute().values())
+
+
+def test_known_values():
+    metrics = GenerationMetrics(["HitRate@2", "NDCG@2", "Recall@2"], beam_width=5)
+    metrics.update(output_of([([3, 1, 2, 0, 4], [1]), ([0, 1, 2, 3, 4], [4]), ([5, 6, 2, 3, 4], [6, 5, 0])]))
+    found = metrics.compute()
+    assert found["HitRate@2"] == pytest.approx(2 / 3)
+    assert found["Recall@2"] == pytest.approx((1 + 0 + 2 / 3) / 3)
+    assert found["NDCG@2"] == pytest.approx((1 / math.log2(3) + 0 + 1) / 3)
+
+
+@pytest.mark.parametrize("name", ["HitRate", "HitRate@0", "hitrate@2", "MRR@10", "NDCG@", "NDCG@-1", "Recall@2.5"])
+def test_unknown_names(name):
+    with pytest.raises(ValueError, match="metrics of generation are HitRate@K, NDCG@K and Recall@K"):
+        parse_metric(name, beam_width=10)
+
+
+def test_k_larger_than_the_beam():
+    with pytest.raises(
+        ValueError, match="has 'NDCG@11', which looks at 11 items, the beam has 10; .* raise top_k_for_gen"
+    ):
+        GenerationMetrics(["NDCG@11"], beam_width=10)

@@ -1,0 +1,144 @@
+"""What a row costs, counted over the operations of the decoder; and the configs that are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.datasets.gpt_sid_batch import GPTSIDBatch
+from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
+from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.args import OptimizationArgs
+from sid_gr import SIDGRBalancedBatchShuffler
+from sid_gr.flops import batch_training_flops, sid_task
+from sid_gr.model.config import SIDGRConfig
+from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
+
+SIZES = [5, 3, 7]
+
+
+def random_batch(seed=0, num_real=5, most_candidates=3, batch_size=6):
+    return GPTSIDBatch.random(
+        batch_size,
+        SIZES,
+        9,
+        most_candidates,
+        actual_batch_size=num_real,
+        device="cpu",
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+@given(
+    seed=st.integers(0, 99),
+    hidden=st.integers(1, 9),
+    heads=st.integers(1, 3),
+    head_dim=st.integers(1, 5),
+    layers=st.integers(1, 3),
+    ffn=st.none() | st.integers(1, 20),
+)
+def test_workloads_are_the_operations_of_the_matrix_products(seed, hidden, heads, head_dim, layers, ffn):
+    batch = random_batch(seed)
+    shuffler = SIDGRBalancedBatchShuffler(hidden, heads, head_dim, layers, ffn_hidden_size=ffn)
+    width, inner = heads * head_dim, ffn or 4 * hidden
+    expected = []
+    for row in range(batch.actual_batch_size):
+        history, candidates = (int(batch.code_lengths(key)[row]) for key in ("history", "candidate"))
+        tokens = 1 + history + max(candidates - 1, 0)
+        products = [(tokens, hidden, 3 * width), (tokens, width, hidden)]
+        products += [(tokens, hidden, inner), (tokens, inner, hidden)]
+        # Every token sees itself and what precedes it, for the scores and for the sum of the values.
+        products += [(1, width, seen) for seen in range(1, tokens + 1)] * 2
+        head_products = [(1, hidden, SIZES[code % 3]) for code in range(candidates)]
+        operations = sum(2 * m * n * k for m, n, k in products) * layers
+        expected.append(operations + sum(2 * m * n * k for m, n, k in head_products))
+    workloads = shuffler.get_workloads(batch)
+    assert workloads.dtype == torch.int64 and workloads.shape == (batch.batch_size,)
+    assert workloads[: batch.actual_batch_size].tolist() == expected
+    config = SIDGRConfig(tuple(SIZES), 12, hidden, layers, heads, kv_channels=head_dim, ffn_hidden_size=ffn)
+    assert batch_training_flops(sid_task(config), batch) == 3 * sum(expected)
+    shuffler.close()
+
+
+def test_a_user_with_an_empty_history_costs_something():
+    batch = random_batch(most_candidates=0)
+    shuffler = SIDGRBalancedBatchShuffler(8, 2, 4)
+    assert shuffler.get_workloads(batch)[: batch.actual_batch_size].min() > 0
+    shuffler.close()
+
+
+def test_it_is_registered():
+    shuffler = BatchShufflerFactory.create("sid_gr", hidden_size=8, num_heads=2, head_dim=4)
+    assert isinstance(shuffler, SIDGRBalancedBatchShuffler)
+    shuffler.close()
+
+
+def config(**changes) -> SIDGRConfig:
+    sizes = {"codebook_sizes": (4, 4), "max_items": 5, "hidden_size": 8, "num_layers": 1, "num_attention_heads": 4}
+    return SIDGRConfig(**sizes | changes)
+
+
+class TestModelConfig:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"codebook_sizes": ()}, "codebook_sizes is empty"),
+            ({"codebook_sizes": (4, 0)}, "a size in codebook_sizes is 0"),
+            ({"max_items": 0}, "max_items is 0"),
+            ({"num_attention_heads": 3}, "hidden_size is 8, num_attention_heads is 3"),
+            ({"kv_channels": 0}, "kv_channels is 0"),
+            ({"heads": "tied"}, "heads is 'tied'"),
+            ({"dropout": 1.0}, "dropout is 1.0"),
+            ({"init_method_std": 0.0}, "init_method_std is 0.0"),
+            ({"tensor_model_parallel_size": 8}, "num_attention_heads is 4, tensor_model_parallel_size is 8"),
+            ({"ffn_hidden_size": 7, "tensor_model_parallel_size": 2}, "ffn_hidden_size is 7"),
+        ],
+    )
+    def test_mistakes(self, changes, message):
+        with pytest.raises(ValueError) as caught:
+            config(**changes)
+        assert message in str(caught.value)
+
+    def test_derived_dimensions(self):
+        made = config(kv_channels=3, codebook_sizes=[4, 4, 4])
+        assert (made.head_dim, made.ffn_width, made.max_sequence_length, made.num_hierarchies) == (3, 32, 15, 3)
+        assert made.codebook_sizes == (4, 4, 4)
+
+
+class TestTrainConfig:
+    def make(self, trainer=(), **parts):
+        return TrainConfig(TrainerArgs(4, 4, **dict(trainer)), DatasetArgs("sid-random", 8), **parts)
+
+    def test_defaults_of_generation(self):
+        trainer = TrainerArgs(4, 4)
+        assert trainer.top_k_for_generation == 10 and trainer.eval_metrics == ("HitRate@2", "NDCG@10")
+        assert self.make().sid.codebook_sizes == (500,) * 4
+
+    def test_k_larger_than_the_beam(self):
+        with pytest.raises(ValueError, match="has 'NDCG@10', which looks at 10 items, the beam has 5"):
+            self.make({"top_k_for_generation": 5})
+        with pytest.raises(ValueError, match="top_k_for_generation is 0"):
+            self.make({"top_k_for_generation": 0})
+
+    def test_tensor_parallel_size_that_does_not_divide_the_heads(self):
+        with pytest.raises(ValueError, match="num_attention_heads is 4, tensor_model_parallel_size is 3"):
+            self.make(model=ModelArgs(tensor_model_parallel_size=3))
+
+    def test_clipping_needs_the_whole_norm(self):
+        optimization = OptimizationArgs(max_grad_norm=1.0)
+        assert self.make({"optimization": optimization}).trainer.optimization.max_grad_norm == 1.0
+        with pytest.raises(ValueError, match="every rank knows the norm of its own part alone"):
+            self.make({"optimization": optimization}, model=ModelArgs(tensor_model_parallel_size=2))
+
+    def test_an_unknown_shuffler(self):
+        with pytest.raises(ValueError, match="shuffler_type is 'sidgr'; registered are"):
+            self.make(shuffler_type="sidgr")
+
+    def test_a_map_is_needed_for_real_items(self, tmp_path):
+        assert SIDArgs(num_random_items=7, codebook_sizes=(2, 4)).load_map("sid-random", seed=1).num_items == 7
+        with pytest.raises(ValueError, match="sid.map_path is not set; 'sid-ml-1m' has items"):
+            SIDArgs().load_map("sid-ml-1m", seed=1)
+        with pytest.raises(FileNotFoundError):
+            SIDArgs(map_path=str(tmp_path / "sids.parquet")).load_map("sid-ml-1m", seed=1)

@@ -1,0 +1,174 @@
+"""The trie of valid SIDs and beam search over it, against enumeration."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sid_gr.model.beam_search import beam_search
+from sid_gr.model.trie import SIDTrie
+
+
+@st.composite
+def sid_sets(draw):
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    codes = draw(st.lists(st.tuples(*(st.integers(0, size - 1) for size in sizes)), min_size=1, max_size=20))
+    return sizes, codes
+
+
+def is_sorted(rows) -> bool:
+    return rows == sorted(rows)
+
+
+@given(sid_sets())
+def test_next_nodes_lead_to_the_valid_sids_and_to_no_others(given_sids):
+    sizes, codes = given_sids
+    trie = SIDTrie(np.array(codes), sizes)
+    found = {(): torch.tensor([0])}
+    for depth, size in enumerate(sizes):
+        following = {}
+        for prefix, node in found.items():
+            (table,) = trie.next_nodes(depth, node)
+            assert table.shape == (size,)
+            following |= {(*prefix, code): table[code : code + 1] for code in range(size) if table[code] >= 0}
+        found = following
+        assert len(found) == trie.num_nodes[depth + 1]
+        # Nodes are numbered in the order of what leads to them.
+        assert [int(node) for _, node in sorted(found.items())] == list(range(len(found)))
+    assert set(found) == set(codes)
+    assert [tuple(sid) for sid in trie.sids.tolist()] == sorted(set(codes))
+    assert trie.num_sids == len(set(codes))
+
+
+@given(sid_sets(), st.data())
+def test_next_nodes_of_many_nodes(given_sids, data):
+    sizes, codes = given_sids
+    trie = SIDTrie(np.array(codes), sizes)
+    depth = data.draw(st.integers(0, len(sizes) - 1))
+    nodes = torch.tensor(data.draw(st.lists(st.integers(0, trie.num_nodes[depth] - 1), max_size=6)), dtype=torch.int64)
+    together = trie.next_nodes(depth, nodes)
+    assert together.shape == (len(nodes), sizes[depth])
+    for node, row in zip(nodes, together):
+        assert torch.equal(trie.next_nodes(depth, node[None])[0], row)
+
+
+@given(sid_sets())
+def test_lookup(given_sids):
+    sizes, codes = given_sids
+    trie = SIDTrie(np.array(codes), sizes)
+    everything = torch.cartesian_prod(*(torch.arange(size) for size in sizes)).view(-1, len(sizes))
+    valid = sorted(set(codes))
+    expected = [valid.index(tuple(sid)) if tuple(sid) in set(codes) else -1 for sid in everything.tolist()]
+    assert trie.lookup(everything).tolist() == expected
+    assert trie.lookup(everything[:0]).tolist() == []
+
+
+def scores_of_all(trie, tables, row):
+    """Log-probability of every valid SID: a code's logits depend on the row, and on all codes before it."""
+    scores = []
+    for sid in trie.sids.tolist():
+        prefix, total = (), 0.0
+        for code in sid:
+            total += float(logits_of(tables, row, prefix, trie.codebook_sizes[len(prefix)]).log_softmax(0)[code])
+            prefix = (*prefix, code)
+        scores.append(total)
+    return torch.tensor(scores)
+
+
+def logits_of(seed, row, prefix, size) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash((seed, row, *prefix)) % 2**63)
+    return 3 * torch.randn(size, generator=generator, dtype=torch.float64)
+
+
+class Prefixes:
+    """Follows the beams as a decoder does."""
+
+    def __init__(self, seed, sizes, num_rows):
+        self.seed, self.sizes = seed, sizes
+        self.beams = [[()] for _ in range(num_rows)]
+        self.depth = 0
+
+    def first(self):
+        rows = [logits_of(self.seed, row, (), self.sizes[0]) for row in range(len(self.beams))]
+        return torch.stack(rows) if rows else torch.zeros(0, self.sizes[0], dtype=torch.float64)
+
+    def __call__(self, codes, parents):
+        self.beams = [
+            [(*beams[parent], code) for code, parent in zip(row_codes, row_parents)]
+            for beams, row_codes, row_parents in zip(self.beams, codes.tolist(), parents.tolist())
+        ]
+        self.depth += 1
+        size = self.sizes[self.depth]
+        rows = [
+            torch.stack([logits_of(self.seed, row, beam, size) for beam in beams])
+            for row, beams in enumerate(self.beams)
+        ]
+        return torch.stack(rows) if rows else torch.zeros(*codes.shape, size, dtype=torch.float64)
+
+
+@given(sid_sets(), st.integers(0, 3), st.integers(0, 99))
+def test_a_beam_as_wide_as_the_items_ranks_all_of_them(given_sids, num_rows, seed):
+    sizes, codes = given_sids
+    trie = SIDTrie(np.array(codes), sizes)
+    steps = Prefixes(seed, sizes, num_rows)
+    found = beam_search(trie, trie.num_sids, steps.first(), steps)
+    assert found.leaves.shape == found.log_probs.shape == (num_rows, trie.num_sids)
+    for row in range(num_rows):
+        scores = scores_of_all(trie, seed, row)
+        assert sorted(found.leaves[row].tolist()) == list(range(trie.num_sids))  # each once
+        torch.testing.assert_close(found.log_probs[row], scores[found.leaves[row]].double(), rtol=1e-6, atol=1e-6)
+        assert is_sorted([-score for score in found.log_probs[row].tolist()])
+
+
+@given(sid_sets(), st.integers(1, 4), st.integers(0, 99))
+def test_a_narrow_beam_finds_different_valid_items_with_their_scores(given_sids, width, seed):
+    sizes, codes = given_sids
+    trie = SIDTrie(np.array(codes), sizes)
+    width = min(width, trie.num_sids)
+    steps = Prefixes(seed, sizes, 2)
+    found = beam_search(trie, width, steps.first(), steps)
+    for row in range(2):
+        leaves = found.leaves[row].tolist()
+        assert len(set(leaves)) == width and min(leaves) >= 0
+        scores = scores_of_all(trie, seed, row)
+        torch.testing.assert_close(found.log_probs[row], scores[leaves].double(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_narrow_beam_can_miss_what_a_wide_one_finds():
+    trie = SIDTrie(np.array([[0, 0], [0, 1], [1, 0]]), [2, 2])
+    first = torch.tensor([[0.6, 0.4]]).log()
+
+    def steps(codes, parents):
+        # Code 0 is likelier, but what follows it is shared by two; code 1 leads to one item alone.
+        following = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
+        return following[codes].log().clamp(min=-1e9)
+
+    assert beam_search(trie, 1, first, steps).leaves.tolist() == [[0]]
+    wide = beam_search(trie, 3, first, steps)
+    assert wide.leaves[0, 0] == 2
+    assert wide.log_probs.exp().tolist()[0] == pytest.approx([0.4, 0.3, 0.3])
+
+
+@pytest.mark.parametrize("width", [0, 4])
+def test_a_beam_wider_than_the_valid_sids(width):
+    trie = SIDTrie(np.array([[0, 0], [0, 1], [1, 0]]), [2, 2])
+    with pytest.raises(ValueError, match=f"beam width is {width}, there are 3 valid SIDs"):
+        beam_search(trie, width, torch.zeros(1, 2), lambda codes, parents: codes)
+
+
+@pytest.mark.parametrize(
+    ("codes", "sizes", "message"),
+    [
+        ([[0, 1, 2]], [3, 3], "codes have shape (1, 3)"),
+        (np.zeros((0, 2)), [3, 3], "at least one"),
+        ([[0, 3]], [3, 3], "codes reach from [0, 3] to [0, 3], codebook_sizes is [3, 3]"),
+        ([[-1, 0]], [3, 3], "codes lie in [0, size)"),
+    ],
+)
+def test_codes_that_do_not_fit(codes, sizes, message):
+    with pytest.raises(ValueError) as caught:
+        SIDTrie(np.array(codes), sizes)
+    assert message in str(caught.value)
