@@ -24,11 +24,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torchrec
 import tyro
 
+from benchmarks.report import Fit, fit_line, interleaved_medians
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, hstu_attention, plan_attention
 
@@ -99,34 +99,6 @@ def dense(inputs: Inputs, num_rows: int, length: int) -> None:
     scores = q @ k.transpose(2, 3) + inputs.bias[:, distance.clamp(min=0)]
     weights = torch.nn.functional.silu(scores) * (distance >= 0) / length
     (weights @ v).sum().backward()
-
-
-def interleaved_medians(variants: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median seconds of each variant; every round runs all of them, after one round that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(repeats + 1):
-        for name, variant in variants.items():
-            start = time.process_time()
-            variant()
-            if turn:
-                seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A least-squares line of time on a measure of work."""
-
-    slope: float
-    intercept: float
-    r_squared: float
-
-
-def fit_line(work: list[float], seconds: list[float]) -> Fit:
-    """Least squares of `seconds` on `work`."""
-    slope, intercept = np.polyfit(work, seconds, 1)
-    residual = np.asarray(seconds) - (slope * np.asarray(work) + intercept)
-    return Fit(float(slope), float(intercept), 1.0 - float(residual.var() / np.var(seconds)))
 
 
 def measure_shapes(args: Args) -> tuple[Fit, Fit, list[tuple[int, int, int, float]]]:

@@ -1,12 +1,15 @@
-"""What all benchmark programs share: lengths, ranks, Markdown tables, and the head of a results page."""
+"""What all benchmark programs share: lengths, ranks, timing, Markdown tables, and the head of a results page."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import platform
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from tqdm import tqdm
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -69,6 +73,34 @@ def _rank_main(
     torch.save(result, Path(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def interleaved_medians(variants: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Median seconds of each variant; every round runs all of them, after one round that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in tqdm(range(repeats + 1), desc="rounds", leave=False):
+        for name, variant in variants.items():
+            started = time.process_time()
+            variant()
+            if turn:
+                seconds[name].append(time.process_time() - started)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A least-squares line of time on a measure of work."""
+
+    slope: float
+    intercept: float
+    r_squared: float
+
+
+def fit_line(work: list[float], seconds: list[float]) -> Fit:
+    """Least squares of `seconds` on `work`."""
+    slope, intercept = np.polyfit(work, seconds, 1)
+    residual = np.asarray(seconds) - (slope * np.asarray(work) + intercept)
+    return Fit(float(slope), float(intercept), 1.0 - float(residual.var() / np.var(seconds)))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -14,19 +14,15 @@ Examples:
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from tqdm import tqdm
 
-from benchmarks.report import heading, table, write_page
+from benchmarks.report import Fit, fit_line, heading, interleaved_medians, table, write_page
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.model import SIDGRConfig, SIDGRModel
@@ -99,34 +95,6 @@ def dense(inputs: list[torch.Tensor], num_rows: int, length: int) -> None:
     (scores.softmax(3) @ v).sum().backward()
     for tensor in inputs:
         tensor.grad = None
-
-
-def interleaved_medians(variants: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median seconds of each variant; every round runs all of them, after one round that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in tqdm(range(repeats + 1), desc="rounds", leave=False):
-        for name, variant in variants.items():
-            started = time.process_time()
-            variant()
-            if turn:
-                seconds[name].append(time.process_time() - started)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A least-squares line of time on a measure of work."""
-
-    slope: float
-    intercept: float
-    r_squared: float
-
-
-def fit_line(work: list[float], seconds: list[float]) -> Fit:
-    """Least squares of `seconds` on `work`."""
-    slope, intercept = np.polyfit(work, seconds, 1)
-    residual = np.asarray(seconds) - (slope * np.asarray(work) + intercept)
-    return Fit(float(slope), float(intercept), 1.0 - float(residual.var() / np.var(seconds)))
 
 
 def measure_shapes(args: Args) -> tuple[Fit, Fit]:
