@@ -49,14 +49,14 @@ def parse_metric(name: str, beam_width: int) -> MetricName:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
-            f"eval_metrics has {name!r}; metrics of generation are HitRate@K, NDCG@K and Recall@K with K of at least 1: "
-            "correct it"
+            f"eval_metrics has {name!r}; metrics of generation are HitRate@K, NDCG@K and Recall@K with K of at least "
+            "1: correct it"
         )
     metric = MetricName("HitRate" if match[1] == "HR" else match[1], int(match[2]))
     if metric.top_k > beam_width:
         raise ValueError(
-            f"eval_metrics has {name!r}, which looks at {metric.top_k} items, the beam has {beam_width}; only so many are generated: "
-            "raise top_k_for_generation or lower K"
+            f"eval_metrics has {name!r}, which looks at {metric.top_k} items, the beam has {beam_width}; only so many "
+            "are generated: raise top_k_for_generation or lower K"
         )
     return metric
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ class SIDGRModel(nn.Module):
     def decoder(self) -> SIDDecoder:
         """The decoder, without what wraps it."""
         dense = self.dense
-        return dense if isinstance(dense, SIDDecoder) else dense.module  # type: ignore[return-value]
+        return dense if isinstance(dense, SIDDecoder) else cast(SIDDecoder, dense.module)
 
     def forward(self, batch: GPTSIDBatch) -> tuple[torch.Tensor, LossOutput]:
         """Loss of a batch, and what the step says besides: a GenerationOutput in evaluation mode, if there is a trie.

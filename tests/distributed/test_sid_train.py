@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -11,6 +13,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,8 +29,8 @@ from commons.trainer.loop import TrainingLoop
 from commons.trainer.optimizers import OptimizerArgs, build_optimizer
 from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.metrics import GenerationMetrics
-from sid_gr.train import build_model
-from sid_gr.train_config import ModelArgs
+from sid_gr.train import build_model, train
+from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
 from tests.models import weights_of
 from tests.sid_models import CPU, model_parallel
 
@@ -109,6 +114,9 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(rank_pools, tmp_path, w
         assert (loss, metrics) == (same_loss, same_metrics)
         assert weights.keys() == same_weights.keys()
         assert all(torch.equal(value, same_weights[name]) for name, value in weights.items())
+        # What all ranks have alike stays alike: tensor-parallel peers drop the same elements.
+        shared = [name for name in weights if "layers" not in name]
+        assert len(shared) == 6 and all(torch.equal(weights[name], whole[0][2][name]) for name in shared)
 
 
 def test_a_checkpoint_of_another_tensor_parallel_size_is_refused(rank_pools, tmp_path):
@@ -116,6 +124,37 @@ def test_a_checkpoint_of_another_tensor_parallel_size_is_refused(rank_pools, tmp
     ranks.run(_train, str(tmp_path), 2, ckpt_save_interval=8)
     with pytest.raises(AssertionError, match="tensor_model_parallel_size = 2, here it is 1"):
         ranks.run(_train, str(tmp_path), 1, ckpt_load_dir=str(tmp_path / "checkpoints"))
+
+
+def _train_on_own_data(folder, **trainer):
+    """What is printed, and the metrics."""
+    with model_parallel():
+        config = TrainConfig(
+            TrainerArgs(4, 3, run_dir=f"{folder}/run{dist.get_rank()}", tensorboard=False, **trainer),
+            DatasetArgs("sid", 5, dataset_path=f"{folder}/histories.parquet", max_num_candidates=1, shuffle=True),
+            SIDArgs(f"{folder}/sids.npy", (6, 6, 6), history_column="seen"),
+            ModelArgs(16, 1),
+            OptimizerArgs(sharding="row_wise"),
+        )
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            summary = train(config, CPU)
+        return printed.getvalue(), summary.steps, summary.metrics
+
+
+@pytest.mark.parametrize("single_rank_load", [False, True])
+def test_own_data_from_end_to_end(two_ranks, tmp_path, single_rank_load):
+    users = [[item % 50 for item in range(user, user + 1 + user % 9)] for user in range(21)]
+    pq.write_table(pa.table({"seen": users}), tmp_path / "histories.parquet")
+    np.save(tmp_path / "sids.npy", random_sid_map(50, (6, 6, 6)).codes)
+    options = {"single_rank_load": single_rank_load, "balance_batch": single_rank_load, "num_epochs": 2}
+    (shown, steps, metrics), (silent, *same) = two_ranks.run(_train_on_own_data, str(tmp_path), **options)
+    # In training a user's last item is left out; three of 21 users have none then.
+    assert steps == 2 * 3 and metrics["eval_rows"] == 21
+    assert set(metrics) == {"eval_loss", "eval_rows", "eval_HitRate@2", "eval_NDCG@10"}
+    long = [len(user) - 6 for user in users if len(user) > 6]
+    assert f"evaluation: {len(long)} of 21 users have more than 6 items; {sum(long)} of their oldest items" in shown
+    assert "cut" not in silent and same == [steps, metrics]
 
 
 def run(*arguments, ranks=2, **changes):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from sid_gr.model import token_layout
-from sid_gr.model.attention import CausalRows
+from sid_gr.megatron_core import get_gpt_layer_local_spec
+from sid_gr.model import decoder, token_layout
+from sid_gr.model.attention import CausalRows, PatternAttention
 from sid_gr.model.decoding_cache import BeamStep, DecodingCache
 from sid_gr.model.token_layout import lay_out_batch
 
@@ -167,3 +169,17 @@ def test_attention_is_what_torch_computes_for_a_single_row():
     parts = [torch.randn(5, 2, 4) for _ in range(3)]
     whole = functional.scaled_dot_product_attention(*(part.transpose(0, 1) for part in parts), is_causal=True)
     torch.testing.assert_close(CausalRows(layout=layout).attend(1, *parts), whole.transpose(0, 1))
+
+
+@pytest.mark.parametrize("has_transformer_engine", [False, True])
+def test_layers_are_transformer_engines_where_it_is_installed(has_transformer_engine):
+    local, other = get_gpt_layer_local_spec(), get_gpt_layer_local_spec()
+    with mock.patch.multiple(
+        decoder,
+        HAVE_TE=has_transformer_engine,
+        get_gpt_layer_local_spec=lambda: local,
+        get_gpt_layer_with_transformer_engine_spec=lambda: other,
+    ):
+        chosen = decoder.layer_spec()
+    assert chosen is (other if has_transformer_engine else local)
+    assert chosen.submodules.self_attention.submodules.core_attention.module is PatternAttention
