@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
-from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.trainer.config import load_config
 from commons.trainer.data import deal_out, train_and_eval_loaders
 from commons.trainer.errors import log_to_file, run_main
@@ -28,6 +27,7 @@ from commons.trainer.launch import initialize_ranks, seed_all
 from commons.trainer.logging import TrainSummary, write_config
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.optimizers import build_optimizer
+from commons.trainer.shuffler import make_shuffler
 from hstu.flops import batch_training_flops, count_tokens, hstu_task
 from hstu.model import HSTUConfig
 from hstu.model.config import SequenceModelConfig
@@ -143,23 +143,16 @@ def weights_of(config: SequenceModelConfig) -> dict[str, Any]:
 
 def build_shuffler(config: TrainConfig, hstu: HSTUConfig, *, balances: bool) -> BaseTaskBalancedBatchShuffler:
     """The shuffler that the config names, or the one that moves nothing."""
-    settings = config.trainer.shuffler
-    if config.trainer.balance_batch and settings.mode == "balance":
-        settings = replace(settings, mode="observe")  # the rows are balanced already: report how even they are
-    options: dict[str, Any] = {"options": settings}
-    if not balances:
-        return IdentityBalancedBatchShuffler(**options)
-    if config.shuffler_type == "hstu":
-        options |= {
-            "hidden_size": hstu.hidden_size,
-            "num_heads": hstu.num_attention_heads,
-            "head_dim": hstu.kv_channels,
-            "num_layers": hstu.num_layers,
-            "causal": hstu.is_causal,
-            "contextual_mask": hstu.contextual_mask,
-            "target_group_size": hstu.target_group_size,
-        }
-    return BatchShufflerFactory.create(config.shuffler_type, **options)
+    dimensions = {
+        "hidden_size": hstu.hidden_size,
+        "num_heads": hstu.num_attention_heads,
+        "head_dim": hstu.kv_channels,
+        "num_layers": hstu.num_layers,
+        "causal": hstu.is_causal,
+        "contextual_mask": hstu.contextual_mask,
+        "target_group_size": hstu.target_group_size,
+    }
+    return make_shuffler(config.trainer, config.shuffler_type, {"hstu": dimensions}, balances=balances)
 
 
 if __name__ == "__main__":

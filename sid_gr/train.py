@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from commons.datasets.sid_dataset import CANDIDATE, HISTORY, SIDDataset
 from commons.datasets.sid_map import SIDMap
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
-from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.trainer.config import load_config
 from commons.trainer.data import deal_out, train_and_eval_loaders
@@ -34,6 +33,7 @@ from commons.trainer.launch import initialize_ranks, seed_all
 from commons.trainer.logging import TrainSummary, write_config
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.optimizers import OptimizerArgs, build_optimizer
+from commons.trainer.shuffler import make_shuffler
 from sid_gr.flops import batch_training_flops, sid_task
 from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie
@@ -157,21 +157,14 @@ def build_model(
 
 def build_shuffler(config: TrainConfig, model_config: SIDGRConfig, *, balances: bool) -> BaseTaskBalancedBatchShuffler:
     """The shuffler that the config names, or the one that moves nothing."""
-    settings = config.trainer.shuffler
-    if config.trainer.balance_batch and settings.mode == "balance":
-        settings = replace(settings, mode="observe")  # the rows are balanced already: report how even they are
-    options: dict[str, Any] = {"options": settings}
-    if not balances:
-        return IdentityBalancedBatchShuffler(**options)
-    if config.shuffler_type == "sid_gr":
-        options |= {
-            "hidden_size": model_config.hidden_size,
-            "num_heads": model_config.num_attention_heads,
-            "head_dim": model_config.head_dim,
-            "num_layers": model_config.num_layers,
-            "ffn_hidden_size": model_config.ffn_width,
-        }
-    return BatchShufflerFactory.create(config.shuffler_type, **options)
+    dimensions = {
+        "hidden_size": model_config.hidden_size,
+        "num_heads": model_config.num_attention_heads,
+        "head_dim": model_config.head_dim,
+        "num_layers": model_config.num_layers,
+        "ffn_hidden_size": model_config.ffn_width,
+    }
+    return make_shuffler(config.trainer, config.shuffler_type, {"sid_gr": dimensions}, balances=balances)
 
 
 if __name__ == "__main__":
