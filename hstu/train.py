@@ -26,14 +26,14 @@ from commons.trainer.errors import log_to_file, run_main
 from commons.trainer.launch import initialize_ranks, seed_all
 from commons.trainer.logging import TrainSummary, write_config
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.optimizers import build_optimizer
 from commons.trainer.shuffler import make_shuffler
 from hstu.flops import batch_training_flops, count_tokens, hstu_task
-from hstu.model import HSTUConfig
-from hstu.model.config import SequenceModelConfig
+from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
 from hstu.popularity import count_items
 from hstu.sharding import Sharding, build_distributed_model
-from hstu.tasks import TASKS, Task, feature_roles
+from hstu.tasks import TASKS, Task, data_options, feature_roles
 from hstu.train_config import ModelArgs, TrainConfig
 
 
@@ -58,17 +58,18 @@ def train(config: TrainConfig, device: torch.device) -> TrainSummary:
 
     """
     require_device(config.model, device)
-    loaders = train_and_eval_loaders(config.dataset, config.trainer, device)
+    loaders = train_and_eval_loaders(config.dataset, config.trainer, device, **data_options(config.model))
     task = TASKS[config.task](config.model, config.dataset, loaders[0].dataset)
     train_loader = task.prepare(loaders[0], "train", config.trainer.seed)
     eval_loader = task.prepare(loaders[1], "test", config.trainer.seed)
     popularity = item_popularity(config, task.config, device) if config.popularity_baseline else None
     # Every rank initialises its own shards of the tables, and draws its own dropout; the dense weights are rank 0's.
     seed_all(config.trainer.seed + dist.get_rank())
-    model = build_model(config, task, device)
+    scaler = build_loss_scaler(config, device)
+    model = build_model(config, task, device, scaler)
     trains_balanced = config.trainer.enable_balanced_shuffler
-    shuffler = build_shuffler(config, task.config.hstu, balances=trains_balanced or config.trainer.balance_batch)
-    eval_shuffler = build_shuffler(config, task.config.hstu, balances=trains_balanced and config.trainer.shuffle_eval)
+    shuffler = build_shuffler(config, task.config, balances=trains_balanced or config.trainer.balance_batch)
+    eval_shuffler = build_shuffler(config, task.config, balances=trains_balanced and config.trainer.shuffle_eval)
     dealt_out = None
     if config.trainer.single_rank_load:
         dealt_out = deal_out(train_loader, config.trainer, device, shuffler.get_workloads)
@@ -86,7 +87,8 @@ def train(config: TrainConfig, device: torch.device) -> TrainSummary:
         count=count_tokens,
         fingerprint={"task": config.task, "model": weights_of(task.config), "optimizer": config.optimizer.kinds()},
         flops=flops,
-        compute_dtype=torch.bfloat16 if config.model.compute_dtype == "bf16" else torch.float32,
+        compute_dtype=COMPUTE_DTYPES[config.model.compute_dtype],
+        loss_scaler=scaler,
     )
     summary = loop.run()
     # Not after a failure: the worker may then wait for a rank that is gone.
@@ -109,18 +111,30 @@ def require_device(model: ModelArgs, device: torch.device) -> None:
             raise ValueError(f"{name} and the device is {device.type!r}; it is made for CUDA: {instead}")
 
 
-def build_model(config: TrainConfig, task: Task, device: torch.device) -> nn.Module:
+def build_loss_scaler(config: TrainConfig, device: torch.device) -> LossScaler | None:
+    """What scales the loss in training in float16; None in other dtypes."""
+    if config.model.compute_dtype != "fp16":
+        return None
+    return LossScaler(device, initial_scale=config.trainer.optimization.initial_loss_scale)
+
+
+def build_model(
+    config: TrainConfig, task: Task, device: torch.device, loss_scaler: LossScaler | None = None
+) -> nn.Module:
     """The model on all ranks: tables sharded, everything else copied."""
     model = task.make_model(embedding_device=torch.device("meta"))
     if config.model.compile:
         model.dense.encoder.compile_dense()
     sharding: dict[str, Sharding | None] = dict.fromkeys(task.config.embedding_tables, config.optimizer.sharding)
+    sharding |= config.table_sharding
+    if loss_scaler is not None:
+        model.scale_loss(loss_scaler, [table for table, kind in sharding.items() if kind == "data_parallel"])
     return build_distributed_model(
         model,
         device=device,
         embedding_optimizer=config.optimizer.embedding_optimizer,
         embedding_lr=config.optimizer.embedding_lr,
-        sharding={**sharding, **config.table_sharding},
+        sharding=sharding,
     )
 
 
@@ -141,8 +155,11 @@ def weights_of(config: SequenceModelConfig) -> dict[str, Any]:
     return fields
 
 
-def build_shuffler(config: TrainConfig, hstu: HSTUConfig, *, balances: bool) -> BaseTaskBalancedBatchShuffler:
+def build_shuffler(
+    config: TrainConfig, model_config: SequenceModelConfig, *, balances: bool
+) -> BaseTaskBalancedBatchShuffler:
     """The shuffler that the config names, or the one that moves nothing."""
+    hstu = model_config.hstu
     dimensions = {
         "hidden_size": hstu.hidden_size,
         "num_heads": hstu.num_attention_heads,
@@ -152,7 +169,12 @@ def build_shuffler(config: TrainConfig, hstu: HSTUConfig, *, balances: bool) -> 
         "contextual_mask": hstu.contextual_mask,
         "target_group_size": hstu.target_group_size,
     }
-    return make_shuffler(config.trainer, config.shuffler_type, {"hstu": dimensions}, balances=balances)
+    # Times and negatives come with a row, but are no tokens of it.
+    arguments: dict[str, dict[str, Any]] = {
+        "hstu": dimensions,
+        "tokens": {"feature_names": list(model_config.embedding_tables)},
+    }
+    return make_shuffler(config.trainer, config.shuffler_type, arguments, balances=balances)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,18 @@ class OptimizationArgs:
     min_lr_ratio: float = 0.0
     """Where the cosine ends, as a part of the learning rate."""
 
+    initial_loss_scale: float = 65536.0
+    """Where the scale of the loss starts in training in float16; it falls and rises by itself."""
+
     def __post_init__(self) -> None:
         require_at_least("accumulation_steps", self.accumulation_steps, 1)
         require_at_least("warmup_steps", self.warmup_steps, 0)
         if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}; a norm is positive: raise it, or leave it out")
+        if not 0 < self.initial_loss_scale < math.inf:
+            raise ValueError(
+                f"initial_loss_scale is {self.initial_loss_scale}; the loss is multiplied by it: make it positive"
+            )
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}; it is a part of the learning rate: give 0 to 1")
 

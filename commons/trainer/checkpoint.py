@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from commons.trainer.broadcast import broadcast_text
 from commons.trainer.checkpoint_state import load_state, set_random_state, state_to_save
+from commons.trainer.loss_scaling import LossScaler
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Checkpointer:
         optimizer: of the dense parameters.
         fingerprint: what must be equal to load a checkpoint, JSON-ready: dimensions of the model, kinds of optimizers.
         device: of this rank.
+        loss_scaler: whose scale is saved and, where the checkpoint has one, loaded; None for no scale.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         fingerprint: Mapping[str, Any],
         device: torch.device,
+        loss_scaler: LossScaler | None = None,
     ) -> None:
         self.folder = Path(folder)
         self._keep = keep
@@ -78,6 +81,7 @@ class Checkpointer:
         # As it will be read: tuples become lists, keys strings.
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._device = device
+        self._loss_scaler = loss_scaler
         self._random: dict[str, torch.Tensor] = {}
 
     def save(self, progress: TrainProgress) -> Path | None:
@@ -123,6 +127,8 @@ class Checkpointer:
             raise (FileNotFoundError if answer["kind"] == "FileNotFoundError" else ValueError)(answer["error"])
         state = answer["state"]
         self._random = load_state(Path(answer["path"]), self._model, self._optimizer)
+        if self._loss_scaler is not None and state.get("loss_scaler"):
+            self._loss_scaler.load_state_dict(state["loss_scaler"])
         return TrainProgress(**state["progress"])
 
     def restore_random_state(self) -> None:
@@ -157,6 +163,7 @@ class Checkpointer:
             "progress": asdict(progress),
             "world_size": dist.get_world_size(),
             "fingerprint": self._fingerprint,
+            "loss_scaler": None if self._loss_scaler is None else self._loss_scaler.state_dict(),
             "files": {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())},
         }
         (unfinished / _STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")

@@ -34,6 +34,7 @@ from commons.trainer.checkpoint import Checkpointer, TrainProgress
 from commons.trainer.evaluation import Metrics, StepOutput, evaluate
 from commons.trainer.launch import describe_ranks
 from commons.trainer.logging import StatsMean, StepClock, StepSums, TrainLog, TrainSummary
+from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.profiling import StepProfiler
 from commons.trainer.stop import StopSignal
@@ -61,6 +62,7 @@ class TrainingLoop:
         fingerprint: what must be equal to load a checkpoint, JSON-ready; needed for checkpoints.
         flops: operations of forward and backward pass on a host batch; None leaves TFLOPS and MFU out of the log.
         compute_dtype: of the model's matrix products, for MFU.
+        loss_scaler: of a model that scales its loss, as training in float16 needs it.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class TrainingLoop:
         fingerprint: Mapping[str, Any] | None = None,
         flops: Callable[[Any], int] | None = None,
         compute_dtype: torch.dtype = torch.float32,
+        loss_scaler: LossScaler | None = None,
     ) -> None:
         if (eval_loader is None) != (eval_shuffler is None) or eval_shuffler is shuffler:
             raise ValueError(
@@ -104,6 +107,7 @@ class TrainingLoop:
         self._metrics = metrics
         self._count = count
         self._flops = flops
+        self._loss_scaler = loss_scaler
         self._peak_flops = peak_flops_of(device, compute_dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
         pipeline: dict[str, Any] = {"model": model, "optimizer": DeferredOptimizer(optimizer), "device": device}
         self._pipeline = TrainPipelineFactory.create(args.pipeline_type, batch_shuffler=shuffler, **pipeline)
@@ -123,6 +127,7 @@ class TrainingLoop:
                 optimizer=optimizer,
                 fingerprint=fingerprint or {},
                 device=device,
+                loss_scaler=loss_scaler,
             )
         self._sums = StepSums()
         self._clock = StepClock(device)
@@ -146,7 +151,9 @@ class TrainingLoop:
         """
         resumed = self._resume()
         total = self._total_steps()
-        self._update = StepUpdate(self._args.optimization, self._optimizer, self._model, total, self._device)
+        self._update = StepUpdate(
+            self._args.optimization, self._optimizer, self._model, total, self._device, self._loss_scaler
+        )
         self._log = TrainLog(self._args.run_dir, total, self._args.tensorboard, first_step=self._step)
         self._log.say(describe_ranks(self._device))
         if resumed:
@@ -294,6 +301,7 @@ class TrainingLoop:
                 "rows_per_s": sums.rows / sum(step_ms) * 1e3,
                 "step_ms": statistics.median(step_ms),
                 **self._rates(sums.flops, sum(step_ms)),
+                **({} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.value()}),
                 **self._take_stats(step_ms).means(),
             }
         )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commons.trainer.args import OptimizationArgs
+from commons.trainer.loss_scaling import LossScaler
 
 
 class DeferredOptimizer:
@@ -43,6 +44,7 @@ class StepUpdate:
         model: its fused optimizers, if it has some, follow the schedule.
         total_steps: steps of the run, for the cosine.
         device: of this rank.
+        loss_scaler: of the gradients, where the model scales its loss.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class StepUpdate:
         model: nn.Module,
         total_steps: int,
         device: torch.device,
+        loss_scaler: LossScaler | None = None,
     ) -> None:
         self._args = args
         self._optimizer = optimizer
+        self._loss_scaler = loss_scaler
         self._fused = getattr(model, "fused_optimizer", None)
         self._total_updates = -(-total_steps // args.accumulation_steps)
         self._device = device
@@ -106,6 +110,9 @@ class StepUpdate:
                 self._sums[index] = weighed if before is None else before.add_(weighed)
 
     def _update(self) -> None:
+        if self._loss_scaler is not None:
+            self._loss_scaler.step(self._optimizer, self._args.max_grad_norm)
+            return
         if self._args.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
         self._optimizer.step()

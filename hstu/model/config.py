@@ -6,10 +6,18 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import torch
+
 PositionBias = Literal["direct", "bucketed", "none"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 KernelBackend = Literal["pytorch", "hstu_attn"]
 InBatchPool = Literal["rank", "global"]
+
+COMPUTE_DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -17,14 +25,15 @@ class ExecutionConfig:
     """How the layers are computed; weights and, but for rounding, results do not depend on it.
 
     Attributes:
-        compute_dtype: "fp32" leaves everything in the dtype of the weights; "bf16" computes matrix products and
-            attention in bfloat16 (torch.autocast), with weights, norms and loss in float32.
+        compute_dtype: "fp32" leaves everything in the dtype of the weights; "bf16" and "fp16" compute matrix products
+            and attention in bfloat16 or float16 (torch.autocast), with weights, norms and loss in float32. Training in
+            float16 needs a scaled loss, see `SequenceModel.scale_loss`.
         activation_checkpointing: keep only the input of every layer for the backward pass, and compute the rest again.
         kernel_backend: who computes the attention: "pytorch", or the fused kernels of the package "hstu_attn".
         compile: compile what lies between the attentions; on CUDA only.
 
     Raises:
-        ValueError: an unknown name; "fp16", whose gradients would have to be unscaled before they reach the tables.
+        ValueError: an unknown name.
 
     """
 
@@ -36,11 +45,6 @@ class ExecutionConfig:
     def __post_init__(self) -> None:
         _require_one_of("compute_dtype", self.compute_dtype, ComputeDtype)
         _require_one_of("kernel_backend", self.kernel_backend, KernelBackend)
-        if self.compute_dtype == "fp16":
-            raise ValueError(
-                "compute_dtype is 'fp16'; its gradients need a scaled loss, and TorchRec's tables update themselves in "
-                "the backward pass, before a GradScaler could divide the scale out: choose 'bf16', which needs none"
-            )
 
 
 @dataclass(frozen=True)

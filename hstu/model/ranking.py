@@ -51,7 +51,8 @@ class RankingTower(SequenceTower):
             batch: the batch they belong to, with labels.
 
         Returns:
-            The loss to call `backward` on, W × local sum ÷ global count, and what the step says besides.
+            The loss to call `backward` on, W × local sum ÷ global count, times the scale if losses are scaled, and
+            what the step says besides.
 
         Raises:
             ValueError: labels that do not fit the predictions or the number of tasks, a row that is too long, attention
@@ -61,11 +62,13 @@ class RankingTower(SequenceTower):
 
         """
         self._require_hidden_labels(batch)
+        embeddings, scale = self._begin_scaling(embeddings)
         logits, items = self._predict(embeddings, batch)
         labels = stack_labels(batch.labels, self.config.num_tasks, logits.shape[0]).to(logits.dtype)
         loss_sum = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         num_loss_tokens = batch.num_loss_tokens()
         loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group)
+        loss = loss if scale is None else loss * scale
         return loss, RankingOutput(logits.detach(), labels, loss_sum.detach(), num_loss_tokens, items)
 
     def logits(self, embeddings: Embeddings, batch: HSTUBatch) -> torch.Tensor:

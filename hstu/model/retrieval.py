@@ -73,7 +73,8 @@ class RetrievalTower(SequenceTower):
                 asks for some.
 
         Returns:
-            The loss to call `backward` on, W × local sum ÷ global count, and what the step says besides.
+            The loss to call `backward` on, W × local sum ÷ global count, times the scale if losses are scaled, and
+            what the step says besides.
 
         Raises:
             ValueError: another item feature, candidates, a row that is too long, or a time bias without timestamps.
@@ -81,6 +82,7 @@ class RetrievalTower(SequenceTower):
 
         """
         self._check(batch)
+        embeddings, scale = self._begin_scaling(embeddings)
         with self.autocast(batch.features.device()):
             encoded = self.encode(embeddings, batch)
             if not self.training:
@@ -99,6 +101,7 @@ class RetrievalTower(SequenceTower):
             terms = self._drawn_terms(queries, items, ids, counts, drawn, batch)
         loss_sum = terms.sum()
         loss = global_mean_loss(loss_sum, terms.numel(), self._pg_group)
+        loss = loss if scale is None else loss * scale
         return loss, RetrievalOutput(loss_sum.detach(), terms.numel(), queries.detach()[:0], ids[:0].long())
 
     def _ask(self, encoded: EncodedSequence, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,13 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch
+from commons.trainer.loss_scaling import LossScaler, unscaled_gradients
 from hstu.embedding import HSTUEmbedding
-from hstu.model.config import ComputeDtype, SequenceModelConfig
+from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
 from hstu.model.layer import HSTUEncoder
 from hstu.model.tokens import TokenSequence, interleave_tokens
 
 Embeddings = Sequence[Mapping[str, JaggedTensor]]
-
-_AUTOCAST_DTYPES: dict[ComputeDtype, torch.dtype] = {"bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,8 @@ class SequenceTower(nn.Module):
         )
         self._tables = list(config.embedding_tables)
         self._pg_group = pg_group
+        self._loss_scaler: LossScaler | None = None
+        self._scaled_tables: frozenset[str] = frozenset()
 
     def encode(self, embeddings: Embeddings, batch: HSTUBatch) -> EncodedSequence:
         """Run the layers over a batch.
@@ -94,10 +95,27 @@ class SequenceTower(nn.Module):
         )
         return EncodedSequence(hidden, sequence, items.values(), num_targets, num_items)
 
+    def scale_loss(self, scaler: LossScaler, scaled_tables: Collection[str] = ()) -> None:
+        """Scale losses from now on; gradients of features that are not in `scaled_tables` come back unscaled."""
+        self._loss_scaler, self._scaled_tables = scaler, frozenset(scaled_tables)
+
+    def _begin_scaling(self, embeddings: Embeddings) -> tuple[Embeddings, torch.Tensor | None]:
+        """The embeddings to go on with, and what the loss is to be multiplied by; None for nothing."""
+        if self._loss_scaler is None:
+            return embeddings, None
+        scale = self._loss_scaler.scale()
+        found = {name: jagged for part in embeddings for name, jagged in part.items()}
+        names = [name for name in found if name not in self._scaled_tables]
+        values = unscaled_gradients([found[name].values() for name in names], scale)
+        for name, each in zip(names, values):
+            found[name] = JaggedTensor(values=each, lengths=found[name].lengths())
+        return [found], scale
+
     def autocast(self, device: torch.device) -> Any:
         """The context in which layers and head run."""
-        dtype = _AUTOCAST_DTYPES.get(self.encoder.config.execution.compute_dtype)
-        return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+        dtype = COMPUTE_DTYPES[self.encoder.config.execution.compute_dtype]
+        # In float32 the layers may also be in float64, which autocast would change.
+        return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
     def _project(self, name: str, feature: JaggedTensor) -> JaggedTensor:
         """A feature's embeddings in the width of the layers."""
@@ -152,6 +170,7 @@ class SequenceModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self._second_features = dict(second_features or {})
         self.embedding = HSTUEmbedding(
             config.embedding_tables,
             config.table_widths,
@@ -160,6 +179,21 @@ class SequenceModel(nn.Module):
             plain=plain_embeddings,
         )
         self.dense = tower
+
+    def scale_loss(self, scaler: LossScaler, data_parallel_tables: Collection[str] = ()) -> None:
+        """Return scaled losses from now on, as training in float16 needs them.
+
+        Tables that train themselves in the backward pass get unscaled gradients. All other parameters get scaled ones,
+        so their optimizer has to go through `scaler.step`.
+
+        Args:
+            scaler: whose scale it is.
+            data_parallel_tables: tables that the caller's optimizer trains, like the dense parameters.
+
+        """
+        tables = set(data_parallel_tables)
+        second = {feature for table, feature in self._second_features.items() if table in tables}
+        self.dense.scale_loss(scaler, tables | second)
 
     def forward(self, batch: HSTUBatch) -> tuple[torch.Tensor, Any]:
         """Loss of a batch, and what the step says besides; see the tower's forward."""

@@ -181,9 +181,10 @@ def run_config(flags, run_dir):
     return summary.steps, summary.loss, summary.metrics
 
 
-def test_ranking_of_two_tasks_from_a_config(two_ranks, tmp_path):
+@pytest.mark.parametrize("compute_dtype", ["bf16", "fp16"])
+def test_ranking_of_two_tasks_from_a_config(two_ranks, tmp_path, compute_dtype):
     flags = ["--dataset.num-tasks", "2", "--model.prediction-head-arch", "6", "2", "--dataset.max-num-candidates", "3"]
-    flags += ["--model.contextual-mask", "--model.compute-dtype", "bf16", "--model.activation-checkpointing"]
+    flags += ["--model.contextual-mask", "--model.compute-dtype", compute_dtype, "--model.activation-checkpointing"]
     answers = two_ranks.run(run_config, flags, tmp_path)
     steps, loss, metrics = answers[0]
     assert answers[1] == answers[0] and steps == 8 and 0.5 < loss < 1
@@ -193,9 +194,11 @@ def test_ranking_of_two_tasks_from_a_config(two_ranks, tmp_path):
     assert metrics["eval_auc_task_0"] != metrics["eval_auc_task_1"]
 
 
-@pytest.mark.parametrize("negatives", ["20", "-1"])
-def test_retrieval_from_a_config_and_resumed(two_ranks, tmp_path, negatives):
-    flags = ["--task", "retrieval", "--model.num-negatives", negatives]
+@pytest.mark.parametrize("negatives, compute_dtype", [("20", "fp16"), ("-1", "fp32")])
+def test_retrieval_from_a_config_and_resumed(two_ranks, tmp_path, negatives, compute_dtype):
+    flags = ["--task", "retrieval", "--model.num-negatives", negatives, "--model.compute-dtype", compute_dtype]
+    # So high that the first steps overflow: a resumed run has to go on with the scale that was found.
+    flags += ["--trainer.optimization.initial-loss-scale", str(2.0**28)]
     saving = ["--trainer.ckpt-save-interval", "4", "--trainer.ckpt-save-dir", str(tmp_path / "checkpoints")]
     steps, loss, metrics = two_ranks.run(run_config, [*flags, *saving], tmp_path)[0]
     assert steps == 8 and np.isfinite(loss)
@@ -208,6 +211,9 @@ def test_retrieval_from_a_config_and_resumed(two_ranks, tmp_path, negatives):
     assert again == (steps, loss, metrics)
     lines = [json.loads(line) for line in (tmp_path / "resumed/log.jsonl").read_text().splitlines()]
     assert lines[0]["step"] == 8
+    whole = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    scales = {line["step"]: line["loss_scale"] for line in whole if "loss_scale" in line}
+    assert (compute_dtype == "fp32" and not scales) or scales[8] == lines[0]["loss_scale"] < scales[4] < 2.0**28
 
 
 def messages_of(cases, run_dir):
@@ -232,10 +238,9 @@ def test_mistakes_are_named_on_every_rank(two_ranks, tmp_path):
         "is_causal is False and the batch has actions": ["--model.no-is-causal"],
         "contextual_mask is True and the batch has no candidates": ["--model.contextual-mask"],
         "prediction_head_arch is [64, 1], num_tasks is 2": ["--dataset.num-tasks", "2"],
-        "compute_dtype is 'fp16'": ["--model.compute-dtype", "fp16"],
+        "initial_loss_scale is 0.0": ["--trainer.optimization.initial-loss-scale", "0"],
         "compile is True and the device is 'cpu'": ["--model.compile"],
         "kernel_backend is 'hstu_attn' and the device is 'cpu'": ["--model.kernel-backend", "hstu_attn"],
-        "time_bias is True and the batch has features": ["--model.time-bias"],
         "sharding names tables ['movie']": ["--table-sharding", "movie", "row_wise"],
         "the table of 'item_id' is 6 wide": ["--model.item-embedding-dim", "6"],
     }

@@ -15,6 +15,7 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
 from commons.trainer.args import OptimizationArgs
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.loss_scaling import LossScaler
 from tests.distributed.test_trainer_loop import CubicShuffler, Output
 from tests.models import (
     KEYS,
@@ -34,14 +35,17 @@ SIZES = [6, 1, 3, 2, 5]  # steps differ in their number of terms
 
 
 class NoisyHead(Head):
-    """Says what the loop asks for; from one step on, one rank's loss is not finite."""
+    """Says what the loop asks for; from one step on, one rank's loss is not finite. Scales its loss if asked to."""
 
     broken_from = 10**9
+    scaler = None
 
     def forward(self, embeddings, batch):
         loss, loss_sum = super().forward(embeddings, batch)
         if len(self.trained) > self.broken_from and dist.get_rank() == 1:
             loss_sum = loss_sum * float("nan")
+        if self.scaler is not None:
+            loss = loss * self.scaler.scale()
         return loss, Output(loss_sum, batch.actual_batch_size, [])
 
 
@@ -58,10 +62,10 @@ class RecordingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=None, **optimization):
+def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=None, scaler=None, **optimization):
     model, optimizer = build()
     head_of(model).__class__ = NoisyHead
-    head_of(model).broken_from = broken_from
+    head_of(model).broken_from, head_of(model).scaler = broken_from, scaler
     if build is build_sharded:
         optimizer = RecordingSGD(optimizer.param_groups[0]["params"], lr=LEARNING_RATE)
     shuffler = CubicShuffler() if balance else IdentityBalancedBatchShuffler()
@@ -95,6 +99,7 @@ def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=Non
         device=CPU,
         shuffler=shuffler,
         train_loader=Source(batches, batch_size=None),
+        loss_scaler=scaler,
     )
     try:
         summary = loop.run()
@@ -130,6 +135,18 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(ranks, tmp_path, bal
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
     assert len(KEYS) == 2 and len(expected) == 4
+
+
+def run_scaled(*args, **kwargs):
+    return run_loop(*args, scaler=LossScaler(CPU, initial_scale=512.0), **kwargs)
+
+
+def test_scaled_losses_train_the_same(two_ranks, tmp_path):
+    options = {"accumulation_steps": 3, "max_grad_norm": 0.05}
+    (_, plain, _, _), _ = two_ranks.run(run_loop, str(tmp_path), build_plain, 7, **options)
+    for _, scaled, _, _ in two_ranks.run(run_scaled, str(tmp_path), build_plain, 7, **options):
+        for name, value in plain.items():
+            torch.testing.assert_close(scaled[name], value, rtol=0, atol=1e-12)
 
 
 def test_gradients_are_clipped(two_ranks, tmp_path):
