@@ -1,14 +1,22 @@
-"""The loader of batches: torchdata's StatefulDataLoader over a data set whose items are batches."""
+"""The loader of batches: torchdata's StatefulDataLoader over a data set whose items are batches.
+
+A worker process hands a batch over as one tensor in shared memory. Sent as it is, a batch would take a file descriptor
+and a connection for every tensor in it, which costs a worker more than to assemble a small batch.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from commons.datasets.samplers import EpochSampler
+from commons.sequence_batch.wire import decode, encode
 
 
 class ResumableLoader(StatefulDataLoader):
@@ -33,9 +41,14 @@ class ResumableLoader(StatefulDataLoader):
                 batch_size=None,  # the items of the data set are batches
                 sampler=sampler,
                 num_workers=num_workers,
+                collate_fn=wrap if num_workers > 0 else None,
                 pin_memory=pin_memory,
                 persistent_workers=num_workers > 0,
             )
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches of the next epoch."""
+        return map(unwrap, super().__iter__())
 
     def state_dict(self) -> dict[str, Any]:
         """The place behind the last batch given; what a loader of the same settings goes on from, JSON-ready."""
@@ -56,3 +69,40 @@ class ResumableLoader(StatefulDataLoader):
                 "turn: give the same num_workers, or begin at a row with sampler.start_at"
             )
         super().load_state_dict(state_dict["iterator"])
+
+
+@dataclass(frozen=True)
+class WrappedBatch:
+    """A batch on its way from a worker process.
+
+    Attributes:
+        message: uint8 `(nbytes,)` in shared memory, see `commons.sequence_batch.wire`.
+
+    """
+
+    message: torch.Tensor
+
+    def unwrap(self) -> Any:
+        """The batch, every tensor in storage of its own."""
+        (batch,), _ = decode(self.message)
+        return batch
+
+    def pin_memory(self) -> Any:
+        """The batch in pinned memory; the loader's pinning thread calls it, so that the main thread need not unwrap."""
+        return self.unwrap().pin_memory()
+
+
+def wrap(batch: Any) -> Any:
+    """A batch as one tensor in shared memory; one with something that a message cannot hold stays as it is."""
+    try:
+        message = encode(batch)
+    except TypeError:
+        return batch
+    shared = torch.empty(message.nbytes, dtype=torch.uint8).share_memory_()
+    message.write(shared)
+    return WrappedBatch(shared)
+
+
+def unwrap(item: Any) -> Any:
+    """What `wrap` was given."""
+    return item.unwrap() if isinstance(item, WrappedBatch) else item

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from commons.dispatch.channel import DispatchChannel
-from commons.dispatch.wire import Message, MessageBuffer, decode, encode
 from commons.sequence_batch.rows import concat_rows, count_rows, select_rows
+from commons.sequence_batch.wire import Message, MessageBuffer, decode, encode
 
 
 def results_message(results: Any, indices: torch.Tensor) -> Message:

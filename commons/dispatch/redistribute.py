@@ -31,11 +31,11 @@ from commons.dispatch.trim import (
     width_of,
     with_stated_fields,
 )
-from commons.dispatch.wire import MessageBuffer, decode, encode
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.inputs import as_slack
 from commons.sequence_batch.batch_tree import path_name
 from commons.sequence_batch.rows import concat_rows, count_real_rows, count_rows, select_rows
+from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 B = TypeVar("B")
 R = TypeVar("R")

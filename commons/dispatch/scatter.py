@@ -20,7 +20,6 @@ from commons.dispatch.chunks import part_indices, take_part
 from commons.dispatch.dealing import Deal, deal_balanced
 from commons.dispatch.gather import compact_indices, gather_results, results_message
 from commons.dispatch.trim import Trim, Window, as_path, as_trims, trim_batch, trim_to_json, untrim
-from commons.dispatch.wire import MessageBuffer, decode, encode
 from commons.perf_model.partitioner.inputs import as_count
 from commons.sequence_batch.batch_tree import path_name
 from commons.sequence_batch.rows import (
@@ -30,6 +29,7 @@ from commons.sequence_batch.rows import (
     holds_device_tensors,
     pin_rows,
 )
+from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 B = TypeVar("B")
 R = TypeVar("R")

@@ -7,9 +7,9 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from commons.dispatch.plain_values import encode_plain
 from commons.sequence_batch.batch_tree import Constant, Node, Path, parse
 from commons.sequence_batch.fields import ROW_COUNT_FIELDS
+from commons.sequence_batch.plain_values import encode_plain
 
 
 def describe_structure(batch: Any, varying: Collection[Path] = ()) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 import torch
 
-from commons.dispatch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.batch_tree import Path, path_name
+from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.row_leaves import ARRAY, DENSE_TENSOR, LeafType
 from commons.sequence_batch.rows import map_rows, row_leaves
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.dispatch.plain_values import decode_plain, encode_plain
-from commons.dispatch.wire import MessageBuffer, decode, encode
+from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.rows import batch_nbytes, row_leaves
+from commons.sequence_batch.wire import MessageBuffer, decode, encode
 from tests.any_batches import KINDS, as_values, dense, nested
 from tests.batches import JAGGED_DTYPES, random_batch, rows_as_values
 

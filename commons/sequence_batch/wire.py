@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from commons.dispatch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.batch_tree import Constant, Node, Path, make_tensordict, parse, path_name
+from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.row_leaves import (
     ARRAY,
     COLUMN,

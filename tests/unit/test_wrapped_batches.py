@@ -1,0 +1,76 @@
+"""Batches on their way from a worker process: one tensor, everything in it, storage of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from commons.datasets import resumable_loader
+from commons.datasets.data_loader import get_data_loader
+from commons.datasets.resumable_loader import ResumableLoader, WrappedBatch, unwrap, wrap
+from commons.datasets.samplers import BatchOrderSampler
+from commons.datasets.sid_map import SIDMap
+from tests.any_batches import as_values
+
+
+@dataclass
+class Noted:
+    """A batch of the user's own, with something that a message may not hold."""
+
+    values: torch.Tensor
+    note: object = None
+    pinned: bool = field(default=False)
+
+    def pin_memory(self):
+        return dataclasses.replace(self, pinned=True)
+
+
+def named_loader(name, num_workers):
+    codes = np.stack(np.divmod(np.arange(16), 4), axis=1)
+    sid_map = SIDMap(np.arange(16), codes, (4, 4))
+    options = {"sid_map": sid_map} if name == "sid-random" else {"max_num_candidates": 2}
+    return get_data_loader(name, batch_size=4, max_history_seqlen=6, num_batches=5, num_workers=num_workers, **options)
+
+
+@pytest.mark.parametrize("name", ["random", "sid-random"])
+def test_workers_give_what_the_main_process_would(name):
+    alone, working = list(named_loader(name, 0)), list(named_loader(name, 2))
+    assert len(alone) == 5
+    assert as_values(working) == as_values(alone)
+
+
+def test_a_batch_travels_as_one_tensor_in_shared_memory():
+    batch = next(iter(named_loader("random", 0)))
+    wrapped = wrap(batch)
+    assert isinstance(wrapped, WrappedBatch) and wrapped.message.is_shared()
+    opened = unwrap(wrapped)
+    wrapped.message.zero_()  # nothing of it is left in the batch
+    assert torch.equal(opened.features.values(), batch.features.values())
+    assert opened.features.values().any() and not opened.features.values().is_shared()
+
+
+class Notes(Dataset):
+    def __getitem__(self, index):
+        return Noted(torch.full((2,), index), note=complex(0, index))
+
+    def __len__(self):
+        return 3
+
+
+def test_what_a_message_cannot_hold_travels_as_torch_sends_it():
+    loader = ResumableLoader(Notes(), BatchOrderSampler(3), num_workers=1)
+    assert [(batch.values.tolist(), batch.note) for batch in loader] == [([i, i], complex(0, i)) for i in range(3)]
+    assert isinstance(wrap(Noted(torch.ones(1))), WrappedBatch)
+
+
+def test_the_pinning_thread_unwraps(monkeypatch):
+    unwrapped = wrap(Noted(torch.ones(3))).pin_memory()
+    assert unwrapped.pinned and unwrapped.values.tolist() == [1.0] * 3
+    assert unwrap(unwrapped) is unwrapped
+    monkeypatch.setattr(resumable_loader, "decode", None)
+    assert unwrap(unwrapped) is unwrapped
