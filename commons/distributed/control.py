@@ -37,7 +37,8 @@ class RankMissingError(RuntimeError):
 class ControlChannel:
     """Two groups over the ranks of a data-parallel group: gloo for metadata, the default backend for rows.
 
-    Constructed on the main thread by all ranks of the group in the same order; both groups are connected here.
+    Constructed on the main thread by all ranks of the group in the same order; both groups are connected here, the one
+    for rows unless no rank will move any (`moves_rows`).
 
     Attributes:
         rank: this process' rank in the group.
@@ -49,7 +50,7 @@ class ControlChannel:
 
     remedy = "every rank must call the shuffler for every step: see the log there, or raise ShufflerOptions.timeout"
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True) -> None:
         self.description = describe_group(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -61,7 +62,7 @@ class ControlChannel:
         self._members_digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
         if self.world_size > 1:
             assert group is not None  # noqa: S101  there are several ranks
-            self._groups = acquire_groups(group, timeout)
+            self._groups = acquire_groups(group, timeout, moves_rows=moves_rows)
             self._group, self.payload_group = self._groups.control, self._groups.payload
 
     def gather(self, values: np.ndarray, step: int, what: str = "gather") -> np.ndarray:
@@ -167,7 +168,7 @@ class ControlChannel:
     @property
     def has_all_to_all(self) -> bool:
         """Whether rows can be sent to their receivers alone."""
-        return self._groups is None or self._groups.has_all_to_all
+        return self._groups is None or self._groups.has_all_to_all is not False
 
     def post_failure(self, step: int, what: str, error: Exception) -> None:
         """Tell the ranks that wait in a collective that this one will not come, and why."""

@@ -22,12 +22,13 @@ class GroupPair(NamedTuple):
     Attributes:
         control: gloo, for metadata.
         payload: the default backend, for rows.
-        has_all_to_all: whether `payload` can send uneven splits.
+        has_all_to_all: whether `payload` can send uneven splits; None while it is not connected, since nobody has had
+            rows to send: connections, and NCCL's buffers, are for those who need them.
     """
 
     control: dist.ProcessGroup
     payload: dist.ProcessGroup
-    has_all_to_all: bool
+    has_all_to_all: bool | None
 
 
 class _Pool:
@@ -48,12 +49,13 @@ class _Pool:
 _POOL = _Pool()
 
 
-def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
-    """A connected pair over the ranks of `group`; all of them call this in the same order, on the main thread.
+def acquire_groups(group: dist.ProcessGroup, timeout: float, *, moves_rows: bool = True) -> GroupPair:
+    """A pair over the ranks of `group`; all of them call this in the same order, on the main thread.
 
     Args:
         group: the ranks.
         timeout: seconds after which a collective fails.
+        moves_rows: whether this rank will send rows; the payload group is connected if any does.
     """
     members = dist.get_process_group_ranks(group)
     limit = datetime.timedelta(seconds=timeout)
@@ -63,7 +65,7 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
         for each in (pair.control, pair.payload):
             if each is not group:  # which is the user's own, with a timeout of its own
                 dist.distributed_c10d._set_pg_timeout(limit, each)
-        return pair
+        return pair if pair.has_all_to_all is not None else _connect(pair.control, pair.payload, moves_rows)
     # Ranks outside a subgroup do not know of its shuffler: only its members make the groups.
     subgroup = len(members) < dist.get_world_size()
     if subgroup:
@@ -75,7 +77,7 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
     else:
         payload = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup)
     _POOL.names_used = _num_groups()
-    return GroupPair(control, payload, _connect(control, payload))
+    return _connect(control, payload, moves_rows)
 
 
 def release_groups(members: list[int], pair: GroupPair) -> None:
@@ -109,13 +111,16 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
-def _connect(control: dist.ProcessGroup, payload: dist.ProcessGroup) -> bool:
-    """Run the collectives of a step once, so that the first one does not pay for the connections.
+def _connect(control: dist.ProcessGroup, payload: dist.ProcessGroup, moves_rows: bool) -> GroupPair:
+    """Run the collectives of a step once, so that the first one does not pay for the connections."""
+    # Ranks whose settings differ are told so later; here they must agree on what they run.
+    any_moves = torch.tensor(int(moves_rows))
+    dist.all_reduce(any_moves, op=dist.ReduceOp.MAX, group=control)
+    return GroupPair(control, payload, _connect_payload(payload) if any_moves else None)
 
-    Returns:
-        Whether the payload group has an all-to-all; the same on all ranks, which share a backend.
-    """
-    dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=control)
+
+def _connect_payload(payload: dist.ProcessGroup) -> bool:
+    """Whether the payload group has an all-to-all; the same on all ranks, which share a backend."""
     device, world_size = payload_device(payload), dist.get_world_size(payload)
     words = torch.zeros(world_size, dtype=torch.int32, device=device)
     all_gather_single(words.new_empty(world_size * world_size), words, group=payload)

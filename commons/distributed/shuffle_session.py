@@ -119,7 +119,7 @@ class ShuffleSession:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: ShufflerOptions, shuffler_type: str) -> None:
-        self.channel = ControlChannel(group, options.timeout)
+        self.channel = ControlChannel(group, options.timeout, moves_rows=options.mode == "balance")
         self._agreed: _Agreed | None = None
         self._options = options
         self._shuffler_type = shuffler_type

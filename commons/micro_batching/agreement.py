@@ -37,7 +37,7 @@ class Needs:
 @contextmanager
 def open_channel(group: dist.ProcessGroup | None, timeout: float) -> Iterator[ControlChannel]:
     """A control channel for one call; its groups are taken from the pool and given back, unless they have failed."""
-    channel = ControlChannel(resolve_process_group(group), timeout)
+    channel = ControlChannel(resolve_process_group(group), timeout, moves_rows=False)
     intact = True
     try:
         yield channel

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.distributed import global_mean_loss
+from commons.distributed import global_mean_loss, group_pool
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.process_group import describe_group, resolve_process_group
 from commons.pipeline import TrainPipelineFactory
@@ -169,3 +169,31 @@ def _many_shufflers():
 
 def test_shufflers_can_be_made_and_closed_again_and_again(ranks):
     assert ranks.run(_many_shufflers) == [1] * ranks.world_size
+
+
+def _collectives_on_payload_groups():
+    """Collectives that the payload group of shufflers has run: when they are made, and after a step."""
+    free = group_pool._POOL.of_this_world()
+    connected = dict(free)
+    free.clear()  # those of the tests before
+    counts = []
+    # The third takes the groups of the first two; the last ranks do not agree, and none may wait for another.
+    for kind in (IdentityBalancedBatchShuffler, IdentityBalancedBatchShuffler, CubicShuffler, None):
+        differing = CubicShuffler if dist.get_rank() == 0 else IdentityBalancedBatchShuffler
+        shuffler = (kind or differing)()
+        group = next(iter(shuffler._sessions.values())).channel.payload_group
+        made = group._get_sequence_number_for_group()
+        if kind is not None:
+            shuffler.shuffle(make_batch([1 + dist.get_rank(), 9], 2))
+        counts.append((made, group._get_sequence_number_for_group()))
+        shuffler.close()
+        if kind is CubicShuffler:
+            free.clear()
+    free.clear()
+    free.update(connected)
+    return counts
+
+
+def test_only_shufflers_that_move_rows_connect_their_payload_group(two_ranks):
+    for first, second, (balancing, _), (differing, _) in two_ranks.run(_collectives_on_payload_groups):
+        assert first == second == (0, 0) and balancing == differing > 0
