@@ -91,11 +91,11 @@ def plans(target: CostTarget, calibration: Calibration, lengths: np.ndarray, ran
     """The rank of every row, for each way to plan."""
     home = np.repeat(np.arange(ranks), len(lengths) // ranks)
     rows = np.full(ranks, len(lengths) // ranks, dtype=np.int64)
-    seqlen, targets = target.row_tokens(target.make_batch(lengths.tolist()))
+    tokens = target.row_tokens(target.make_batch(lengths.tolist())).cpu()
     costs = {"by operations": target.task, "calibrated": CalibratedTask(target.task, calibration)}
     found = {"as loaded": home}
     for name, cost in costs.items():
-        workloads = np.asarray(cost.get_workloads(seqlen.cpu(), targets.cpu()))
+        workloads = np.asarray(cost.get_workloads(*tokens))
         found[name] = plan_shuffle(GatheredRows(rows, rows, workloads, lengths), slack=0.01).destination
     return found
 

@@ -24,10 +24,10 @@ from tqdm import tqdm
 from benchmarks.exchange import make_batch
 from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced
-from commons.sequence_batch.wire import MessageBuffer, decode, encode
 from commons.perf_model.partitioner import partition
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.sequence_batch.rows import batch_nbytes, select_rows
+from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 TASK = SelfAttentionTask(hidden_size=1024, num_heads=16, head_dim=64, num_layers=24)
 TRIM = Trim("attention_mask", fields=["input_ids", "logprobs"])

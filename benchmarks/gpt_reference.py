@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import SelfAttentionTask
 
 
@@ -60,9 +61,8 @@ class GPTCostTarget:
         functional.cross_entropy(self._head(x), tokens, reduction="sum").backward()
         self._model.zero_grad(set_to_none=True)
 
-    def row_tokens(self, batch: tuple[torch.Tensor, list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = torch.tensor(batch[1])
-        return lengths, torch.zeros_like(lengths)
+    def row_tokens(self, batch: tuple[torch.Tensor, list[int]]) -> RowTokens:
+        return RowTokens(torch.tensor(batch[1]))
 
     def host_batches(self) -> Iterator[Any]:
         return iter(())

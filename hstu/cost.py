@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ from torch import nn
 
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
+from commons.datasets.random_times import random_times
+from commons.datasets.sequence_metadata import TIMESTAMP
+from commons.perf_model.measurement import RowTokens
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.config import load_config_file
 from commons.trainer.launch import seed_all
 from hstu.flops import hstu_task
+from hstu.lengths import workload_lengths
 from hstu.model import RetrievalConfig
 from hstu.negatives import with_negatives
-from hstu.tasks import TASKS, Task
+from hstu.tasks import TASKS, Task, data_options
 from hstu.train_config import TrainConfig
 
 # A lookup costs the same in any table; a small one leaves the memory to the layers.
@@ -38,7 +43,7 @@ class HSTUCostTarget:
         self.device = device
         self.batch_size = config.trainer.train_batch_size
         self.max_length = config.dataset.max_history_seqlen
-        self._config = config
+        self._config = replace(config, model=config.model.on(device))
         seed_all(config.trainer.seed)
         # The first batch shows what batches of this data set look like.
         self._example: HSTUBatch = next(self.host_batches())
@@ -62,7 +67,10 @@ class HSTUCostTarget:
             name: torch.ones_like(items) if name in example.contextual_feature_names else items
             for name in example.features.keys()
         }
-        values = {name: torch.randint(ids[name], (int(count.sum()),)) for name, count in row_lengths.items()}
+        values = {
+            name: random_times(count) if name == TIMESTAMP else torch.randint(ids[name], (int(count.sum()),))
+            for name, count in row_lengths.items()
+        }
         predicted = items if candidates is None else candidates
         tasks = [f"task_{task}" for task in range(self._config.dataset.num_tasks)]
         labels = padded_kjt(
@@ -89,10 +97,11 @@ class HSTUCostTarget:
         loss.backward()
         self._model.zero_grad(set_to_none=True)
 
-    def row_tokens(self, batch: HSTUBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets of every real row."""
-        seqlen, num_targets = batch.sequence_lengths()
-        return seqlen[: real_rows(batch)], num_targets[: real_rows(batch)]
+    def row_tokens(self, batch: HSTUBatch) -> RowTokens:
+        """Tokens of every real row and, among them, candidates and what sees all of the history."""
+        rows = real_rows(batch)
+        seqlen, targets, contextual = workload_lengths(batch, contextual_mask=self._config.model.contextual_mask)
+        return RowTokens(seqlen[:rows], targets[:rows], None if contextual is None else contextual[:rows])
 
     def host_batches(self) -> Iterator[HSTUBatch]:
         """Batches of the training data, as a single rank reads them."""
@@ -112,6 +121,7 @@ class HSTUCostTarget:
             shuffle=dataset.shuffle,
             seed=trainer.seed,
             **options,
+            **data_options(self._config.model),
         )
 
     def _add_negatives(self, batch: HSTUBatch) -> HSTUBatch:

@@ -142,6 +142,11 @@ class RetrievalTask(Task):
 TASKS: dict[str, type[Task]] = {"ranking": RankingTask, "retrieval": RetrievalTask}
 
 
+def data_options(model: ModelArgs) -> dict[str, Any]:
+    """What a data set is asked for besides what every model reads, as arguments of `get_data_loader`."""
+    return {"timestamps": True} if model.time_bias else {}
+
+
 def feature_roles(data: Any) -> dict[str, Any]:
     """Which features of a data set are the items and the context."""
     names = getattr(data, "schema", data)

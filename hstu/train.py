@@ -21,13 +21,13 @@ from torch import nn
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.trainer.config import load_config
-from commons.trainer.data import deal_out, train_and_eval_loaders
+from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.errors import log_to_file, run_main
 from commons.trainer.launch import initialize_ranks, seed_all
 from commons.trainer.logging import TrainSummary, write_config
-from commons.trainer.loop import TrainingLoop
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.optimizers import build_optimizer
+from commons.trainer.run import run_training
 from commons.trainer.shuffler import make_shuffler
 from hstu.flops import batch_training_flops, count_tokens, hstu_task
 from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
@@ -58,6 +58,7 @@ def train(config: TrainConfig, device: torch.device) -> TrainSummary:
 
     """
     require_device(config.model, device)
+    config = replace(config, model=config.model.on(device))
     loaders = train_and_eval_loaders(config.dataset, config.trainer, device, **data_options(config.model))
     task = TASKS[config.task](config.model, config.dataset, loaders[0].dataset)
     train_loader = task.prepare(loaders[0], "train", config.trainer.seed)
@@ -67,22 +68,15 @@ def train(config: TrainConfig, device: torch.device) -> TrainSummary:
     seed_all(config.trainer.seed + dist.get_rank())
     scaler = build_loss_scaler(config, device)
     model = build_model(config, task, device, scaler)
-    trains_balanced = config.trainer.enable_balanced_shuffler
-    shuffler = build_shuffler(config, task.config, balances=trains_balanced or config.trainer.balance_batch)
-    eval_shuffler = build_shuffler(config, task.config, balances=trains_balanced and config.trainer.shuffle_eval)
-    dealt_out = None
-    if config.trainer.single_rank_load:
-        dealt_out = deal_out(train_loader, config.trainer, device, shuffler.get_workloads)
     flops = partial(batch_training_flops, hstu_task(task.config.hstu), contextual_mask=task.config.hstu.contextual_mask)
-    loop = TrainingLoop(
+    return run_training(
         config.trainer,
+        device=device,
+        build_shuffler=partial(build_shuffler, config, task.config),
+        train_loader=train_loader,
+        eval_loader=eval_loader,
         model=model,
         optimizer=build_optimizer(model, config.optimizer),
-        device=device,
-        shuffler=shuffler,
-        train_loader=train_loader if dealt_out is None else dealt_out,
-        eval_shuffler=eval_shuffler,
-        eval_loader=eval_loader,
         metrics=task.metrics(model, config.trainer.eval_metrics, popularity, device),
         count=count_tokens,
         fingerprint={"task": config.task, "model": weights_of(task.config), "optimizer": config.optimizer.kinds()},
@@ -90,13 +84,6 @@ def train(config: TrainConfig, device: torch.device) -> TrainSummary:
         compute_dtype=COMPUTE_DTYPES[config.model.compute_dtype],
         loss_scaler=scaler,
     )
-    summary = loop.run()
-    # Not after a failure: the worker may then wait for a rank that is gone.
-    shuffler.close()
-    eval_shuffler.close()
-    if dealt_out is not None:
-        dealt_out.close()
-    return summary
 
 
 def require_device(model: ModelArgs, device: torch.device) -> None:
@@ -104,7 +91,7 @@ def require_device(model: ModelArgs, device: torch.device) -> None:
     if device.type == "cuda":
         return
     for asked, name, instead in (
-        (model.compile, "compile is True", "unset it"),
+        (model.compile is True, "compile is True", "unset it"),
         (model.kernel_backend != "pytorch", f"kernel_backend is {model.kernel_backend!r}", "choose 'pytorch'"),
     ):
         if asked:
@@ -123,8 +110,6 @@ def build_model(
 ) -> nn.Module:
     """The model on all ranks: tables sharded, everything else copied."""
     model = task.make_model(embedding_device=torch.device("meta"))
-    if config.model.compile:
-        model.dense.encoder.compile_dense()
     sharding: dict[str, Sharding | None] = dict.fromkeys(task.config.embedding_tables, config.optimizer.sharding)
     sharding |= config.table_sharding
     if loss_scaler is not None:
@@ -156,7 +141,7 @@ def weights_of(config: SequenceModelConfig) -> dict[str, Any]:
 
 
 def build_shuffler(
-    config: TrainConfig, model_config: SequenceModelConfig, *, balances: bool
+    config: TrainConfig, model_config: SequenceModelConfig, balances: bool
 ) -> BaseTaskBalancedBatchShuffler:
     """The shuffler that the config names, or the one that moves nothing."""
     hstu = model_config.hstu

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+
+from commons.datasets.sequence_metadata import TIMESTAMP
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.distributed.sharding import Sharding
 from commons.trainer import DatasetArgs, TrainerArgs
@@ -37,7 +40,7 @@ class ModelArgs:
     """Width of the contextual features' tables; None for hidden_size."""
 
     dropout: float = 0.0
-    """Probability with which an element of a layer's output is dropped in training."""
+    """Probability with which an element of a layer's output is dropped in training, drawn by each rank for itself."""
 
     is_causal: bool = True
     """A token sees only itself and what precedes it."""
@@ -46,7 +49,7 @@ class ModelArgs:
     """Contextual tokens see all of the history, what follows them too; for ranking of candidates."""
 
     target_group_size: int = 1
-    """Consecutive target tokens that may see one another."""
+    """Consecutive target tokens that may see one another; with actions a candidate is two tokens."""
 
     position_bias: PositionBias = "direct"
     """Learned bias by distance: a number for every distance, for buckets of them, or none."""
@@ -55,7 +58,7 @@ class ModelArgs:
     """Buckets of a bucketed position bias."""
 
     time_bias: bool = False
-    """Learned bias by the time between two tokens; the data set has to give the feature "timestamp"."""
+    """Learned bias by the time between two tokens, in seconds; every public data set has it, and random data too."""
 
     time_buckets: int = 64
     """Its buckets, each a third wider than the one before."""
@@ -69,8 +72,8 @@ class ModelArgs:
     kernel_backend: KernelBackend = "pytorch"
     """Who computes the attention: PyTorch, or the fused CUDA kernels of a package of its own."""
 
-    compile: bool = False
-    """Compile what lies around the attention; on CUDA."""
+    compile: bool | None = None
+    """Put what lies around the attention under torch.compile; None for doing so on CUDA, and not on a CPU."""
 
     prediction_head_arch: tuple[int, ...] = (64, 1)
     """Ranking: widths of the head's layers; the last one is the number of tasks."""
@@ -83,6 +86,10 @@ class ModelArgs:
 
     temperature: float = 0.05
     """Retrieval: by which cosines are divided."""
+
+    def on(self, device: torch.device) -> ModelArgs:
+        """These settings with what they leave to the device."""
+        return replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
 
     def ranking_config(
         self, *, max_sequence_length: int, tables: dict[str, int], num_tasks: int, **roles: Any
@@ -162,11 +169,12 @@ class ModelArgs:
             position_buckets=self.position_buckets,
             time_bias=self.time_bias,
             time_buckets=self.time_buckets,
+            timestamp_feature_name=TIMESTAMP,
             execution=ExecutionConfig(
                 compute_dtype=self.compute_dtype,
                 activation_checkpointing=self.activation_checkpointing,
                 kernel_backend=self.kernel_backend,
-                compile=self.compile,
+                compile=bool(self.compile),
             ),
         )
 

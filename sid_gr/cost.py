@@ -12,6 +12,7 @@ import torch.distributed as dist
 from commons.datasets.data_loader import RANDOM_DATASETS, get_data_loader
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.sid_dataset import CANDIDATE, HISTORY
+from commons.perf_model.measurement import RowTokens
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.config import load_config_file
 from commons.trainer.launch import seed_all
@@ -76,10 +77,9 @@ class SIDGRCostTarget:
         loss.backward()
         self._model.zero_grad(set_to_none=True)
 
-    def row_tokens(self, batch: GPTSIDBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def row_tokens(self, batch: GPTSIDBatch) -> RowTokens:
         """Tokens of every real row, none of them a target that others do not see."""
-        tokens = batch.sequence_lengths()[: real_rows(batch)]
-        return tokens, torch.zeros_like(tokens)
+        return RowTokens(batch.sequence_lengths()[: real_rows(batch)])
 
     def host_batches(self) -> Iterator[GPTSIDBatch]:
         """Batches of the training data, as a single rank reads them."""

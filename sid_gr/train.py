@@ -27,12 +27,12 @@ from commons.datasets.sid_map import SIDMap
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.trainer.config import load_config
-from commons.trainer.data import deal_out, train_and_eval_loaders
+from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.errors import log_to_file, run_main
 from commons.trainer.launch import initialize_ranks, seed_all
 from commons.trainer.logging import TrainSummary, write_config
-from commons.trainer.loop import TrainingLoop
 from commons.trainer.optimizers import OptimizerArgs, build_optimizer
+from commons.trainer.run import run_training
 from commons.trainer.shuffler import make_shuffler
 from sid_gr.flops import batch_training_flops, sid_task
 from sid_gr.metrics import GenerationMetrics
@@ -82,32 +82,18 @@ def train(config: TrainConfig, device: torch.device) -> TrainSummary:
         seed=trainer.seed,
         device=device,
     )
-    trains_balanced = trainer.enable_balanced_shuffler
-    shuffler = build_shuffler(config, model_config, balances=trains_balanced or trainer.balance_batch)
-    eval_shuffler = build_shuffler(config, model_config, balances=trains_balanced and trainer.shuffle_eval)
-    dealt_out = None
-    if trainer.single_rank_load:
-        dealt_out = deal_out(train_loader, trainer, device, shuffler.get_workloads)
-    loop = TrainingLoop(
+    return run_training(
         trainer,
+        device=device,
+        build_shuffler=partial(build_shuffler, config, model_config),
+        train_loader=train_loader,
+        eval_loader=eval_loader,
         model=model,
         optimizer=build_optimizer(model, config.optimizer),
-        device=device,
-        shuffler=shuffler,
-        train_loader=train_loader if dealt_out is None else dealt_out,
-        eval_shuffler=eval_shuffler,
-        eval_loader=eval_loader,
         metrics=GenerationMetrics(trainer.eval_metrics, trainer.top_k_for_generation, device=device),
         fingerprint={"model": asdict(model_config), "optimizer": config.optimizer.kinds()},
         flops=partial(batch_training_flops, sid_task(model_config)),
     )
-    summary = loop.run()
-    # Not after a failure: the worker may then wait for a rank that is gone.
-    shuffler.close()
-    eval_shuffler.close()
-    if dealt_out is not None:
-        dealt_out.close()
-    return summary
 
 
 def report_cut_histories(datasets: Mapping[str, Any]) -> None:
@@ -155,7 +141,7 @@ def build_model(
     return sharded
 
 
-def build_shuffler(config: TrainConfig, model_config: SIDGRConfig, *, balances: bool) -> BaseTaskBalancedBatchShuffler:
+def build_shuffler(config: TrainConfig, model_config: SIDGRConfig, balances: bool) -> BaseTaskBalancedBatchShuffler:
     """The shuffler that the config names, or the one that moves nothing."""
     dimensions = {
         "hidden_size": model_config.hidden_size,

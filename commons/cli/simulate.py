@@ -78,9 +78,9 @@ class Simulate:
         bar = tqdm(wanted, f"{num_ranks} ranks", num_ranks * self.steps, unit="batch", disable=not sys.stderr.isatty())
         batches = []
         for batch in bar:
-            seqlen, num_targets = target.row_tokens(batch)
-            tokens, pairs = target.task.tokens_and_pairs(seqlen, num_targets)
-            workloads = cost.get_workloads(seqlen, num_targets)
+            rows = target.row_tokens(batch)
+            tokens, pairs = target.task.tokens_and_pairs(*rows)
+            workloads = cost.get_workloads(*rows)
             batches.append(RowCosts(workloads.numpy(), tokens.numpy(), pairs.numpy()))
         units_per_ms = cost.units_per_ms if isinstance(cost, CalibratedTask) else 0
         return simulate_steps(

@@ -87,7 +87,7 @@ def read_csv_member(
     """
     where = f"{archive.path}: {name}"
     counting = _CountingStream(stream, on_bytes)
-    header = counting.header()
+    header = _fields(counting.first_line(), f"{where} line 1")
     _check_header(header, where, layout.title, [column.name for column in layout.columns])
     line, problem = 2, ""
     try:
@@ -136,7 +136,7 @@ def _raise_for_line(stream: io.RawIOBase, where: str, layout: CsvLayout, problem
     """Raise ValueError for the first malformed line."""
     header: list[str] = []
     number = 0
-    for number, fields in enumerate(_lines(stream), start=1):
+    for number, fields in enumerate(_lines(stream, where), start=1):
         if number == 1:
             header = fields
         elif len(fields) != len(header):
@@ -159,10 +159,24 @@ def _raise_for_line(stream: io.RawIOBase, where: str, layout: CsvLayout, problem
     raise ValueError(f"{where} cannot be read ({problem}); it is to be {layout.title}: download the archive again")
 
 
-def _lines(stream: io.RawIOBase) -> Iterator[list[str]]:
+def _lines(stream: io.RawIOBase, where: str) -> Iterator[list[str]]:
     text = io.TextIOWrapper(io.BufferedReader(stream, _BLOCK), encoding="utf-8-sig", errors="replace", newline="")
-    for line in text:
-        yield next(csv.reader([line.rstrip("\r\n")]), [])
+    for number, line in enumerate(text, start=1):
+        yield _fields(line, f"{where} line {number}")
+
+
+def _fields(line: str, where: str) -> list[str]:
+    try:
+        return next(csv.reader([line.rstrip("\r\n")]), [])
+    except csv.Error as error:
+        raise _no_csv(where, error) from error
+
+
+def _no_csv(where: str, error: csv.Error) -> ValueError:
+    return ValueError(
+        f"{where} is no line of a CSV file ({error}); fields are separated by commas and lines by line feeds: download "
+        "the archive again"
+    )
 
 
 def read_text_columns(data: bytes, names: Sequence[str], where: str, title: str) -> dict[str, list[str]]:
@@ -179,19 +193,26 @@ def read_text_columns(data: bytes, names: Sequence[str], where: str, title: str)
 
     """
     rows = csv.reader(io.StringIO(data.decode("utf-8-sig", errors="replace"), newline=""))
-    header = next(rows, [])
-    _check_header(header, where, title, names)
-    places = [header.index(name) for name in names]
     columns: dict[str, list[str]] = {name: [] for name in names}
+    try:
+        _fill_columns(columns, rows, where, title)
+    except csv.Error as error:
+        raise _no_csv(f"{where} line {rows.line_num}", error) from error
+    return columns
+
+
+def _fill_columns(columns: dict[str, list[str]], rows: Any, where: str, title: str) -> None:
+    header: list[str] = next(rows, [])
+    _check_header(header, where, title, list(columns))
+    places = [header.index(name) for name in columns]
     for fields in rows:
         if len(fields) != len(header):
             raise ValueError(
                 f"{where} line {rows.line_num} is {_shorten(','.join(fields))}, {len(fields)} fields; the header has "
                 f"{len(header)}: mend it or download the archive again"
             )
-        for name, place in zip(names, places):
+        for name, place in zip(columns, places):
             columns[name].append(fields[place])
-    return columns
 
 
 def _shorten(text: str) -> str:
@@ -207,10 +228,10 @@ class _CountingStream(io.RawIOBase):
         self._on_bytes = on_bytes
         self.is_empty = True  # below the header
 
-    def header(self) -> list[str]:
-        line = self._buffered.readline()
+    def first_line(self) -> str:
+        line = self._buffered.readline(_BLOCK)  # a file without line ends may be large
         self._on_bytes(len(line))
-        return next(csv.reader([line.decode("utf-8-sig", errors="replace").rstrip("\r\n")]), [])
+        return line.decode("utf-8-sig", errors="replace")
 
     def readable(self) -> bool:
         return True

@@ -18,6 +18,7 @@ from commons.datasets.resumable_loader import ResumableLoader
 from commons.datasets.samplers import BatchOrderSampler, EpochSampler, ShardedBatchSampler
 from commons.datasets.sequence_dataset import SequenceDataset
 from commons.datasets.sequence_file import SequenceSchema
+from commons.datasets.sequence_writer import SPLITS
 from commons.datasets.sid_builders import build_random_sids, sid_builder
 from commons.datasets.sid_dataset import SIDDataset
 from commons.datasets.sid_random_dataset import RandomSIDDataset
@@ -65,7 +66,10 @@ def _sequence_builder(schema: SequenceSchema) -> Builder:
             )
         chosen = schema
         if contextual_feature_names is not None:
-            chosen = dataclasses.replace(schema, contextual_feature_names=tuple(contextual_feature_names))
+            # A name given twice would be two tokens of one feature.
+            chosen = dataclasses.replace(
+                schema, contextual_feature_names=tuple(dict.fromkeys(contextual_feature_names))
+            )
         dataset = SequenceDataset(dataset_path, chosen, split=split, batch_size=batch_size, **options)
         sampler = ShardedBatchSampler(
             len(dataset),
@@ -140,7 +144,8 @@ def get_data_loader(
         num_workers: processes that assemble batches; 0 for none.
         pin_memory: put batches in pinned host memory.
         options: further arguments of the data set, such as `num_batches` and `seqlen_dist` of random data,
-            `contextual_feature_names` and `table_sizes` of public data, or the `sid_map` of semantic IDs.
+            `contextual_feature_names` and `table_sizes` of public data, `timestamps` of both, or the `sid_map` of
+            semantic IDs.
 
     Raises:
         KeyError: an unknown data set.
@@ -156,8 +161,17 @@ def get_data_loader(
         raise KeyError(
             f"dataset_name is {dataset_name!r}; known data sets are {', '.join(list_datasets())}: choose one of them"
         )
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; a batch has at least one row: give 1 or more")
+    if dataset_name in RANDOM_DATASETS and split not in SPLITS:
+        raise ValueError(f"split is {split!r}, random data have {', '.join(SPLITS)}: choose one of them")
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("max_history_seqlen", max_history_seqlen, 1),
+        ("max_num_candidates", max_num_candidates, 0),
+        ("seed", seed, 0),
+        ("num_workers", num_workers, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name} is {value}; the smallest possible value is {least}: raise it")
     dataset, sampler = _BUILDERS[dataset_name](
         split=split,
         batch_size=batch_size,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from commons.datasets.whole_folder import check_replaceable, owned_folder, whole_folder
+from commons.datasets.whole_folder import check_replaceable, owned_folder, parents_of, whole_folder
 
 # First words of the README of an archive that a generator wrote; published READMEs begin otherwise.
 GENERATED_MARK = "GENERATED DATA"
@@ -72,8 +72,7 @@ def generated_archive(output: Path, form: ArchiveForm) -> Iterator[Path]:
             yield folder
         return
     check_archive_output(output, form)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with owned_folder(output.with_name(f".{output.name}.unfinished"), output, what) as folder:
+    with parents_of(output), owned_folder(output.with_name(f".{output.name}.unfinished"), output, what) as folder:
         contents, packed = folder / "contents", folder / "packed"
         contents.mkdir()
         _make_parents(contents, form)

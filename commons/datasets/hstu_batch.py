@@ -13,6 +13,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.random_distribution import RandomDistribution
+from commons.datasets.random_times import random_times
+from commons.datasets.sequence_metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
 
 __all__ = ["FeatureConfig", "HSTUBatch", "RandomDistribution"]
@@ -182,6 +184,7 @@ class HSTUBatch(BaseBatch):
         *,
         device: torch.device | str,
         generator: torch.Generator | None = None,
+        timestamps: bool = False,
     ) -> HSTUBatch:
         """A batch of random ids and labels.
 
@@ -199,6 +202,8 @@ class HSTUBatch(BaseBatch):
             device: where the batch is put.
             generator: source of randomness; torch's global CPU generator if not given. `device` does not change what
                 is drawn.
+            timestamps: the last feature is "timestamp", the second of every item, rising within a row; all else is
+                what is drawn without it.
 
         Raises:
             ValueError: `batch_size` or `num_tasks` below 1, `actual_batch_size` outside `[0, batch_size]`, or fields
@@ -241,10 +246,15 @@ class HSTUBatch(BaseBatch):
             shape = (int(targets.sum()),)
             drawn_labels = [torch.randint(2, shape, generator=generator, device=draw_device).float() for _ in tasks]
             labels = padded_kjt(dict(zip(tasks, drawn_labels)), dict.fromkeys(tasks, targets), batch_size)
+        longest = {name: config.max_sequence_length for config in feature_configs for name in config.feature_names}
+        if timestamps:
+            longest[TIMESTAMP] = longest[item_feature_name]
+            lengths[TIMESTAMP] = lengths[item_feature_name]
+            values[TIMESTAMP] = random_times(lengths[TIMESTAMP], generator)
         batch = cls(
             features=padded_kjt(values, lengths, batch_size),
             batch_size=batch_size,
-            feature_to_max_seqlen={name: c.max_sequence_length for c in feature_configs for name in c.feature_names},
+            feature_to_max_seqlen=longest,
             contextual_feature_names=list(contextual_feature_names),
             labels=labels,
             actual_batch_size=num_real,

@@ -118,6 +118,7 @@ class KuaiRandVersion:
             item_feature_name="video_id",
             action_feature_name="action_weights",
             tasks=tuple(HasFeedback(weight) for weight in FEEDBACK_WEIGHTS.values()),
+            timestamps_per_second=1_000,
         )
 
 

@@ -30,6 +30,7 @@ class RandomHSTUDataset(Dataset[HSTUBatch]):
         seed: of the whole data set; the same on every rank.
         rank: this rank.
         world_size: number of ranks.
+        timestamps: as in `HSTUBatch.random`.
 
     Raises:
         ValueError: a negative `num_batches`, `rank` outside `[0, world_size)`; when a batch is drawn, also as
@@ -57,6 +58,7 @@ class RandomHSTUDataset(Dataset[HSTUBatch]):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        timestamps: bool = False,
     ) -> None:
         if num_batches < 0:
             raise ValueError(f"num_batches is {num_batches}; a data set has no fewer than 0 batches: raise it")
@@ -67,6 +69,7 @@ class RandomHSTUDataset(Dataset[HSTUBatch]):
         self.action_feature_name = action_feature_name
         self.max_num_candidates = max_num_candidates
         self.num_tasks = num_tasks
+        self.timestamps = timestamps
         self._batch_size = batch_size
         self._num_batches = num_batches
         self._last_batch_size = last_batch_size
@@ -95,6 +98,7 @@ class RandomHSTUDataset(Dataset[HSTUBatch]):
             self._last_batch_size if is_last else None,
             device="cpu",
             generator=torch.Generator().manual_seed(seed),
+            timestamps=self.timestamps,
         )
 
     @property
@@ -125,6 +129,7 @@ def user_like_dataset(
     seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
+    timestamps: bool = False,
 ) -> RandomHSTUDataset:
     """Random batches that resemble a public data set: two contextual features, items and actions.
 
@@ -150,4 +155,5 @@ def user_like_dataset(
         seed=seed,
         rank=rank,
         world_size=world_size,
+        timestamps=timestamps,
     )

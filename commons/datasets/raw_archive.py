@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 _BLOCK = 1 << 20
 _READMES = ("README", "README.txt")
-_GZIP_MAGIC = b"\x1f\x8b"
+_GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK"
 # What damaged archives raise while they are listed or read.
 _DAMAGE = (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError)
 
@@ -104,7 +104,15 @@ def open_archive(source: str | Path, folders: Sequence[str], hint: str, *, show_
         raise FileNotFoundError(f"{source} does not exist; {hint}")
     if source.is_dir():
         return _Folder(source, folders)
-    return _Zip(source) if source.suffix == ".zip" else _Tar(source, show_progress)
+    if not source.is_file():
+        raise ValueError(f"{source} is neither a file nor a folder; {hint}")
+    with source.open("rb") as file:
+        start = file.read(len(_ZIP_MAGIC))
+    if source.suffix == ".zip" or start == _ZIP_MAGIC:
+        return _Zip(source)
+    if start and start != _GZIP_MAGIC and not tarfile.is_tarfile(source):
+        raise ValueError(f"{source} is neither a zip file nor a tar file; {hint}")
+    return _Tar(source, show_progress)
 
 
 class _Folder(RawArchive):
@@ -112,6 +120,9 @@ class _Folder(RawArchive):
         super().__init__(path)
         # An archive unpacks to a folder of its own: take that one too.
         self._root = next((path / name for name in folders if (path / name).is_dir()), path)
+        # Given the inner one of two folders, the README may be in the outer.
+        is_inner = self._root == path and path.resolve().name in [Path(name).name for name in folders if "/" in name]
+        self._top = path.resolve().parent if is_inner else path.resolve()
         for entry in sorted(self._root.iterdir()):
             if entry.is_file():
                 self.sizes[entry.name] = entry.stat().st_size
@@ -123,7 +134,8 @@ class _Folder(RawArchive):
 
     def readme(self) -> bytes:
         # It may stand above the folder of the data.
-        inside = [folder for folder in (self._root, *self._root.parents) if folder.is_relative_to(self.path)]
+        root = self._root.resolve()
+        inside = [folder for folder in (root, *root.parents) if folder.is_relative_to(self._top)]
         found = [folder / name for folder in inside for name in _READMES if (folder / name).is_file()]
         return found[0].read_bytes() if found else b""
 

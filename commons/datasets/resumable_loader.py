@@ -6,6 +6,7 @@ and a connection for every tensor in it, which costs a worker more than to assem
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from commons.datasets.samplers import EpochSampler
 from commons.sequence_batch.wire import decode, encode
+
+# How torch begins the message of an error that a worker process met, before the worker's traceback.
+_OF_A_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 
 
 class ResumableLoader(StatefulDataLoader):
@@ -48,7 +52,7 @@ class ResumableLoader(StatefulDataLoader):
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of the next epoch."""
-        return map(unwrap, super().__iter__())
+        return map(unwrap, _WithPlainErrors(super().__iter__()))
 
     def state_dict(self) -> dict[str, Any]:
         """The place behind the last batch given; what a loader of the same settings goes on from, JSON-ready."""
@@ -58,10 +62,15 @@ class ResumableLoader(StatefulDataLoader):
         """Let the next iteration go on from a place; those after it draw the next epochs.
 
         Raises:
-            ValueError: a state of a loader with another number of workers; when the iteration begins, also one of other
-                data, another batch size or another rank.
+            ValueError: no state of a loader, or that of one with another number of workers; when the iteration begins,
+                also one of other data, another batch size or another rank.
 
         """
+        if not state_dict.get("iterator") or "num_workers" not in state_dict:
+            raise ValueError(
+                f"the loader's state has {list(state_dict)}; it has num_workers and, not empty, iterator: give what "
+                "state_dict() returned"
+            )
         saved = state_dict["num_workers"]
         if saved != self.num_workers:
             raise ValueError(
@@ -106,3 +115,27 @@ def wrap(batch: Any) -> Any:
 def unwrap(item: Any) -> Any:
     """What `wrap` was given."""
     return item.unwrap() if isinstance(item, WrappedBatch) else item
+
+
+class _WithPlainErrors(Iterator[Any]):
+    """Batches of an iterator, whose data's errors say the same from a worker process as from this one."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except (ValueError, OSError) as error:
+            message = _message_in_worker(error)
+            if message is None:
+                raise
+            raise type(error)(message) from error
+
+
+def _message_in_worker(error: Exception) -> str | None:
+    """What an error said in a worker, without the traceback; None for others, and for what has several lines."""
+    if not _OF_A_WORKER.match(str(error)):
+        return None
+    name, _, message = str(error).rstrip().splitlines()[-1].partition(": ")
+    return message if name == type(error).__name__ else None

@@ -40,12 +40,26 @@ class EpochSampler(Sampler[T]):
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, from its first row."""
+        """Choose the epoch of the next iteration, from its first row.
+
+        Raises:
+            ValueError: a negative epoch.
+
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}; epochs are counted from 0: give 0 or more")
         self.epoch = epoch
         self.first_row = 0
 
     def start_at(self, row: int) -> None:
-        """Begin this epoch behind its first `row` rows, counted over all ranks, however many ranks read those."""
+        """Begin this epoch behind its first `row` rows, counted over all ranks, however many ranks read those.
+
+        Raises:
+            ValueError: a negative row.
+
+        """
+        if row < 0:
+            raise ValueError(f"row is {row}; rows are counted from 0: give 0 or more")
         self.first_row = row
 
     def order(self, size: int, epoch: int) -> np.ndarray:

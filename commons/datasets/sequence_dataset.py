@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
 from commons.datasets.sequence_file import SequenceFile, SequenceSchema
+from commons.datasets.sequence_metadata import TIMESTAMP
 
 
 class SequenceDataset(Dataset[HSTUBatch]):
@@ -32,6 +33,8 @@ class SequenceDataset(Dataset[HSTUBatch]):
         num_tasks: labels, the first of the schema's tasks.
         table_sizes: rows of the embedding tables that the batches are meant for, by feature, where they are given and
             not made from `vocabulary_sizes`.
+        timestamps: batches have one more feature, "timestamp": the second of every item, whatever the unit of the
+            files. It is no token, and has no vocabulary.
 
     Raises:
         FileNotFoundError: no data set at `path`.
@@ -51,6 +54,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
         max_num_candidates: int = 0,
         num_tasks: int = 1,
         table_sizes: Mapping[str, int] | None = None,
+        timestamps: bool = False,
     ) -> None:
         for name, value, least in (
             ("batch_size", batch_size, 1),
@@ -68,10 +72,11 @@ class SequenceDataset(Dataset[HSTUBatch]):
         self.max_history_seqlen = max_history_seqlen
         self.max_num_candidates = max_num_candidates
         self.num_tasks = num_tasks
+        self.timestamps = timestamps
         self._batch_size = batch_size
-        columns = [*schema.contextual_feature_names, schema.item_feature_name, schema.action_feature_name]
-        self._file = SequenceFile(path, schema.dataset_name, columns)
+        self._file = SequenceFile(path, schema.dataset_name, list(self.feature_to_max_seqlen))
         self.metadata = self._file.metadata
+        self._require_plain(schema.contextual_feature_names)
         self._rows = self._file.split_rows(split)
         if not self._rows:
             raise ValueError(
@@ -80,18 +85,34 @@ class SequenceDataset(Dataset[HSTUBatch]):
             )
         require_tables(table_sizes or {}, self.vocabulary_sizes)
 
+    def _require_plain(self, names: Sequence[str]) -> None:
+        columns = self.metadata.columns
+        plain = [name for name in self.metadata.vocabulary_sizes if not columns.get(name, "list").startswith("list")]
+        wrong = [name for name in names if name not in plain]
+        if wrong:
+            raise ValueError(
+                f"contextual_feature_names has {wrong}; a contextual feature has one id per user, as {plain} have: "
+                "choose among these"
+            )
+
     def __len__(self) -> int:
         """Users of the split."""
         return len(self._rows)
 
     @property
     def vocabulary_sizes(self) -> dict[str, int]:
-        """Number of ids of each feature of the batches."""
-        return {name: self.metadata.vocabulary_sizes[name] for name in self.feature_to_max_seqlen}
+        """Number of ids of each feature of the batches that has ids."""
+        return {name: self.metadata.vocabulary_sizes[name] for name in self._token_lengths}
 
     @property
     def feature_to_max_seqlen(self) -> dict[str, int]:
-        """The most tokens a row can have of each feature."""
+        """The most values a row can have of each feature."""
+        tokens = self._token_lengths
+        return {**tokens, TIMESTAMP: tokens[self.schema.item_feature_name]} if self.timestamps else tokens
+
+    @property
+    def _token_lengths(self) -> dict[str, int]:
+        """The most tokens a row can have of each feature that is made of tokens."""
         longest = self.max_history_seqlen + self.max_num_candidates
         return {
             **dict.fromkeys(self.schema.contextual_feature_names, 1),
@@ -102,7 +123,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
     @property
     def max_sequence_length(self) -> int:
         """The most tokens of a row: contextual features, items and, interleaved, their actions."""
-        return sum(self.feature_to_max_seqlen.values())
+        return sum(self._token_lengths.values())
 
     def __getitem__(self, rows: int | Sequence[int]) -> HSTUBatch:
         """The batch of `rows`, counted within the split, padded to the batch size.
@@ -138,6 +159,9 @@ class SequenceDataset(Dataset[HSTUBatch]):
             schema.item_feature_name: kept,
             schema.action_feature_name: kept,
         }
+        if self.timestamps:
+            values[TIMESTAMP] = users.tails(TIMESTAMP, kept) // schema.timestamps_per_second
+            feature_lengths[TIMESTAMP] = kept
         if self.max_num_candidates > 0:
             targets = num_candidates
             # The candidates of a row are the last of its actions: those at most num_candidates from the row's end.

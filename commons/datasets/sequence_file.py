@@ -36,6 +36,7 @@ class SequenceSchema:
         item_feature_name: list column of item ids.
         action_feature_name: list column of actions, one per item.
         tasks: for each label, a function that can be pickled, from actions, int64 `(n,)`, to labels, bool `(n,)`.
+        timestamps_per_second: what a second counts in the list column "timestamp": 1,000 for milliseconds.
 
     """
 
@@ -44,6 +45,7 @@ class SequenceSchema:
     item_feature_name: str
     action_feature_name: str
     tasks: tuple[Callable[[np.ndarray], np.ndarray], ...]
+    timestamps_per_second: int = 1
 
 
 class SequenceFile:
@@ -73,7 +75,10 @@ class SequenceFile:
         present = self.metadata.columns
         missing = [name for name in self._columns if name not in present]
         if missing:
-            raise ValueError(f"{self.path} has columns {list(present)}, but no {missing}: preprocess the data again")
+            raise ValueError(
+                f"{self.path} has columns {list(present)}, but no {missing}: correct the names, or preprocess the data "
+                "again"
+            )
         shards = self.metadata.shards
         # For each row group of the whole data set: its shard, its number there, and the row it begins with.
         self._groups = [(shard, group) for shard, own in enumerate(shards) for group in range(len(own.row_groups))]

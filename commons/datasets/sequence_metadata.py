@@ -14,6 +14,8 @@ FORMAT_VERSION = 2
 # Readers of a folder of parquet files pass over names that begin with an underscore.
 MANIFEST = "_manifest.json"
 VOCABULARIES = "_vocabularies"
+# Column of the items' times, in a unit that the schema tells; also the key of the times in a batch, in seconds.
+TIMESTAMP = "timestamp"
 
 
 @dataclass(frozen=True)

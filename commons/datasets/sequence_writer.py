@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from commons.datasets.sequence_file import SequenceSchema
 from commons.datasets.sequence_metadata import (
     MANIFEST,
+    TIMESTAMP,
     VOCABULARIES,
     SequenceFileMetadata,
     Shard,
@@ -189,7 +190,7 @@ class _Writer:
         self._list_types = {
             schema.item_feature_name: pa.int32(),
             schema.action_feature_name: action_type,
-            "timestamp": pa.int64(),
+            TIMESTAMP: pa.int64(),
         }
         fields = [("user_id", pa.int32()), *((name, pa.int32()) for name in source.users.columns)]
         fields += [(name, pa.list_(pa.field("element", kind))) for name, kind in self._list_types.items()]
@@ -212,7 +213,7 @@ class _Writer:
         flat = {
             self._schema.item_feature_name: self._source.items.ids(histories.item_ids),
             self._schema.action_feature_name: histories.actions,
-            "timestamp": histories.timestamps,
+            TIMESTAMP: histories.timestamps,
         }
         if len(lengths):
             self._histogram += histogram_of(lengths)

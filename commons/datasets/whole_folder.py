@@ -8,11 +8,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# A full disk, a full quota, a file larger than is allowed.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -27,13 +31,12 @@ def whole_folder(target: Path, *, may_replace: Callable[[Path], bool], what: str
     Raises:
         FileExistsError: something at `target` that may not be replaced.
         BlockingIOError: another process is writing the same folder.
+        OSError: no right to write there, or no room.
 
     """
-    made = [parent for parent in target.parents if not parent.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.unfinished")
     replaced = target.with_name(f".{target.name}.replaced")
-    with _without_traces(made), owned_folder(unfinished, target, what):
+    with parents_of(target), owned_folder(unfinished, target, what):
         if replaced.exists():
             # A process was ended between the two renames: the earlier folder counts until the new one is there.
             if target.exists():
@@ -57,10 +60,31 @@ def check_replaceable(target: Path, may_replace: Callable[[Path], bool], what: s
 
 
 @contextlib.contextmanager
-def _without_traces(made: list[Path]) -> Iterator[None]:
-    """Remove the folders that were made for nothing."""
+def parents_of(target: Path) -> Iterator[None]:
+    """Make the parents of a path; if the block ends with an error, those that were made for nothing are removed.
+
+    Raises:
+        OSError: a parent that cannot be made; also in place of an error of the block that says that there is no room.
+
+    """
+    made = [parent for parent in target.parents if not parent.exists()]
     try:
-        yield
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"{target.parent} cannot be made a folder ({error.strerror}); {target.name} is written there: give a "
+                "path where you may write"
+            ) from error
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise OSError(
+                    f"{target} cannot be written ({os.strerror(error.errno)}); what was there before stays: make room, "
+                    "or give a path on another disk"
+                ) from error
+            raise
     except BaseException:
         with contextlib.suppress(OSError):
             for folder in made:
@@ -81,28 +105,57 @@ def owned_folder(folder: Path, target: Path, what: str) -> Iterator[Path]:
         BlockingIOError: another process has the folder.
 
     """
-    folder.mkdir(exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
+    lock = _locked(folder, target, what)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(
-                f"another process is writing {target}; one {what} has one writer: wait for it, or end it"
-            ) from None
         for entry in folder.iterdir():
             _remove(entry)
         try:
             yield folder
         finally:
-            # After the rename there is none.
-            shutil.rmtree(folder, ignore_errors=True)
+            # After the rename there is none, or another process's.
+            if _is_at(lock, folder):
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)
 
 
+def _locked(folder: Path, target: Path, what: str) -> int:
+    """A file descriptor of a folder, made if missing, that holds its lock."""
+    while True:
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"{target} cannot be written ({error.strerror}); a {what} is written beside its place first: give a "
+                "path where you may write"
+            ) from error
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # its owner has just removed it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(lock, folder):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise BlockingIOError(
+                f"another process is writing {target}; one {what} has one writer: wait for it, or end it"
+            ) from None
+        # Its owner renamed or removed it, and then unlocked it: this is the lock of something else.
+        os.close(lock)
+
+
+def _is_at(opened: int, folder: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(opened), folder.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        with contextlib.suppress(FileNotFoundError):  # what a writer replaced, the next one may remove too
+            shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,25 @@ from commons.perf_model.task_estimator import AttentionTask
 
 # The most tokens of a mix, as a part of those of a batch whose rows are all as long as possible.
 _TOKEN_BUDGET = 0.5
+
+
+class RowTokens(NamedTuple):
+    """What the model computes for the real rows of a batch, as `AttentionTask.get_workloads` takes it.
+
+    Attributes:
+        seqlen: int64 `(rows,)`, tokens.
+        num_targets: int64 `(rows,)`, how many of the last ones are targets; None for none.
+        num_contextual: int64 `(rows,)`, how many of the first ones see all but the targets; None for none.
+    """
+
+    seqlen: torch.Tensor
+    num_targets: torch.Tensor | None = None
+    num_contextual: torch.Tensor | None = None
+
+    def cpu(self) -> RowTokens:
+        """The same on the host."""
+        counts = (None if part is None else part.cpu() for part in self[1:])
+        return RowTokens(self.seqlen.cpu(), *counts)
 
 
 class CostTarget(Protocol):
@@ -43,8 +62,8 @@ class CostTarget(Protocol):
     def train_step(self, batch: Any) -> None:
         """Forward and backward pass; gradients may be left behind."""
 
-    def row_tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens that the model computes per real row, and how many of them are targets, both int64 `(rows,)`."""
+    def row_tokens(self, batch: Any) -> RowTokens:
+        """Tokens that the model computes for every real row."""
 
     def host_batches(self) -> Iterator[Any]:
         """Batches of the training data, of `batch_size` rows, as a single rank would read them; they may end."""
@@ -128,8 +147,7 @@ def time_step(target: CostTarget, batch: Any) -> float:
 
 def batch_size_of(target: CostTarget, batch: Any) -> tuple[int, int, int]:
     """Rows, tokens and pairs of a batch."""
-    seqlen, num_targets = target.row_tokens(batch)
-    tokens, pairs = target.task.tokens_and_pairs(seqlen.cpu(), num_targets.cpu())
+    tokens, pairs = target.task.tokens_and_pairs(*target.row_tokens(batch).cpu())
     return len(tokens), int(tokens.sum()), int(pairs.sum())
 
 

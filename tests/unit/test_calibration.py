@@ -21,7 +21,7 @@ from commons.perf_model.calibration import (
     load_calibration,
 )
 from commons.perf_model.calibration_fit import StepMeasurement, fit_calibration
-from commons.perf_model.measurement import draw_mixes, measure_steps
+from commons.perf_model.measurement import RowTokens, draw_mixes, measure_steps
 from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask
 
 TASK = HSTUAttentionTask(64, 4, 16, 2)
@@ -179,7 +179,7 @@ class CountingTarget:
         self.trained.append(tuple(batch.tolist()))
 
     def row_tokens(self, batch):
-        return batch, torch.zeros_like(batch)
+        return RowTokens(batch)
 
     def host_batches(self):
         return iter([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from commons.cli.generate import Generate
 from commons.cli.main import main
 from commons.datasets.sequence_file import SequenceFile
-from tests.unit.test_movielens import write_zip
+from tests.unit.test_movielens import RATINGS, write_zip
 
 
 def test_generate_then_preprocess(tmp_path, capsys):
@@ -63,7 +64,12 @@ def test_help_lists_the_commands(capsys):
         (["preprocess", "ml-1m", "--source", "missing.zip", "--output", "b"], "missing.zip does not exist"),
         (["preprocess", "ml-1m", "--source", "bad.zip", "--output", "b"], "bad.zip is no complete zip file"),
         (["preprocess", "ml-1m", "--source", "bad_line.zip", "--output", "b"], "ratings.dat line 2 is '1::2'"),
-        (["preprocess", "ml-1m", "--source", "fine.zip", "--output", "bad.zip/sub"], "bad.zip"),
+        (
+            ["preprocess", "ml-1m", "--source", "fine.zip", "--output", "bad.zip/sub"],
+            "bad.zip/sub cannot be made a fold",
+        ),
+        (["generate", "ml-1m", "--output", "bad.zip/a.zip", "--num-users", "2"], "bad.zip cannot be made a folder"),
+        (["generate", "ml-20m", "--output", "new/a.zip", "--num-users", "-1"], "num_users is -1"),
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, capsys, arguments, message):
@@ -79,6 +85,24 @@ def test_mistakes(tmp_path, monkeypatch, capsys, arguments, message):
     assert printed.err.count("\n") == 1
     assert message in printed.err
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("arguments", [["preprocess", "ml-1m", "--source", "fine.zip"], ["generate", "ml-20m"]])
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
+    write_zip(tmp_path / "fine.zip", ratings=RATINGS * 5_000)
+    output = ["--output", "new/deep/out.zip"] + (["--num-users", "20"] if "generate" in arguments else [])
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))  # no file may grow beyond, as on a full disk
+        status = main([*arguments, *output])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert status == 2
+    said = capsys.readouterr().err
+    assert "cannot be written (File too large); what was there before stays: make room" in said
+    assert said.startswith("evenrank: ") and said.count("\n") == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["fine.zip"]
 
 
 def test_ctrl_c(monkeypatch, capsys):

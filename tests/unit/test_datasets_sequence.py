@@ -64,7 +64,7 @@ def _expected_row(user: int, users: list[tuple], ratings: list[tuple], history: 
     """One row, from the raw lines, by the definition."""
     gender, age, work, code = users[user]
     own = sorted((time, line, movie, rating) for line, (who, movie, rating, time) in enumerate(ratings) if who == user)
-    own = [(_MOVIE_IDS.index(movie), rating) for _, _, movie, rating in own]
+    own = [(_MOVIE_IDS.index(movie), rating, time) for time, _, movie, rating in own]
     num_candidates = min(candidates, max(len(own) - 1, 0))
     past, future = own[: len(own) - num_candidates], own[len(own) - num_candidates :]
     items = past[-history:] + future
@@ -75,10 +75,11 @@ def _expected_row(user: int, users: list[tuple], ratings: list[tuple], history: 
         "age": [sorted({u[1] for u in users}).index(age)],
         "occupation": [sorted({u[2] for u in users}).index(work)],
         "zip": [sorted({u[3] for u in users}).index(code)],
-        "movie_id": [movie for movie, _ in items],
-        "rating": [rating for _, rating in items],
-        "task_0": [float(rating >= 4) for _, rating in targets],
-        "task_1": [float(rating == 5) for _, rating in targets],
+        "movie_id": [movie for movie, _, _ in items],
+        "rating": [rating for _, rating, _ in items],
+        "timestamp": [time for _, _, time in items],
+        "task_0": [float(rating >= 4) for _, rating, _ in targets],
+        "task_1": [float(rating == 5) for _, rating, _ in targets],
         "num_candidates": num_candidates,
     }
 
@@ -112,7 +113,13 @@ def test_batches_equal_a_slow_assembly(tmp_path_factory, users, history, candida
         in_split = file.select(np.array(file.split_rows(split))).values("user_id").tolist()
         rows = data.draw(st.lists(st.integers(0, len(in_split) - 1), max_size=5))  # any order, repeats
         dataset = _dataset(
-            path, split, batch_size=5, max_history_seqlen=history, max_num_candidates=candidates, num_tasks=2
+            path,
+            split,
+            batch_size=5,
+            max_history_seqlen=history,
+            max_num_candidates=candidates,
+            num_tasks=2,
+            timestamps=True,
         )
         batch = dataset[rows]
         assert (batch.batch_size, batch.actual_batch_size) == (5, len(rows))
@@ -202,6 +209,17 @@ class TestDataset:
         with pytest.raises(ValueError, match=message):
             _dataset(generated, **arguments)
 
+    @pytest.mark.parametrize("names", [["rating"], ["user_id", "timestamp"], ["split"], ["movie_id"]])
+    def test_what_has_not_one_id_per_user_is_no_context(self, generated, names):
+        with pytest.raises(ValueError, match=rf"contextual_feature_names has \['{names[-1]}'\]; .* choose among these"):
+            _loader(generated, contextual_feature_names=names)
+
+    def test_a_context_given_twice_is_one_token(self, generated):
+        loader = _loader(generated, contextual_feature_names=["age", "gender", "age"])
+        (first, *_) = loader
+        assert first.contextual_feature_names == ["age", "gender"]
+        assert int(first.sequence_lengths()[0].max()) <= loader.dataset.max_sequence_length
+
     def test_bad_rows(self, generated):
         dataset = _dataset(generated)
         with pytest.raises(IndexError, match=f"row {len(dataset)}"):
@@ -281,8 +299,12 @@ class TestBadFiles:
         data = bytearray(shard.read_bytes())
         data[2000:12_000] = bytes(10_000)
         shard.write_bytes(bytes(data))
-        with pytest.raises(ValueError, match="is damaged"):
+        with pytest.raises(ValueError, match="is damaged") as caught:
             _dataset(tmp_path)[[0, 1, 2, 3]]
+        for workers in (0, 1):  # a worker process says no more and no less
+            with pytest.raises(ValueError) as again:
+                list(_loader(tmp_path, num_workers=workers))
+            assert str(again.value) == str(caught.value)
 
 
 def _loader(path, **arguments):
@@ -372,6 +394,11 @@ class TestDataLoader:
             ({"dataset_name": "ml-1m"}, "dataset_path is not set"),
             ({"batch_size": 0}, "batch_size is 0"),
             ({"rank": 1}, "rank is 1, world_size is 1"),
+            ({"max_history_seqlen": 0}, "max_history_seqlen is 0; the smallest possible value is 1"),
+            ({"max_num_candidates": -1}, "max_num_candidates is -1"),
+            ({"seed": -1}, "seed is -1"),
+            ({"num_workers": -1}, "num_workers is -1"),
+            ({"split": "valid"}, "split is 'valid', random data have train, test"),
         ],
     )
     def test_bad_arguments(self, arguments, message):

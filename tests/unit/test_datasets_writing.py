@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commons.datasets import whole_folder as whole_folder_module
 from commons.datasets.movielens import preprocess_movielens_20m
 from commons.datasets.movielens_20m_generator import generate_movielens_20m
 from commons.datasets.sequence_file import SequenceFile
@@ -19,6 +21,8 @@ from commons.datasets.sequence_metadata import histogram_keys, histogram_of
 from commons.datasets.sequence_writer import IdMap, SeenIds, _row_groups
 from commons.datasets.user_partitions import UserPartitions, partitions_for
 from commons.datasets.whole_folder import whole_folder
+
+_ANY = {"may_replace": lambda path: True, "what": "thing"}
 
 
 def write(target, text, may_replace=lambda path: True):
@@ -80,6 +84,59 @@ class TestWholeFolder:
                 message = pool.apply(_error_of_second, (tmp_path / "data",))
         assert "another process is writing" in message
         assert (tmp_path / "data" / "a.txt").read_text() == "first"
+
+    def test_a_lock_of_what_was_renamed_meanwhile_is_not_ours(self, tmp_path, monkeypatch):
+        flock, first = whole_folder_module.fcntl.flock, whole_folder(tmp_path / "data", **_ANY)
+        (first.__enter__() / "a.txt").write_text("first")
+
+        def lock_after_the_first_is_done(file, operation):
+            monkeypatch.undo()
+            first.__exit__(None, None, None)
+            flock(file, operation)  # of the folder that is "data" now
+
+        monkeypatch.setattr(whole_folder_module.fcntl, "flock", lock_after_the_first_is_done)
+        with whole_folder(tmp_path / "data", **_ANY) as folder:
+            assert folder.is_dir() and (tmp_path / "data" / "a.txt").read_text() == "first"
+            (folder / "a.txt").write_text("second")
+        assert (tmp_path / "data" / "a.txt").read_text() == "second"
+        assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+
+    def test_the_next_writer_begins_while_the_first_tidies_up(self, tmp_path, monkeypatch):
+        write(tmp_path / "data", "before")
+        remove, second = whole_folder_module._remove, whole_folder(tmp_path / "data", **_ANY)
+
+        def begin_the_second(path):
+            monkeypatch.undo()
+            (second.__enter__() / "a.txt").write_text("second")
+            remove(path)
+
+        with whole_folder(tmp_path / "data", **_ANY) as folder:
+            (folder / "a.txt").write_text("first")
+            monkeypatch.setattr(whole_folder_module, "_remove", begin_the_second)
+        assert (tmp_path / "data" / "a.txt").read_text() == "first"
+        second.__exit__(None, None, None)
+        assert (tmp_path / "data" / "a.txt").read_text() == "second"
+        assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+    def test_no_room(self, tmp_path, number):
+        with (
+            pytest.raises(
+                OSError, match=r"data cannot be written \(.*\); what was there before stays: make room"
+            ) as caught,
+            whole_folder(tmp_path / "new" / "data", **_ANY),
+        ):
+            raise OSError(number, "Error writing bytes to file")
+        assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+    def test_no_right_to_write(self, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        for target in (tmp_path / "file" / "data", tmp_path / "file" / "deep" / "data"):
+            with (
+                pytest.raises(OSError, match="cannot be made a folder .*: give a path where you may write"),
+                whole_folder(target, **_ANY),
+            ):
+                pass
 
 
 def _error_of_second(target) -> str:

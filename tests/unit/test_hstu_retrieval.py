@@ -11,12 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import Dataset
 
-from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, padded_kjt
 from commons.datasets.random_dataset import RandomHSTUDataset
 from commons.datasets.resumable_loader import ResumableLoader
-from commons.datasets.samplers import BatchOrderSampler
+from commons.datasets.samplers import BatchOrderSampler, ShardedBatchSampler
+from commons.perf_model.measurement import batch_size_of
 from commons.trainer import DatasetArgs, TrainerArgs
+from hstu import HSTUBalancedBatchShuffler
 from hstu.cost import HSTUCostTarget
 from hstu.model import HSTUConfig, HSTURetrievalModel, RetrievalConfig, RetrievalOutput
 from hstu.model.retrieval import unit
@@ -266,6 +269,35 @@ def test_a_loader_with_negatives_has_the_same_batches_in_the_same_order(num_work
     assert rest == [batch.features["item_negatives"].values().tolist() for batch in epochs[1][1][2:]]
 
 
+class NumberedRows(Dataset[HSTUBatch]):
+    """Rows that say which they are: row r has the one item r."""
+
+    def __getitem__(self, rows: list[int]) -> HSTUBatch:
+        ids = torch.tensor(rows)
+        features = padded_kjt({"item": ids}, {"item": torch.ones_like(ids)}, 4)
+        return HSTUBatch(features, 4, {"item": 1}, actual_batch_size=len(rows), item_feature_name="item")
+
+
+def negatives_by_row(world_size: int, epoch: int) -> dict[int, list[int]]:
+    drawn = {}
+    for rank in range(world_size):
+        sampler = ShardedBatchSampler(23, 4, rank=rank, world_size=world_size, shuffle=True, seed=2)
+        options = {"seed": 9, "rank": rank, "world_size": world_size}
+        loader = sample_negatives(ResumableLoader(NumberedRows(), sampler), "negatives", 5, NUM_ITEMS, **options)
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            negatives = batch.features["negatives"].values().view(-1, 5)
+            drawn |= dict(zip(batch.features["item"].values().tolist(), negatives.tolist()))
+    return drawn
+
+
+def test_a_row_has_the_same_negatives_on_any_number_of_ranks():
+    alone = negatives_by_row(1, epoch=0)
+    assert sorted(alone) == list(range(23))
+    assert negatives_by_row(2, epoch=0) == negatives_by_row(4, epoch=0) == alone
+    assert negatives_by_row(2, epoch=1) != alone
+
+
 # ---------------------------------------------------------------------------------------------------------- metrics
 
 
@@ -312,8 +344,8 @@ def test_metrics_equal_a_sorted_list_for_every_user(case, top_k):
         return
     expected = dict.fromkeys(["loss", *names, *(f"popularity_{name}" for name in names)], 0.0)
     for query, target in users:
-        scores = (unit(weight.double()) @ query).float()
-        expected["loss"] += float(torch.logsumexp(scores.double() / 0.5, 0) - scores[target].double() / 0.5)
+        scores = ((unit(weight.double()) @ query) * 2**24).round() / 2**24
+        expected["loss"] += float(torch.logsumexp(scores / 0.5, 0) - scores[target] / 0.5)
         for prefix, values in (("", scores.tolist()), ("popularity_", popularity)):
             order = sorted(range(len(table)), key=lambda item: (-values[item], item))
             rank = 1 + order.index(target)
@@ -345,9 +377,50 @@ def test_metrics_in_chunks_and_after_a_reset(monkeypatch):
 
 
 def test_a_score_that_is_no_number_is_no_hit():
-    metrics = RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@1", "NDCG@4"], temperature=0.1)
+    metrics = RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@1", "HR@4", "NDCG@4"], temperature=0.1)
     metrics.update(output_of(torch.full((1, 4), torch.nan), [0]))
-    assert metrics.compute()["HR@1"] == 0.0
+    found = metrics.compute()
+    assert math.isnan(found.pop("loss")) and not any(found.values())
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e3])
+def test_the_loss_is_finite_at_any_temperature(temperature):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(9, 4, generator=generator)
+    query = unit(torch.randn(1, 4, generator=generator))
+    for target in range(9):
+        metrics = RetrievalMetrics(Table(weight), "item", [], temperature=temperature)
+        metrics.update(output_of(query, [target]))
+        scores = (unit(weight.double()) @ query[0].double()) / temperature
+        expected = float(torch.logsumexp(scores, 0) - scores[target])
+        assert metrics.compute()["loss"] == pytest.approx(expected, rel=1e-5, abs=1e-7 / temperature)
+
+
+@pytest.mark.parametrize("num_items", [3, 40])
+def test_items_at_right_angles_are_equal_whatever_their_rounding_errors(num_items):
+    """All scores are 0 but for errors that depend on how many items are scored together."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_items, 2, generator=generator).repeat_interleave(2, dim=1) * torch.tensor([1, -1, 1, -1])
+    queries = torch.randn(9, 2, generator=generator).repeat_interleave(2, dim=1)
+    metrics = RetrievalMetrics(Table(weight), "item", ["HR@1", "HR@2"], temperature=0.1)
+    metrics.update(output_of(unit(queries), [0, 1, 2] * 3))
+    assert metrics.compute()["HR@1"] == pytest.approx(1 / 3) and metrics.compute()["HR@2"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("direction", [-torch.inf, torch.inf])
+def test_an_item_is_never_better_than_itself(direction, monkeypatch):
+    """The true item's score is computed on its own and among all items; the two may round apart."""
+    score_all = RetrievalMetrics._scores
+
+    def round_apart(self, queries, weight):
+        scores = score_all(self, queries, weight).float()
+        return torch.nextafter(scores, torch.full_like(scores, direction)).double()
+
+    monkeypatch.setattr(RetrievalMetrics, "_scores", round_apart)
+    metrics = RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@1", "NDCG@4"], temperature=0.1)
+    metrics.update(output_of(torch.eye(4)[:3], [0, 1, 2]))
+    found = metrics.compute()
+    assert found["HR@1"] == found["NDCG@4"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["HR", "HR@0", "AUC@3", "hr@10", "NDCG@-1", "HR@10 "])
@@ -375,8 +448,27 @@ def test_the_cost_of_a_retrieval_model_can_be_measured(num_negatives):
     target = HSTUCostTarget(config, torch.device("cpu"))
     batch = target.make_batch([4, 12])
     target.train_step(batch)
-    tokens, targets = target.row_tokens(batch)
-    assert tokens.tolist() == [2 + 8, 2 + 24] and targets.tolist() == [0, 0]
+    tokens, targets, contextual = target.row_tokens(batch)
+    assert tokens.tolist() == [2 + 8, 2 + 24] and targets.tolist() == [0, 0] and contextual is None
+
+
+def test_the_cost_of_a_contextual_mask_is_what_the_shuffler_balances():
+    config = TrainConfig(
+        TrainerArgs(3, 3),
+        DatasetArgs("random", 12, max_num_candidates=2, num_batches=1),
+        ModelArgs(hidden_size=8, num_layers=1, num_attention_heads=2, kv_channels=4, contextual_mask=True),
+    )
+    target = HSTUCostTarget(config, torch.device("cpu"))
+    batch = target.make_batch([4, 12])
+    target.train_step(batch)
+    rows = target.row_tokens(batch)
+    assert rows.num_targets.tolist() == [4, 4] and rows.num_contextual.tolist() == [2, 2]
+    # The first token sees all 6 or 22 tokens of the history rather than 1, the second all rather than 2.
+    _, _, pairs = batch_size_of(target, batch)
+    causal = target.task.tokens_and_pairs(rows.seqlen, rows.num_targets)[1].sum()
+    assert pairs == int(causal) + (5 + 4) + (21 + 20)
+    shuffler = HSTUBalancedBatchShuffler(8, 2, 4, contextual_mask=True)
+    assert torch.equal(target.task.get_workloads(*rows), shuffler.get_workloads(batch))
 
 
 def test_items_are_counted():

@@ -169,6 +169,28 @@ class TestPreprocess:
             generate_kuairand(PURE, output, num_users=20)
             path = preprocess_kuairand(PURE, output, tmp_path / "data")
             assert SequenceFile(path, "kuairand-pure", []).metadata.generated
+        path = preprocess_kuairand(PURE, tmp_path / "KuaiRand-Pure" / "data", tmp_path / "data")
+        assert SequenceFile(path, "kuairand-pure", []).metadata.generated
+        # What lies around a folder that has an archive of its own in it says nothing of that.
+        (tmp_path / "data" / "README.txt").write_text("GENERATED DATA")
+        write_tar(tmp_path / "b.tar", files_of(), folder="")
+        with tarfile.open(tmp_path / "b.tar") as archive:
+            archive.extractall(tmp_path / "data" / "KuaiRand-Pure" / "data", filter="data")
+        path = preprocess_kuairand(PURE, tmp_path / "data" / "KuaiRand-Pure", tmp_path / "out")
+        assert not SequenceFile(path, "kuairand-pure", []).metadata.generated
+
+    def test_byte_order_marks_and_line_ends_make_no_difference(self, tmp_path):
+        expected = rows_of(preprocess_kuairand(PURE, write_tar(tmp_path / "a.tar.gz", files_of()), tmp_path), PURE.name)
+        files = {"early": EARLY, "late": LATE, "users": USERS}
+        for change in (
+            lambda text: "\ufeff" + text,
+            lambda text: text.replace("\n", "\r\n"),
+            lambda text: "\ufeff" + text.replace("\n", "\r\n"),
+            lambda text: text.rstrip("\n"),
+        ):
+            contents = files_of(**{name: change(text) for name, text in files.items()})
+            path = preprocess_kuairand(PURE, write_tar(tmp_path / "b.tar.gz", contents), tmp_path / "b")
+            assert rows_of(path, PURE.name) == expected
 
 
 def error_of(tmp_path: Path, contents: dict[str, str], version=PURE) -> str:
@@ -212,6 +234,14 @@ class TestBadArchives:
             ("users", "\n5,", "\n8,", "user_features_pure.csv line 4 has user_id 8 again"),
             ("users", "\n5,", "\nx,", "user_features_pure.csv line 4 has user_id 'x'"),
             ("users", "\n5,", "\n5,5,", "user_features_pure.csv line 4 is '5,5,full_active,"),
+            (
+                "users",
+                "\n5,",
+                "\n5" + "5" * 200_000 + ",",
+                "user_features_pure.csv line 4 is no line of a CSV file (field",
+            ),
+            ("early", "\n", "\r", "4_08_to_4_21_pure.csv line 1 is no line of a CSV file (new-line character"),
+            ("late", "3,7,", '3,7"' + "7" * 200_000 + ",", "line 3 is no line of a CSV file (field larger"),
         ],
     )
     def test_malformed_line(self, tmp_path, log, old, new, message):

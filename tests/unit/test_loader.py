@@ -84,6 +84,29 @@ def test_a_state_of_another_loader(folder):
             next(iter(other))
     with pytest.raises(ValueError, match="state has 0 workers, this loader has 2"):
         make(folder, num_workers=2).load_state_dict(state)
+    for other_state in ({}, {"num_workers": 0}, {"num_workers": 0, "iterator": {}}, {"iterator": state["iterator"]}):
+        with pytest.raises(ValueError, match="it has num_workers and, not empty, iterator"):
+            make(folder).load_state_dict(other_state)
+
+
+def test_places_before_the_first_are_refused(folder):
+    sampler = make(folder).sampler
+    with pytest.raises(ValueError, match="epoch is -1"):
+        sampler.set_epoch(-1)
+    with pytest.raises(ValueError, match="row is -3"):
+        sampler.start_at(-3)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_more_ranks_and_workers_than_rows(folder, workers):
+    num_users = len(make(folder, split="test").dataset)
+    world_size = num_users + 2
+    given = [
+        epochs(make(folder, split="test", rank=rank, world_size=world_size, num_workers=workers), 2)
+        for rank in ((0, world_size - 2, world_size - 1) if workers else range(world_size))
+    ]
+    assert [[len(epoch) for epoch in rank] for rank in given[-2:]] == [[0, 0], [0, 0]]
+    assert all(len(epoch) == 1 and epoch[0][0] == 1 for rank in given[:-2] for epoch in rank)
 
 
 def test_no_order_comes_twice(folder):

@@ -202,6 +202,18 @@ class TestBadArchives:
         source.write_bytes(source.read_bytes().replace(b"7,50,5.0,200", b"7,50,4.0,200"))
         assert "Bad CRC-32" in error_of(source)
 
+    def test_no_archive_at_all(self, tmp_path):
+        (tmp_path / "ratings.csv").write_text(RATINGS)
+        for source in (tmp_path / "ratings.csv", Path("/dev/zero")):
+            with pytest.raises(
+                ValueError, match="is neither .*; the source is ml-20m.zip as published, or its unpacked"
+            ):
+                preprocess_movielens_20m(source, tmp_path / "output")
+
+    def test_a_zip_file_of_any_name(self, tmp_path):
+        source = write_archive(tmp_path / "ml-20m.zip").rename(tmp_path / "ml-20m.zip.1")
+        assert len(rows_of(preprocess_movielens_20m(source, tmp_path))) == 2
+
     def test_missing(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="does not exist; the source is ml-20m.zip as published"):
             preprocess_movielens_20m(tmp_path / "none.zip", tmp_path)

@@ -1,0 +1,93 @@
+"""A bias by time, end to end: from the data set's column to a loss that no shuffle changes, for both tasks."""
+
+from __future__ import annotations
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+from commons.datasets import hstu_batch
+from commons.datasets.kuairand import VERSIONS, preprocess_kuairand
+from commons.datasets.kuairand_generator import generate_kuairand
+from commons.trainer.config import load_config
+from hstu.train import build_shuffler, train
+from hstu.train_config import ModelArgs, TrainConfig
+
+VERSION = VERSIONS["kuairand-pure"]
+RUN = [
+    *("--trainer.train-batch-size", "4", "--trainer.eval-batch-size", "3", "--trainer.device", "cpu"),
+    *("--trainer.log-interval", "1", "--trainer.max-train-iters", "6", "--trainer.eval-interval", "6"),
+    *("--trainer.no-tensorboard", "--dataset.max-history-seqlen", "40", "--dataset.shuffle"),
+    *("--model.hidden-size", "8", "--model.num-layers", "1", "--model.num-attention-heads", "2"),
+    *("--model.kv-channels", "4", "--model.prediction-head-arch", "1", "--optimizer.sharding", "row_wise"),
+]
+TASKS = {
+    "ranking": ["--dataset.max-num-candidates", "3"],
+    "retrieval": ["--task", "retrieval", "--model.num-negatives", "7"],
+}
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    """Flags of data in milliseconds, and of random data."""
+    folder = tmp_path_factory.mktemp("data")
+    archive = generate_kuairand(VERSION, folder / "raw", num_users=60, seed=1)
+    preprocess_kuairand(VERSION, archive.path, folder, test_fraction=0.1)
+    return {
+        "kuairand-pure": ["--dataset.dataset-name", "kuairand-pure", "--dataset.dataset-path", str(folder)],
+        "random": ["--dataset.dataset-name", "random", "--dataset.num-batches", "6"],
+    }
+
+
+def run(flags, run_dir):
+    config = load_config(TrainConfig, [*RUN, *flags, "--trainer.run-dir", str(run_dir)])
+    return train(config, torch.device("cpu")).metrics["eval_loss"]
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line], sum(line.get("rows_moved", 0) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("task", "data"), [("ranking", "kuairand-pure"), ("retrieval", "kuairand-pure"), ("retrieval", "random")]
+)
+def test_balanced_and_not(two_ranks, datasets, tmp_path, task, data):
+    flags = [*TASKS[task], *datasets[data], "--model.time-bias"]
+    evaluated = two_ranks.run(run, flags, tmp_path / "off")
+    balanced = two_ranks.run(run, [*flags, "--trainer.enable-balanced-shuffler"], tmp_path / "on")
+    (expected, _), (found, moved) = losses(tmp_path / "off"), losses(tmp_path / "on")
+    assert len(expected) == 6 and moved > 3
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert balanced == pytest.approx(evaluated, rel=1e-4)
+
+
+def run_without_gaps(flags, run_dir):
+    with mock.patch.object(
+        hstu_batch, "random_times", lambda lengths, generator: torch.zeros(int(lengths.sum())).long()
+    ):
+        return run(flags, run_dir)
+
+
+def test_the_times_matter(two_ranks, datasets, tmp_path):
+    flags = [*datasets["random"], "--model.time-bias"]
+    two_ranks.run(run, flags, tmp_path / "times")
+    two_ranks.run(run_without_gaps, flags, tmp_path / "flat")
+    (times, _), (flat, _) = losses(tmp_path / "times"), losses(tmp_path / "flat")
+    assert times[0] == pytest.approx(flat[0], rel=1e-2) and times != pytest.approx(flat, rel=1e-6)
+
+
+def counted_features():
+    config = load_config(TrainConfig, [*RUN, "--dataset.dataset-name", "random", "--shuffler-type", "tokens"])
+    model = ModelArgs().retrieval_config(
+        max_sequence_length=9, tables={"user": 5, "item": 5, "action": 5}, item_feature_name="item"
+    )
+    shuffler = build_shuffler(config, model, balances=True)
+    shuffler.close()
+    return shuffler.feature_names
+
+
+def test_times_and_negatives_are_no_tokens_to_balance(two_ranks):
+    assert two_ranks.run(counted_features) == [["user", "item", "action"]] * 2
