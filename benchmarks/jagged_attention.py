@@ -8,9 +8,9 @@ a drifting machine cannot fake a ratio. Times are CPU times of the process: what
 3. Time of a whole training step of a small model.
 
 Examples:
-    python benchmarks/jagged_attention.py
-    python benchmarks/jagged_attention.py --repeats 3 --output attention.md
-    python benchmarks/jagged_attention.py --num-heads 2 --head-dim 64 --longest 256
+    python -m benchmarks.jagged_attention
+    python -m benchmarks.jagged_attention --repeats 3 --output attention.md
+    python -m benchmarks.jagged_attention --num-heads 2 --head-dim 64 --longest 256
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def report(args: Args) -> str:
     lines = [
         "# Jagged attention: cost and padding",
         "",
-        f"{datetime.date.today().isoformat()}, {args.hardware}, one thread. Python {platform.python_version()}, torch "
-        f"{torch.__version__}, torchrec {torchrec.__version__}.",
+        f"{datetime.date.today().isoformat()} · `python -m benchmarks.jagged_attention` · {args.hardware}, "
+        f"one thread. Python {platform.python_version()}, torch {torch.__version__}, torchrec {torchrec.__version__}.",
         f"{args.num_heads} heads × {args.head_dim} channels, float32, causal, learned position bias, forward and "
         f"backward, CPU time, medians of {args.repeats}, variants taken in turn.",
         "",

@@ -50,8 +50,7 @@ class RankingMetrics:
 
     def update(self, output: RankingOutput) -> None:
         """Add the predictions of a step; a step may have none."""
-        # In float64 a sigmoid keeps the order of the logits, up to ±36; metrics take probabilities.
-        scores = output.logits.double().sigmoid()
+        scores = _places_in_order(output.logits)
         for task, metric in enumerate(self._auc):
             metric.update(scores[:, task], output.labels[:, task].long())
         if self._popularity is not None:
@@ -64,7 +63,7 @@ class RankingMetrics:
 
         Returns:
             A number between 0 and 1 per task; NaN where all predictions, or none at all, have the same label: then
-            no pair can be ranked right or wrong.
+            no pair can be ranked right or wrong. NaN also where a prediction is no number.
 
         """
         kinds = {"auc": self._auc, "popularity_auc": self._popularity_auc}
@@ -91,11 +90,23 @@ def _items_of(output: RankingOutput) -> torch.Tensor:
     return output.items
 
 
+def _places_in_order(logits: torch.Tensor) -> torch.Tensor:
+    """Where logits stand among all float32 numbers: float64 in [0, 1), which metrics take for probabilities.
+
+    The order, ties included, is exactly that of the logits in float32; a sigmoid would make equal what is far from
+    zero. The bits of a positive float32, read as an integer, rise with it, and those of a negative one fall.
+    """
+    bits = logits.float().contiguous().view(torch.int32).long()
+    place = torch.where(bits < 0, -(2**31) - bits, bits)  # −0 and 0 are both at 0
+    return ((place + 2**31).double() / 2**32).masked_fill(logits.isnan(), torch.nan)
+
+
 class _AUC(BinaryAUROC):
-    """BinaryAUROC that answers NaN where there are not both labels."""
+    """BinaryAUROC that answers NaN where there are not both labels, or scores that are no numbers."""
 
     def compute(self) -> torch.Tensor:
         labels = dim_zero_cat(self.target)
-        if bool((labels == 1).any()) and bool((labels == 0).any()):
+        ranks_pairs = bool((labels == 1).any()) and bool((labels == 0).any())
+        if ranks_pairs and not bool(dim_zero_cat(self.preds).isnan().any()):
             return super().compute()
         return labels.new_full((), torch.nan, dtype=torch.float64)

@@ -8,9 +8,12 @@ and the lower id first among equal scores:
 (Järvelin and Kekäläinen 2002, "Cumulated Gain-Based Evaluation of IR Techniques", with one true item), averaged over
 all users of all ranks; and the loss is the cross-entropy of the softmax over all items.
 
+All items are the rows of the table: those that the user has had already compete too, and so do ids that never occur.
+A comparison with published numbers has to know whether those leave them out.
+
 Every rank scores its own rows of the table for the users of all ranks, a chunk of items at a time, and what they count
-is added up: the table is never in one place. Scores are computed in float64 and rounded to float32, so that they do not
-depend on how the table is cut.
+is added up: the table is never in one place. Scores are computed in float64 and rounded to multiples of 2⁻²⁴, which is
+as well as float32 weights know them, so that they, and what is equal among them, do not depend on how the table is cut.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from hstu.model.retrieval import RetrievalOutput, unit
 _NAME = re.compile(r"(HR|HitRate|NDCG)@([1-9][0-9]*)")
 # Scores held at a time, in float64.
 _MAX_SCORES = 2**22
+# Multiples, not float32: around 0 its numbers are so close that rounding errors of float64 stay.
+_SCORE_STEP = 2.0**-24
 
 
 class RetrievalMetricName(NamedTuple):
@@ -142,19 +147,22 @@ class RetrievalMetrics:
         """Rank of the true items and loss, both float64 `(num_users,)`."""
         rows = self._own_rows()
         true = self._sum_over_ranks(self._true_scores(rows, queries, targets))
-        # Not worse, rather than better: a score that is no number is never a hit.
-        worse, total = torch.zeros_like(true), torch.zeros_like(true)
+        worse, log_total = torch.zeros_like(true), torch.full_like(true, -torch.inf)
         size = max(1, _MAX_SCORES // targets.numel())
         for first, weight in rows:
             for start in range(0, weight.shape[0], size):
                 scores = self._scores(queries, weight[start : start + size])  # (num_users, size)
                 ids = torch.arange(first + start, first + start + scores.shape[1], device=scores.device)
                 is_behind = (scores == true[:, None]) & (ids > targets[:, None])
-                worse += ((scores < true[:, None]) | is_behind).sum(1)
-                # A cosine is at most 1, so that no exponential overflows.
-                total += ((scores - 1) / self._temperature).exp().sum(1)
-        worse, total = self._sum_over_ranks(torch.stack([worse, total]))
-        return self._num_items - worse, total.log() - (true - 1) / self._temperature
+                # An item is not behind itself, even where two ways to compute its score round apart.
+                is_other = ids != targets[:, None]
+                worse += (((scores < true[:, None]) | is_behind) & is_other).sum(1)
+                log_total = torch.logaddexp(log_total, (scores / self._temperature).logsumexp(1))
+        largest = self._max_over_ranks(log_total.clone())
+        worse, total = self._sum_over_ranks(torch.stack([worse, (log_total - largest).exp()]))
+        # Not worse, rather than better: a score that is no number is behind all items, and never a hit.
+        ranks = self._num_items - worse + true.isnan()
+        return ranks, total.log() + largest - true / self._temperature
 
     def _true_scores(self, rows: list[TableRows], queries: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Scores of the true items in these rows, 0 for others: float64 `(num_users,)`."""
@@ -162,15 +170,20 @@ class RetrievalMetrics:
         for first, weight in rows:
             mine = ((targets >= first) & (targets < first + weight.shape[0])).nonzero().flatten()
             found = unit(weight.index_select(0, targets[mine] - first).double())
-            scores[mine] = (queries[mine] * found).sum(1).float().double()
+            scores[mine] = _rounded((queries[mine] * found).sum(1))
         return scores
 
     def _scores(self, queries: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (queries @ unit(weight.double()).t()).float().double()
+        return _rounded(queries @ unit(weight.double()).t())
 
     def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         if self._group is not None:
             dist.all_reduce(values, group=self._group)
+        return values
+
+    def _max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        if self._group is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
         return values
 
     def _own_rows(self) -> list[TableRows]:
@@ -198,6 +211,10 @@ class RetrievalMetrics:
                 "item_feature_name"
             )
         return found[0]
+
+
+def _rounded(scores: torch.Tensor) -> torch.Tensor:
+    return (scores / _SCORE_STEP).round() * _SCORE_STEP
 
 
 def ranks_by(popularity: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from commons.distributed.sharding import EmbeddingOptimizer, Sharding, dense_parameters, shard_model
+from hstu.model.config import SequenceModelConfig
 from hstu.model.sequence_model import SequenceModel
 
 __all__ = ["EmbeddingOptimizer", "Sharding", "build_distributed_model", "dense_parameters"]
@@ -29,7 +30,8 @@ def build_distributed_model(
     """Shard the tables of a model and copy the rest to every rank; see `commons.distributed.sharding.shard_model`.
 
     Raises:
-        RuntimeError, ValueError: as `shard_model`; also for plain tables, or widths without kernels.
+        RuntimeError, ValueError: as `shard_model`; also for plain tables, widths without kernels, and on CPU for tables
+            that leave a rank without rows.
 
     """
     if dist.is_initialized() and model.embedding.is_plain:
@@ -42,6 +44,10 @@ def build_distributed_model(
                 f"the table of {name!r} is {width} wide; fbgemm's tables are a multiple of {_WIDTH_STEP} wide: correct "
                 "the embedding dimension"
             )
+    if dist.is_initialized() and device.type == "cpu":
+        kinds = sharding if isinstance(sharding, Mapping) else dict.fromkeys(model.config.embedding_tables, sharding)
+        row_wise = [table for table, kind in kinds.items() if kind == "row_wise"]
+        require_rows_on_all_ranks(model.config, row_wise, dist.get_world_size(process_group))
     return shard_model(
         model,
         list(model.config.embedding_tables),
@@ -52,3 +58,27 @@ def build_distributed_model(
         process_group=process_group,
         local_world_size=local_world_size,
     )
+
+
+def require_rows_on_all_ranks(config: SequenceModelConfig, row_wise: Sequence[str], world_size: int) -> None:
+    """Raise ValueError where the row-wise tables of one width are all too short for the ranks.
+
+    TorchRec looks them up together. On CPU fbgemm takes a rank's share without any rows for one on a GPU.
+
+    Args:
+        config: of the model.
+        row_wise: names of the tables whose rows are dealt out; unknown ones are left to others.
+        world_size: ranks.
+
+    """
+    rows_by_width: dict[int, dict[str, int]] = {}
+    for table in row_wise:
+        if table in config.embedding_tables:
+            rows_by_width.setdefault(config.table_widths[table], {})[table] = config.embedding_tables[table]
+    for width, rows in rows_by_width.items():
+        # Every rank but the last ones has as many rows as the first.
+        if all(-(-num_rows // -(-num_rows // world_size)) < world_size for num_rows in rows.values()):
+            raise ValueError(
+                f"the row_wise tables of width {width} have rows {rows}, which leaves one of {world_size} ranks "
+                "without any; fbgemm cannot have that on CPU: choose 'table_wise' for them"
+            )

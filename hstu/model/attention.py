@@ -17,6 +17,7 @@ What keeps it cheap:
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from hstu.model.dense_attention import (
     query_parts,
     read_slots,
     write_slots,
+    zeros_to_add_to,
 )
 
 
@@ -147,13 +149,16 @@ class _HSTUAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, table, context_table, time_table)
         ctx.origin, ctx.times, ctx.plan, ctx.scale = origin, times, plan, scale
         attention = DenseAttention(BiasTables(table, context_table, time_table), origin, times)
-        queries, keys, values = plan.pad_queries(query), plan.pad_keys(key), plan.pad_keys(value)
+        # Half of the division by N comes before the sum, so that float16 neither overflows nor loses small values; by a
+        # power of two, which rounds nothing.
+        before = 2.0 ** round(math.log2(scale) / 2)
+        queries, keys, values = plan.pad_queries(query), plan.pad_keys(key), plan.pad_keys(value).mul_(before)
         outputs = torch.empty_like(queries)
         for block in plan.blocks:
             k, v = read_slots(keys, block.tokens), read_slots(values, block.tokens)
             for part in query_parts(block, query.shape[1], plan):
                 write_slots(outputs, part.slots, attention.forward(read_slots(queries, part.slots), k, v, part))
-        return _gather_queries(outputs, plan).mul_(scale)
+        return _gather_queries(outputs, plan).mul_(scale / before)
 
     @staticmethod
     @once_differentiable
@@ -167,7 +172,7 @@ class _HSTUAttention(torch.autograd.Function):
         grad_queries, grad_keys, grad_values = torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(keys)
         for block in plan.blocks:
             k, v = read_slots(keys, block.tokens), read_slots(values, block.tokens)
-            grads = BlockGradients(torch.zeros_like(k), torch.zeros_like(v), grad_tables)
+            grads = BlockGradients(zeros_to_add_to(k), zeros_to_add_to(v), grad_tables)
             for part in query_parts(block, query.shape[1], plan):
                 q, grad = read_slots(queries, part.slots), read_slots(grad_outputs, part.slots)
                 write_slots(grad_queries, part.slots, attention.backward(grad, q, k, v, part, grads))

@@ -30,7 +30,8 @@ class ExecutionConfig:
             float16 needs a scaled loss, see `SequenceModel.scale_loss`.
         activation_checkpointing: keep only the input of every layer for the backward pass, and compute the rest again.
         kernel_backend: who computes the attention: "pytorch", or the fused kernels of the package "hstu_attn".
-        compile: compile what lies between the attentions; on CUDA only.
+        compile: put what lies between the attentions under torch.compile, once for all layers and lengths. Made for
+            CUDA; on a CPU it needs a C++ compiler and saves little.
 
     Raises:
         ValueError: an unknown name.
@@ -58,12 +59,14 @@ class HSTUConfig:
         kv_channels: width of a head.
         max_sequence_length: the most tokens a row may have: contextual ones, interleaved history and targets. It is
             also the constant N that attention is divided by, whatever the rows of a batch.
-        dropout: probability with which an element of a layer's output is dropped in training.
+        dropout: probability with which an element of a layer's output is dropped in training. What is dropped is drawn
+            on the rank that has the row, so it changes when rows are balanced.
         is_causal: a token sees only itself and what precedes it. False lets all tokens see one another, targets too.
         contextual_mask: contextual tokens see all of the context and the history, what follows them too, but no
             targets. Has no effect without the causal mask.
         target_group_size: consecutive target tokens that may see one another, up to themselves; other targets are
-            hidden from them. Has no effect without targets or without the causal mask.
+            hidden from them. With actions a candidate is two tokens. Has no effect without targets or without the
+            causal mask.
         position_bias: learned bias per head and distance between tokens: "direct" has a number for every distance,
             "bucketed" one for every bucket, whose widths grow with the distance, "none" has no bias.
         position_buckets: buckets for distances of one sign, used by "bucketed".

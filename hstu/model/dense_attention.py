@@ -41,14 +41,18 @@ class BiasTables(NamedTuple):
     time: torch.Tensor | None
 
     def zeros(self) -> BiasTables:
-        """Sums for gradients. Scatters add number by number, in no less than float32."""
+        """Sums for gradients."""
         position, context, time = self
+        return BiasTables(
+            zeros_to_add_to(position),
+            None if context is None else zeros_to_add_to(context),
+            None if time is None else zeros_to_add_to(time),
+        )
 
-        def wide(table: torch.Tensor | None) -> torch.Tensor | None:
-            dtype = None if table is None else torch.promote_types(table.dtype, torch.float32)
-            return None if table is None else torch.zeros_like(table, dtype=dtype)
 
-        return BiasTables(torch.zeros_like(position), wide(context), wide(time))
+def zeros_to_add_to(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape of `tensor`, at least float32: in bfloat16 a long sum stands still before its last terms."""
+    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 def read_slots(padded: torch.Tensor, slots: Slots) -> torch.Tensor:
@@ -254,14 +258,14 @@ class DenseAttention:
         become columns.
         """
         first, width = self._window(chunk)
-        by_row = skewed.view(grad_table.shape[0], -1, chunk.period * (width + 1)).sum(1)
+        by_row = skewed.view(grad_table.shape[0], -1, chunk.period * (width + 1)).sum(1, dtype=grad_table.dtype)
         by_column = by_row[:, : chunk.period * width].view(-1, chunk.period, width).sum(1)
         grad_table[:, first : first + width] += by_column
 
     @staticmethod
     def _add_product(total: torch.Tensor, scores: torch.Tensor, factor: torch.Tensor) -> None:
         """Add `scoresᵀ · factor`."""
-        product = _scratch.take("product", total.shape, total)
+        product = _scratch.take("product", total.shape, factor)
         total += torch.bmm(scores.transpose(1, 2), factor, out=product)
 
 

@@ -3,6 +3,8 @@
 The kernels (NVIDIA's recsys-examples, corelib/hstu) know the masks but not the biases: a bias by position or time would
 be a dense tensor of longest² numbers per row and head, so a model for them has none. Before their first use they are
 compared with `hstu.model.attention` on a small batch, on the device that they will run on.
+
+Their successor, fbgemm_gpu_hstu, is imported as `hstu`, which is the name of this package: it cannot stand beside it.
 """
 
 from __future__ import annotations

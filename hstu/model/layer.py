@@ -9,6 +9,8 @@ What one layer does to the tokens x of a row:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,6 +88,7 @@ class HSTULayer(nn.Module):
         super().__init__()
         self._num_heads, self._head_dim = config.num_attention_heads, config.kv_channels
         self._normalizer = config.max_sequence_length
+        self._compiles = config.execution.compile
         width = config.num_attention_heads * config.kv_channels
         self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.uvqk = nn.Linear(config.hidden_size, 4 * width)
@@ -115,7 +118,10 @@ class HSTULayer(nn.Module):
             `(num_tokens, hidden_size)`.
 
         """
-        u, v, q, k = self.project(tokens)
+        project, combine = type(self).project, type(self).combine
+        if self._compiles:
+            project, combine = _compiled(project), _compiled(combine)
+        u, v, q, k = project(self, tokens)
         if isinstance(plan, FusedPlan):
             attended = fused_attention(q, k, v, plan, normalizer=self._normalizer)
         else:
@@ -128,7 +134,7 @@ class HSTULayer(nn.Module):
                 normalizer=self._normalizer,
                 times=None if times is None or self.time_bias is None else TokenTimes(times, self.time_bias),
             )
-        return self.combine(tokens, attended, u)
+        return combine(self, tokens, attended, u)
 
     def project(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """U `(num_tokens, num_heads · head_dim)`, and V, Q, K `(num_tokens, num_heads, head_dim)`."""
@@ -136,18 +142,16 @@ class HSTULayer(nn.Module):
         heads = (self._num_heads, self._head_dim)
         return u, v.unflatten(1, heads), q.unflatten(1, heads), k.unflatten(1, heads)
 
-    def compile_dense(self) -> None:
-        """Compile what lies around the attention, whose blocks change from batch to batch.
-
-        The compiled functions belong to this layer: copy a model before, not after.
-        """
-        self.project = torch.compile(self.project, dynamic=True)  # type: ignore[method-assign]
-        self.combine = torch.compile(self.combine, dynamic=True)  # type: ignore[method-assign]
-
     def combine(self, tokens: torch.Tensor, attended: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         """The layer's result from its input and what its heads attended to."""
         gated = self.attention_norm(attended.flatten(1)) * u
         return tokens + self.dropout(self.output(gated))
+
+
+@functools.cache
+def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What lies around the attention, whose blocks change from batch to batch; for all layers and lengths."""
+    return torch.compile(method, dynamic=True)
 
 
 class HSTUEncoder(nn.Module):
@@ -208,12 +212,6 @@ class HSTUEncoder(nn.Module):
             else:
                 tokens = layer(tokens, plan, times)
         return self.norm(tokens)
-
-    def compile_dense(self) -> None:
-        """Compile every layer around its attention, see `HSTULayer.compile_dense`."""
-        for layer in self.layers:
-            if isinstance(layer, HSTULayer):
-                layer.compile_dense()
 
     def _plan(
         self,

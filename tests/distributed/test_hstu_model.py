@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
 from hstu.metrics import RankingMetrics
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, RankingOutput
-from hstu.sharding import build_distributed_model, dense_parameters
+from hstu.sharding import build_distributed_model, dense_parameters, require_rows_on_all_ranks
 
 CPU = torch.device("cpu")
 TABLES = {"user": 20, "item": 50, "action": 3}  # with four ranks, row-wise, one rank holds no row of "action"
@@ -233,6 +234,41 @@ def test_what_cannot_be_sharded_is_refused(two_ranks):
             "sharding of table 'item' is 'diagonal'",
             "the model has plain embeddings",
         ]
+
+
+def train_with_a_short_table(sharding):
+    config = dataclasses.replace(CONFIG, embedding_dims={"item": 4, "user": 12})
+    try:
+        model = build_distributed_model(HSTURankingModel(config), device=CPU, sharding=sharding)
+    except ValueError as error:
+        return str(error)
+    model(share(global_batch(12, 0)))[0].backward()
+    return None
+
+
+def test_a_rank_without_rows_of_any_table_of_a_width(ranks):
+    """The only table as wide as the layers has three rows."""
+    messages = ranks.run(train_with_a_short_table, "row_wise")
+    if ranks.world_size == 4:
+        expected = r"row_wise tables of width 8 have rows \{'action': 3\}, which leaves one of 4 ranks without any"
+        assert all(re.search(expected, message) for message in messages)
+    else:
+        assert messages == [None] * ranks.world_size
+    assert (
+        ranks.run(train_with_a_short_table, {"action": "table_wise", "item": "row_wise"}) == [None] * ranks.world_size
+    )
+
+
+@pytest.mark.parametrize(("rows", "world_size", "fits"), [(3, 4, False), (4, 4, True), (5, 4, False), (7, 4, True)])
+def test_the_last_rank_has_rows(rows, world_size, fits):
+    config = dataclasses.replace(CONFIG, embedding_tables={"item": 50, "action": rows}, embedding_dims={"item": 4})
+    require_rows_on_all_ranks(config, ["item"], world_size)
+    require_rows_on_all_ranks(dataclasses.replace(config, embedding_dims={}), ["item", "action"], world_size)
+    if fits:
+        require_rows_on_all_ranks(config, ["item", "action"], world_size)
+        return
+    with pytest.raises(ValueError, match="choose 'table_wise' for them"):
+        require_rows_on_all_ranks(config, ["item", "action"], world_size)
 
 
 def test_sharding_needs_a_process_group():

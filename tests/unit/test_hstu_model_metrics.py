@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
 
 from hstu.metrics import RankingMetrics
 from hstu.model import RankingOutput
@@ -33,7 +34,7 @@ def test_auc_is_the_share_of_ordered_pairs_over_all_steps(steps):
     metrics = RankingMetrics(2)
     for step in steps:
         # Some steps have all logits within [0, 1], others far outside: the same scale must hold for all of them.
-        logits = torch.tensor([[p[0] / 10, -p[0] / 10] for p in step]).view(-1, 2)
+        logits = torch.tensor([[p[0] / 10, 40 - p[0] * 4e-6] for p in step]).view(-1, 2)  # neighbours of 40
         metrics.update(output(logits, torch.tensor([[p[1], p[2]] for p in step], dtype=torch.float32).view(-1, 2)))
     everything = [p for step in steps for p in step]
     expected = [
@@ -41,6 +42,30 @@ def test_auc_is_the_share_of_ordered_pairs_over_all_steps(steps):
         share_of_ordered_pairs([-p[0] for p in everything], [p[2] for p in everything]),
     ]
     assert list(metrics.compute().values()) == pytest.approx(expected, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 30.0, 1e5, 1e36])
+def test_auc_is_that_of_scikit_learn(size):
+    generator = torch.Generator().manual_seed(0)
+    logits = size * torch.randn(4000, 1, generator=generator)
+    logits[::5] = logits[::5].sign() * size  # many ties
+    labels = (torch.rand(4000, 1, generator=generator) < torch.sigmoid(logits / size)).float()
+    metrics = RankingMetrics(1)
+    for part in zip(logits.split(900), labels.split(900)):
+        metrics.update(output(*part))
+    expected = roc_auc_score(labels.flatten().numpy(), logits.flatten().numpy())
+    assert metrics.compute()["auc_task_0"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_prediction_that_is_no_number_is_not_ranked():
+    metrics = RankingMetrics(2)
+    logits = torch.tensor([[math.nan, 1.0], [0.0, -math.inf], [-0.0, math.inf]])
+    metrics.update(output(logits, torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])))
+    found = metrics.compute()
+    assert math.isnan(found["auc_task_0"]) and found["auc_task_1"] == 0.5
+    metrics.reset()
+    metrics.update(output(logits[1:], torch.tensor([[0.0, 0.0], [1.0, 1.0]])))
+    assert metrics.compute() == {"auc_task_0": 0.5, "auc_task_1": 1.0}
 
 
 @pytest.mark.parametrize("labels", [[], [1.0, 1.0], [0.0]])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import sys
 import types
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config import load_config_file
-from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, fused_attention, interleave_tokens
+from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, fused_attention, interleave_tokens, layer
 from hstu.train import require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.unit.test_hstu_model import CONFIG, HSTU, numbered, plain_model, random_batch, with_timestamps
@@ -67,24 +70,60 @@ def test_checkpointed_layers_have_the_same_gradients_dropout_included(compute_dt
         assert torch.equal(plain, recomputed)
 
 
-def test_compiled_parts_are_those_around_the_attention(monkeypatch):
-    """That torch.compile keeps results is its own affair; this checks what it is given."""
-    compiled = []
+@pytest.fixture
+def compiling(monkeypatch):
+    """torch.compile as it is, but for the code that it generates; the number of graphs made so far."""
+    with_eager = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", with_eager)
+    layer._compiled.cache_clear()
+    torch._dynamo.reset()
+    counters.clear()
+    yield lambda: counters["stats"]["unique_graphs"]
+    layer._compiled.cache_clear()
+    torch._dynamo.reset()
 
-    def compile_and_note(function, dynamic):
-        def run(*args):
-            compiled.append(function.__name__)
-            return function(*args)
 
-        assert dynamic
-        return run
+def test_compiled_layers_compute_the_same_and_are_compiled_once_for_all_lengths(compiling):
+    """One graph on either side of the attention, for four layers and twenty batches of other lengths."""
+    base = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, num_layers=4, dropout=0.3))
+    plain, made = HSTURankingModel(base), HSTURankingModel(with_execution(base, compile=True))
+    made.load_state_dict(plain.state_dict())
+    tokens = set()
 
-    model, batch = HSTURankingModel(CONFIG), random_batch()
-    expected = model(batch)[1].logits
-    monkeypatch.setattr(torch, "compile", compile_and_note)
-    model.dense.encoder.compile_dense()
-    assert torch.equal(model(batch)[1].logits, expected)
-    assert compiled == ["project", "combine"] * 2
+    def same(batch):
+        losses = []
+        for model in (plain, made):
+            torch.manual_seed(0)
+            losses.append(model(batch)[0])
+            losses[-1].backward()
+        assert torch.equal(*losses)
+
+    for seed in range(20):
+        batch = random_batch(1 + seed % 5, longest=2 + seed % 16, seed=seed)
+        tokens.add(int(batch.sequence_lengths()[0].sum()))
+        same(batch)
+    assert len(tokens) > 15 and compiling() == 2
+    # No tokens, and one: sizes that torch.compile never takes for others. Then again, in evaluation.
+    lone = dataclasses.replace(random_batch(1, longest=0), contextual_feature_names=["user"])
+    for _ in range(2):
+        same(random_batch(actual_batch_size=0))
+        same(lone)
+        for model in (plain, made):
+            model.train(not model.training)
+    assert compiling() <= 8
+    for parameter, other in zip(plain.parameters(), made.parameters()):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_a_copy_of_a_compiled_model_has_weights_of_its_own(compiling):
+    model, batch = HSTURankingModel(with_execution(compile=True)), random_batch()
+    before = model(batch)[1].logits
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.dense.encoder.parameters():
+            parameter.zero_()
+    assert not torch.equal(model(batch)[1].logits, before)
+    assert torch.equal(twin(batch)[1].logits, before)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +150,17 @@ def test_what_needs_cuda_says_so(args, message):
         require_device(args, torch.device("cpu"))
     require_device(args, torch.device("cuda"))
     require_device(ModelArgs(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "compiles"),
+    [(None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cuda", True)],
+)
+def test_on_cuda_the_layers_are_compiled_unless_told_otherwise(asked, device, compiles):
+    args = ModelArgs(compile=asked).on(torch.device(device))
+    config = args.ranking_config(max_sequence_length=9, tables={"item": 4}, num_tasks=1)
+    assert config.hstu.execution.compile is compiles
+    assert HSTURankingModel(config).dense.encoder.layers[0]._compiles is compiles
 
 
 # --------------------------------------------------------------------------------------------------- fused kernels

@@ -285,6 +285,35 @@ def test_chunks_hold_no_more_scores_than_allowed(num_queries, num_matrices, num_
     assert size * num_matrices * num_keys <= max(tuning.max_scores, smallest)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_sums_over_many_chunks_keep_their_last_terms_in_bfloat16(is_causal):
+    """Equal scores, values and gradients: sums of equal terms, which a bfloat16 sum would leave at 256 of them."""
+    length = 6000
+    query, key = (torch.zeros(length, 1, 2, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    value = torch.ones(length, 1, 2, dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.ones(1, length if is_causal else 2 * length - 1, requires_grad=True)
+    plan = make_plan([length], [0], 1, is_causal=is_causal, tuning=DeviceTuning(1, 1))  # chunks of 16 queries
+    hstu_attention(query, key, value, bias, plan, normalizer=1.0).sum().backward()
+    asked = torch.arange(length, 0, -1.0) if is_causal else torch.full((length,), float(length))
+    weight = torch.nn.functional.silu(torch.ones(()))
+    torch.testing.assert_close(value.grad[:, 0, 0].float(), weight * asked, rtol=0.01, atol=0)
+    slope = torch.autograd.functional.jacobian(torch.nn.functional.silu, torch.ones(()))
+    distances = torch.arange(0 if is_causal else 1 - length, length)
+    torch.testing.assert_close(bias.grad[0], 2 * slope * (length - distances.abs()), rtol=0.02, atol=0)
+
+
+def test_sums_over_long_rows_do_not_overflow_in_float16():
+    length = 6000
+    query, key = (torch.zeros(length, 1, 2, dtype=torch.float16) for _ in range(2))
+    value = torch.full((length, 1, 2), 4.0, dtype=torch.float16)
+    output = hstu_attention(
+        query, key, value, torch.full((1, length), 8.0), make_plan([length], [0], 1), normalizer=length
+    )
+    weight = torch.nn.functional.silu(torch.tensor(8.0))
+    expected = weight * 4 * torch.arange(1, length + 1) / length  # their sum, up to 192,000, is beyond float16
+    torch.testing.assert_close(output[:, 0, 0].float(), expected, rtol=0.01, atol=0)
+
+
 def test_no_tokens_at_all():
     inputs = random_inputs(0, False, seed=4)
     for lengths in ([], [0, 0]):

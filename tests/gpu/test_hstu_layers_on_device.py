@@ -1,0 +1,81 @@
+"""HSTU on the job's devices, as `hstu.train` makes it: attention with every mask, compiled layers, both tasks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from hstu.model import ExecutionConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
+from hstu.model.attention import TokenTimes, hstu_attention
+from hstu.model.attention_plan import plan_attention
+from hstu.train_config import ModelArgs
+from tests.models import rank_device
+from tests.unit.test_hstu_model import TABLES, random_batch
+
+CONFIGS = {
+    "ranking": lambda hstu: RankingConfig(hstu, TABLES, (8, 2), 2, embedding_dims={"item": 4}),
+    "retrieval": lambda hstu: RetrievalConfig(hstu, TABLES, "item", in_batch_pool="global", embedding_dims={"item": 4}),
+}
+MODELS = {"ranking": HSTURankingModel, "retrieval": HSTURetrievalModel}
+
+
+@pytest.mark.parametrize("with_times", [False, True])
+@pytest.mark.parametrize("with_context", [False, True])
+@pytest.mark.parametrize(("is_causal", "group"), [(True, 1), (True, 3), (False, 1)])
+def test_attention_is_that_of_the_host(device, is_causal, group, with_context, with_times):
+    generator = torch.Generator().manual_seed(0)
+    lengths, targets, contextual = map(torch.tensor, ([300, 0, 41, 7, 7], [9, 0, 0, 7, 2], [2, 0, 1, 0, 1]))
+    tensors = [torch.randn(355, 2, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
+    sees_ahead = with_context or not is_causal
+    tensors += [torch.randn(2, 599 if sees_ahead else 300, dtype=torch.float64, generator=generator)]
+    tensors += [torch.randn(2, 20, dtype=torch.float64, generator=generator)]
+    seconds = torch.randint(100, (355,), generator=generator)  # no difference is on the edge of a bucket
+
+    def attend(where, dtype):
+        leaves = [tensor.to(where, dtype).requires_grad_() for tensor in tensors]
+        plan = plan_attention(
+            lengths,
+            targets,
+            contextual if with_context else None,
+            num_heads=2,
+            is_causal=is_causal,
+            target_group_size=group,
+            device=where,
+        )
+        times = TokenTimes(seconds.to(where), leaves[4]) if with_times else None
+        output = hstu_attention(*leaves[:4], plan, normalizer=16.0, times=times)
+        (output * torch.linspace(-1, 1, output.numel()).view(output.shape).to(where, dtype)).sum().backward()
+        return [output.detach(), *(leaf.grad for leaf in leaves[: 4 + with_times])]
+
+    found = attend(rank_device(device), torch.float32)
+    for value, expected in zip(found, attend(torch.device("cpu"), torch.float64)):
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(value.cpu().double(), expected, rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("task", ["ranking", "retrieval"])
+@pytest.mark.parametrize(("compute_dtype", "tolerance"), [("fp32", 1e-3), ("bf16", 0.05)])
+def test_a_model_is_that_of_the_host(device, task, compute_dtype, tolerance):
+    """Compiled where that is the default; for batches of several lengths, no tokens among them."""
+    where = rank_device(device)
+    args = ModelArgs(hidden_size=8, num_attention_heads=2, kv_channels=4, compute_dtype=compute_dtype).on(where)
+    assert args.compile is (device == "cuda")
+    hstu = args.ranking_config(max_sequence_length=64, tables=TABLES, num_tasks=1).hstu
+    torch.manual_seed(0)
+    model = MODELS[task](CONFIGS[task](hstu), plain_embeddings=True)
+    plain = dataclasses.replace(hstu, execution=ExecutionConfig())
+    reference = MODELS[task](CONFIGS[task](plain), plain_embeddings=True)
+    reference.load_state_dict(model.state_dict())
+    reference.double()
+    model.to(where)
+    for longest in (9, 14, 0, 3):
+        batch = random_batch(longest=longest, actual_batch_size=5 if longest else 0, seed=longest)
+        loss, expected = model(batch.to(where))[0], reference(batch)[0]
+        loss.backward()
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters()):
+        error = (parameter.grad.cpu().double() - other.grad).norm() / other.grad.norm().clamp(min=1e-3)
+        assert float(error) < 10 * tolerance, name
