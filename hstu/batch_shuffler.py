@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -30,6 +32,8 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         action_interleaved: whether the model interleaves items with actions; without effect on batches without actions.
         contextual_mask: whether contextual tokens see all of the history.
         target_group_size: candidates' tokens that may see one another.
+        token_feature_names: keys whose values are tokens of the model, for `options.max_tokens_per_rank` and the stats;
+            all keys of the batch if not given.
         options: settings; the defaults balance.
         pg_group: ranks that share a global batch.
     """
@@ -45,6 +49,7 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         action_interleaved: bool = True,
         contextual_mask: bool = False,
         target_group_size: int = 1,
+        token_feature_names: Sequence[str] | None = None,
         options: ShufflerOptions | None = None,
         pg_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -53,6 +58,7 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         )
         self.action_interleaved = action_interleaved
         self.contextual_mask = contextual_mask
+        self.token_feature_names = token_feature_names
         super().__init__(options, pg_group)
         self.cost = self.calibrated(self.task)
 

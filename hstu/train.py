@@ -145,6 +145,8 @@ def build_shuffler(
 ) -> BaseTaskBalancedBatchShuffler:
     """The shuffler that the config names, or the one that moves nothing."""
     hstu = model_config.hstu
+    # Times and negatives come with a row, but are no tokens of it.
+    tokens = list(model_config.embedding_tables)
     dimensions = {
         "hidden_size": hstu.hidden_size,
         "num_heads": hstu.num_attention_heads,
@@ -153,12 +155,9 @@ def build_shuffler(
         "causal": hstu.is_causal,
         "contextual_mask": hstu.contextual_mask,
         "target_group_size": hstu.target_group_size,
+        "token_feature_names": tokens,
     }
-    # Times and negatives come with a row, but are no tokens of it.
-    arguments: dict[str, dict[str, Any]] = {
-        "hstu": dimensions,
-        "tokens": {"feature_names": list(model_config.embedding_tables)},
-    }
+    arguments: dict[str, dict[str, Any]] = {"hstu": dimensions, "tokens": {"feature_names": tokens}}
     return make_shuffler(config.trainer, config.shuffler_type, arguments, balances=balances)
 
 

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
@@ -145,7 +145,12 @@ class BaseTaskBalancedBatchShuffler(ABC):
         options: the settings.
         last_stats: stats of the batch that was finished last; None before, and in mode "off".
         num_cap_exceeded: batches in which no plan could keep `max_tokens_per_rank`.
+        token_feature_names: keys of KeyedJaggedTensors whose values are tokens, for that cap and the stats: a subclass
+            may name them, the same on all ranks. None counts all but the labels', and so whatever else comes with a
+            row, such as times or drawn negatives.
     """
+
+    token_feature_names: Sequence[str] | None = None
 
     def __init__(self, options: ShufflerOptions | None = None, pg_group: dist.ProcessGroup | None = None) -> None:
         if options is not None and not isinstance(options, ShufflerOptions):
@@ -268,7 +273,10 @@ class BaseTaskBalancedBatchShuffler(ABC):
         mine, described = RankInput(error=error or self._calibration_problem()), None
         if batch is not None and mine.error is None:
             mine, described = self._describe(batch)
-        mine = dataclasses.replace(mine, calibrated=self._calibrated)
+        names = self.token_feature_names
+        mine = dataclasses.replace(
+            mine, calibrated=self._calibrated, token_features=None if names is None else tuple(names)
+        )
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
             future = self._worker.submit(lambda: session.prepare(step, mine))

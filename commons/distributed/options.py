@@ -28,7 +28,8 @@ class ShufflerOptions:
             backend has it. Both give bit-identical batches.
         slack: fraction of the best load that may be given up to keep rows on the rank they are on.
         ranks_per_node: ranks that share a node; rows that leave a node count four times. None: nodes are not looked at.
-        max_tokens_per_rank: cap on the tokens of a rank; where no plan keeps it, the one exceeding it least is taken.
+        max_tokens_per_rank: cap on the tokens of a rank (the shuffler's token_feature_names says what counts as one);
+            where no plan keeps it, the one exceeding it least is taken.
         min_gain: when less than this fraction of the largest load would be gained, nobody moves; 0 switches that off.
         min_gain_ms: the same gate in milliseconds of a step; needs a calibration, without which loads are no times.
         calibration: a file of `evenrank calibrate`; workloads are then measured times instead of operations. None: off.

@@ -47,6 +47,7 @@ class RankInput:
         copied: the event after which host copies from a device are complete.
         error: what went wrong on this rank so far.
         calibrated: what makes times of the workloads; None where they are operations.
+        token_features: keys that count as tokens; None for all but the labels'.
     """
 
     schema: BatchSchema | None = None
@@ -58,6 +59,7 @@ class RankInput:
     copied: torch.Event | None = None
     error: Exception | None = None
     calibrated: CalibratedTask | None = None
+    token_features: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -195,15 +197,13 @@ class ShuffleSession:
         gather_ms = (time.perf_counter() - started) * 1e3
         rows_before = int(table[: self.channel.rank, 2].sum())
         self._require_rows(agreed, table)
-        planned = None if self._options.mode == "off" else self._plan_exchange(step, agreed, table, mine.calibrated)
+        planned = None if self._options.mode == "off" else self._plan_exchange(step, agreed, table, mine)
         return PreparedShuffle(agreed.schema, rows_before, planned, gather_ms)
 
-    def _plan_exchange(
-        self, step: int, agreed: _Agreed, table: np.ndarray, calibrated: CalibratedTask | None
-    ) -> PlannedExchange:
+    def _plan_exchange(self, step: int, agreed: _Agreed, table: np.ndarray, mine: RankInput) -> PlannedExchange:
         started = time.perf_counter()
-        gathered, lengths = _unpack(agreed.schema, table)
-        plan = self._plan(agreed, gathered, 1 if calibrated is None else calibrated.units_per_ms)
+        gathered, lengths = _unpack(agreed.schema, table, mine.token_features)
+        plan = self._plan(agreed, gathered, 1 if mine.calibrated is None else mine.calibrated.units_per_ms)
         self._compare(step, plan)
         routes = route_rows(plan, lengths, agreed.layout, self.channel.rank, self._all_gather)
         arrays = prepare_arrays(routes, agreed.layout, self._pin_memory)
@@ -316,7 +316,9 @@ class ShuffleSession:
         )
 
 
-def _unpack(schema: BatchSchema, table: np.ndarray) -> tuple[GatheredRows, np.ndarray]:
+def _unpack(
+    schema: BatchSchema, table: np.ndarray, token_features: tuple[str, ...] | None
+) -> tuple[GatheredRows, np.ndarray]:
     """The gathered rows of all ranks, and their lengths, int64 `(N, keys)`."""
     rows, real_rows = table[:, 2].copy(), table[:, 3].copy()
     columns = 1 + schema.num_keys
@@ -326,12 +328,16 @@ def _unpack(schema: BatchSchema, table: np.ndarray) -> tuple[GatheredRows, np.nd
     ]
     whole = np.concatenate(bodies)
     lengths = whole[:, 1:]
-    return GatheredRows(rows, real_rows, whole[:, 0].copy(), _tokens(schema, lengths)), lengths
+    return GatheredRows(rows, real_rows, whole[:, 0].copy(), _tokens(schema, lengths, token_features)), lengths
 
 
-def _tokens(schema: BatchSchema, lengths: np.ndarray) -> np.ndarray:
-    """Tokens per row: the lengths of every jagged field but the labels; 1 for a batch without jagged fields."""
-    counted = [field.name != "labels" for field in schema.jagged for _ in field.keys]
+def _tokens(schema: BatchSchema, lengths: np.ndarray, features: tuple[str, ...] | None) -> np.ndarray:
+    """Tokens per row: lengths of the jagged fields' keys, labels left out; 1 for a batch that has none to count."""
+    counted = [
+        field.name != "labels" and (features is None or key in features)
+        for field in schema.jagged
+        for key in field.keys
+    ]
     if not any(counted):
         return np.ones(len(lengths), dtype=np.int64)
     return lengths[:, np.array(counted)].sum(axis=1)

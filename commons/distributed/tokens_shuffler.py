@@ -31,6 +31,7 @@ class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
     ) -> None:
         super().__init__(options, pg_group)
         self.feature_names = None if feature_names is None else list(feature_names)
+        self.token_feature_names = self.feature_names
 
     def get_workloads(self, batch: Any) -> torch.Tensor:
         """Tokens of every row, int64 `(batch_size,)`.

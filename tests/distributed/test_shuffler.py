@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.partitioner import METHODS
+from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.fields import batch_rows
 from tests.batches import random_batch, rows_as_values
 
@@ -511,6 +512,22 @@ def test_a_cap_that_no_plan_keeps_is_counted_and_exceeded_least(ranks):
     results = ranks.run(_token_cap)
     assert {count for count, _ in results} == {2}
     assert len({excess for _, excess in results}) == 1 and results[0][1] > 0
+
+
+def _named_tokens(names):
+    """Excess over a cap of one token, of key "b" alone: rows bring 3 values of key "a" and 1 of key "b"."""
+    lengths = torch.tensor([3, 3, 1, 1])
+    features = KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(8), lengths=lengths, stride=2)
+    batch = BaseBatch(features, 2, {"a": 3, "b": 1})
+    with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=1))) as shuffler:
+        shuffler.token_feature_names = names
+        shuffler.shuffle(batch)
+        return shuffler.last_stats.excess_tokens
+
+
+def test_what_counts_as_a_token_can_be_said(two_ranks):
+    excess = [two_ranks.run(_named_tokens, names)[0] for names in (None, ["a", "b"], ["b"])]
+    assert excess == [7, 7, 1]
 
 
 def _late(timeout):
