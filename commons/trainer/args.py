@@ -69,7 +69,8 @@ class TrainerArgs:
     """Steps between evaluations; there is another one at the end."""
 
     max_eval_iters: int | None = None
-    """Batches of an evaluation; None for all."""
+    """Batches of an evaluation on every rank, so that more ranks evaluate more rows; None for all rows of the data
+    set, which are the same on any number of ranks."""
 
     log_interval: int = 100
     """Steps between lines of log.jsonl."""
@@ -123,14 +124,16 @@ class TrainerArgs:
     """The step after its last."""
 
     ckpt_save_interval: int = -1
-    """Steps between checkpoints; there is another one at the end. -1 for none."""
+    """Steps between checkpoints; there is another one at the end. -1 for none, also after SIGTERM."""
 
     ckpt_save_dir: str = "./checkpoints"
-    """Folder for checkpoints, shared by all ranks. SIGTERM saves one there and ends the run with status 0."""
+    """Folder for the checkpoints of this run alone, on a disk that all ranks share. SIGTERM saves one there and ends
+    the run with status 0."""
 
     ckpt_load_dir: str = ""
-    """Checkpoint to go on from, or a folder of them, whose latest whole one is taken; empty for none. torch pickles
-    its metadata: load only what you trust."""
+    """Checkpoint to go on from, or a folder of them, whose latest whole one is taken; empty for none. With the folder
+    of ckpt_save_dir, one command starts a run, as long as that is empty, and later goes on with it. torch pickles a
+    checkpoint's metadata: load only what you trust."""
 
     ckpt_keep: int = 3
     """Checkpoints to keep; older ones are removed."""

@@ -1,4 +1,4 @@
-"""A text from rank 0 to all ranks: bytes in a tensor, over the default group."""
+"""A text from one rank to all ranks: bytes in a tensor, over the default group."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import torch
 import torch.distributed as dist
 
 
-def broadcast_text(text: str, device: torch.device) -> str:
-    """The text that rank 0 gives; called on all ranks together.
+def broadcast_text(text: str, device: torch.device, src: int = 0) -> str:
+    """The text that one rank gives; called on all ranks together.
 
     Args:
-        text: on rank 0; ignored elsewhere.
+        text: on that rank; ignored elsewhere.
         device: of this rank.
+        src: that rank.
     """
-    encoded = torch.tensor(list(text.encode()) if dist.get_rank() == 0 else [], dtype=torch.uint8, device=device)
+    encoded = torch.tensor(list(text.encode()) if dist.get_rank() == src else [], dtype=torch.uint8, device=device)
     size = torch.tensor(encoded.numel(), device=device)
-    dist.broadcast(size, src=0)
-    if dist.get_rank() != 0:
+    dist.broadcast(size, src=src)
+    if dist.get_rank() != src:
         encoded = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(encoded, src=0)
+    dist.broadcast(encoded, src=src)
     return bytes(encoded.tolist()).decode()

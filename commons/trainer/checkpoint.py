@@ -1,18 +1,13 @@
 """Checkpoints: all that a run needs to go on as if it had never stopped, on any number of ranks.
 
-    <folder>/step_00000100/     a whole checkpoint: the files of torch.distributed.checkpoint, and state.json
-    <folder>/step_00000200.tmp  one that is being written, or was when the run was ended
-
-A checkpoint is written aside and renamed when every file of it is on disk, so that a folder without `.tmp` is whole.
-All ranks write, to a folder that all of them share. torch.distributed.checkpoint uses pickle for its metadata: load
-only checkpoints that you trust.
+All ranks write, to a folder that all of them share; `checkpoint_folder` says how it looks. torch.distributed.checkpoint
+uses pickle for its metadata: load only checkpoints that you trust.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,14 +20,23 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from commons.trainer.broadcast import broadcast_text
-from commons.trainer.checkpoint_state import load_state, set_random_state, state_to_save
+from commons.trainer.checkpoint_folder import (
+    STATE_FILE,
+    checkpoint_path,
+    claim,
+    complete_checkpoint,
+    discard,
+    latest_whole,
+    list_checkpoints,
+    make_empty,
+    read_state,
+    unfinished_path,
+)
+from commons.trainer.checkpoint_state import describe_failure, first_not_finite, load_state, state_to_save
 from commons.trainer.loss_scaling import LossScaler
+from commons.trainer.random_state import set_random_state
 
 logger = logging.getLogger(__name__)
-
-FORMAT_VERSION = 1
-_STATE_FILE = "state.json"
-_PREFIX, _UNFINISHED = "step_", ".tmp"
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,11 @@ class Checkpointer:
         optimizer: of the dense parameters.
         fingerprint: what must be equal to load a checkpoint, JSON-ready: dimensions of the model, kinds of optimizers.
         device: of this rank.
+        order: what decides the order of the data, JSON-ready; another one than a checkpoint's is warned of.
         loss_scaler: whose scale is saved and, where the checkpoint has one, loaded; None for no scale.
+
+    Attributes:
+        loaded_from: the checkpoint that was loaded, if one was.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         fingerprint: Mapping[str, Any],
         device: torch.device,
+        order: Mapping[str, Any] | None = None,
         loss_scaler: LossScaler | None = None,
     ) -> None:
         self.folder = Path(folder)
@@ -81,30 +90,38 @@ class Checkpointer:
         # As it will be read: tuples become lists, keys strings.
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._device = device
+        self._order = dict(order or {})
         self._loss_scaler = loss_scaler
-        self._random: dict[str, torch.Tensor] = {}
+        self.loaded_from: Path | None = None
 
     def save(self, progress: TrainProgress) -> Path | None:
         """Write a checkpoint of the state after `progress.step` steps; no batch may be in flight.
 
         Returns:
             Its folder; None if it could not be written, which is logged, and leaves the checkpoints before as they are.
+
+        Raises:
+            ArithmeticError: a weight is not finite, so that nobody could go on from this state.
         """
-        final = self.folder / f"{_PREFIX}{progress.step:08d}"
-        unfinished = final.with_name(final.name + _UNFINISHED)
-        problem = self._on_rank_0(lambda: _make_empty(unfinished))
+        state = state_to_save(self._model, self._optimizer)
+        self._require_finite(state, progress.step)
+        final = checkpoint_path(self.folder, progress.step)
+        unfinished = unfinished_path(final)
+        problem = self._on_rank_0(lambda: make_empty(unfinished))
         if not problem:
             try:
-                dcp.save(state_to_save(self._model, self._optimizer), checkpoint_id=unfinished)
+                dcp.save(state, checkpoint_id=unfinished)
             except CheckpointException as error:  # of any rank, on every rank
-                problem = _first_line(error)
+                problem = describe_failure(error)
         if not problem:
-            problem = self._on_rank_0(lambda: self._complete(unfinished, final, progress))
+            problem = self._on_rank_0(
+                lambda: complete_checkpoint(unfinished, final, self._state_of(progress), self._keep)
+            )
         if problem:
-            self._on_rank_0(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+            self._on_rank_0(lambda: discard(unfinished))
             if dist.get_rank() == 0:
                 logger.warning(
-                    "no checkpoint of step %d: %s; those before stay, and training goes on: make room in %s",
+                    "no checkpoint of step %d: %s; those before stay, and the run goes on: make room in %s",
                     progress.step,
                     problem,
                     self.folder,
@@ -112,36 +129,57 @@ class Checkpointer:
             return None
         return final
 
-    def load(self, path: str | Path) -> TrainProgress:
-        """Load a checkpoint, or the latest whole one of a folder of them.
+    def load(self, path: str | Path, *, may_be_empty: bool = False) -> TrainProgress | None:
+        """Load a checkpoint, or the latest whole one of a folder of them; sets this rank's random states too.
 
-        Damaged checkpoints of a folder are passed over with a warning. Random states wait for `restore_random_state`.
+        Damaged checkpoints of a folder are passed over with a warning.
+
+        Args:
+            path: of the checkpoint or the folder.
+            may_be_empty: a folder without checkpoints, or none at all, is no error.
+
+        Returns:
+            How far its run had come; None for a folder that may be empty and is.
 
         Raises:
             FileNotFoundError: no checkpoint there.
             ValueError: the checkpoint is damaged, of another model, or of another version.
         """
-        chosen = broadcast_text(json.dumps(self._choose(Path(path))) if dist.get_rank() == 0 else "", self._device)
-        answer = json.loads(chosen)
+        mine = json.dumps(self._choose(Path(path), may_be_empty)) if dist.get_rank() == 0 else ""
+        answer = json.loads(broadcast_text(mine, self._device))
         if "error" in answer:
             raise (FileNotFoundError if answer["kind"] == "FileNotFoundError" else ValueError)(answer["error"])
-        state = answer["state"]
-        self._random = load_state(Path(answer["path"]), self._model, self._optimizer)
+        if answer["path"] is None:
+            return None
+        self.loaded_from, state = Path(answer["path"]), answer["state"]
+        set_random_state(load_state(self.loaded_from, self._model, self._optimizer))
         if self._loss_scaler is not None and state.get("loss_scaler"):
             self._loss_scaler.load_state_dict(state["loss_scaler"])
         return TrainProgress(**state["progress"])
 
-    def restore_random_state(self) -> None:
-        """Set this rank's random states to those of the checkpoint, once; for after whatever else a run draws first."""
-        set_random_state(self._random)
-        self._random = {}
+    def claim_folder(self, step: int) -> None:
+        """Make the folder if it is missing, and sure that its checkpoints of steps after `step` will be this run's.
 
-    def _choose(self, path: Path) -> dict[str, Any]:
+        Raises:
+            ValueError: the folder cannot be made or written, or holds some already.
+        """
+        problem = self._on_rank_0(lambda: claim(self.folder, step))
+        if problem:
+            raise ValueError(problem)
+
+    def has_loaded_own(self) -> bool:
+        """Whether the checkpoint that was loaded lies in the folder to which this run saves."""
+        return self.loaded_from is not None and self.loaded_from.resolve().parent == self.folder.resolve()
+
+    def _choose(self, path: Path, may_be_empty: bool) -> dict[str, Any]:
         """The checkpoint to load and what its state file says; or the error, for all ranks to raise."""
+        if may_be_empty and not (path.exists() and (path.is_file() or list_checkpoints(path))):
+            return {"path": None}
         try:
-            chosen = path if (path / _STATE_FILE).is_file() else _latest_whole(path)
+            chosen = path if (path / STATE_FILE).is_file() else latest_whole(path)
             state = read_state(chosen)
             self._require_match(chosen, state)
+            self._warn_of_other_order(chosen, state)
         except (OSError, ValueError) as error:
             return {"error": str(error), "kind": type(error).__name__}
         return {"path": str(chosen), "state": state}
@@ -156,95 +194,57 @@ class Checkpointer:
                 "that wrote it: use that config, or another checkpoint"
             )
 
-    def _complete(self, unfinished: Path, final: Path, progress: TrainProgress) -> None:
-        """Write the state file, give the folder its name, remove what is too old."""
-        state = {
-            "version": FORMAT_VERSION,
+    def _warn_of_other_order(self, path: Path, state: dict[str, Any]) -> None:
+        differences = list(_differences(state.get("order", self._order), self._order))
+        if differences and state["progress"]["rows_in_epoch"]:
+            name, written, here = differences[0]
+            logger.warning(
+                "%s is within an epoch that was read with %s = %r, here it is %r; in what is left of that epoch some "
+                "rows come a second time and others not at all",
+                path,
+                name,
+                written,
+                here,
+            )
+
+    def _require_finite(self, state: dict[str, Any], step: int) -> None:
+        mine = first_not_finite(state, self._model)
+        found = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=self._device)
+        found[dist.get_rank()] = int(bool(mine))
+        dist.all_reduce(found)
+        ranks = found.nonzero().flatten().tolist()
+        if ranks:
+            name = broadcast_text(mine, self._device, src=ranks[0])
+            raise ArithmeticError(
+                f"{name} of rank {ranks[0]} is not finite after step {step}; no checkpoint is made of that, those "
+                "before stay: go on from one of them with a lower learning rate or max_grad_norm"
+            )
+
+    def _state_of(self, progress: TrainProgress) -> dict[str, Any]:
+        return {
             "progress": asdict(progress),
             "world_size": dist.get_world_size(),
             "fingerprint": self._fingerprint,
+            "order": self._order,
             "loss_scaler": None if self._loss_scaler is None else self._loss_scaler.state_dict(),
-            "files": {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())},
         }
-        (unfinished / _STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        unfinished.rename(final)
-        for old in list_checkpoints(self.folder)[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
 
     def _on_rank_0(self, work: Any) -> str:
-        """Do something on rank 0; returns on all ranks what went wrong, or nothing."""
+        """Do something on rank 0; returns on all ranks what went wrong, or ""."""
         problem = ""
         if dist.get_rank() == 0:
             try:
                 work()
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 problem = str(error)
         return broadcast_text(problem, self._device)
-
-
-def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Checkpoints of a folder, oldest first; those that are not finished are left out."""
-    found = [path for path in Path(folder).glob(f"{_PREFIX}*") if path.is_dir() and path.suffix != _UNFINISHED]
-    return sorted(path for path in found if path.name.removeprefix(_PREFIX).isdigit())
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """What the state file of a checkpoint says, once all files have the sizes that were written.
-
-    Raises:
-        ValueError: damaged, or of another version.
-    """
-    try:
-        state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
-        version, files = state["version"], dict(state["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({_STATE_FILE}: {error}): load another checkpoint") from None
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has version {version}; this evenrank reads version {FORMAT_VERSION}: load it with the version "
-            "that wrote it"
-        )
-    for name, size in files.items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            is_now = "is missing" if found is None else f"has {found} bytes"
-            raise ValueError(f"{path} is damaged ({name} {is_now}, {size} were written): load another checkpoint")
-    return state
-
-
-def _latest_whole(folder: Path) -> Path:
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
-        raise FileNotFoundError(
-            f"{folder} holds no checkpoint; it is a checkpoint or a folder of them: correct the path"
-        )
-    for path in reversed(checkpoints):
-        try:
-            read_state(path)
-        except ValueError as error:
-            logger.warning("%s; going back to the one before", error)
-        else:
-            return path
-    raise ValueError(f"all {len(checkpoints)} checkpoints of {folder} are damaged: start without one")
-
-
-def _make_empty(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-
-
-def _first_line(error: CheckpointException) -> str:
-    rank, failure = next(iter(error.failures.items()))
-    cause = failure[0] if isinstance(failure, tuple) else failure
-    return f"rank {rank}: {' '.join(str(cause).split()) or type(cause).__name__}"
 
 
 def _differences(written: Any, here: Any, name: str = "") -> Any:
     """Names and both values of what differs, depth first."""
     if isinstance(written, dict) and isinstance(here, dict):
-        for key in sorted(written.keys() | here.keys()):
+        # What a field itself says before what others follow from it.
+        for key in sorted(written.keys() | here.keys(), key=lambda key: (isinstance(here.get(key), dict), key)):
             yield from _differences(written.get(key), here.get(key), f"{name}.{key}" if name else key)
     elif written != here:
         yield name, written, here

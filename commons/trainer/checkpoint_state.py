@@ -6,6 +6,8 @@ under another sharding. Everything dense is the same on all ranks and saved once
 
 from __future__ import annotations
 
+import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from commons.trainer.random_state import random_state
 
 _MODEL, _TABLES, _DENSE, _RANDOM = "model/", "tables_optimizer/", "dense_optimizer/", "random/"
 
@@ -26,19 +32,42 @@ def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     for name, parameter in _dense_names(model, optimizer).items():
         slots = optimizer.state.get(parameter, {})
         state |= {f"{_DENSE}{name}/{slot}": torch.as_tensor(value) for slot, value in slots.items()}
-    return state | _random_state()
+    return state | _own_random_state()
+
+
+def first_not_finite(state: dict[str, Any], model: nn.Module) -> str:
+    """Name of a weight, or of an optimizer's slot, that holds a NaN or an infinity on this rank; "" if none does.
+
+    Args:
+        state: of `state_to_save`.
+        model: its buffers are not looked at; a mask may be made of infinities.
+    """
+    buffers = {_MODEL + name for name, _ in model.named_buffers()}
+    for name, value in state.items():
+        if name.startswith(_RANDOM) or name in buffers:
+            continue
+        for part in [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]:
+            if part.is_floating_point() and part.numel():
+                # Both are NaN if one element is; unlike isfinite they need no memory.
+                least, most = torch.aminmax(part.detach())
+                if not (math.isfinite(least) and math.isfinite(most)):
+                    return name.partition("/")[2]
+    return ""
 
 
 def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Load what `state_to_save` gave, in place.
 
     Returns:
-        Random states of the rank that had this one's number, for `set_random_state`; empty if there was none.
+        Random states of the rank that had this one's number, by generator; empty if there was none.
 
     Raises:
-        ValueError: the checkpoint lacks something that the model has.
+        ValueError: the checkpoint lacks something that the model has, or cannot be read.
     """
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    try:
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # whatever unpickling ends with
+        raise ValueError(f"{path} cannot be read (.metadata: {error}): load another checkpoint") from None
     model_state = model.state_dict()
     state: dict[str, Any] = {_MODEL + name: value for name, value in model_state.items()}
     tables = _tables_optimizer_state(model)
@@ -57,14 +86,24 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         for name, found in saved.items()
         if name.startswith(_DENSE) and name.removeprefix(_DENSE).rsplit("/", 1)[0] in names
     }
-    random = {name: found for name, found in saved.items() if name in _random_state()}
+    random = {name: found for name, found in saved.items() if name in _own_random_state()}
     state |= {name: _empty_like(found) for name, found in (dense | random).items()}
-    dcp.load(state, checkpoint_id=path)
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except CheckpointException as error:  # of any rank, on every rank
+        raise ValueError(f"{path} cannot be read ({describe_failure(error)}): load another checkpoint") from None
     model.load_state_dict(model_state)
     if tables:
         _fused_optimizer(model).load_state_dict({"state": tables})
     _load_dense(names, optimizer, {name: state[name] for name in dense})
-    return {name: state[name] for name in random}
+    return {name.rsplit("/", 1)[1]: state[name] for name in random}
+
+
+def describe_failure(error: CheckpointException) -> str:
+    """The first rank that failed and why, in one line."""
+    rank, failure = next(iter(error.failures.items()))
+    cause = failure[0] if isinstance(failure, tuple) else failure
+    return f"rank {rank}: {textwrap.shorten(str(cause), 160, placeholder=' …') or type(cause).__name__}"
 
 
 def _fused_optimizer(model: nn.Module) -> Any:
@@ -91,22 +130,9 @@ def _load_dense(names: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
         optimizer.state[parameter][slot] = value if value.dim() == 0 else value.to(parameter.device)
 
 
-def _random_state() -> dict[str, torch.Tensor]:
+def _own_random_state() -> dict[str, torch.Tensor]:
     """The random states of this rank, by names that say whose they are."""
-    mine = f"{_RANDOM}{dist.get_rank()}/"
-    state = {f"{mine}cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state[f"{mine}cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Set the random states that `_random_state` names."""
-    for name, value in state.items():
-        if name.endswith("/cuda"):
-            torch.cuda.set_rng_state(value)
-        else:
-            torch.set_rng_state(value)
+    return {f"{_RANDOM}{dist.get_rank()}/{name}": state for name, state in random_state().items()}
 
 
 def _empty_like(found: Any) -> torch.Tensor:

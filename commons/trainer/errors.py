@@ -78,6 +78,7 @@ def log_to_file(run_dir: str | Path) -> None:
     handler.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a full disk shall not print a traceback for every line
     logging.getLogger().handlers = [handler]
     for torch_handler in logging.getLogger("torch").handlers:
         torch_handler.setLevel(logging.ERROR)

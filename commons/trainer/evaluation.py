@@ -9,6 +9,7 @@ import torch
 
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.logging import StepSums
+from commons.trainer.stop import StopSignal
 
 
 class StepOutput(Protocol):
@@ -42,6 +43,7 @@ def evaluate(
     batches: Iterator[Any],
     metrics: Metrics | None,
     device: torch.device,
+    stop: StopSignal | None = None,
 ) -> dict[str, Any]:
     """Evaluate a model on the batches of all ranks; a collective call.
 
@@ -51,14 +53,19 @@ def evaluate(
         batches: host batches of this rank; ranks may have different numbers of them.
         metrics: what to measure besides the loss; reset afterwards.
         device: of this rank.
+        stop: ends the evaluation early, on all ranks after the same batch.
 
     Returns:
-        `loss`, the mean over all terms; `rows`, the number of real rows; and the metrics.
+        `loss`, the mean over all terms; `rows`, the number of real rows; and the metrics. If it was stopped, those of
+        some rows.
     """
     sums = StepSums()
 
     def watch() -> Iterator[Any]:
-        for batch in batches:
+        while stop is None or not stop.agreed:
+            batch = next(batches, None)
+            if batch is None:
+                return
             sums.rows += real_rows(batch)
             yield batch
 
@@ -73,6 +80,8 @@ def evaluate(
             sums.add(output.loss_sum, output.num_loss_tokens)
             if metrics is not None:
                 metrics.update(output)
+            if stop is not None:
+                stop.after_step()
     total = sums.all_reduce(device)
     results: dict[str, Any] = {"loss": total.mean_loss, "rows": total.rows}
     if metrics is not None:

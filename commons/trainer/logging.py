@@ -6,11 +6,13 @@ times are rank 0's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from tqdm import tqdm
 
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
+
+logger = logging.getLogger(__name__)
 
 # Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
 _AVERAGED = (
@@ -157,7 +161,7 @@ class TrainSummary:
         steps: steps trained.
         epochs: epochs begun.
         loss: mean loss of the last interval.
-        step_ms: median over all steps.
+        step_ms: median over all steps of this run; 0 without any, as after resuming a run that was complete.
         tokens_per_s: over all steps, evaluations left out.
         metrics: of the last evaluation.
         shuffle: means of the shuffler's numbers over all steps; empty without one.
@@ -179,7 +183,8 @@ class TrainLog:
         run_dir: folder of the run, made if missing; an earlier log is replaced.
         total_steps: steps of the run.
         tensorboard: whether scalars are written to `<run_dir>/tensorboard` too.
-        first_step: steps that a resumed run has behind it; its log is then continued.
+        first_step: steps that a resumed run has behind it; its log is then continued, without the lines of later steps
+            that a run which was ended may have written.
     """
 
     def __init__(
@@ -199,7 +204,11 @@ class TrainLog:
         self._shown: dict[str, str] = {}
         if self._enabled:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = (self.run_dir / "log.jsonl").open("a" if first_step else "w", encoding="utf-8")
+            path = self.run_dir / "log.jsonl"
+            if first_step and path.exists():
+                _keep_lines_until(path, first_step)
+            self._file = path.open("a" if first_step else "w", encoding="utf-8")
+        self._has_failed = False
         self._scalars = self._open_scalars(first_step) if self._enabled and tensorboard else None
 
     def step(self, stats: ShuffleStats | None) -> None:
@@ -214,11 +223,13 @@ class TrainLog:
             return
         # JSON has no NaN, which is the AUC of a single class.
         numbers = {name: None if value != value else value for name, value in record.items()}
-        self._file.write(json.dumps(numbers) + "\n")
-        self._file.flush()
-        if self._scalars is not None:
+        with self._unless_disk_full():
+            self._file.write(json.dumps(numbers) + "\n")
+            self._file.flush()
+        with self._unless_disk_full():
             for name, value in record.items():
-                self._scalars.add_scalar(_scalar_tag(name), value, record["step"])
+                if self._scalars is not None:
+                    self._scalars.add_scalar(_scalar_tag(name), value, record["step"])
         if "loss" in record:
             self._show(loss=f"{record['loss']:.4f}", tokens=f"{_short(record['tokens_per_s'])}/s")
 
@@ -235,9 +246,21 @@ class TrainLog:
         """End the bar and the file."""
         self._bar.close()
         if self._enabled:
-            self._file.close()
+            with self._unless_disk_full():
+                self._file.close()
         if self._scalars is not None:
-            self._scalars.close()
+            with self._unless_disk_full():
+                self._scalars.close()
+
+    @contextlib.contextmanager
+    def _unless_disk_full(self) -> Iterator[None]:
+        """A log that cannot be written ends no training; what fits again later is written then."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("the log is incomplete: %s; training goes on: make room in %s", error, self.run_dir)
+            self._has_failed = True
 
     def _open_scalars(self, first_step: int) -> Any:
         # Imported here: it takes half a second, and only rank 0 needs it.
@@ -254,11 +277,13 @@ class TrainLog:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         table.add_row("steps", f"{summary.steps:,} in {summary.epochs} epoch{'s' if summary.epochs != 1 else ''}")
-        table.add_row("loss", f"{summary.loss:.4f}")
+        if summary.step_ms:
+            table.add_row("loss", f"{summary.loss:.4f}")
         for name, value in summary.metrics.items():
             table.add_row(name, f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
-        table.add_row("median step", f"{summary.step_ms:.1f} ms")
-        table.add_row("tokens per second", f"{summary.tokens_per_s:,.0f}")
+        if summary.step_ms:
+            table.add_row("median step", f"{summary.step_ms:.1f} ms")
+            table.add_row("tokens per second", f"{summary.tokens_per_s:,.0f}")
         if summary.shuffle:
             before, after = summary.shuffle["imbalance_before"], summary.shuffle["imbalance_after"]
             would = "" if summary.shuffle["moved"] or before == after else " (observed, not carried out)"
@@ -267,6 +292,18 @@ class TrainLog:
             table.add_row("would save" if would else "largest load saved", _saving(summary.shuffle))
         table.add_row("log", str(self.run_dir / "log.jsonl"))
         Console().print(table)
+
+
+def _keep_lines_until(path: Path, last_step: int) -> None:
+    """Leave out what a log says of later steps, and a line that was not finished."""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+    shortened = path.with_name(path.name + ".tmp")
+    shortened.write_text("".join(kept), encoding="utf-8")
+    shortened.replace(path)
 
 
 def write_config(config: Any, run_dir: str | Path) -> None:

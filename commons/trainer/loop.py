@@ -15,6 +15,7 @@ import itertools
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +32,15 @@ from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.args import TrainerArgs
 from commons.trainer.checkpoint import Checkpointer, TrainProgress
+from commons.trainer.epochs import open_epoch, order_of
 from commons.trainer.evaluation import Metrics, StepOutput, evaluate
 from commons.trainer.launch import describe_ranks
 from commons.trainer.logging import StatsMean, StepClock, StepSums, TrainLog, TrainSummary
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.profiling import StepProfiler
-from commons.trainer.stop import StopSignal
+from commons.trainer.random_state import kept_random_state
+from commons.trainer.stop import StopSignal, keep_workers
 
 
 def count_tokens(batch: Any) -> int:
@@ -117,9 +120,13 @@ class TrainingLoop:
         self._num_epochs = args.num_epochs or (None if args.max_train_iters else 1)
         self._step, self._first_epoch, self._progress = 0, 0, TrainProgress()
         self._evaluated_at = self._saved_at = -1
-        self._stop = StopSignal(enabled=args.ckpt_save_interval > 0)
+        self._saves = args.ckpt_save_interval > 0
+        self._stop = StopSignal(enabled=self._saves)
+        if self._saves:
+            for loader in (getattr(train_loader, "loader", train_loader), eval_loader):
+                keep_workers(loader)
         self._checkpoints = None
-        if args.ckpt_save_interval > 0 or args.ckpt_load_dir:
+        if self._saves or args.ckpt_load_dir:
             self._checkpoints = Checkpointer(
                 args.ckpt_save_dir,
                 keep=args.ckpt_keep,
@@ -127,6 +134,7 @@ class TrainingLoop:
                 optimizer=optimizer,
                 fingerprint=fingerprint or {},
                 device=device,
+                order=order_of(train_loader),
                 loss_scaler=loss_scaler,
             )
         self._sums = StepSums()
@@ -147,8 +155,13 @@ class TrainingLoop:
 
         Raises:
             ValueError: the loaders have no batch on any rank.
+            RuntimeError: the checkpoint at the end could not be written; everything else is done by then.
             Exception: an error of any rank's data or shuffler, on every rank.
         """
+        with self._stop:
+            return self._run()
+
+    def _run(self) -> TrainSummary:
         resumed = self._resume()
         total = self._total_steps()
         self._update = StepUpdate(
@@ -156,21 +169,21 @@ class TrainingLoop:
         )
         self._log = TrainLog(self._args.run_dir, total, self._args.tensorboard, first_step=self._step)
         self._log.say(describe_ranks(self._device))
-        if resumed:
-            self._log.say(f"resumed after step {self._step}, from {self._args.ckpt_load_dir}")
-        self._summary = TrainSummary()
+        if resumed is not None:
+            self._log.say(resumed)
+        self._profiler.step(self._step)
+        self._summary = TrainSummary(epochs=self._first_epoch + (self._step > 0))
         try:
-            with self._stop:
-                for epoch in self._epochs():
-                    self._summary.epochs = epoch + 1
-                    self._train_epoch(epoch)
-                self._update.flush()
-                self._write_line()
-                self._save()
-            if self._stop.agreed:
-                self._log.say(f"stopped by SIGTERM after step {self._step}; {self._how_to_resume()}")
-            elif self._evaluated_at != self._step:
+            for epoch in self._epochs():
+                self._summary.epochs = epoch + 1
+                self._train_epoch(epoch)
+            self._update.flush()
+            self._write_line()
+            self._save()
+            if self._evaluated_at != self._step and not self._stop.agreed:
                 self._evaluate()
+            if self._stop.agreed:
+                self._log.say(f"stopped by SIGTERM after step {self._step}{self._how_to_resume()}")
         finally:
             self._profiler.close()
             self._log.close()
@@ -180,6 +193,11 @@ class TrainingLoop:
             self._summary.step_ms = statistics.median(self._all_step_ms)
             self._summary.tokens_per_s = self._all_tokens / sum(self._all_step_ms) * 1e3
         self._log.summary(str(self._args.run_dir), self._summary)
+        if self._saves and self._saved_at != self._step:
+            raise RuntimeError(
+                f"the state after step {self._step} could not be saved to {self._args.ckpt_save_dir}; its checkpoints "
+                "of earlier steps stay: make room there and go on from the last one"
+            )
         return self._summary
 
     def _epochs(self) -> Iterator[int]:
@@ -194,33 +212,37 @@ class TrainingLoop:
         return trained_all or self._may_stop()
 
     def _total_steps(self) -> int:
-        """Steps of the run, for the bar; ranks with fewer batches go on with the others."""
+        """Steps of the run, those before a checkpoint included; ranks with fewer batches go on with the others."""
         batches = torch.tensor(len(self._train_loader), device=self._device)
         dist.all_reduce(batches, op=dist.ReduceOp.MAX)
         limits = [] if self._args.max_train_iters is None else [self._args.max_train_iters]
         if self._num_epochs is not None:
-            limits.append(self._num_epochs * int(batches))
+            # The steps before may have been larger or smaller ones, on another number of ranks.
+            of_epoch = min(self._progress.rows_in_epoch // self._rows_per_step(), int(batches))
+            limits.append(self._step + (self._num_epochs - self._first_epoch) * int(batches) - of_epoch)
         return min(limits)
+
+    def _rows_per_step(self) -> int:
+        return self._args.train_batch_size * dist.get_world_size(resolve_process_group())
 
     def _train_epoch(self, epoch: int) -> None:
         self._progress = TrainProgress(self._step, epoch, self._rows_done_before(epoch))
-        _set_epoch(self._train_loader, epoch, self._progress.rows_in_epoch)
-        batches = iter(self._train_loader)
-        if self._checkpoints is not None:  # after the loader has drawn its seed, as in the run that goes on
-            self._checkpoints.restore_random_state()
+        place = {"first_row": self._progress.rows_in_epoch, "seed": self._args.seed, "rank": dist.get_rank()}
+        batches = open_epoch(self._train_loader, epoch, **place)
         while not self._is_done():
             limit = self._steps_to_next_stop()
             trained = self._train_segment(itertools.islice(batches, limit))
-            rows = trained * self._args.train_batch_size * dist.get_world_size(resolve_process_group())
+            rows = trained * self._rows_per_step()
             self._progress = TrainProgress(self._step, epoch, self._progress.rows_in_epoch + rows)
             if self._progress.rows_in_epoch == 0:
                 raise ValueError(
                     f"epoch {epoch} has no batch on any rank; training needs at least one: check the data set, its "
                     "split and drop_last"
                 )
-            if trained and self._args.ckpt_save_interval > 0 and self._step % self._args.ckpt_save_interval == 0:
+            if trained and self._saves and self._step % self._args.ckpt_save_interval == 0:
                 self._save()
-            if self._eval_loader is not None and trained and self._step % self._args.eval_interval == 0:
+            evaluates = self._eval_loader is not None and self._step % self._args.eval_interval == 0
+            if evaluates and trained and not self._stop.agreed:
                 self._evaluate()
             if limit is None or trained < limit:  # the same on all ranks: they train together until the last has ended
                 return
@@ -232,7 +254,7 @@ class TrainingLoop:
             stops.append(self._args.max_train_iters - self._step)
         if self._eval_loader is not None:
             stops.append(self._args.eval_interval - self._step % self._args.eval_interval)
-        if self._args.ckpt_save_interval > 0:
+        if self._saves:
             stops.append(self._args.ckpt_save_interval - self._step % self._args.ckpt_save_interval)
         return min(stops, default=None)
 
@@ -330,13 +352,26 @@ class TrainingLoop:
             self._all_stats.add(stats)
         return mean
 
-    def _resume(self) -> bool:
-        """Load the checkpoint that the settings name, if they do; returns whether."""
-        if self._checkpoints is None or not self._args.ckpt_load_dir:
-            return False
-        progress = self._checkpoints.load(self._args.ckpt_load_dir)
-        self._step, self._first_epoch, self._progress = progress.step, progress.epoch, progress
-        return True
+    def _resume(self) -> str | None:
+        """Load the checkpoint that the settings name, if they do; returns what to say about that."""
+        if self._checkpoints is None:
+            return None
+        said = None
+        if self._args.ckpt_load_dir:
+            folder, save_folder = Path(self._args.ckpt_load_dir), Path(self._args.ckpt_save_dir)
+            # One command starts a run and, given again, goes on with it.
+            is_own = self._saves and folder.resolve() == save_folder.resolve()
+            progress = self._checkpoints.load(folder, may_be_empty=is_own)
+            if progress is None:
+                said = f"{folder} holds no checkpoint yet: a new run"
+            else:
+                self._step, self._first_epoch, self._progress = progress.step, progress.epoch, progress
+                said = f"resumed after step {self._step}, from {self._checkpoints.loaded_from}"
+        if self._saves:
+            self._checkpoints.claim_folder(self._step)
+            if self._checkpoints.has_loaded_own():
+                self._saved_at = self._step
+        return said
 
     def _rows_done_before(self, epoch: int) -> int:
         """Rows of an epoch that a checkpoint has seen trained."""
@@ -344,7 +379,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         """Save a checkpoint, unless this step has one; no batch is in flight here."""
-        if self._checkpoints is None or self._args.ckpt_save_interval <= 0 or self._saved_at == self._step:
+        if self._checkpoints is None or not self._saves or self._saved_at == self._step:
             return
         self._guard.check()
         if self._checkpoints.save(self._progress) is not None:
@@ -352,34 +387,21 @@ class TrainingLoop:
 
     def _how_to_resume(self) -> str:
         if self._saved_at != self._step:
-            return "its state could not be saved"
-        return f"go on with --trainer.ckpt-load-dir {self._args.ckpt_save_dir}"
+            return ""  # an error says so
+        return f"; go on with --trainer.ckpt-load-dir {self._args.ckpt_save_dir}"
 
     def _evaluate(self) -> None:
         """Evaluate without the training pipeline's changes to the model, which has no batch in flight."""
         if self._eval_loader is None:
             return
-        self._evaluated_at = self._step
         if hasattr(self._pipeline, "detach"):
             self._pipeline.detach()
-        batches = itertools.islice(iter(self._eval_loader), self._args.max_eval_iters)
-        results = evaluate(self._eval_pipeline, self._model, batches, self._metrics, self._device)
-        self._summary.metrics = {f"eval_{name}": value for name, value in results.items()}
-        self._log.line({"step": self._step, **self._summary.metrics})
+        with kept_random_state():  # training is the same, however often it is evaluated
+            batches = itertools.islice(iter(self._eval_loader), self._args.max_eval_iters)
+            results = evaluate(self._eval_pipeline, self._model, batches, self._metrics, self._device, self._stop)
+        if not self._stop.agreed:
+            self._evaluated_at = self._step
+            self._summary.metrics = {f"eval_{name}": value for name, value in results.items()}
+            self._log.line({"step": self._step, **self._summary.metrics})
         if hasattr(self._pipeline, "attach"):
             self._pipeline.attach(self._model)
-
-
-def _set_epoch(loader: DataLoader[Any] | SingleRankLoader, epoch: int, first_row: int) -> None:
-    """Choose the epoch of a loader and, in the first one after a checkpoint, where it begins."""
-    sampler = loader.sampler
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    if first_row == 0:
-        return
-    if not hasattr(sampler, "start_at"):
-        raise ValueError(
-            f"the checkpoint ends within epoch {epoch}, and {type(sampler).__name__} cannot begin there; resuming "
-            "needs a sampler with start_at(row): use one of commons.datasets.samplers"
-        )
-    sampler.start_at(first_row)

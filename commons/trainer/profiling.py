@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from commons.trainer.args import TrainerArgs
+
+logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
@@ -23,10 +26,9 @@ class StepProfiler:
         if device.type == "cuda":
             self._activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile: torch.profiler.profile | None = None
-        self.step(0)
 
     def step(self, num_steps: int) -> None:
-        """Begin or end the trace as it is due after `num_steps` steps."""
+        """Begin or end the trace as it is due after `num_steps` steps; called before the first one too."""
         if self._window is None:
             return
         if self._profile is None and self._window[0] <= num_steps < self._window[1]:
@@ -39,8 +41,16 @@ class StepProfiler:
                 self.close()
 
     def close(self) -> None:
-        """End a trace that is being recorded, and write it."""
+        """End a trace that is being recorded, and write it; a warning if none ever was."""
         if self._profile is None:
+            if self._window is not None:
+                first, end = self._window
+                logger.warning(
+                    "no trace was recorded: this run has trained none of the steps from %d to %d; set "
+                    "profile_step_start and profile_step_end to some of its own, counted from 0",
+                    first,
+                    end - 1,
+                )
             return
         self._profile.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)

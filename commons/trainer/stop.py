@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 
 class StopSignal:
@@ -60,3 +64,36 @@ class StopSignal:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._heard = True
+
+
+def keep_workers(loader: Any) -> None:
+    """Let a loader's worker processes outlive a SIGTERM that is meant for the run.
+
+    torchrun and clusters send it to all processes of a rank. A worker that it ends takes its rank along, before that
+    has saved. Workers still end when their rank tells them to, or is gone.
+
+    Args:
+        loader: before its first iteration; anything but a DataLoader with worker processes is left as it is.
+    """
+    if isinstance(loader, DataLoader) and loader.num_workers > 0 and not isinstance(loader.worker_init_fn, _KeepWorker):
+        loader.worker_init_fn = _KeepWorker(loader.worker_init_fn)
+
+
+class _KeepWorker:
+    """A worker_init_fn: after the user's own, only the parent's SIGTERM ends the worker."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        if self._then is not None:
+            self._then(worker)
+        # A handler does not learn who has sent a signal; who waits for it does.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_parent_says, name="evenrank-sigterm", daemon=True).start()
+
+
+def _end_when_parent_says() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)  # as torch's own handler does it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -18,16 +19,18 @@ from commons.datasets.movielens import preprocess_movielens
 from commons.datasets.movielens_generator import generate_movielens
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
-from commons.trainer.checkpoint import list_checkpoints
+from commons.trainer.args import OptimizationArgs
+from commons.trainer.checkpoint import Checkpointer, TrainProgress, list_checkpoints
 from commons.trainer.loop import TrainingLoop
 from hstu import HSTUBalancedBatchShuffler
+from hstu.metrics import RankingMetrics
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.sharding import build_distributed_model, dense_parameters
-from tests.models import weights_of
+from tests.models import build_sharded, weights_of
 from tests.rank_pool import RankFailure
 
 CPU = torch.device("cpu")
-SAVE_AT = 5
+SAVE_AT = 4  # at an evaluation, too
 STEPS = 12  # an epoch has 8: the run goes into its second
 
 
@@ -38,31 +41,62 @@ def data(tmp_path_factory):
     return str(preprocess_movielens(archive.path, folder / "out", test_fraction=0.1, seed=0))
 
 
-class KilledAt:
-    """A loader whose rank 1 is asked to end when it reads its n-th batch."""
+class OddLoader:
+    """Draws in every iteration another number of random numbers, as loaders with worker processes do.
 
-    def __init__(self, loader, number):
-        self._loader, self._number = loader, number
+    Rank 1 is asked to end when it reads the batch number `killed_at`.
+    """
+
+    def __init__(self, loader, killed_at=None):
+        self._loader, self._killed_at, self._iterations = loader, killed_at, 0
         self.dataset, self.sampler = loader.dataset, loader.sampler
 
     def __len__(self):
         return len(self._loader)
 
     def __iter__(self):
-        for number, batch in enumerate(self._loader):
-            if number == self._number and dist.get_rank() == 1:
+        self._iterations += 1
+        torch.rand(self._iterations)
+        return self._batches(iter(self._loader))
+
+    def _batches(self, batches):
+        for number, batch in enumerate(batches):
+            if number == self._killed_at and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             yield batch
 
 
-def run(data, run_dir, *, sharding="row_wise", dropout=0.2, killed_at=None, heads=2, disk_full=False, **changes):
-    """Losses by step, the weights and the summary of one run, on the ranks of a pool."""
+class RecordingAdam(torch.optim.Adam):
+    """Remembers its learning rates."""
+
+    def step(self, closure=None):
+        self.rates = [*getattr(self, "rates", []), self.param_groups[0]["lr"]]
+        return super().step(closure)
+
+
+def run(
+    data,
+    run_dir,
+    *,
+    sharding="row_wise",
+    dropout=0.2,
+    killed_at=None,
+    killed_in_evaluation=False,
+    heads=2,
+    disk_full=False,
+    seed=1,
+    global_batch=8,
+    rates=None,
+    **changes,
+):
+    """Steps and the weights of one run, on the ranks of a pool."""
     world_size = dist.get_world_size()
     torch.manual_seed(7)
     args = TrainerArgs(
-        8 // world_size, 4, run_dir=run_dir, log_interval=1, eval_interval=4, tensorboard=False, **changes
+        global_batch // world_size, 4, run_dir=run_dir, log_interval=1, eval_interval=4, tensorboard=False, **changes
     )
     options = {"dataset_path": data, "max_history_seqlen": 24, "rank": dist.get_rank(), "world_size": world_size}
+    options["seed"] = seed
     loader = get_data_loader("ml-1m", "train", batch_size=args.train_batch_size, shuffle=True, **options)
     eval_loader = get_data_loader("ml-1m", "test", batch_size=4, **options)
     hstu = HSTUConfig(16, 1, heads, 8, max_sequence_length=loader.dataset.max_sequence_length, dropout=dropout)
@@ -85,15 +119,18 @@ def run(data, run_dir, *, sharding="row_wise", dropout=0.2, killed_at=None, head
         loop = TrainingLoop(
             args,
             model=model,
-            optimizer=torch.optim.Adam(dense_parameters(model).values(), lr=0.01),
+            optimizer=(optimizer := RecordingAdam(dense_parameters(model).values(), lr=0.01)),
             device=CPU,
             shuffler=shufflers[0],
-            train_loader=loader if killed_at is None else KilledAt(loader, killed_at),
+            train_loader=OddLoader(loader, killed_at),
             eval_shuffler=shufflers[1],
-            eval_loader=eval_loader,
+            eval_loader=OddLoader(eval_loader, 0 if killed_in_evaluation else None),
+            metrics=RankingMetrics(1),
             fingerprint={"hstu": {"num_attention_heads": heads, "head": (8, 1)}},
         )
         summary = loop.run()
+        if rates is not None:
+            rates += optimizer.rates
         trained = [row.tolist() for row in weights_of(model).values()]
     finally:
         FileSystemWriter.write_data = write_data
@@ -102,9 +139,18 @@ def run(data, run_dir, *, sharding="row_wise", dropout=0.2, killed_at=None, head
     return summary.steps, trained
 
 
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+
+
 def losses(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    trained = [line for line in lines(run_dir) if "loss" in line]
+    assert len({line["step"] for line in trained}) == len(trained)  # no step twice
+    return {line["step"]: line["loss"] for line in trained}
+
+
+def evaluations(run_dir):
+    return {line["step"]: line for line in lines(run_dir) if "eval_loss" in line}
 
 
 def settings(folder, **changes):
@@ -115,13 +161,16 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_pa
     whole = two_ranks.run(run, data, str(tmp_path / "whole"), max_train_iters=STEPS)
     parts = settings(tmp_path / "checkpoints")
     two_ranks.run(run, data, str(tmp_path / "parts"), **parts | {"max_train_iters": 7, "ckpt_save_interval": SAVE_AT})
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000005", "step_00000007"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000004", "step_00000007"]
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000007")
     resumed = two_ranks.run(run, data, str(tmp_path / "parts"), **parts | {"ckpt_load_dir": parts["ckpt_save_dir"]})
     assert resumed == whole
     expected, found = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert list(found) == list(range(1, STEPS + 1))
     assert found == expected
+    assert [line for line in evaluations(tmp_path / "parts").values() if line["step"] > SAVE_AT] == [
+        line for line in evaluations(tmp_path / "whole").values() if line["step"] > SAVE_AT
+    ]
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
@@ -135,6 +184,29 @@ def test_a_run_goes_on_with_other_ranks(rank_pools, data, tmp_path, sharding):
     expected, found = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert list(found) == list(expected)
     assert [found[step] for step in found] == pytest.approx(list(expected.values()), rel=2e-4)
+    # The same weights, evaluated by two ranks and by four.
+    rank_pools[4].run(run, data, str(tmp_path / "same"), **loading | {"max_train_iters": SAVE_AT})
+    by_two, by_four = evaluations(tmp_path / "whole")[SAVE_AT], evaluations(tmp_path / "same")[SAVE_AT]
+    assert by_four["eval_rows"] == by_two["eval_rows"] and by_four["eval_auc_task_0"] == by_two["eval_auc_task_0"]
+    assert by_four["eval_loss"] == pytest.approx(by_two["eval_loss"], rel=1e-6)
+
+
+def _rates(*args, **kwargs):
+    rates = []
+    steps, _ = run(*args, rates=rates, **kwargs)
+    return steps, rates
+
+
+def test_the_schedule_ends_with_the_run_on_other_ranks(rank_pools, data, tmp_path):
+    """Four ranks make half as many steps of an epoch as two do."""
+    changes = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints")}
+    schedule = OptimizationArgs(lr_schedule="cosine")
+    parts = str(tmp_path / "parts")
+    rank_pools[2].run(run, data, parts, max_train_iters=12, optimization=schedule, **changes)  # 8 + 4 steps of 8 rows
+    loading = {"ckpt_load_dir": changes["ckpt_save_dir"], "num_epochs": 2, "global_batch": 16}
+    steps, rates = rank_pools[4].run(_rates, data, parts, optimization=schedule, **loading)[0]
+    assert steps == 14  # 2 more, of 16 rows
+    assert rates == pytest.approx([0.01 * (1 + math.cos(math.pi * step / 14)) / 2 for step in (12, 13)])
 
 
 def test_sigterm_on_one_rank_saves_and_ends_all(two_ranks, data, tmp_path):
@@ -148,15 +220,26 @@ def test_sigterm_on_one_rank_saves_and_ends_all(two_ranks, data, tmp_path):
     assert resumed == whole
 
 
+def test_sigterm_ends_an_evaluation(two_ranks, data, tmp_path):
+    changes = settings(tmp_path / "checkpoints", ckpt_save_interval=100)
+    for rank in two_ranks.run(run, data, str(tmp_path / "run"), killed_in_evaluation=True, **changes):
+        assert rank[0] == 4
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4] and not evaluations(tmp_path / "run")
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000004"]
+
+
 def _warnings(*args, **kwargs):
+    """Steps of a run, and what it warned of; an error at its end comes last."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("commons.trainer.checkpoint").addHandler(handler)
+    logging.getLogger("commons.trainer").addHandler(handler)
     try:
         return run(*args, **kwargs)[0], messages
+    except RuntimeError as error:
+        return None, [*messages, str(error)]
     finally:
-        logging.getLogger("commons.trainer.checkpoint").removeHandler(handler)
+        logging.getLogger("commons.trainer").removeHandler(handler)
 
 
 @pytest.fixture
@@ -177,13 +260,16 @@ def test_a_damaged_checkpoint_is_passed_over(two_ranks, data, tmp_path, saved):
     (steps, said), _ = two_ranks.run(_warnings, data, str(tmp_path / "again"), **changes)
     assert steps == 6 and list(losses(tmp_path / "again")) == [3, 4, 5, 6]
     assert any("step_00000004 is damaged (__1_0.distcp has" in text and "the one before" in text for text in said)
+    (_, said), _ = two_ranks.run(_warnings, data, str(tmp_path / "other"), seed=2, profile=True, **changes)
+    assert any("is within an epoch that was read with seed = 1, here it is 2; " in text for text in said)
+    assert any("no trace was recorded: this run has trained none of the steps from 100 to 199" in text for text in said)
     with pytest.raises(RankFailure, match=r"step_00000004 is damaged \(__1_0\.distcp has"):
         named = str(saved / "step_00000004")
         two_ranks.run(run, data, str(tmp_path / "named"), **changes | {"ckpt_load_dir": named})
     (saved / "step_00000002" / ".metadata").unlink()
     with pytest.raises(RankFailure, match="all 2 checkpoints of .* are damaged"):
         two_ranks.run(run, data, str(tmp_path / "none"), **changes)
-    with pytest.raises(RankFailure, match="holds no checkpoint"):
+    with pytest.raises(RankFailure, match="nowhere does not exist; it is a checkpoint or"):
         two_ranks.run(run, data, str(tmp_path / "none"), **changes | {"ckpt_load_dir": str(tmp_path / "nowhere")})
 
 
@@ -193,16 +279,60 @@ def test_a_checkpoint_of_another_model_says_what_differs(two_ranks, data, tmp_pa
         two_ranks.run(run, data, str(tmp_path / "other"), heads=4, **changes)
 
 
+def test_checkpoints_of_two_runs_are_not_mixed(two_ranks, data, tmp_path, saved):
+    changes = settings(saved, ckpt_save_interval=2, ckpt_load_dir=str(saved / "step_00000002"))
+    with pytest.raises(RankFailure, match="rank 1 raised ValueError: .* holds step_00000004, and this run starts"):
+        two_ranks.run(run, data, str(tmp_path / "run"), **changes)
+    assert [path.name for path in list_checkpoints(saved)] == ["step_00000002", "step_00000004"]
+
+
+def _save_weights_that_are(value, folder):
+    """Save a good state, then one with a spoilt weight in the shard of rank 1; what is said of that."""
+    model = build_sharded()[0]
+    checkpoints = Checkpointer(
+        folder,
+        keep=1,
+        model=model,
+        optimizer=torch.optim.SGD(dense_parameters(model).values(), lr=0.1, momentum=0.9),
+        fingerprint={},
+        device=CPU,
+    )
+    checkpoints.save(TrainProgress(1))
+    if dist.get_rank() == 1:
+        shards = [
+            shard
+            for table in model.state_dict().values()
+            if hasattr(table, "local_shards")
+            for shard in table.local_shards()
+        ]
+        shards[0].tensor.data[0, 0] = value
+    try:
+        checkpoints.save(TrainProgress(2))
+    except ArithmeticError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_spoilt_weights_replace_no_checkpoint(two_ranks, tmp_path, value):
+    said = two_ranks.run(_save_weights_that_are, value, str(tmp_path))
+    assert said[0] == said[1]
+    assert said[0].startswith("embedding.embeddings.t_") and "of rank 1 is not finite after step 2; " in said[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(two_ranks, data, tmp_path, saved):
     changes = settings(saved, max_train_iters=8, ckpt_load_dir=str(saved), ckpt_save_interval=2)
-    (steps, said), _ = two_ranks.run(_warnings, data, str(tmp_path / "again"), disk_full=True, **changes)
-    assert steps == 8
+    (_, said), (_, said_too) = two_ranks.run(_warnings, data, str(tmp_path / "again"), disk_full=True, **changes)
+    assert list(losses(tmp_path / "again")) == [5, 6, 7, 8]  # the run goes on, and its end says that it is not kept
     assert [path.name for path in sorted(saved.iterdir())] == ["step_00000002", "step_00000004"]
     assert "no checkpoint of step 6" in said[0] and "No space left on device" in said[0]
+    assert said[-1] == said_too[-1] and said[-1].startswith("the state after step 8 could not be saved")
 
 
 def test_old_checkpoints_are_removed(two_ranks, data, tmp_path):
+    """And one command begins a run where there is none yet."""
     changes = settings(tmp_path / "checkpoints", max_train_iters=6, ckpt_save_interval=1, ckpt_keep=2)
+    changes["ckpt_load_dir"] = changes["ckpt_save_dir"]
     (tmp_path / "checkpoints" / "step_00000003.tmp").mkdir(parents=True)  # of a run that was ended
     two_ranks.run(run, data, str(tmp_path / "run"), **changes)
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000005", "step_00000006"]

@@ -141,6 +141,12 @@ def test_every_sample_is_trained_once_per_epoch_and_evaluated_once(ranks, tmp_pa
     assert lines[-2]["loss"] < lines[0]["loss"]
 
 
+def test_a_log_on_a_full_disk_ends_no_training(two_ranks, tmp_path):
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    results = two_ranks.run(run_loop, str(tmp_path), "none", ([3, 2], [1, 1]), True, tensorboard=False)
+    assert {(result["steps"], len(result["evaluations"])) for result in results} == {(3, 2)}
+
+
 def test_the_weights_do_not_depend_on_balancing(two_ranks, tmp_path):
     counts = ([5, 3], [2, 1])
     first, second = (

@@ -1,0 +1,102 @@
+"""A folder of checkpoints: what is whole, what is kept, and whose it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from commons.trainer.checkpoint_folder import (
+    checkpoint_path,
+    claim,
+    complete_checkpoint,
+    latest_whole,
+    list_checkpoints,
+    make_empty,
+    read_state,
+    unfinished_path,
+)
+
+
+def save(folder, step, keep=9):
+    final = checkpoint_path(folder, step)
+    unfinished = unfinished_path(final)
+    make_empty(unfinished)
+    dcp.save({"x": torch.arange(step)}, checkpoint_id=unfinished, no_dist=True)
+    complete_checkpoint(unfinished, final, {"progress": {"step": step}, "fingerprint": {}}, keep)
+    return final
+
+
+def damage(path):
+    data = next(path.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+
+
+def steps(folder):
+    return [int(path.name.removeprefix("step_")) for path in list_checkpoints(folder)]
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    for step in (2, 10, 4):
+        save(tmp_path, step, keep=2)
+    assert steps(tmp_path) == [2, 4, 10]  # 10 is of a later step than the one that was saved last
+    assert read_state(save(tmp_path, 12, keep=2))["progress"] == {"step": 12}
+    assert steps(tmp_path) == [10, 12]
+
+
+def test_a_damaged_one_of_a_later_step_replaces_no_new_one(tmp_path):
+    for step in (2, 6):
+        save(tmp_path, step)
+    damage(checkpoint_path(tmp_path, 6))
+    claim(tmp_path, 2)
+    save(tmp_path, 4, keep=1)
+    assert latest_whole(tmp_path) == checkpoint_path(tmp_path, 4)
+    save(tmp_path, 6, keep=1)
+    assert steps(tmp_path) == [6] and latest_whole(tmp_path) == checkpoint_path(tmp_path, 6)
+
+
+def test_a_folder_belongs_to_one_run(tmp_path):
+    folder = tmp_path / "new" / "folder"
+    claim(folder, 0)
+    assert list(folder.iterdir()) == []
+    save(folder, 2)
+    save(folder, 4)
+    claim(folder, 4)
+    with pytest.raises(ValueError, match=r"holds step_00000004, and this run starts after step 2; .*ckpt-load-dir"):
+        claim(folder, 2)
+    with pytest.raises(ValueError, match=r"and this run starts from the beginning; "):
+        claim(folder, 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file cannot be written \(File exists\); .*: choose another one"):
+        claim(tmp_path / "file", 0)
+
+
+def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
+    final = checkpoint_path(tmp_path, 3)
+    make_empty(unfinished_path(final))
+    dcp.save({"x": torch.arange(3)}, checkpoint_id=unfinished_path(final), no_dist=True)
+    next(unfinished_path(final).glob("*.distcp")).unlink()
+    with pytest.raises(OSError, match=r"__0_0\.distcp .* is not on rank 0's disk; all ranks write into one folder"):
+        complete_checkpoint(unfinished_path(final), final, {}, 3)
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("missing", ["version", "files", "progress", "fingerprint"])
+def test_a_state_file_without_something(tmp_path, missing, caplog):
+    first, second = save(tmp_path, 2), save(tmp_path, 4)
+    state = json.loads((second / "state.json").read_text())
+    del state[missing]
+    (second / "state.json").write_text(json.dumps(state))
+    with caplog.at_level(logging.WARNING):
+        assert latest_whole(tmp_path) == first
+    assert f"step_00000004 is damaged (state.json: '{missing}')" in caplog.text
+
+
+def test_where_there_is_none(tmp_path):
+    (tmp_path / "file").touch()
+    for name, problem in (("", "holds no checkpoint"), ("file", "is a file"), ("nowhere", "does not exist")):
+        with pytest.raises(FileNotFoundError, match=f"{problem}; .*: correct the path"):
+            latest_whole(tmp_path / name)
