@@ -105,8 +105,8 @@ def main() -> None:
     page = heading("Loader", "python -m benchmarks.loader").replace("one thread per rank", "one thread per process")
     page += (
         f"\nTarget: at least {_TARGET:,} sequences/s per worker at mean length 165. {users:,} generated users; later "
-        "epochs are a median of five. Other work shared the two cores, and the main process and its workers share them "
-        "too: what a worker does with a core of its own is the number per CPU second.\n\n" + result + "\n"
+        "epochs are a median of five. The main process and its workers share the two cores: what a worker does with a "
+        "core of its own is the number per CPU second.\n\n" + result + "\n"
     )
     print(write_page("loader", page))
 

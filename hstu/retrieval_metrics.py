@@ -18,7 +18,6 @@ as well as float32 weights know them, so that they, and what is equal among them
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,43 +27,28 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from commons.distributed.process_group import resolve_process_group
+from commons.trainer.top_k_metrics import TopKMetric, parse_top_k_metric
 from hstu.model.gathered_rows import gather_rows
 from hstu.model.retrieval import RetrievalOutput, unit
 
-_NAME = re.compile(r"(HR|HitRate|NDCG)@([1-9][0-9]*)")
 # Scores held at a time, in float64.
 _MAX_SCORES = 2**22
 # Multiples, not float32: around 0 its numbers are so close that rounding errors of float64 stay.
 _SCORE_STEP = 2.0**-24
 
 
-class RetrievalMetricName(NamedTuple):
-    """A metric and the number of items that it looks at."""
-
-    kind: str
-    top_k: int
-
-
-def parse_metric(name: str, num_items: int) -> RetrievalMetricName:
-    """Read a name such as "NDCG@10".
+def parse_metric(name: str, num_items: int) -> TopKMetric:
+    """Read the name of a metric.
 
     Args:
-        name: of the metric; "HitRate" is another name of "HR".
+        name: such as "NDCG@10" or "HR@10".
         num_items: items that there are.
 
     Raises:
-        ValueError: another form, or more items than there are.
-
-    >>> parse_metric("HR@10", num_items=100)
-    RetrievalMetricName(kind='HR', top_k=10)
+        ValueError: an unknown metric, or one that looks at more items than there are.
 
     """
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(
-            f"eval_metrics has {name!r}; metrics of retrieval are HR@K and NDCG@K with K of at least 1: correct it"
-        )
-    metric = RetrievalMetricName(match[1].replace("HitRate", "HR"), int(match[2]))
+    metric = parse_top_k_metric(name, ("HR", "NDCG"), "retrieval")
     if metric.top_k > num_items:
         raise ValueError(f"eval_metrics has {name!r}, there are {num_items} items; K is at most that: lower it")
     return metric
@@ -230,7 +214,7 @@ def ranks_by(popularity: torch.Tensor) -> torch.Tensor:
     return ranks
 
 
-def _gain(metric: RetrievalMetricName, ranks: torch.Tensor) -> torch.Tensor:
+def _gain(metric: TopKMetric, ranks: torch.Tensor) -> torch.Tensor:
     """What users at these ranks add to a metric: float64 `(num_users,)`."""
     gains = torch.ones_like(ranks, dtype=torch.float64)
     if metric.kind == "NDCG":

@@ -12,47 +12,28 @@ Recall are the same.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from commons.distributed.process_group import resolve_process_group
+from commons.trainer.top_k_metrics import TopKMetric, parse_top_k_metric
 from sid_gr.model.gpt import GenerationOutput
 
-_NAME = re.compile(r"(HR|HitRate|NDCG|Recall)@([1-9][0-9]*)")
 
-
-class MetricName(NamedTuple):
-    """A metric and the number of items that it looks at."""
-
-    kind: str
-    top_k: int
-
-
-def parse_metric(name: str, beam_width: int) -> MetricName:
-    """Read a name such as "NDCG@10".
+def parse_metric(name: str, beam_width: int) -> TopKMetric:
+    """Read the name of a metric.
 
     Args:
-        name: of the metric; "HR" is another name of "HitRate".
+        name: such as "NDCG@10" or "HitRate@10".
         beam_width: items that are generated.
 
     Raises:
-        ValueError: another form, or more items than are generated.
-
-    >>> parse_metric("NDCG@10", beam_width=10)
-    MetricName(kind='NDCG', top_k=10)
+        ValueError: an unknown metric, or one that looks at more items than are generated.
 
     """
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(
-            f"eval_metrics has {name!r}; metrics of generation are HitRate@K, NDCG@K and Recall@K with K of at least "
-            "1: correct it"
-        )
-    metric = MetricName("HitRate" if match[1] == "HR" else match[1], int(match[2]))
+    metric = parse_top_k_metric(name, tuple(_SCORES), "generation")
     if metric.top_k > beam_width:
         raise ValueError(
             f"eval_metrics has {name!r}, which looks at {metric.top_k} items, the beam has {beam_width}; only so many "
@@ -134,4 +115,4 @@ def _ndcg(hits: torch.Tensor, num_true: torch.Tensor) -> torch.Tensor:
     return (hits @ discounts) / ideal
 
 
-_SCORES = {"HitRate": _hit_rate, "Recall": _recall, "NDCG": _ndcg}
+_SCORES = {"HR": _hit_rate, "Recall": _recall, "NDCG": _ndcg}

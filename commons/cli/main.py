@@ -1,26 +1,23 @@
 """The `evenrank` command.
 
 To add a subcommand: write a file with a dataclass whose fields are the arguments, whose docstring is the help and whose
-`run()` does the work, and add it to `_COMMANDS`.
+`run()` does the work, and add it to `_COMMANDS`. Only the command that is asked for is imported: torch alone takes
+seconds, and reading an archive needs none of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import tyro
 
-from commons.cli.calibrate import Calibrate
 from commons.cli.console import one_line, print_error
-from commons.cli.generate import Generate
-from commons.cli.make_sids import MakeSids
-from commons.cli.preprocess import Preprocess
-from commons.cli.simulate import Simulate
 
 
 class Command(Protocol):
@@ -30,12 +27,13 @@ class Command(Protocol):
         """Do the work; a user's mistake is a ValueError, KeyError or OSError."""
 
 
-_COMMANDS: dict[str, Callable[..., Command]] = {
-    "calibrate": Calibrate,
-    "generate": Generate,
-    "make-sids": MakeSids,
-    "preprocess": Preprocess,
-    "simulate": Simulate,
+# The module of commons.cli and the class of every subcommand.
+_COMMANDS = {
+    "calibrate": ("calibrate", "Calibrate"),
+    "generate": ("generate", "Generate"),
+    "make-sids": ("make_sids", "MakeSids"),
+    "preprocess": ("preprocess", "Preprocess"),
+    "simulate": ("simulate", "Simulate"),
 }
 
 _USAGE_ERROR = 2
@@ -52,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 for success and for help, 2 for a user's mistake, said in one line on stderr, 130 for Ctrl-C.
 
     """
-    _quiet_torch()
     try:
         command = _parse(sys.argv[1:] if argv is None else list(argv))
+        _quiet_torch()
         if command is not None:
             command.run()
     except (ValueError, KeyError, OSError) as error:
@@ -72,13 +70,22 @@ def _quiet_torch() -> None:
         handler.setLevel(logging.ERROR)
 
 
+def _load(names: Iterable[str]) -> dict[str, Callable[..., Command]]:
+    """The classes of some subcommands."""
+    return {
+        name: getattr(importlib.import_module(f"commons.cli.{_COMMANDS[name][0]}"), _COMMANDS[name][1])
+        for name in names
+    }
+
+
 def _parse(argv: list[str]) -> Command | None:
     """The subcommand that the arguments name; None if they ask for help, which is then printed."""
     errors = io.StringIO()
+    asked = argv[:1] if argv and argv[0] in _COMMANDS else _COMMANDS
     try:
         with contextlib.redirect_stderr(errors):
             return tyro.extras.subcommand_cli_from_dict(
-                _COMMANDS,
+                _load(asked),
                 prog="evenrank",
                 description="evenrank keeps data-parallel ranks evenly loaded.",
                 args=argv,

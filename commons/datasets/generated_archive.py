@@ -71,7 +71,7 @@ def generated_archive(output: Path, form: ArchiveForm) -> Iterator[Path]:
             _make_parents(folder, form)
             yield folder
         return
-    check_archive_output(output, form)
+    _check_output(output, form)
     with parents_of(output), owned_folder(output.with_name(f".{output.name}.unfinished"), output, what) as folder:
         contents, packed = folder / "contents", folder / "packed"
         contents.mkdir()
@@ -85,8 +85,22 @@ def generated_archive(output: Path, form: ArchiveForm) -> Iterator[Path]:
         packed.replace(output)
 
 
-def check_archive_output(output: Path, form: ArchiveForm) -> None:
-    """Raise FileExistsError where writing an archive would replace something else."""
+def check_request(output: Path, form: ArchiveForm, *, num_users: int, seed: int) -> None:
+    """Look at what a generator is asked for, before it draws anything.
+
+    Raises:
+        FileExistsError: something at `output` that is not an earlier generated archive of the same kind.
+        ValueError: `num_users` below 1 or a negative seed.
+
+    """
+    if num_users < 1:
+        raise ValueError(f"num_users is {num_users}; an archive has at least one user: give 1 or more")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
+    _check_output(output, form)
+
+
+def _check_output(output: Path, form: ArchiveForm) -> None:
     check_replaceable(output, lambda path: _is_generated(path, form), "generated archive")
 
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from commons.datasets.csv_member import CsvColumn, CsvLayout, read_csv_member, read_text_columns
 from commons.datasets.generated_archive import GENERATED_MARK
-from commons.datasets.preprocessing import check_split, preprocess_archive
+from commons.datasets.preprocessing import OpenedArchive, Preprocessor
 from commons.datasets.raw_archive import RawArchive, open_archive
 from commons.datasets.sequence_file import SequenceSchema
 from commons.datasets.sequence_writer import IdMap, SeenIds, SequenceSource, UserTable, encode
@@ -132,35 +134,12 @@ VERSIONS = {
 }
 
 
-def preprocess_kuairand(
-    version: KuaiRandVersion,
-    source: str | Path,
-    output: str | Path,
-    *,
-    test_fraction: float = 0.1,
-    seed: int = 0,
-    show_progress: bool = False,
-) -> Path:
-    """Write the columnar files of a KuaiRand data set.
+def preprocess_kuairand(version: KuaiRandVersion, source: str | Path, output: str | Path, **options: Any) -> Path:
+    """Write the columnar files of a KuaiRand data set; arguments and errors as those of `Preprocessor`."""
+    return Preprocessor(partial(_open, version))(source, output, **options)
 
-    Args:
-        version: which of the three.
-        source: the `.tar.gz` as published, or its unpacked folder.
-        output: folder for `<name>.parquet`, made if missing.
-        test_fraction: expected part of the users in the test split, in `[0, 1]`.
-        seed: of the split.
-        show_progress: show progress bars on stderr, if that is a terminal.
 
-    Returns:
-        The folder of the data set.
-
-    Raises:
-        FileNotFoundError: nothing at `source`.
-        ValueError: a damaged or foreign archive, a missing column, a malformed line, a fraction outside `[0, 1]` or a
-            negative seed.
-
-    """
-    check_split(test_fraction, seed)
+def _open(version: KuaiRandVersion, source: str | Path, show_progress: bool) -> OpenedArchive:
     name = f"{version.folder}.tar.gz"
     archive = open_archive(
         source,
@@ -173,9 +152,10 @@ def preprocess_kuairand(
         [*version.log_names, version.user_file], version.folder, f"give the path of {name} or of its unpacked folder"
     )
 
+    num_bytes = sum(archive.sizes[log] for log in version.log_names)
+
     def read(folder: Path, on_bytes: Callable[[int], object]) -> SequenceSource:
         users = _read_users(archive, version)
-        num_bytes = sum(archive.sizes[log] for log in version.log_names)
         partitions = UserPartitions(folder, partitions_for(num_bytes / _BYTES_PER_ROW))
         known, videos = IdMap(users.user_ids), SeenIds()
         for log, stream in archive.streams(version.log_names):
@@ -197,15 +177,7 @@ def preprocess_kuairand(
             sha256=archive.checksum([*version.log_names, version.user_file]),
         )
 
-    return preprocess_archive(
-        version.schema,
-        read,
-        sum(archive.sizes[log] for log in version.log_names),
-        output,
-        test_fraction=test_fraction,
-        seed=seed,
-        show_progress=show_progress,
-    )
+    return OpenedArchive(version.schema, num_bytes, read)
 
 
 def _read_users(archive: RawArchive, version: KuaiRandVersion) -> UserTable:

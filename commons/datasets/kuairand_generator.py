@@ -24,7 +24,7 @@ from commons.datasets.generated_archive import (
     GENERATED_MARK,
     ArchiveForm,
     GeneratedArchive,
-    check_archive_output,
+    check_request,
     generated_archive,
 )
 from commons.datasets.kuairand import KuaiRandVersion
@@ -121,11 +121,7 @@ def generate_kuairand(
     """
     output, size, form = Path(output), _SIZES[version.name], _form_of(version)
     num_users = size.num_users if num_users is None else num_users
-    if num_users < 1:
-        raise ValueError(f"num_users is {num_users}; an archive has at least one user: give 1 or more")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
-    check_archive_output(output, form)
+    check_request(output, form, num_users=num_users, seed=seed)
     rng = np.random.default_rng(seed)
     lengths = lengths_with(num_users, size.quantiles, size.num_interactions / size.num_users)
     num_rows, longest = int(lengths.sum()), int(lengths.max())

@@ -16,7 +16,7 @@ import numpy as np
 from commons.datasets.csv_member import CsvColumn, CsvLayout, read_csv_member
 from commons.datasets.generated_archive import GENERATED_MARK
 from commons.datasets.movielens_archive import read_movielens_archive
-from commons.datasets.preprocessing import check_split, preprocess_archive
+from commons.datasets.preprocessing import OpenedArchive, Preprocessor
 from commons.datasets.raw_archive import RawArchive, open_archive
 from commons.datasets.sequence_file import SequenceSchema
 from commons.datasets.sequence_writer import IdMap, SeenIds, SequenceSource, UserTable, encode
@@ -64,33 +64,7 @@ SCHEMA_20M = SequenceSchema(
 _RATINGS_1M, _RATINGS_20M = 6, 11
 
 
-def preprocess_movielens(
-    source: str | Path,
-    output: str | Path,
-    *,
-    test_fraction: float = 0.1,
-    seed: int = 0,
-    show_progress: bool = False,
-) -> Path:
-    """Write the columnar files of MovieLens-1M.
-
-    Args:
-        source: `ml-1m.zip` or its unpacked folder.
-        output: folder for `ml-1m.parquet`, made if missing.
-        test_fraction: expected part of the users in the test split, in `[0, 1]`.
-        seed: of the split.
-        show_progress: show progress bars on stderr, if that is a terminal.
-
-    Returns:
-        The folder of the data set.
-
-    Raises:
-        FileNotFoundError: nothing at `source`.
-        ValueError: a damaged or foreign archive, a malformed line, a fraction outside `[0, 1]` or a negative
-            seed.
-
-    """
-    check_split(test_fraction, seed)
+def _open_1m(source: str | Path, show_progress: bool) -> OpenedArchive:
     archive = read_movielens_archive(source)
 
     def read(folder: Path, on_bytes: Callable[[int], object]) -> SequenceSource:
@@ -114,15 +88,10 @@ def preprocess_movielens(
             sha256=archive.sha256,
         )
 
-    return preprocess_archive(
-        SCHEMA,
-        read,
-        archive.ratings.nbytes,
-        output,
-        test_fraction=test_fraction,
-        seed=seed,
-        show_progress=show_progress,
-    )
+    return OpenedArchive(SCHEMA, archive.ratings.nbytes, read)
+
+
+preprocess_movielens = Preprocessor(_open_1m)
 
 
 # Ids of a stream are looked up in tables with a place for each possible one; published ids are far smaller.
@@ -145,33 +114,7 @@ _MOVIES_CSV = CsvLayout(
 _BYTES_PER_RATING = 26
 
 
-def preprocess_movielens_20m(
-    source: str | Path,
-    output: str | Path,
-    *,
-    test_fraction: float = 0.1,
-    seed: int = 0,
-    show_progress: bool = False,
-) -> Path:
-    """Write the columnar files of MovieLens-20M.
-
-    Args:
-        source: `ml-20m.zip` or its unpacked folder.
-        output: folder for `ml-20m.parquet`, made if missing.
-        test_fraction: expected part of the users in the test split, in `[0, 1]`.
-        seed: of the split.
-        show_progress: show progress bars on stderr, if that is a terminal.
-
-    Returns:
-        The folder of the data set.
-
-    Raises:
-        FileNotFoundError: nothing at `source`.
-        ValueError: a damaged or foreign archive, a missing column, a malformed line, a fraction outside `[0, 1]` or a
-            negative seed.
-
-    """
-    check_split(test_fraction, seed)
+def _open_20m(source: str | Path, show_progress: bool) -> OpenedArchive:
     archive = open_archive(
         source,
         ["ml-20m"],
@@ -204,15 +147,10 @@ def preprocess_movielens_20m(
             sha256=archive.checksum([_RATINGS_FILE, _MOVIES_FILE]),
         )
 
-    return preprocess_archive(
-        SCHEMA_20M,
-        read,
-        archive.sizes[_RATINGS_FILE],
-        output,
-        test_fraction=test_fraction,
-        seed=seed,
-        show_progress=show_progress,
-    )
+    return OpenedArchive(SCHEMA_20M, archive.sizes[_RATINGS_FILE], read)
+
+
+preprocess_movielens_20m = Preprocessor(_open_20m)
 
 
 def _require_20m(archive: RawArchive, readme: bytes) -> None:

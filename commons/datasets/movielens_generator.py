@@ -28,7 +28,7 @@ from commons.datasets.generated_archive import (
     GENERATED_MARK,
     ArchiveForm,
     GeneratedArchive,
-    check_archive_output,
+    check_request,
     generated_archive,
 )
 from commons.datasets.movielens_archive import ENCODING, FILE_NAMES
@@ -88,11 +88,7 @@ def generate_movielens(
 
     """
     output = Path(output)
-    if num_users < 1:
-        raise ValueError(f"num_users is {num_users}; an archive has at least one user: give 1 or more")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
-    check_archive_output(output, _FORM)
+    check_request(output, _FORM, num_users=num_users, seed=seed)
     rng = np.random.default_rng(seed)
     genres = _draw_genres(rng)
     movies = _draw_movies(genres, rng)

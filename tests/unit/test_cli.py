@@ -47,8 +47,8 @@ def test_help_has_examples(command, capsys):
 def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert "generate" in printed
-    assert "preprocess" in printed
+    for command in ("calibrate", "generate", "make-sids", "preprocess", "simulate"):
+        assert f"• {command} " in printed
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,18 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys, arguments):
     assert "cannot be written (File too large); what was there before stays: make room" in said
     assert said.startswith("evenrank: ") and said.count("\n") == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["fine.zip"]
+
+
+def test_data_are_prepared_without_waiting_for_torch(tmp_path):
+    program = """
+import sys
+from commons.cli.main import main
+assert main(["generate", "ml-1m", "--output", sys.argv[1], "--num-users", "3"]) == 0
+assert main(["preprocess", "ml-1m", "--source", sys.argv[1], "--output", sys.argv[2]]) == 0
+assert main(["preprocess", "ml-1m", "--source", "no.zip", "--output", sys.argv[2]]) == 2
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "ml-1m.zip"), str(tmp_path)], check=True, timeout=60)
 
 
 def test_ctrl_c(monkeypatch, capsys):

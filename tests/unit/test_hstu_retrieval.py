@@ -425,7 +425,7 @@ def test_an_item_is_never_better_than_itself(direction, monkeypatch):
 
 @pytest.mark.parametrize("name", ["HR", "HR@0", "AUC@3", "hr@10", "NDCG@-1", "HR@10 "])
 def test_unknown_metrics_are_named(name):
-    with pytest.raises(ValueError, match="eval_metrics has .*; metrics of retrieval are HR@K and NDCG@K"):
+    with pytest.raises(ValueError, match="eval_metrics has .*; metrics of retrieval are HR@K, NDCG@K"):
         parse_metric(name, 100)
 
 

@@ -76,7 +76,7 @@ def test_known_values():
 
 @pytest.mark.parametrize("name", ["HitRate", "HitRate@0", "hitrate@2", "MRR@10", "NDCG@", "NDCG@-1", "Recall@2.5"])
 def test_unknown_names(name):
-    with pytest.raises(ValueError, match="metrics of generation are HitRate@K, NDCG@K and Recall@K"):
+    with pytest.raises(ValueError, match="metrics of generation are HR@K, Recall@K, NDCG@K"):
         parse_metric(name, beam_width=10)
 
 
