@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
+from torch.utils.data._utils.pin_memory import pin_memory
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from commons.datasets.samplers import EpochSampler
@@ -98,17 +99,17 @@ class WrappedBatch:
 
     def pin_memory(self) -> Any:
         """The batch in pinned memory; the loader's pinning thread calls it, so that the main thread need not unwrap."""
-        return self.unwrap().pin_memory()
+        return pin_memory(self.unwrap())  # torch's own, which knows what to do with lists and dictionaries
 
 
 def wrap(batch: Any) -> Any:
     """A batch as one tensor in shared memory; one with something that a message cannot hold stays as it is."""
     try:
         message = encode(batch)
-    except TypeError:
+        shared = torch.empty(message.nbytes, dtype=torch.uint8).share_memory_()
+        message.write(shared)
+    except Exception:  # of whatever kind of tensor; torch sends it, or says why it cannot
         return batch
-    shared = torch.empty(message.nbytes, dtype=torch.uint8).share_memory_()
-    message.write(shared)
     return WrappedBatch(shared)
 
 

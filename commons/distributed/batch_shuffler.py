@@ -399,12 +399,19 @@ class BaseTaskBalancedBatchShuffler(ABC):
             rows, real = described.rows, described.real_rows
             if self.options.mode == "off":
                 return RankInput(schema, rows, real), described
+            self._check_token_features(schema)
             jagged = [value for _, value in row_fields(batch) if isinstance(value, KeyedJaggedTensor)]
             lengths = [value.lengths().view(len(value.keys()), rows) for value in jagged]
             num_values = tuple(value.values().numel() for value in jagged)
             return _copy_to_host(schema, rows, real, self.get_workloads(batch), lengths, num_values), described
         except Exception as error:
             return RankInput(error=error), None
+
+    def _check_token_features(self, schema: BatchSchema) -> None:
+        keys = [key for field in schema.jagged if field.name != "labels" for key in field.keys]
+        unknown = [name for name in self.token_feature_names or () if name not in keys]
+        if unknown:
+            raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
 
     def _exchange(self, batch: T, handle: ShuffleHandle, planned: PlannedExchange) -> tuple[T, int]:
         """Exchange and, if asked for, verify; returns the batch to train and the bytes sent."""

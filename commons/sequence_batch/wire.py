@@ -111,6 +111,7 @@ def encode(*batches: Any, extra: Any = None) -> Message:
 
     Raises:
         TypeError: metadata, or a Python object per row, that JSON cannot hold; a class that no receiver could find.
+        ValueError: a KeyedJaggedTensor whose keys differ in their number of rows.
     """
     encoder = _Encoder()
     nodes = [encoder.node(parse(batch), ()) for batch in batches]
@@ -168,6 +169,7 @@ class _Encoder:
         if leaf_type is DENSE_TENSOR:
             return ["tensor", self.tensor(value)]
         if leaf_type is KEYED_JAGGED:
+            leaf_type.count(value, path_name(path))  # of one number of rows, or an error
             parts = [self.tensor(part) for part in leaf_type.tensors(value)]
             return ["keyed_jagged", value.keys(), value.stride(), value.length_per_key(), parts]
         if leaf_type is JAGGED:

@@ -204,7 +204,7 @@ class DatasetArgs:
     """
 
     dataset_name: str
-    """One of commons.datasets.data_loader.list_datasets()."""
+    """ml-1m, ml-20m, kuairand-pure, kuairand-1k, kuairand-27k or random; SID-GR takes sid and sid-<one of them>."""
 
     max_history_seqlen: int
     """The most items of a history; older ones are cut off. Random data draw history and candidates together, at most

@@ -173,10 +173,11 @@ class Checkpointer:
 
     def _choose(self, path: Path, may_be_empty: bool) -> dict[str, Any]:
         """The checkpoint to load and what its state file says; or the error, for all ranks to raise."""
-        if may_be_empty and not (path.exists() and (path.is_file() or list_checkpoints(path))):
+        is_checkpoint = (path / STATE_FILE).is_file()
+        if may_be_empty and not (is_checkpoint or path.is_file() or list_checkpoints(path)):
             return {"path": None}
         try:
-            chosen = path if (path / STATE_FILE).is_file() else latest_whole(path)
+            chosen = path if is_checkpoint else latest_whole(path)
             state = read_state(chosen)
             self._require_match(chosen, state)
             self._warn_of_other_order(chosen, state)

@@ -21,9 +21,10 @@ def run_training(
     device: torch.device,
     build_shuffler: Callable[[bool], BaseTaskBalancedBatchShuffler],
     train_loader: DataLoader[Any],
+    eval_loader: DataLoader[Any] | None = None,
     **loop_arguments: Any,
 ) -> TrainSummary:
-    """Train and evaluate; called on all ranks together.
+    """Train and, if there is something to evaluate on, evaluate; called on all ranks together.
 
     Args:
         args: settings.
@@ -31,24 +32,25 @@ def run_training(
         build_shuffler: makes a shuffler of the user's kind that balances, or (False) one that moves nothing; training
             and evaluation have one each.
         train_loader: host batches of this rank; with `args.single_rank_load` rank 0 reads its own for all ranks.
+        eval_loader: host batches of this rank; None for no evaluation.
         loop_arguments: what TrainingLoop takes besides.
     """
     balances = args.enable_balanced_shuffler
     shuffler = build_shuffler(balances or args.balance_batch)
-    eval_shuffler = build_shuffler(balances and args.shuffle_eval)
+    eval_shuffler = None if eval_loader is None else build_shuffler(balances and args.shuffle_eval)
     dealt_out = deal_out(train_loader, args, device, shuffler.get_workloads) if args.single_rank_load else None
     loop = TrainingLoop(
         args,
         device=device,
         shuffler=shuffler,
-        eval_shuffler=eval_shuffler,
         train_loader=train_loader if dealt_out is None else dealt_out,
+        eval_shuffler=eval_shuffler,
+        eval_loader=eval_loader,
         **loop_arguments,
     )
     summary = loop.run()
     # Not after a failure: a worker may then wait for a rank that is gone.
-    shuffler.close()
-    eval_shuffler.close()
-    if dealt_out is not None:
-        dealt_out.close()
+    for user in (shuffler, eval_shuffler, dealt_out):
+        if user is not None:
+            user.close()
     return summary

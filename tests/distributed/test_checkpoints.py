@@ -286,6 +286,13 @@ def test_checkpoints_of_two_runs_are_not_mixed(two_ranks, data, tmp_path, saved)
     assert [path.name for path in list_checkpoints(saved)] == ["step_00000002", "step_00000004"]
 
 
+def test_a_checkpoint_is_no_empty_folder_to_start_in(two_ranks, data, tmp_path, saved):
+    both = str(saved / "step_00000002")
+    changes = settings(both, ckpt_save_interval=2, ckpt_load_dir=both) | {"max_train_iters": 4}
+    two_ranks.run(run, data, str(tmp_path / "again"), **changes)
+    assert list(losses(tmp_path / "again")) == [3, 4]
+
+
 def _save_weights_that_are(value, folder):
     """Save a good state, then one with a spoilt weight in the shard of rank 1; what is said of that."""
     model = build_sharded()[0]

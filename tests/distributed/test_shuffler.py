@@ -521,13 +521,18 @@ def _named_tokens(names):
     batch = BaseBatch(features, 2, {"a": 3, "b": 1})
     with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=1))) as shuffler:
         shuffler.token_feature_names = names
-        shuffler.shuffle(batch)
+        try:
+            shuffler.shuffle(batch)
+        except KeyError as error:
+            return error.args[0]
         return shuffler.last_stats.excess_tokens
 
 
 def test_what_counts_as_a_token_can_be_said(two_ranks):
     excess = [two_ranks.run(_named_tokens, names)[0] for names in (None, ["a", "b"], ["b"])]
     assert excess == [7, 7, 1]
+    for said in two_ranks.run(_named_tokens, ["b", "c"]):
+        assert "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names" in said
 
 
 def _late(timeout):

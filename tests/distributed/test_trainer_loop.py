@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from commons.datasets.data_loader import get_data_loader
+from commons.datasets.movielens import preprocess_movielens
+from commons.datasets.movielens_generator import generate_movielens
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.run import run_training
 from tests import models
 from tests.models import Head, head_of, rank_batches, weights_of
 from tests.rank_pool import RankFailure
@@ -175,6 +179,53 @@ def test_a_trace_of_some_steps(two_ranks, tmp_path):
 def test_no_batch_on_any_rank(two_ranks, tmp_path):
     with pytest.raises(RankFailure, match="ValueError: epoch 0 has no batch on any rank"):
         two_ranks.run(run_loop, str(tmp_path), "none", ([0, 0], [1, 1]), False)
+
+
+def train_alone(run_dir):
+    trainer = TrainerArgs(6, 6, run_dir=run_dir, max_train_iters=3)
+    model, optimizer = models.build_sharded()
+    head_of(model).__class__ = StatedHead
+    batches = loader(4, 0)
+    built = []
+
+    def build_shuffler(balances):
+        built.append(balances)
+        return IdentityBalancedBatchShuffler()
+
+    summary = run_training(
+        trainer,
+        device=CPU,
+        build_shuffler=build_shuffler,
+        train_loader=batches,
+        model=model,
+        optimizer=optimizer,
+    )
+    return summary.steps, summary.metrics, built
+
+
+def test_a_run_without_evaluation(two_ranks, tmp_path):
+    assert two_ranks.run(train_alone, str(tmp_path)) == [(3, {}, [False])] * 2
+
+
+def users_of(loader):
+    return [user for batch in loader for user in batch.features["user_id"].values().tolist()]
+
+
+def load_users(data):
+    # Every setting that may not reach the evaluation.
+    dataset = DatasetArgs("ml-1m", 20, data, shuffle=True, drop_last=True)
+    return [users_of(each) for each in train_and_eval_loaders(dataset, TrainerArgs(4, 4), CPU)]
+
+
+def test_evaluation_loaders_have_every_user_once(ranks, tmp_path):
+    archive = generate_movielens(tmp_path / "ml-1m", num_users=60, seed=3)
+    data = str(preprocess_movielens(archive.path, tmp_path / "out", test_fraction=0.3, seed=0))
+    results = ranks.run(load_users, data)
+    options = {"batch_size": 4, "max_history_seqlen": 20, "dataset_path": data}
+    alone = [users_of(get_data_loader("ml-1m", split, **options)) for split in ("train", "test")]
+    trained, evaluated = ([user for result in results for user in result[part]] for part in (0, 1))
+    assert len(alone[1]) > 8 and sorted(evaluated) == sorted(alone[1])
+    assert len(set(trained)) == len(trained) and set(trained) <= set(alone[0])
 
 
 def load_unknown():

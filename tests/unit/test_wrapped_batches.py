@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets import resumable_loader
 from commons.datasets.data_loader import get_data_loader
@@ -68,9 +69,26 @@ def test_what_a_message_cannot_hold_travels_as_torch_sends_it():
     assert isinstance(wrap(Noted(torch.ones(1))), WrappedBatch)
 
 
+def test_tensors_that_a_message_cannot_hold():
+    variable = KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.arange(5),
+        lengths=torch.tensor([1, 2, 2]),
+        stride_per_key_per_rank=[[1], [2]],
+    )
+    strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    sparse = torch.eye(3).to_sparse()
+    for held in (variable, strided, sparse, torch.empty(2, device="meta")):
+        batch = {"ids": torch.arange(3), "held": held}
+        assert wrap(batch) is batch
+
+
 def test_the_pinning_thread_unwraps(monkeypatch):
     unwrapped = wrap(Noted(torch.ones(3))).pin_memory()
     assert unwrapped.pinned and unwrapped.values.tolist() == [1.0] * 3
     assert unwrap(unwrapped) is unwrapped
+    plain = wrap([torch.ones(2), {"note": "of no class that could pin itself"}])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor * 2)
+    assert str(plain.pin_memory()) == str([torch.full((2,), 2.0), {"note": "of no class that could pin itself"}])
     monkeypatch.setattr(resumable_loader, "decode", None)
     assert unwrap(unwrapped) is unwrapped
