@@ -42,7 +42,7 @@ def build_distributed_model(
         if width % _WIDTH_STEP:
             raise ValueError(
                 f"the table of {name!r} is {width} wide; fbgemm's tables are a multiple of {_WIDTH_STEP} wide: correct "
-                "the embedding dimension"
+                "hidden_size, or the embedding dimension where it is another one"
             )
     if dist.is_initialized() and device.type == "cpu":
         kinds = sharding if isinstance(sharding, Mapping) else dict.fromkeys(model.config.embedding_tables, sharding)

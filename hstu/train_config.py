@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from commons.datasets.data_loader import HSTU_DATASETS, SID_DATASETS
 from commons.datasets.sequence_metadata import TIMESTAMP
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.distributed.sharding import Sharding
@@ -213,6 +214,11 @@ class TrainConfig:
             raise ValueError(
                 f"shuffler_type is {self.shuffler_type!r}; registered are {', '.join(known)}: choose one, or register "
                 "yours with BatchShufflerFactory before the config is read"
+            )
+        if self.dataset.dataset_name in SID_DATASETS:
+            raise ValueError(
+                f"dataset_name is {self.dataset.dataset_name!r}, whose items are semantic IDs; HSTU trains on "
+                f"{', '.join(HSTU_DATASETS)}: choose one of them, or train sid_gr"
             )
         if self.task == "retrieval" and self.dataset.max_num_candidates > 0:
             raise ValueError(

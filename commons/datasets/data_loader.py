@@ -94,6 +94,10 @@ _BUILDERS: dict[str, Builder] = {
     **{f"sid-{name}": sid_builder(dataset.schema) for name, dataset in PUBLIC_DATASETS.items()},
 }
 
+# By the kind of their batches: HSTUBatch and GPTSIDBatch.
+HSTU_DATASETS = ("random", *PUBLIC_DATASETS)
+SID_DATASETS = tuple(name for name in _BUILDERS if name not in HSTU_DATASETS)
+
 # Data sets without a file, as long as one asks for: they take `num_batches`.
 RANDOM_DATASETS = ("random", "sid-random")
 

@@ -121,7 +121,10 @@ def latest_whole(folder: Path) -> Path:
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         problem = "holds no checkpoint" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
-        raise FileNotFoundError(f"{folder} {problem}; it is a checkpoint or a folder of them: correct the path")
+        raise FileNotFoundError(
+            f"{folder} {problem}; it is a checkpoint or a folder of them, and may be empty only where this run saves "
+            "to it (ckpt_save_dir, ckpt_save_interval): correct the path"
+        )
     for path in reversed(checkpoints):
         try:
             read_state(path)

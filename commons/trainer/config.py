@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import re
 import sys
 import types
 import typing
@@ -59,7 +60,15 @@ def load_config(
     about = (
         f"{description or ''}\n\n--config FILE is a TOML or YAML file of the fields below; flags replace its values."
     )
-    return _parse_flags(config_class, flags, prog=prog, description=about.strip(), **options)
+    try:
+        return _parse_flags(config_class, flags, prog=prog, description=about.strip(), **options)
+    except ValueError as error:
+        missing = re.findall(r"--[\w.-]+(?= [A-Z{])", str(error)) if path is None else []
+        if not missing or not str(error).startswith("Required options"):
+            raise
+        raise ValueError(
+            f"there is no --config FILE, and {', '.join(missing)} have no default: give a config, or these flags"
+        ) from None
 
 
 def load_config_file(config_class: type[C], path: str | Path) -> C:

@@ -69,11 +69,20 @@ def log_to_file(run_dir: str | Path) -> None:
 
     Warnings of libraries go there alone; evenrank's own are shown on rank 0's stderr too. The file is made with the
     first line. Called once per process, after `initialize_ranks`.
+
+    Raises:
+        ValueError: `run_dir` cannot be made or written.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     path = Path(run_dir) / f"rank{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"run_dir is {str(run_dir)!r}, which cannot be written ({error.strerror}); logs and figures go there: give "
+            "a folder of yours"
+        ) from error
     handler = logging.FileHandler(path, encoding="utf-8", delay=True)
     handler.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

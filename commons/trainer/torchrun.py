@@ -42,12 +42,18 @@ def torchrun(argv: Sequence[str]) -> int:
 
 
 def _exit_status(error: ChildFailedError) -> int:
-    for rank, failure in sorted(error.failures.items()):
-        # A rank that a signal ended could not say so; SIGTERM is torchrun's own, for the peers of a failed rank.
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            sys.stderr.write(f"error: rank {rank} was ended by {failure.signal_name()}\n")
-            return 128 - failure.exitcode
-    return abs(error.get_first_failure()[1].exitcode)
+    first, first_failure = error.get_first_failure()
+    # SIGTERM is torchrun's own, for the peers of a failed rank; where it came first, somebody else has sent it.
+    ended = [
+        (rank, failure)
+        for rank, failure in sorted(error.failures.items())
+        if failure.exitcode < 0 and (rank == first or failure.exitcode != -signal.SIGTERM)
+    ]
+    if not ended:
+        return first_failure.exitcode
+    rank, failure = ended[0]
+    sys.stderr.write(f"error: rank {rank} was ended by {failure.signal_name()}\n")  # it could not say so itself
+    return 128 - failure.exitcode
 
 
 if __name__ == "__main__":

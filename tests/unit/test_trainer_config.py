@@ -120,6 +120,19 @@ def test_a_mistake_in_a_flag_is_one_line(tmp_path, flags, message):
     assert "\n" not in str(caught.value)
 
 
+def test_nothing_given_asks_for_a_config():
+    with pytest.raises(
+        ValueError, match=r"there is no --config FILE, and --trainer.train-batch-size, .* no default"
+    ):
+        load_config(TrainConfig, [])
+
+
+def test_semantic_ids_are_not_for_hstu():
+    flags = ["--trainer.train-batch-size", "1", "--trainer.eval-batch-size", "1", "--dataset.max-history-seqlen", "5"]
+    with pytest.raises(ValueError, match="dataset_name is 'sid-ml-1m', .*; HSTU trains on random, ml-1m, .* sid_gr"):
+        load_config(TrainConfig, [*flags, "--dataset.dataset-name", "sid-ml-1m"])
+
+
 def test_help_shows_flags_and_examples(capsys):
     with pytest.raises(SystemExit) as stop:
         load_config(TrainConfig, ["--help"], description="Train it.\n\nExample:\n  do this")
