@@ -121,9 +121,7 @@ def test_a_mistake_in_a_flag_is_one_line(tmp_path, flags, message):
 
 
 def test_nothing_given_asks_for_a_config():
-    with pytest.raises(
-        ValueError, match=r"there is no --config FILE, and --trainer.train-batch-size, .* no default"
-    ):
+    with pytest.raises(ValueError, match=r"there is no --config FILE, and --trainer.train-batch-size, .* no default"):
         load_config(TrainConfig, [])
 
 
