@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 
@@ -35,3 +36,15 @@ def one_line(text: str) -> str:
     title = "".join(line.strip("╭─╮ ") + ": " for line in lines if line.startswith("╭"))
     body = "\n".join("\f" if set(line) == {"─"} else line for line in lines if line and line[0] not in "╭╰")
     return title + "; ".join(" ".join(section.split()) for section in body.split("\f"))
+
+
+def parser_error(text: str) -> str:
+    """What tyro says in its box, as one line, without the names it puts in front of a message of ours.
+
+    >>> parser_error("╭─ Value error ─╮\\n│ Error parsing trainer: seed is -1 │\\n╰───────────────╯")
+    'seed is -1'
+
+    """
+    line = one_line(text).split("; For full helptext")[0].removeprefix("Value error: ")
+    line = re.sub(r"^Error parsing (?!--)[\w.]+: ", "", line)
+    return re.sub(r"^(Unrecognized options): \1:", r"\1:", line)

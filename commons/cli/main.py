@@ -17,7 +17,7 @@ from typing import Protocol
 
 import tyro
 
-from commons.cli.console import one_line, print_error
+from commons.cli.console import parser_error, print_error
 
 
 class Command(Protocol):
@@ -93,7 +93,7 @@ def _parse(argv: list[str]) -> Command | None:
     except SystemExit as stop:
         if stop.code in (0, None):
             return None
-        raise ValueError(one_line(errors.getvalue())) from None
+        raise ValueError(parser_error(errors.getvalue())) from None
 
 
 if __name__ == "__main__":

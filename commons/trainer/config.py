@@ -23,7 +23,7 @@ import torch.distributed as dist
 import tyro
 import yaml
 
-from commons.cli.console import one_line
+from commons.cli.console import parser_error
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -175,4 +175,4 @@ def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ValueError(one_line(errors.getvalue()).split("; For full helptext")[0]) from None
+        raise ValueError(parser_error(errors.getvalue())) from None

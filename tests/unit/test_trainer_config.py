@@ -106,8 +106,8 @@ def test_a_file_that_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--trainer.train-batch-size", "0"], "train_batch_size is 0; it is an integer of at least 1: correct it"),
-        (["--trainer.train-batch-sise", "4"], "--trainer.train-batch-sise.*Perhaps you meant"),
+        (["--trainer.train-batch-size", "0"], "^train_batch_size is 0; it is an integer of at least 1: correct it"),
+        (["--trainer.train-batch-sise", "4"], "^Unrecognized options: --trainer.train-batch-sise.*Perhaps you meant"),
         (["--trainer.train-batch-size", "many"], "--trainer.train-batch-size"),
         (["--config"], "--config is without a value"),
         (["--config", "a.toml", "--config", "b.toml"], "--config is given twice"),
