@@ -145,7 +145,7 @@ class TrainingLoop:
         # Rows, tokens and operations of batches that are loaded but not trained.
         self._loaded: deque[tuple[int, int, int]] = deque()
         self._saving = MeasuredSaving()
-        self._guard = FiniteLossGuard(device)
+        self._guard = FiniteLossGuard(device, in_float16=loss_scaler is not None)
         self._profiler = StepProfiler(args, device)
         self._all_step_ms: list[float] = []
         self._all_tokens = 0

@@ -139,10 +139,16 @@ def learning_rate_factor(args: OptimizationArgs, update: int, total_updates: int
 
 
 class FiniteLossGuard:
-    """Notices a loss that is not finite, and says on which rank and at which step, without waiting in every step."""
+    """Notices a loss that is not finite, and says on which rank and at which step, without waiting in every step.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: of this rank.
+        in_float16: whether the layers compute in float16, which may be why.
+    """
+
+    def __init__(self, device: torch.device, *, in_float16: bool = False) -> None:
         self._device = device
+        self._remedy = "with compute_dtype bf16, or " if in_float16 else ""
         self._never = torch.tensor(torch.iinfo(torch.int64).max, device=device)
         self._first = self._never
 
@@ -166,6 +172,7 @@ class FiniteLossGuard:
         ranks = [rank for rank, step in enumerate(steps) if step == min(steps)]
         names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         raise ArithmeticError(
-            f"the loss of {names} is not finite at step {min(steps)}; the weights are spoilt: go on from "
-            "an earlier checkpoint with a lower learning rate or max_grad_norm, or look at that step's data"
+            f"the loss of {names} is not finite at step {min(steps)}; nothing can be learnt from there on: go on from "
+            f"an earlier checkpoint {self._remedy}with a lower learning rate or max_grad_norm, or look at that step's "
+            "data"
         )

@@ -191,6 +191,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(two_ranks, tmp_path):
         two_ranks.run(run_loop, str(tmp_path), build_sharded, 8, broken_from=3)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2]
+    with pytest.raises(RankFailure, match="go on from an earlier checkpoint with compute_dtype bf16, or with a lower"):
+        two_ranks.run(run_scaled, str(tmp_path), build_plain, 8, broken_from=3)
 
 
 def test_sigterm_waits_for_the_end_of_an_accumulation(two_ranks, tmp_path):
