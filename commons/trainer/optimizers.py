@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,12 @@ class OptimizerArgs:
     dense_lr: float = 1e-3
     """Its learning rate."""
 
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of its running means, where it is Adam."""
+
+    adam_eps: float = 1e-8
+    """What keeps its steps finite, where it is Adam."""
+
     embedding_optimizer: EmbeddingOptimizer = "rowwise_adagrad"
     """Optimizer of the tables; on CPU fbgemm has "sgd" and "rowwise_adagrad"."""
 
@@ -38,9 +45,17 @@ class OptimizerArgs:
         for name in ("dense_lr", "embedding_lr"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; a learning rate is positive: raise it")
+        if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError(
+                f"adam_betas is {self.adam_betas}; they are two numbers of at least 0 and below 1: correct it"
+            )
+        if not 0 < self.adam_eps < math.inf:
+            raise ValueError(f"adam_eps is {self.adam_eps}; it is a small positive number: raise it")
 
 
 def build_optimizer(model: nn.Module, args: OptimizerArgs) -> torch.optim.Optimizer:
     """The optimizer of what the tables' own optimizers do not train."""
-    optimizer_class = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[args.dense_optimizer]
-    return optimizer_class(dense_parameters(model).values(), lr=args.dense_lr)
+    parameters = dense_parameters(model).values()
+    if args.dense_optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=args.dense_lr)
+    return torch.optim.Adam(parameters, lr=args.dense_lr, betas=args.adam_betas, eps=args.adam_eps)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from commons.trainer.config import load_config, load_config_file
+from commons.trainer.optimizers import build_optimizer
 from hstu.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,11 @@ def test_the_configs_that_come_along(path):
         (TOML.replace("slack = 0.5", 'mode = "on"'), "trainer.shuffler.mode is 'on'; it must be .*'balance'"),
         ('shuffler_type = "hst"\n' + TOML, "shuffler_type is 'hst'; registered are .*hstu.*: choose one"),
         (TOML.replace("dense_lr = 1", "dense_lr = 0"), "dense_lr is 0; a learning rate is positive"),
+        (
+            TOML.replace("dense_lr = 1", "adam_betas = [0.9, 1.0]"),
+            "adam_betas is .*; they are two numbers",
+        ),
+        (TOML.replace("dense_lr = 1", "adam_eps = 0.0"), "adam_eps is 0.0; it is a small positive number"),
         (TOML.replace("[dataset]", "[dataset"), "run.toml is no valid TOML .*line"),
     ],
 )
@@ -118,6 +125,12 @@ def test_a_mistake_in_a_flag_is_one_line(tmp_path, flags, message):
     with pytest.raises(ValueError, match=message) as caught:
         load_config(TrainConfig, argv)
     assert "\n" not in str(caught.value)
+
+
+def test_adam_is_as_the_config_says(tmp_path):
+    config = load_config_file(TrainConfig, write(tmp_path, TOML + "adam_betas = [0.8, 0.98]\nadam_eps = 1e-6\n"))
+    group = build_optimizer(torch.nn.Linear(2, 2), config.optimizer).param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (1, (0.8, 0.98), 1e-6)
 
 
 def test_nothing_given_asks_for_a_config():
