@@ -15,7 +15,7 @@ from typing import Any
 from commons.datasets.public_datasets import PUBLIC_DATASETS
 from commons.datasets.random_dataset import RandomHSTUDataset, user_like_dataset
 from commons.datasets.resumable_loader import ResumableLoader
-from commons.datasets.samplers import BatchOrderSampler, EpochSampler, ShardedBatchSampler
+from commons.datasets.samplers import EpochSampler, RankShare
 from commons.datasets.sequence_dataset import SequenceDataset
 from commons.datasets.sequence_file import SequenceSchema
 from commons.datasets.sequence_writer import SPLITS
@@ -31,18 +31,13 @@ def _random_builder(
     *,
     split: str,
     batch_size: int,
-    rank: int,
-    world_size: int,
-    seed: int,
-    shuffle: bool,
-    drop_last: bool,
+    share: RankShare,
     dataset_path: str | Path | None,
     **options: Any,
 ) -> tuple[BatchDataset, EpochSampler[Any]]:
-    # Another stream for each split; all batches are full, and there is no file.
-    split_seed = seed * 2 + (split != "train")
-    dataset = user_like_dataset(batch_size=batch_size, rank=rank, world_size=world_size, seed=split_seed, **options)
-    return dataset, BatchOrderSampler(len(dataset), rows_per_step=batch_size * world_size, shuffle=shuffle, seed=seed)
+    # All batches are full, and there is no file.
+    dataset = user_like_dataset(batch_size=batch_size, **share.random_stream(split), **options)
+    return dataset, share.of_random(len(dataset), batch_size)
 
 
 def _sequence_builder(schema: SequenceSchema) -> Builder:
@@ -50,11 +45,7 @@ def _sequence_builder(schema: SequenceSchema) -> Builder:
         *,
         split: str,
         batch_size: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
+        share: RankShare,
         dataset_path: str | Path | None,
         contextual_feature_names: Sequence[str] | None = None,
         **options: Any,
@@ -71,16 +62,7 @@ def _sequence_builder(schema: SequenceSchema) -> Builder:
                 schema, contextual_feature_names=tuple(dict.fromkeys(contextual_feature_names))
             )
         dataset = SequenceDataset(dataset_path, chosen, split=split, batch_size=batch_size, **options)
-        sampler = ShardedBatchSampler(
-            len(dataset),
-            batch_size,
-            rank=rank,
-            world_size=world_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
-        return dataset, sampler
+        return dataset, share.of_rows(len(dataset), batch_size)
 
     return build
 
@@ -183,11 +165,7 @@ def get_data_loader(
         dataset_path=dataset_path,
         max_num_candidates=max_num_candidates,
         num_tasks=num_tasks,
-        rank=rank,
-        world_size=world_size,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        seed=seed,
+        share=RankShare(rank=rank, world_size=world_size, shuffle=shuffle, drop_last=drop_last, seed=seed),
         **options,
     )
     return ResumableLoader(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory)

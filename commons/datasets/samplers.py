@@ -7,7 +7,8 @@ Every iteration draws the next epoch, unless `set_epoch` chooses one. An iterato
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -131,6 +132,59 @@ class EpochIterator(Iterator[T], Generic[T]):
         self._begin(state["epoch"], state["first_row"], state["num_given"])
         if self._num_given:
             self._sampler.set_epoch(self._epoch + 1)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """Which part of the data a rank reads, and in which order.
+
+    Attributes:
+        rank: this rank among those that share the data.
+        world_size: number of these ranks.
+        shuffle: a new order in every epoch.
+        drop_last: leave out an incomplete last batch.
+        seed: of the order, and of random data.
+
+    """
+
+    rank: int
+    world_size: int
+    shuffle: bool
+    drop_last: bool
+    seed: int
+
+    def of_rows(self, num_rows: int, batch_size: int) -> ShardedBatchSampler:
+        """Batches of the rows of a data set."""
+        return ShardedBatchSampler(num_rows, batch_size, **vars(self))
+
+    def of_random(self, num_batches: int, batch_size: int) -> BatchOrderSampler:
+        """Batches that are drawn full, for every rank its own."""
+        return BatchOrderSampler(
+            num_batches, rows_per_step=batch_size * self.world_size, shuffle=self.shuffle, seed=self.seed
+        )
+
+    def random_stream(self, split: str) -> dict[str, Any]:
+        """Arguments of random data: another stream for each split and rank."""
+        return {"seed": self.seed * 2 + (split != "train"), "rank": self.rank, "world_size": self.world_size}
+
+
+def check_rows(rows: int | Sequence[int], num_rows: int, batch_size: int) -> np.ndarray:
+    """The rows that a batch is asked for, int64 `(n,)`.
+
+    Raises:
+        IndexError: a row outside the split.
+        ValueError: more rows than the batch size.
+
+    """
+    selected = np.atleast_1d(np.asarray(rows, dtype=np.int64))
+    if len(selected) > batch_size:
+        raise ValueError(
+            f"{len(selected)} rows were asked for, batch_size is {batch_size}; a batch holds no more: ask for fewer"
+        )
+    outside = selected[(selected < 0) | (selected >= num_rows)]
+    if outside.size:
+        raise IndexError(f"row {outside[0]} of a split of {num_rows} users")
+    return selected
 
 
 class BatchOrderSampler(EpochSampler[int]):

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
+from commons.datasets.samplers import check_rows
 from commons.datasets.sequence_file import SequenceFile, SequenceSchema
 from commons.datasets.sequence_metadata import TIMESTAMP
 
@@ -133,16 +134,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
             ValueError: more rows than the batch size.
 
         """
-        selected = np.atleast_1d(np.asarray(rows, dtype=np.int64))
-        if len(selected) > self._batch_size:
-            raise ValueError(
-                f"{len(selected)} rows were asked for, batch_size is {self._batch_size}; a batch holds no more: ask "
-                "for fewer rows"
-            )
-        outside = selected[(selected < 0) | (selected >= len(self))]
-        if outside.size:
-            raise IndexError(f"row {outside[0]} of a split of {len(self)} users")
-        return self._assemble(selected + self._rows.start)
+        return self._assemble(check_rows(rows, len(self), self._batch_size) + self._rows.start)
 
     def _assemble(self, rows: np.ndarray) -> HSTUBatch:
         schema = self.schema

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from commons.datasets.samplers import BatchOrderSampler, EpochSampler, ShardedBatchSampler
+from commons.datasets.samplers import EpochSampler, RankShare
 from commons.datasets.sequence_file import SequenceSchema
 from commons.datasets.sid_dataset import SIDDataset
 from commons.datasets.sid_histories import Histories, ParquetHistories, PreprocessedHistories
@@ -27,11 +27,7 @@ def build_random_sids(
     max_history_seqlen: int,
     max_num_candidates: int,
     num_tasks: int,
-    rank: int,
-    world_size: int,
-    seed: int,
-    shuffle: bool,
-    drop_last: bool,
+    share: RankShare,
     dataset_path: str | Path | None,
     sid_map: SIDMap | None = None,
     num_batches: int = 100,
@@ -44,13 +40,10 @@ def build_random_sids(
         num_batches=num_batches,
         max_history_length=max_history_seqlen,
         max_candidate_length=_candidates(split, max_num_candidates),
-        # Another stream for each split.
-        seed=seed * 2 + (split != "train"),
-        rank=rank,
-        world_size=world_size,
+        **share.random_stream(split),
         **options,
     )
-    return dataset, BatchOrderSampler(len(dataset), rows_per_step=batch_size * world_size, shuffle=shuffle, seed=seed)
+    return dataset, share.of_random(len(dataset), batch_size)
 
 
 def sid_builder(schema: SequenceSchema | None) -> Callable[..., tuple[SIDDataset, EpochSampler[list[int]]]]:
@@ -71,11 +64,7 @@ def sid_builder(schema: SequenceSchema | None) -> Callable[..., tuple[SIDDataset
         max_history_seqlen: int,
         max_num_candidates: int,
         num_tasks: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
+        share: RankShare,
         dataset_path: str | Path | None,
         sid_map: SIDMap | None = None,
         history_column: str = DEFAULT_HISTORY_COLUMN,
@@ -88,16 +77,7 @@ def sid_builder(schema: SequenceSchema | None) -> Callable[..., tuple[SIDDataset
             max_history_length=max_history_seqlen,
             max_candidate_length=_candidates(split, max_num_candidates),
         )
-        sampler = ShardedBatchSampler(
-            len(dataset),
-            batch_size,
-            rank=rank,
-            world_size=world_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
-        return dataset, sampler
+        return dataset, share.of_rows(len(dataset), batch_size)
 
     return build
 

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, codebook_offsets
 from commons.datasets.hstu_batch import padded_kjt
+from commons.datasets.samplers import check_rows
 from commons.datasets.sid_histories import Histories, history_chunks
 from commons.datasets.sid_map import SIDMap
 
@@ -88,16 +89,7 @@ class SIDDataset(Dataset[GPTSIDBatch]):
             ValueError: more rows than the batch size.
 
         """
-        selected = np.atleast_1d(np.asarray(rows, dtype=np.int64))
-        if len(selected) > self._batch_size:
-            raise ValueError(
-                f"{len(selected)} rows were asked for, batch_size is {self._batch_size}; a batch holds no more: ask "
-                "for fewer rows"
-            )
-        outside = selected[(selected < 0) | (selected >= len(self))]
-        if outside.size:
-            raise IndexError(f"row {outside[0]} of a split of {len(self)} users")
-        return self._assemble(selected)
+        return self._assemble(check_rows(rows, len(self), self._batch_size))
 
     def _scan(self) -> tuple[int, int]:
         """Users with more items than a row holds, and how many more; raises for items without a SID."""

@@ -190,12 +190,14 @@ class DenseAttention:
                 grad_scores = derivative.mul_(grad_weights)
             grad_query[:, queries] = torch.bmm(grad_scores, key[:, keys])
             self._add_product(grads.key[:, keys], grad_scores, query[:, queries])
-            if grads.tables.time is not None:
-                self._scatter(grads.tables.time, self._time_buckets(chunk, part), grad_scores)
+            if grads.tables.time is not None and self._times is not None:
+                buckets = _buckets_of(chunk, part, self._times, grads.tables.time.shape[1])
+                self._scatter(grads.tables.time, buckets, grad_scores)
             if part.front_padding is None:
                 self._add_to_table(grads.tables.position, chunk, skewed)
             elif grads.tables.context is not None:
-                self._scatter(grads.tables.context, self._context_columns(chunk, part.front_padding), grad_scores)
+                columns = _context_columns(chunk, part.front_padding, grads.tables.context.shape[1])
+                self._scatter(grads.tables.context, columns, grad_scores)
         return grad_query
 
     def _scores(self, chunk: _Chunk, query: torch.Tensor, key: torch.Tensor, part: QueryPart) -> torch.Tensor:
@@ -207,30 +209,12 @@ class DenseAttention:
             # (num_heads, period, num_keys), for all rows and periods
             scores.view(self._num_heads, -1, *bias.shape[1:]).copy_(bias.unsqueeze(1))
         elif self._tables.context is not None:
-            columns = self._context_columns(chunk, part.front_padding)
+            columns = _context_columns(chunk, part.front_padding, self._tables.context.shape[1])
             scores.copy_(self._tables.context.index_select(1, columns).view_as(scores))
-        if self._tables.time is not None:
-            scores += self._tables.time.index_select(1, self._time_buckets(chunk, part)).view_as(scores)
+        if self._tables.time is not None and self._times is not None:
+            buckets = _buckets_of(chunk, part, self._times, self._tables.time.shape[1])
+            scores += self._tables.time.index_select(1, buckets).view_as(scores)
         return scores.baddbmm_(query[:, chunk.start : chunk.end], key[:, : chunk.num_keys].transpose(1, 2))
-
-    def _context_columns(self, chunk: _Chunk, front_padding: torch.Tensor) -> torch.Tensor:
-        """Columns of the table of contextual queries: int64 `(num_rows · num_queries · num_keys,)`."""
-        widest = self._tables.context.shape[1] - 1  # type: ignore[union-attr]
-        queries = torch.arange(chunk.start, chunk.end, device=front_padding.device)
-        keys = (
-            torch.arange(chunk.num_keys, device=front_padding.device) - front_padding[:, None]
-        )  # (num_rows, num_keys)
-        # A key in front of its row is padding, and may be further away than the table reaches.
-        return (queries[:, None] - keys[:, None] + widest // 2).clamp_(0, widest).flatten()
-
-    def _time_buckets(self, chunk: _Chunk, part: QueryPart) -> torch.Tensor:
-        """Buckets of the times between queries and keys: int64 `(num_rows · num_queries · num_keys,)`."""
-        slots, keys = part.slots, part.keys
-        asked = self._times.queries[slots.first : slots.end].view(slots.num_rows, slots.length)  # type: ignore[union-attr]
-        known = self._times.keys[keys.first : keys.end].view(keys.num_rows, keys.length)  # type: ignore[union-attr]
-        apart = asked[:, chunk.start : chunk.end, None] - known[:, None, : chunk.num_keys]
-        last = self._tables.time.shape[1] - 1  # type: ignore[union-attr]
-        return time_buckets(apart, last + 1).flatten()
 
     def _scatter(self, total: torch.Tensor, columns: torch.Tensor, grad_scores: torch.Tensor) -> None:
         """Add the gradients of scores to the columns `(num_rows · num_queries · num_keys,)` that they came from."""
@@ -267,6 +251,24 @@ class DenseAttention:
         """Add `scoresᵀ · factor`."""
         product = _scratch.take("product", total.shape, factor)
         total += torch.bmm(scores.transpose(1, 2), factor, out=product)
+
+
+def _context_columns(chunk: _Chunk, front_padding: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Columns of the table of contextual queries: int64 `(num_rows · num_queries · num_keys,)`."""
+    widest = num_columns - 1
+    queries = torch.arange(chunk.start, chunk.end, device=front_padding.device)
+    keys = torch.arange(chunk.num_keys, device=front_padding.device) - front_padding[:, None]  # (num_rows, num_keys)
+    # A key in front of its row is padding, and may be further away than the table reaches.
+    return (queries[:, None] - keys[:, None] + widest // 2).clamp_(0, widest).flatten()
+
+
+def _buckets_of(chunk: _Chunk, part: QueryPart, times: SlotTimes, num_buckets: int) -> torch.Tensor:
+    """Buckets of the times between queries and keys: int64 `(num_rows · num_queries · num_keys,)`."""
+    slots, keys = part.slots, part.keys
+    asked = times.queries[slots.first : slots.end].view(slots.num_rows, slots.length)
+    known = times.keys[keys.first : keys.end].view(keys.num_rows, keys.length)
+    apart = asked[:, chunk.start : chunk.end, None] - known[:, None, : chunk.num_keys]
+    return time_buckets(apart, num_buckets).flatten()
 
 
 def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:
