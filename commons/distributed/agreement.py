@@ -107,6 +107,8 @@ def raise_first_error(
 ) -> None:
     """Raise the errors of all ranks as one, of the first failing rank's type where that is a user's mistake.
 
+    The error's attribute `failed_ranks` lists these ranks; its cause is this rank's own.
+
     Args:
         described: what `describe_error` says of each rank's error; None or nothing for a rank without one.
         own: this rank's error, if it has one.
@@ -117,11 +119,13 @@ def raise_first_error(
     if not failed:
         return
     first_type = failed[0][1]
+    error: Exception
     if first_type in _USER_ERRORS:
-        message = "; ".join(f"rank {rank}: {text}" for rank, _, text in failed)
-        raise _USER_ERRORS[first_type](message) from own
-    message = "; ".join(f"rank {rank}: {name}: {text}" for rank, name, text in failed)
-    raise RuntimeError(message) from own
+        error = _USER_ERRORS[first_type]("; ".join(f"rank {rank}: {text}" for rank, _, text in failed))
+    else:
+        error = RuntimeError("; ".join(f"rank {rank}: {name}: {text}" for rank, name, text in failed))
+    error.failed_ranks = [rank for rank, *_ in failed]  # type: ignore[attr-defined]
+    raise error from own
 
 
 def _require_equal(name: str, values: list[Any], members: Sequence[int]) -> None:

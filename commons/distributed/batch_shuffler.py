@@ -14,8 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,14 @@ from commons.distributed.control import RankMissingError
 from commons.distributed.group_pool import payload_device
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
-from commons.distributed.shuffle_session import PlannedExchange, PreparedShuffle, RankInput, ShuffleSession
+from commons.distributed.shuffle_handle import Described, ShuffleHandle
+from commons.distributed.shuffle_session import PlannedExchange, RankInput, ShuffleSession
 from commons.distributed.stats import ShuffleStats, ShuffleTimes, stats_of_plan
 from commons.distributed.verification import checksums, verify_rows
 from commons.distributed.worker import DaemonWorker
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.task_estimator import AttentionTask
-from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, row_counts, row_fields
+from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, row_fields
 from commons.sequence_batch.schema import BatchSchema, register_batch_type
 
 logger = logging.getLogger(__name__)
@@ -41,92 +41,6 @@ T = TypeVar("T")
 
 # How long close() waits for the worker thread.
 _CLOSE_SECONDS = 5.0
-
-
-class _Described(NamedTuple):
-    """What tells a batch from another, without a look at its values.
-
-    Attributes:
-        type_name: its class.
-        rows: batch_size.
-        real_rows: rows that are no padding.
-        sizes: elements of every row field.
-    """
-
-    type_name: str
-    rows: int
-    real_rows: int
-    sizes: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"a {self.type_name} of {self.rows} rows, {self.real_rows} of them real, and {sum(self.sizes)} elements"
-
-
-class ShuffleHandle:
-    """A shuffle that has been started; to be finished once, with the batch it was started with.
-
-    Attributes:
-        step: number of the step within the group.
-        stats: what happened; None before `finish_shuffle`, and in mode "off".
-    """
-
-    def __init__(
-        self,
-        step: int,
-        session: ShuffleSession,
-        described: _Described | None,
-        future: Future[PreparedShuffle],
-    ) -> None:
-        self.step = step
-        self.stats: ShuffleStats | None = None
-        self._session = session
-        self._described = described
-        self._future = future
-        self._finished = False
-        self._wait_ms = 0.0
-
-    @property
-    def ended(self) -> bool:
-        """Whether no rank brought a batch; waits for the gather, and raises any rank's error."""
-        return self.prepared().schema is None
-
-    def prepared(self) -> PreparedShuffle:
-        """The worker's result; waits for it, and raises any rank's error."""
-        started = time.perf_counter()
-        try:
-            return self._future.result()
-        finally:
-            self._wait_ms += (time.perf_counter() - started) * 1e3
-
-    def empty_batch(self) -> Any:
-        """A host batch of no rows, for a rank that brought none but takes part in the others'.
-
-        Raises:
-            ValueError: no rank has a batch.
-        """
-        schema = self.prepared().schema
-        if schema is None:
-            raise ValueError(f"no rank has a batch at step {self.step}; the data has ended: check handle.ended first")
-        return schema.empty_batch()
-
-    def drain(self) -> None:
-        """Wait for the worker and drop the result; an error of a batch that is given up does not matter."""
-        self._finished = True
-        self._future.exception()
-
-    def _take(self, batch: Any) -> _Described:
-        """Check that the handle may be finished with this batch, and mark it used."""
-        if self._finished:
-            raise ValueError(f"the handle of step {self.step} is used twice; a shuffle is finished once: start another")
-        described = _describe_rows(batch)
-        expected = self._described or _Described(described.type_name, 0, 0, described.sizes)
-        if described != expected:
-            raise ValueError(
-                f"the handle of step {self.step} was started with {expected} and is finished with {described}; "
-                "finish a shuffle with the batch it was started with"
-            )
-        self._finished = True
-        return described
 
 
 class BaseTaskBalancedBatchShuffler(ABC):
@@ -145,6 +59,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
         options: the settings.
         last_stats: stats of the batch that was finished last; None before, and in mode "off".
         num_cap_exceeded: batches in which no plan could keep `max_tokens_per_rank`.
+        look_ahead: the iterator of a StagedTrainPipeline that starts this shuffler's shuffles; it is the pipeline's,
+            and kept here to live as long as the shuffler.
         token_feature_names: keys of KeyedJaggedTensors whose values are tokens, for that cap and the stats: a subclass
             may name them, the same on all ranks. None counts all but the labels', and so whatever else comes with a
             row, such as times or drawn negatives.
@@ -158,6 +74,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self.options = options or ShufflerOptions()
         self.last_stats: ShuffleStats | None = None
         self.num_cap_exceeded = 0
+        self.look_ahead: Any = None
         self._pg_group = pg_group
         self._sessions: dict[dist.ProcessGroup | None, ShuffleSession] = {}
         self._worker = DaemonWorker(f"evenrank-{type(self).__name__}")
@@ -280,7 +197,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
             future = self._worker.submit(lambda: session.prepare(step, mine))
-        return ShuffleHandle(step, session, described, future)
+        return ShuffleHandle(step, session, batch, described, future)
 
     def finish_shuffle(self, batch: T, handle: ShuffleHandle) -> T:
         """Exchange rows according to the plan of `start_shuffle`.
@@ -306,16 +223,17 @@ class BaseTaskBalancedBatchShuffler(ABC):
             )
         prepared = handle.prepared()
         try:
-            described = handle._take(batch)
+            described = handle.take(batch)
         except Exception as error:
-            handle._session.post_failure(handle.step, error)
+            handle.session.post_failure(handle.step, error)
             raise
         if prepared.schema is None:
             raise ValueError(f"no rank has a batch at step {handle.step}; the data has ended: check handle.ended first")
         started = time.perf_counter()
         planned = prepared.planned
         if planned is None:
-            return batch if described.rows else _padding_batch(prepared.schema, batch)
+            pads = prepared.schema.states_padding
+            return _padding_batch(prepared.schema, batch) if described.rows == 0 and pads else batch
         result, bytes_sent = self._exchange(batch, handle, planned)
         handle.stats = self.last_stats = stats_of_plan(
             planned.plan,
@@ -323,7 +241,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             ShuffleTimes(
                 gather_ms=prepared.gather_ms,
                 plan_ms=planned.plan_ms,
-                wait_ms=handle._wait_ms,
+                wait_ms=handle.wait_ms,
                 exchange_ms=(time.perf_counter() - started) * 1e3,
             ),
             bytes_sent=bytes_sent,
@@ -390,12 +308,12 @@ class BaseTaskBalancedBatchShuffler(ABC):
             self._sessions[group] = ShuffleSession(group, self.options, type(self).__name__)
         return self._sessions[group]
 
-    def _describe(self, batch: Any) -> tuple[RankInput, _Described | None]:
+    def _describe(self, batch: Any) -> tuple[RankInput, Described | None]:
         """What this rank brings, a mistake included, so that all raise it; and what tells its batch from others."""
         try:
             schema = BatchSchema.of(batch)
             register_batch_type(type(batch))
-            described = _describe_rows(batch)
+            described = Described.of(batch)
             rows, real = described.rows, described.real_rows
             if self.options.mode == "off":
                 return RankInput(schema, rows, real), described
@@ -415,7 +333,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
     def _exchange(self, batch: T, handle: ShuffleHandle, planned: PlannedExchange) -> tuple[T, int]:
         """Exchange and, if asked for, verify; returns the batch to train and the bytes sent."""
-        session, layout = handle._session, planned.layout
+        session, layout = handle.session, planned.layout
         group = session.channel.payload_group
         before = checksums(batch, layout) if self.options.verify else None
         transfer = functools.partial(session.transfer, handle.step)
@@ -435,14 +353,14 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if prepared.planned is None:
             return prepared.rows_before + torch.arange(real_rows(batch))
         plan = prepared.planned.plan
-        return torch.from_numpy(plan.gathered.global_id[plan.rows_for(handle._session.channel.rank)])
+        return torch.from_numpy(plan.gathered.global_id[plan.rows_for(handle.session.channel.rank)])
 
     def _workloads(self, handle: ShuffleHandle, batch: Any, own: torch.Tensor | None) -> torch.Tensor:
         prepared = handle.prepared()
         if prepared.planned is None:
             return torch.as_tensor(own)[: real_rows(batch)].cpu()
         plan = prepared.planned.plan
-        return torch.from_numpy(plan.gathered.workloads[plan.rows_for(handle._session.channel.rank)])
+        return torch.from_numpy(plan.gathered.workloads[plan.rows_for(handle.session.channel.rank)])
 
     def _count_exceeded_cap(self, stats: ShuffleStats) -> None:
         if not stats.excess_tokens:
@@ -469,14 +387,6 @@ class IdentityBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
     def get_workloads(self, batch: Any) -> torch.Tensor:
         """One per row."""
         return torch.ones(batch_rows(batch), dtype=torch.int64, device=batch_device(batch))
-
-
-def _describe_rows(batch: Any) -> _Described:
-    sizes = tuple(
-        value.values().numel() if isinstance(value, KeyedJaggedTensor) else value.numel()
-        for _, value in row_fields(batch)
-    )
-    return _Described(type(batch).__name__, *row_counts(batch), sizes)
 
 
 def _padding_batch(schema: BatchSchema, batch: Any) -> Any:

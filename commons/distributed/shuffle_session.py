@@ -7,6 +7,7 @@ raised on every rank.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ from commons.perf_model.calibration import CalibratedTask
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 from commons.sequence_batch.schema import BatchSchema
+
+logger = logging.getLogger(__name__)
 
 _BATCH, _NONE, _ERROR = 0, 1, 2
 _EXCHANGE = "exchange"
@@ -127,6 +130,7 @@ class ShuffleSession:
         self._shuffler_type = shuffler_type
         self._capacity = 0
         self.steps = 0
+        self._has_told_end = False
         self._broken: RankMissingError | None = None
         payload = self.channel.payload_group
         self._pin_memory = payload is not None and payload_device(payload).type == "cuda"
@@ -192,11 +196,10 @@ class ShuffleSession:
             return PreparedShuffle()
         body, error = self._body(agreed.schema, mine)
         table = self._gather(step, body, mine, error)
-        if (table[:, 1] == _NONE).all():
+        if (table[:, 1] == _NONE).all() or self._ends_early(agreed, table):
             return PreparedShuffle()
         gather_ms = (time.perf_counter() - started) * 1e3
         rows_before = int(table[: self.channel.rank, 2].sum())
-        self._require_rows(agreed, table)
         planned = None if self._options.mode == "off" else self._plan_exchange(step, agreed, table, mine)
         return PreparedShuffle(agreed.schema, rows_before, planned, gather_ms)
 
@@ -284,15 +287,27 @@ class ShuffleSession:
             pads=agreed.pads,
         )
         without = np.flatnonzero(plan.result_real_rows == 0)
-        if len(without) and not agreed.pads:
+        if len(without) and options.mode == "balance" and not agreed.pads:
             raise self._cannot_pad(agreed.schema, without)
         return plan
 
-    def _require_rows(self, agreed: _Agreed, table: np.ndarray) -> None:
-        """A batch type that cannot state padding needs a row on every rank when nothing may move."""
-        without = np.flatnonzero(table[:, 3] == 0)
-        if len(without) and self._options.mode != "balance" and not agreed.pads:
-            raise self._cannot_pad(agreed.schema, without)
+    def _ends_early(self, agreed: _Agreed, table: np.ndarray) -> bool:
+        """Whether the data ends for all: a rank has none, its batches cannot be empty, and no rows may move."""
+        dry = np.flatnonzero(table[:, 1] == _NONE)
+        if not len(dry) or self._options.mode == "balance" or agreed.pads:
+            return False
+        if self.channel.rank == 0 and not self._has_told_end:
+            self._has_told_end = True
+            logger.warning(
+                "the data of ranks %s ended at step %d, and %s cannot state padding, so that it ends for all: the %d "
+                "rows that the others have read, and what they would still read, are not trained; mode 'balance' "
+                "shares them out, and so does a field actual_batch_size",
+                [self.channel.members[rank] for rank in dry.tolist()],
+                table[0, 0],
+                agreed.schema.type_name,
+                table[:, 3].sum(),
+            )
+        return True
 
     def _cannot_pad(self, schema: BatchSchema, without: np.ndarray) -> ValueError:
         ranks = [self.channel.members[rank] for rank in without.tolist()]

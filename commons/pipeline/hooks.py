@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, ShuffleHandle
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.stats import ShuffleStats
-from commons.pipeline.look_ahead import LookAhead
+from commons.pipeline.look_ahead import LookAhead, ShufflingBatch, drive
 
 
 class BalancedPipeline:
@@ -21,6 +21,8 @@ class BalancedPipeline:
     _device: torch.device
     _memcpy_stream: torch.Stream | None
     _stream_context: Any
+
+    starts_on_thread = False
 
     def __init__(
         self,
@@ -43,24 +45,40 @@ class BalancedPipeline:
         self.batch_shuffler = batch_shuffler
         self._pg_group = pg_group
         self._look_ahead: LookAhead | None = None
-        self._handles: deque[ShuffleHandle] = deque()
         self._stats: deque[ShuffleStats | None] = deque()
         self._last_stats: ShuffleStats | None = None
+        self._broken_by: str | None = None
 
     @property
     def last_stats(self) -> ShuffleStats | None:
         """Stats of the batch that the last `progress` trained; None in mode "off"."""
         return self._last_stats
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether the pipeline may start more shuffles."""
+        return self._look_ahead is not None and self._look_ahead.in_flight
+
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train one batch, as TorchRec's `progress` does.
 
-        When the iterator changes, the batch that was read ahead from the old one is trained first.
+        When the iterator changes, the batch that was read ahead from the old one is trained first. An error of any
+        rank's dataloader or `get_workloads` is raised on every rank, once, after the batches before it have been
+        trained; the next call goes on, with this iterator or with another one.
 
         Raises:
             StopIteration: no rank has a batch left.
+            RuntimeError: an earlier call has raised in the middle of a step, and `reset` has not been called since.
+            ValueError: the shuffler drives another pipeline, and one of the two has a loading thread.
         """
-        if self._look_ahead is None or self._look_ahead.source is not dataloader_iter:
+        if self._broken_by is not None:
+            raise RuntimeError(
+                f"an earlier progress of this {type(self).__name__} raised {self._broken_by}, in the middle of a step; "
+                "what was in flight may be half trained: call reset() on every rank, which drops it, or make a new "
+                "pipeline"
+            )
+        if self._look_ahead is None or self._look_ahead.source is not dataloader_iter or self._look_ahead.spent:
+            drive(self, self.batch_shuffler)
             self._look_ahead = self._change_iterator(dataloader_iter)
         output = self._advance(self._look_ahead)
         if not self._stats:
@@ -74,26 +92,33 @@ class BalancedPipeline:
     def _advance(self, look_ahead: LookAhead) -> Any:
         return self._progress_from(look_ahead)
 
-    def _progress_from(self, source: Iterator[Any]) -> Any:
-        return super().progress(source)  # type: ignore[misc]
+    def _progress_from(self, look_ahead: LookAhead) -> Any:
+        try:
+            return super().progress(look_ahead)  # type: ignore[misc]
+        except StopIteration:
+            error = look_ahead.take_error()
+            if error is None:
+                raise
+        except BaseException as caught:
+            self._broken_by = f"{type(caught).__name__}: {caught}"
+            raise
+        raise error
 
     def reset(self) -> None:
         """Drop the batches in flight, after the shuffles that the worker has begun; called on all ranks together."""
         if self._look_ahead is not None:
             self._look_ahead.drain()
-        for handle in self._handles:
-            handle.drain()
         self._look_ahead = None
-        self._handles.clear()
+        self._broken_by = None
         self._stats.clear()
         super().reset()  # type: ignore[misc]
 
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
-        return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._handles, self._look_ahead)
+        return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._look_ahead)
 
-    def _finish(self, batch: Any) -> Any:
-        """Finish the oldest shuffle on the memcpy stream with its batch, which TorchRec has just copied."""
-        handle = self._handles.popleft()
+    def _finish(self, shuffling: ShufflingBatch) -> Any:
+        """Finish the shuffle of a batch that TorchRec has just copied, on the memcpy stream."""
+        batch, handle = shuffling.batch, shuffling.handle
         with self._stream_context(self._memcpy_stream):
             result = self.batch_shuffler.finish_shuffle(batch, handle)
         if self._memcpy_stream is not None:
@@ -170,18 +195,24 @@ class HookAtDataDist(BalancedPipeline):
     contexts: deque[Any]
     _batch_loader: Any
 
+    starts_on_thread = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Iterators that the user has left, with batches still to come; each has its own loading thread.
         self._leaving: deque[LookAhead] = deque()
         self._is_over = True
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether the pipeline may start more shuffles, as far as the main thread of every rank knows."""
+        return not self._is_over
+
     def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
         """Finish the batch's shuffle, once (TorchRec comes here twice with the first batch), then go on as TorchRec."""
-        if batch is not None and not getattr(context, "evenrank_shuffled", False):
+        if isinstance(batch, ShufflingBatch):
             position = next(i for i, known in enumerate(self.contexts) if known is context)
             batch = self.batches[position] = self._finish(batch)
-            context.evenrank_shuffled = True
         super().start_sparse_data_dist(batch, context)  # type: ignore[misc]
 
     def reset(self) -> None:
@@ -207,7 +238,7 @@ class HookAtDataDist(BalancedPipeline):
         if not self._leaving:
             self._batch_loader = None
         self._is_over = False
-        return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._handles)
+        return super()._change_iterator(dataloader_iter)
 
     def _advance(self, look_ahead: LookAhead) -> Any:
         while self._leaving:
@@ -218,6 +249,6 @@ class HookAtDataDist(BalancedPipeline):
                 self._batch_loader = None
         try:
             return self._progress_from(look_ahead)
-        except StopIteration:
-            self._is_over = True
+        except BaseException as error:
+            self._is_over = isinstance(error, StopIteration) or look_ahead.spent
             raise

@@ -1,80 +1,192 @@
 """LookAhead: the iterator that starts the shuffle of batch t+1 while batch t is on its way.
 
 It reads one host batch ahead of the pipeline and starts that batch's shuffle at once, so that gathering and planning
-run behind the compute of the batches before it. It also carries the agreement on the end of the data: a rank whose
-source has ended goes on with empty batches, until no rank has one.
+run behind the compute of the batches before it. Each batch leaves as a ShufflingBatch, which carries its handle through
+the copy. It also carries the agreement on the end of the data: a rank whose source has ended goes on with empty
+batches, until no rank has one.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
+from torchrec.streamable import Pipelineable
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, ShuffleHandle
+from commons.distributed.control import RankMissingError
 
 
-class LookAhead(Iterator[Any]):
+class Driver(Protocol):
+    """What starts the shuffles of a shuffler: a pipeline, or the iterator of a staged one.
+
+    Attributes:
+        starts_on_thread: whether it does so on a thread of its own, in no fixed order with the main thread.
+    """
+
+    starts_on_thread: bool
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it may start more shuffles; the same on every rank."""
+
+
+_DRIVERS: WeakKeyDictionary[BaseTaskBalancedBatchShuffler, WeakSet[Any]] = WeakKeyDictionary()
+
+
+def drive(driver: Driver, shuffler: BaseTaskBalancedBatchShuffler) -> None:
+    """Note that `driver` starts the shuffler's shuffles from now on.
+
+    Ranks number shuffles in the order in which they start. Two pipelines that start them on the main thread do so in
+    one order; a loading thread runs at its own pace on every rank.
+
+    Raises:
+        ValueError: another one has not ended, and one of the two starts shuffles on a thread.
+    """
+    drivers = _DRIVERS.setdefault(shuffler, WeakSet())
+    for other in drivers:
+        if other is not driver and other.in_flight and (other.starts_on_thread or driver.starts_on_thread):
+            raise ValueError(
+                f"this shuffler already drives a {type(other).__name__} whose data has not ended, and cannot drive a "
+                f"{type(driver).__name__} beside it: ranks would start their shuffles in different orders; give each "
+                "pipeline a shuffler of its own, or call reset() on the other one first"
+            )
+    drivers.add(driver)
+
+
+@dataclass(eq=False)
+class ShufflingBatch(Pipelineable):
+    """A batch between the iterator and the end of its shuffle, with the handle that belongs to it.
+
+    The two travel as one object, so that no exception on the way can pair a handle with another batch. Whatever a
+    stage asks of the batch meanwhile, the batch answers.
+
+    Attributes:
+        batch: on the host, or its copy.
+        handle: of its shuffle.
+    """
+
+    batch: Any
+    handle: ShuffleHandle
+
+    def to(self, *args: Any, **kwargs: Any) -> ShufflingBatch:
+        """The batch's copy by its own `to`, with the same handle."""
+        return self._followed_by(self.batch.to(*args, **kwargs))
+
+    def pin_memory(self) -> ShufflingBatch:
+        """The batch's copy in pinned memory, with the same handle."""
+        return self._followed_by(self.batch.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell the allocator that `stream` uses the batch."""
+        self.batch.record_stream(stream)
+
+    def _followed_by(self, copied: Any) -> ShufflingBatch:
+        self.handle.follow(copied)
+        return ShufflingBatch(copied, self.handle)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("batch", "handle"):  # not set yet: the object is being made
+            raise AttributeError(name)
+        return getattr(self.batch, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("batch", "handle"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.batch, name, value)
+
+
+class LookAhead(Iterator[ShufflingBatch]):
     """Host batches of one rank, each with its shuffle under way.
+
+    An error of any rank's source or `get_workloads` ends the iterator on all ranks at the same step, so that what is in
+    flight can be trained before `take_error` hands it out. A batch that this rank brought to that step, and that was
+    not the reason, is kept for the iterator that follows.
 
     Args:
         source: the rank's own iterator of host batches; it may end at any step. A None is its end, as in TorchRec.
         shuffler: starts the shuffles.
         pg_group: the group, if not the shuffler's own.
-        handles: handles of the batches handed out, oldest first, are appended here.
-        previous: the iterator that the user left for this one; the batch it has read ahead comes first.
+        previous: the iterator that comes before this one: what it has read ahead, or kept, comes first.
 
     Attributes:
         source: the rank's own iterator.
-        ended: no rank has a batch left.
+        ended: no rank has a batch left, or a rank has failed.
+        spent: it has ended by an error, which has been raised.
     """
+
+    starts_on_thread = False
 
     def __init__(
         self,
         source: Iterator[Any],
         shuffler: BaseTaskBalancedBatchShuffler,
-        pg_group: dist.ProcessGroup | None,
-        handles: deque[ShuffleHandle],
+        pg_group: dist.ProcessGroup | None = None,
         previous: LookAhead | None = None,
     ) -> None:
         self.source = source
+        self.ended = False
+        self.spent = False
+        self._error: Exception | None = None
         self._shuffler = shuffler
         self._pg_group = pg_group
-        self._handles = handles
         self._previous = previous
         self._next: tuple[Any | None, ShuffleHandle] | None = None
+        self._kept: Any | None = None
         self._exhausted = False
-        self.ended = False
         if previous is not None:
+            # A source that has ended is not asked again: it might block, or begin anew.
+            self._exhausted = previous.source is source and previous._exhausted
             previous.abandon()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> ShufflingBatch:
         """The next batch, an empty one if this rank has none left while others do.
 
         Raises:
-            StopIteration: no rank has a batch left.
-            Exception: an error of any rank's source or get_workloads, on every rank.
+            StopIteration: no rank has a batch left, or a rank has failed.
+            RankMissingError: a rank did not take part; the batches in flight cannot be trained either.
         """
         if self._previous is not None:
-            try:
-                return next(self._previous)
-            except StopIteration:
-                self._previous = None
+            following = next(self._previous, None)
+            if following is not None:
+                return following
+            self._take_over(self._previous)
         if self.ended:
             raise StopIteration
         if self._next is None:
             self._next = self._read_ahead()
         batch, handle = self._next
-        if handle.ended:
-            self.ended, self._next = True, None
+        try:
+            self.ended = handle.ended
+        except RankMissingError:
+            raise
+        except Exception as error:
+            self.ended, self._error = True, error
+            self._kept = batch if handle.failed_elsewhere else None
+        if self.ended:
+            self._next = None
             raise StopIteration
         if batch is None:
             batch = handle.empty_batch()
-        self._handles.append(handle)
+            handle.follow(batch)
         self._next = self._read_ahead()
-        return batch
+        return ShufflingBatch(batch, handle)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it may start more shuffles."""
+        return not self.ended
+
+    def take_error(self) -> Exception | None:
+        """Why the iterator has ended before the data; None if it has not, and when it has been asked before."""
+        error, self._error = self._error, None
+        self.spent = self.spent or error is not None
+        return error
 
     def abandon(self) -> None:
         """Read nothing more from the source; what has been read ahead is still handed out."""
@@ -87,14 +199,22 @@ class LookAhead(Iterator[Any]):
         if self._next is not None:
             self._next[1].drain()
             self._next = None
+        self._kept = None
+
+    def _take_over(self, previous: LookAhead) -> None:
+        """Go on after the iterator before, with its error if it has failed since it was left."""
+        self._previous = None
+        self._kept = previous._kept
+        self._error = previous.take_error()
+        self.ended = self._error is not None
 
     def _read_ahead(self) -> tuple[Any | None, ShuffleHandle]:
-        batch, error = None, None
-        if not self._exhausted:
+        batch, error = self._kept, None
+        self._kept = None
+        if batch is None and not self._exhausted:
             try:
                 batch = next(self.source, None)
+                self._exhausted = batch is None
             except Exception as caught:  # travels to every rank, which raises it instead of waiting for this one
                 error = caught
-            # A source that has ended is not asked again: it might block, or begin anew.
-            self._exhausted = batch is None
         return batch, self._shuffler.start_shuffle(batch, self._pg_group, error=error)

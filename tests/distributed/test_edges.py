@@ -254,7 +254,7 @@ def _asked_after_the_end():
             return self.items.popleft()
 
     shuffler = CubicShuffler()
-    count = host_count(LookAhead(Source(), shuffler, None, deque()))
+    count = host_count(LookAhead(Source(), shuffler))
     shuffler.drain()
     shuffler.close()
     return len(calls), count

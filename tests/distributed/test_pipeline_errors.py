@@ -1,0 +1,416 @@
+"""Exceptions in a balanced pipeline: no row is torn between batches, and the next step goes on rightly or refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    EvalPipelineSparseDist,
+    PipelineStage,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.pipeline import balanced, balanced_iter, shuffle_stage
+from tests import models
+from tests.cpu_pipelines import CpuStaged, HostStream
+from tests.distributed.test_pipelines import PIPELINES, CubicShuffler
+from tests.models import KEYS, SampleBatch, head_of
+
+ROWS = 4
+LENGTHS = [1, 2, 5, 12]
+
+
+class Injected(Exception):
+    """An error of a test."""
+
+
+def named_batch(rank: int, step: int) -> SampleBatch:
+    """Every value says which row it is of, and all batches have as many of them."""
+    ids = torch.arange(ROWS) + 1 + rank * 100_000 + step * 100
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(step * 7 + rank))
+    # Rank 0 has the long rows, so that rows move; the sum is the same in every step.
+    lengths = (torch.tensor(LENGTHS)[order] * (3 if rank == 0 else 1)).repeat(len(KEYS))
+    row = torch.repeat_interleave(ids.repeat(len(KEYS)), lengths)
+    return SampleBatch(
+        features=KeyedJaggedTensor(KEYS, row % models.NUM_IDS, lengths=lengths, weights=row.double(), stride=ROWS),
+        batch_size=ROWS,
+        feature_to_max_seqlen=dict.fromkeys(KEYS, 64),
+        actual_batch_size=ROWS,
+        sample_id=ids,
+        target=ids.double(),
+    )
+
+
+class Source(Iterator[SampleBatch]):
+    """Batches of one rank; goes on after an error, as a DataLoader does."""
+
+    def __init__(self, steps: int, first: int = 0, fails_at: int | None = None) -> None:
+        self.steps, self.step, self.fails_at = first + steps, first, fails_at
+
+    def __next__(self) -> SampleBatch:
+        if self.step == self.fails_at:
+            self.fails_at = None
+            raise Injected("in the loader")
+        if self.step == self.steps:
+            raise StopIteration
+        self.step += 1
+        return named_batch(dist.get_rank(), self.step - 1)
+
+
+class FailingShuffler(CubicShuffler):
+    fails_with: int | None = None
+
+    def get_workloads(self, batch):
+        if self.fails_with is not None and int(batch.sample_id[0]) == self.fails_with:
+            raise Injected("in the workload")
+        return super().get_workloads(batch)
+
+
+class Run:
+    """A model, its pipeline, and what the head sees."""
+
+    def __init__(self, pipeline: str) -> None:
+        self.model, self.optimizer = models.build_sharded()
+        self.shuffler = FailingShuffler(ShufflerOptions(timeout=30.0))
+        pipeline_class, options = (EvalPipelineSparseDist, {}) if pipeline == "eval" else PIPELINES[pipeline]
+        self.model.train(pipeline != "eval")
+        self.trainer = balanced(pipeline_class)(
+            self.model, self.optimizer, torch.device("cpu"), batch_shuffler=self.shuffler, **options
+        )
+        self.head = head_of(self.model)
+        self.fails_in: str | None = None
+        self.torn = 0
+        self.moved = 0
+        self.head.register_forward_pre_hook(self._look)
+        # After the backward pass: DistributedDataParallel cannot go on after one that it has not finished.
+        self._backward = backward = torch.Tensor.backward
+        torch.Tensor.backward = lambda *args, **kwargs: (backward(*args, **kwargs), self._maybe_fail("backward"))[0]
+        step = self.optimizer.step
+        self.optimizer.step = lambda *args, **kwargs: self._maybe_fail("optimizer") or step(*args, **kwargs)
+
+    def _maybe_fail(self, place: str) -> None:
+        if self.fails_in == place:
+            self.fails_in = None
+            raise Injected(f"in the {place}")
+
+    def _look(self, _: Any, inputs: tuple[Any, ...]) -> None:
+        batch = inputs[1]
+        for key in KEYS:
+            jagged = batch.features[key]
+            row = torch.repeat_interleave(batch.sample_id, jagged.lengths().long())
+            self.torn += int((jagged.weights().long() != row).sum())
+        self.torn += int((batch.target.long() != batch.sample_id).sum())
+        self._maybe_fail("forward")
+
+    def progress(self, source: Source) -> None:
+        self.trainer.progress(source)
+        self.moved += bool(self.trainer.last_stats.moved)
+
+    def to_the_end(self, source: Source) -> None:
+        while True:
+            try:
+                self.progress(source)
+            except StopIteration:
+                return
+
+    @property
+    def seen(self) -> list[int]:
+        return [sample for step in self.head.seen for sample in step]
+
+    def close(self) -> None:
+        torch.Tensor.backward = self._backward
+        self.trainer.reset()
+        self.shuffler.close()
+
+
+def _in_the_middle_of_a_step(pipeline, places, fails_after):
+    """All ranks fail in the same place; the pipeline refuses to go on until it is reset."""
+    results = []
+    for place in places:
+        run = Run(pipeline)
+        source = Source(10)
+        for _ in range(fails_after):
+            run.progress(source)
+        run.fails_in = place
+        messages = []
+        for _ in range(2):
+            try:
+                run.progress(source)
+            except (Injected, RuntimeError) as error:
+                messages.append(str(error))
+        run.trainer.reset()
+        run.to_the_end(source)
+        results.append((messages, run.torn, run.seen, run.moved))
+        run.close()
+    return results
+
+
+@pytest.mark.parametrize("pipeline", [*PIPELINES, "eval"])
+def test_an_error_in_a_step_tears_no_row(two_ranks, pipeline):
+    places = ["forward"] if pipeline == "eval" else ["forward", "backward", "optimizer"]
+    fails_after = 1 + list(PIPELINES).index(pipeline) % 3 if pipeline in PIPELINES else 2
+    answers = two_ranks.run(_in_the_middle_of_a_step, pipeline, places, fails_after)
+    for place, *results in zip(places, *answers):
+        for messages, torn, _, moved in results:
+            assert messages[0] == f"in the {place}" and torn == 0 and moved > 2
+            assert f"raised Injected: in the {place}" in messages[1] and "reset() on every rank" in messages[1]
+        seen = [sample for _, _, ids, _ in results for sample in ids]
+        assert len(seen) == len(set(seen))
+        # what reset() drops is what was in flight: at most the copied batches, and the one read ahead
+        assert 2 * ROWS * 10 - len(seen) <= 2 * ROWS * 5
+
+
+def _between_steps(pipeline, cause, same_iterator):
+    """Rank 1 fails at its fourth batch: an error once, on every rank, after the batches before; then it goes on."""
+    run = Run(pipeline)
+    rank, bad = dist.get_rank(), 3
+    if cause == "workload" and rank == 1:
+        run.shuffler.fails_with = int(named_batch(1, bad).sample_id[0])
+    source = Source(8, fails_at=bad if cause == "loader" and rank == 1 else None)
+    trained_before, message = 0, ""
+    try:
+        while True:
+            run.progress(source)
+            trained_before += 1
+    except RuntimeError as error:
+        message = str(error)
+    if not same_iterator:
+        source = Source(4, first=20)
+    run.to_the_end(source)
+    answer = message, trained_before, run.torn, run.seen
+    run.close()
+    return answer
+
+
+@pytest.mark.parametrize("same_iterator", [False, True])
+@pytest.mark.parametrize("cause", ["loader", "workload"])
+@pytest.mark.parametrize("pipeline", [*PIPELINES, "eval"])
+def test_an_error_of_the_data_is_raised_once_and_nothing_else_is_lost(two_ranks, pipeline, cause, same_iterator):
+    answers = two_ranks.run(_between_steps, pipeline, cause, same_iterator)
+    for message, trained_before, torn, _ in answers:
+        assert message == f"rank 1: Injected: in the {cause}"
+        assert (trained_before, torn) == (3, 0)
+    steps = {0: list(range(8)), 1: list(range(8))} if same_iterator else {rank: [0, 1, 2, 3] for rank in (0, 1)}
+    if cause == "workload" or not same_iterator:
+        steps[1].remove(3)  # the batch at fault, or never read
+    if not same_iterator:
+        steps = {rank: [*own, 20, 21, 22, 23] for rank, own in steps.items()}
+    expected = [int(i) for rank, own in steps.items() for step in own for i in named_batch(rank, step).sample_id]
+    assert sorted(i for *_, seen in answers for i in seen) == sorted(expected)
+
+
+def _always_failing():
+    """A loader that fails for good fails every step, and a shuffler that is right again goes on."""
+    run = Run("sparse")
+
+    class Broken(Iterator[Any]):
+        def __next__(self):
+            raise Injected("for good")
+
+    source = Broken() if dist.get_rank() == 0 else Source(2)
+    messages = []
+    for _ in range(3):
+        try:
+            run.progress(source)
+        except RuntimeError as error:
+            messages.append(str(error))
+    run.to_the_end(Source(2, first=20))
+    answer = messages, run.seen
+    run.close()
+    return answer
+
+
+def test_a_loader_that_fails_for_good_fails_every_time(two_ranks):
+    answers = two_ranks.run(_always_failing)
+    assert all(messages == ["rank 0: Injected: for good"] * 3 for messages, _ in answers)
+    seen = [i for _, ids in answers for i in ids]
+    expected = [(0, 20), (0, 21), (1, 20), (1, 21), (1, 0)]  # rank 1 had read one of its first, and not the second
+    assert sorted(seen) == sorted(int(i) for pair in expected for i in named_batch(*pair).sample_id)
+
+
+def _other_batches():
+    """Batches of equal sizes, finished with each other's handles, as they are and copied."""
+    shuffler = CubicShuffler(ShufflerOptions(timeout=30.0))
+    first, second = named_batch(dist.get_rank(), 0), named_batch(dist.get_rank(), 1)
+    handles = [shuffler.start_shuffle(batch) for batch in (first, second, first)]
+    copied = second.to(torch.device("cpu"))
+    stranger = named_batch(dist.get_rank(), 2)
+    refused = []
+    for batch in (second, copied, stranger, dataclasses.replace(second)):
+        try:
+            shuffler.finish_shuffle(batch, handles[0])
+        except ValueError as error:
+            refused.append(str(error))
+    results = [shuffler.finish_shuffle(*pair) for pair in zip((first.to("cpu"), copied, first), handles)]
+    shuffler.close()
+    return refused, [result.sample_id.tolist() for result in results]
+
+
+def test_a_handle_belongs_to_one_batch_and_its_copies(two_ranks):
+    answers = two_ranks.run(_other_batches)
+    for refused, _ in answers:
+        assert len(refused) == 4 and all("is finished with another one; finish a shuffle with" in r for r in refused)
+    first, second, again = (sorted(i for _, ids in answers for i in ids[step]) for step in range(3))
+    assert first == again == sorted(int(i) for rank in (0, 1) for i in named_batch(rank, 0).sample_id)
+    assert second == sorted(int(i) for rank in (0, 1) for i in named_batch(rank, 1).sample_id)
+
+
+def _staged_error():
+    shuffler = FailingShuffler(ShufflerOptions(timeout=30.0))
+
+    def pipeline():
+        copy = PipelineStage("copy", lambda batch: batch.to(torch.device("cpu")), HostStream())
+        return CpuStaged([copy, shuffle_stage(shuffler, copy.stream)], compute_stream=HostStream())
+
+    def run(source):
+        staged = pipeline()
+        while (batch := staged.progress(source)) is not None:
+            rows = batch.sample_id[: batch.actual_batch_size].tolist()
+            weights = torch.repeat_interleave(batch.sample_id, batch.features[KEYS[0]].lengths())
+            assert torch.equal(batch.features[KEYS[0]].weights().long(), weights)
+            seen.extend(rows)
+
+    seen: list[int] = []
+    message = ""
+    try:
+        run(balanced_iter(Source(6, fails_at=3 if dist.get_rank() == 1 else None), shuffler))
+    except RuntimeError as error:
+        message = str(error)
+    run(balanced_iter(Source(2, first=20), shuffler))
+    plain = ""
+    try:
+        run(Source(1))
+    except ValueError as error:
+        plain = str(error)
+    shuffler.close()
+    return message, seen, plain
+
+
+def test_a_staged_pipeline_is_made_anew_after_an_error(two_ranks):
+    answers = two_ranks.run(_staged_error)
+    assert all(message == "rank 1: Injected: in the loader" for message, _, _ in answers)
+    assert all("got a SampleBatch whose shuffle was not started" in plain for *_, plain in answers)
+    seen = [i for _, ids, _ in answers for i in ids]
+    # the good batch of rank 0 in the step of the error comes again
+    expected = {int(i) for pair in ((0, 3), (0, 20), (0, 21), (1, 20), (1, 21)) for i in named_batch(*pair).sample_id}
+    assert len(seen) == len(set(seen)) and expected <= set(seen)
+
+
+def _shared_with_a_thread():
+    """A training pipeline in the middle of its data, and an evaluation that reads on a thread, with one shuffler."""
+    model, optimizer = models.build_sharded()
+    shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
+    device = torch.device("cpu")
+    trainer = balanced(TrainPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
+    evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
+    training, messages = Source(6), []
+    trainer.progress(training)
+    try:
+        evaluator.progress(Source(3, first=20))
+    except ValueError as error:
+        messages.append(str(error))
+    while True:  # the training is not disturbed
+        try:
+            trainer.progress(training)
+        except StopIteration:
+            break
+    trainer.detach()
+    model.eval()
+    evaluation = Source(5, first=20)
+    evaluator.progress(evaluation)
+    model.train()
+    other = balanced(TrainPipelineBase)(model, optimizer, device, batch_shuffler=shuffler)
+    iterator = Source(1, first=40)
+    for call in (lambda: other.progress(iterator), lambda: balanced_iter(iterator, shuffler)):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    evaluator.reset()
+    other.progress(iterator)
+    shuffler.close()
+    return messages
+
+
+def test_a_shuffler_does_not_serve_a_loading_thread_beside_another_pipeline(two_ranks):
+    for messages in two_ranks.run(_shared_with_a_thread, timeout=60):
+        assert len(messages) == 3
+        assert "already drives a BalancedTrainPipelineSparseDist whose data has not ended" in messages[0]
+        assert all("already drives a BalancedEvalPipelineSparseDist" in text for text in messages[1:])
+
+
+@dataclasses.dataclass
+class DenseBatch:
+    """A batch that cannot state padding, and no more than TorchRec asks of one."""
+
+    sample_id: torch.Tensor
+
+    def to(self, device, non_blocking=False):
+        return DenseBatch(self.sample_id.to(device))
+
+    def record_stream(self, stream):
+        pass
+
+
+class _Sum(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.seen = []
+
+    def forward(self, batch):
+        self.seen.append(batch.sample_id.tolist())
+        return (self.weight * batch.sample_id.sum()), None
+
+
+class _DenseShuffler(BaseTaskBalancedBatchShuffler):
+    def get_workloads(self, batch):
+        return batch.sample_id**2
+
+
+def _runs_dry(mode):
+    """Rank 1 ends after two steps, rank 0 after five; twice, for the second epoch goes on as the first."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("commons").addHandler(handler)
+    rank = dist.get_rank()
+    model = _Sum()
+    shuffler = _DenseShuffler(ShufflerOptions(mode=mode, timeout=30.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+    epochs = []
+    try:
+        for epoch in range(2):
+            sizes = [2, 0, 3] if rank == 1 and epoch else [2, 2] if rank == 1 else [3] * 5
+            source = (DenseBatch(torch.arange(size) + 100 * step + 1000 * rank) for step, size in enumerate(sizes))
+            model.seen.clear()
+            while True:
+                try:
+                    trainer.progress(source)
+                except StopIteration:
+                    break
+            epochs.append([len(ids) for ids in model.seen])
+    finally:
+        logging.getLogger("commons").removeHandler(handler)
+        shuffler.close()
+    return epochs, records
+
+
+@pytest.mark.parametrize("mode", ["observe", "off"])
+def test_where_nothing_moves_the_data_ends_with_the_first_rank(two_ranks, mode):
+    (first, told), (second, silent) = two_ranks.run(_runs_dry, mode)
+    assert first == [[3, 3], [3, 3, 3]]
+    assert second == [[2, 2], [2, 0, 3]]  # an empty batch that a loader brings is its own affair
+    assert silent == [] and len(told) == 1  # once, on one rank
+    assert "the data of ranks [1] ended at step 2" in told[0] and "the 3 rows" in told[0]
