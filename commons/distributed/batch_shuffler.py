@@ -12,6 +12,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -80,6 +81,9 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self._worker = DaemonWorker(f"evenrank-{type(self).__name__}")
         self._order = threading.Lock()
         self._closed = False
+        # Whoever drops a shuffler without close() closes it; without waiting, since that can happen at any line.
+        self._when_collected = weakref.finalize(self, _close_unused, self._worker, self._sessions)
+        self._when_collected.atexit = False
         self._calibrated: CalibratedTask | None = None
         self._calibration_error: Exception | None = None
         self.connect()
@@ -280,10 +284,10 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if self._closed:
             return
         self._closed = True
+        self._when_collected.detach()
         # A worker that waits for a rank that will not come is left behind: a daemon, whose groups are not used again.
         if self._worker.stop(timeout=min(_CLOSE_SECONDS, self.options.timeout)):
-            for session in self._sessions.values():
-                session.close()
+            _close_sessions(self._sessions)
 
     def _device(self) -> torch.device:
         """Where the group's batches are trained."""
@@ -387,6 +391,15 @@ class IdentityBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
     def get_workloads(self, batch: Any) -> torch.Tensor:
         """One per row."""
         return torch.ones(batch_rows(batch), dtype=torch.int64, device=batch_device(batch))
+
+
+def _close_unused(worker: DaemonWorker, sessions: dict[dist.ProcessGroup | None, ShuffleSession]) -> None:
+    worker.finish(functools.partial(_close_sessions, sessions))
+
+
+def _close_sessions(sessions: dict[dist.ProcessGroup | None, ShuffleSession]) -> None:
+    for session in sessions.values():
+        session.close()
 
 
 def _padding_batch(schema: BatchSchema, batch: Any) -> Any:

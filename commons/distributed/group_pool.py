@@ -24,26 +24,29 @@ class GroupPair(NamedTuple):
         payload: the default backend, for rows.
         has_all_to_all: whether `payload` can send uneven splits; None while it is not connected, since nobody has had
             rows to send: connections, and NCCL's buffers, are for those who need them.
+        number: pairs over the same ranks that were made before; the same on all of them.
     """
 
     control: dist.ProcessGroup
     payload: dist.ProcessGroup
     has_all_to_all: bool | None
+    number: int
 
 
 class _Pool:
-    """Free pairs by members, valid for one default group."""
+    """Pairs by members and number, None for those in use; valid for one default group."""
 
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
-        self.free: dict[tuple[int, ...], list[GroupPair]] = {}
+        self.pairs: dict[tuple[int, ...], list[GroupPair | None]] = {}
         # Every group made here had fewer groups before it; names are unique from this count on.
         self.names_used = 0
 
-    def of_this_world(self) -> dict[tuple[int, ...], list[GroupPair]]:
+    def over(self, members: list[int]) -> list[GroupPair | None]:
+        """The pairs over these ranks in the present world."""
         if self.world is not dist.group.WORLD:
-            self.world, self.free, self.names_used = dist.group.WORLD, {}, 0
-        return self.free
+            self.world, self.pairs, self.names_used = dist.group.WORLD, {}, 0
+        return self.pairs.setdefault(tuple(members), [])
 
 
 _POOL = _Pool()
@@ -59,13 +62,15 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float, *, moves_rows: bool
     """
     members = dist.get_process_group_ranks(group)
     limit = datetime.timedelta(seconds=timeout)
-    free = _POOL.of_this_world().get(tuple(members))
-    if free:
-        pair = free.pop()
+    pairs = _POOL.over(members)
+    number = _free_on_all(pairs, group)
+    if number is not None:
+        pair, pairs[number] = pairs[number], None
+        assert pair is not None  # noqa: S101  it is free on this rank too
         for each in (pair.control, pair.payload):
             if each is not group:  # which is the user's own, with a timeout of its own
                 dist.distributed_c10d._set_pg_timeout(limit, each)
-        return pair if pair.has_all_to_all is not None else _connect(pair.control, pair.payload, moves_rows)
+        return pair if pair.has_all_to_all is not None else _connect(pair, moves_rows)
     # Ranks outside a subgroup do not know of its shuffler: only its members make the groups.
     subgroup = len(members) < dist.get_world_size()
     if subgroup:
@@ -77,13 +82,27 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float, *, moves_rows: bool
     else:
         payload = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup)
     _POOL.names_used = _num_groups()
-    return _connect(control, payload, moves_rows)
+    pairs.append(None)
+    return _connect(GroupPair(control, payload, None, len(pairs) - 1), moves_rows)
 
 
 def release_groups(members: list[int], pair: GroupPair) -> None:
     """Keep a pair for the next shuffler over the same ranks; not one in which a collective has failed."""
-    if dist.is_initialized():
-        _POOL.of_this_world().setdefault(tuple(members), []).append(pair)
+    # Groups of a world that has been destroyed are gone with it.
+    if dist.is_initialized() and pair.control in dist.distributed_c10d._world.pg_names:
+        _POOL.over(members)[pair.number] = pair
+
+
+def _free_on_all(pairs: list[GroupPair | None], group: dist.ProcessGroup) -> int | None:
+    """The first pair that is free on all ranks; None if there is none.
+
+    Ranks are asked, since a shuffler that nobody closes is collected at another time on every rank.
+    """
+    if not pairs:
+        return None
+    free = torch.tensor([pair is not None for pair in pairs], dtype=torch.int32, device=payload_device(group))
+    dist.all_reduce(free, op=dist.ReduceOp.MIN, group=group)
+    return next((number for number, is_free in enumerate(free.tolist()) if is_free), None)
 
 
 def payload_device(group: dist.ProcessGroup) -> torch.device:
@@ -111,12 +130,12 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
-def _connect(control: dist.ProcessGroup, payload: dist.ProcessGroup, moves_rows: bool) -> GroupPair:
+def _connect(pair: GroupPair, moves_rows: bool) -> GroupPair:
     """Run the collectives of a step once, so that the first one does not pay for the connections."""
     # Ranks whose settings differ are told so later; here they must agree on what they run.
     any_moves = torch.tensor(int(moves_rows))
-    dist.all_reduce(any_moves, op=dist.ReduceOp.MAX, group=control)
-    return GroupPair(control, payload, _connect_payload(payload) if any_moves else None)
+    dist.all_reduce(any_moves, op=dist.ReduceOp.MAX, group=pair.control)
+    return pair._replace(has_all_to_all=_connect_payload(pair.payload) if any_moves else None)
 
 
 def _connect_payload(payload: dist.ProcessGroup) -> bool:

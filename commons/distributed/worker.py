@@ -37,6 +37,14 @@ class DaemonWorker:
         self._jobs.put((future, job))
         return future
 
+    def finish(self, then: Callable[[], None]) -> None:
+        """Let queued jobs finish, then run `then` and end the thread; does not wait."""
+        if self._thread is None:
+            then()
+            return
+        self.submit(then)
+        self._jobs.put(None)
+
     def stop(self, timeout: float) -> bool:
         """Let queued jobs finish and end the thread; False if it still runs after `timeout` seconds."""
         if self._thread is None:

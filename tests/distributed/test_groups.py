@@ -173,9 +173,9 @@ def test_shufflers_can_be_made_and_closed_again_and_again(ranks):
 
 def _collectives_on_payload_groups():
     """Collectives that the payload group of shufflers has run: when they are made, and after a step."""
-    free = group_pool._POOL.of_this_world()
-    connected = dict(free)
-    free.clear()  # those of the tests before
+    pairs = group_pool._POOL.pairs
+    connected = dict(pairs)
+    pairs.clear()  # those of the tests before
     counts = []
     # The third takes the groups of the first two; the last ranks do not agree, and none may wait for another.
     for kind in (IdentityBalancedBatchShuffler, IdentityBalancedBatchShuffler, CubicShuffler, None):
@@ -188,9 +188,9 @@ def _collectives_on_payload_groups():
         counts.append((made, group._get_sequence_number_for_group()))
         shuffler.close()
         if kind is CubicShuffler:
-            free.clear()
-    free.clear()
-    free.update(connected)
+            pairs.clear()
+    pairs.clear()
+    pairs.update(connected)
     return counts
 
 
