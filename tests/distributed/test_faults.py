@@ -211,8 +211,9 @@ def _fails_before_the_exchange():
 def _finishes_another_batch():
     """Rank 1 finishes a shuffle with a batch that it was not started with."""
     shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
-    handle = shuffler.start_shuffle(my_batch())
-    batch = my_batch(1, rows=5) if dist.get_rank() == 1 else my_batch()
+    own = my_batch()
+    handle = shuffler.start_shuffle(own)
+    batch = my_batch(1, rows=5) if dist.get_rank() == 1 else own
     return _attempt(lambda: shuffler.finish_shuffle(batch, handle))
 
 
