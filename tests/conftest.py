@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +39,11 @@ def ranks(request: pytest.FixtureRequest, rank_pools: dict[int, RankPool]) -> Ra
 def two_ranks(rank_pools: dict[int, RankPool]) -> RankPool:
     """A pool of two ranks."""
     return rank_pools[2]
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Programs that the test starts end with SIGINT, also where the suite itself ignores it (`nohup make test &`)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -44,14 +44,16 @@ def run_main(main: Callable[[], None]) -> None:
     raises a user's mistake¹       2       `error: ...`, one line
     raises another exception       1       one line, and where the traceback is: in the log file if
                                            `log_to_file` was called, else below
-    is interrupted (Ctrl-C)        130     nothing
+    is interrupted (Ctrl-C)        130     nothing; goes on if started with SIGINT ignored
     =============================  ======  =========================================================
 
     ¹ ValueError, TypeError, KeyError, ImportError, or an OSError about a path, such as FileNotFoundError. Its traceback
     goes to the log file as well, for the case that it is none of the user's.
     """
     # The default action ends a rank even inside a collective, where Python would notice Ctrl-C only after its end.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A program started with the signal ignored (`nohup ... &`) goes on ignoring it.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         main()
     except Exception as error:

@@ -153,6 +153,7 @@ def test_the_failing_rank_is_the_one_that_speaks(tmp_path):
     assert not (tmp_path / "rank0.log").exists()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_all_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FAILING)

@@ -161,6 +161,7 @@ preprocess_movielens_20m(*sys.argv[1:])
 """
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
 def test_preprocessing_that_is_ended_leaves_no_half_data_set_and_starts_again(tmp_path, stop):
     source, output = tmp_path / "ml-20m", tmp_path / "data"

@@ -60,7 +60,7 @@ def test_ranks_without_torchrun():
 
 
 PROGRAM = """
-import sys, time
+import os, signal, sys, time
 from commons.trainer.errors import log_to_file, run_main
 def main():
     if sys.argv[1] == "mistake":
@@ -68,8 +68,11 @@ def main():
     log_to_file(sys.argv[2])
     if sys.argv[1] == "bug":
         raise RuntimeError("out of order")
+    if sys.argv[1] == "goes on":
+        os.kill(os.getpid(), signal.SIGINT)
     print("ready", flush=True)
-    time.sleep(60)
+    if sys.argv[1] == "wait":
+        time.sleep(60)
 run_main(main)
 """
 
@@ -98,9 +101,20 @@ def test_a_bug_is_one_line_status_1_and_a_traceback_in_the_log(tmp_path):
     assert "Traceback" in (tmp_path / "rank0.log").read_text()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_says_nothing(tmp_path):
     process = start("wait", tmp_path)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == -signal.SIGINT  # a shell says 130
+
+
+@pytest.mark.parametrize(
+    "at_start, status, shown", [(signal.SIG_IGN, 0, "ready\n"), (signal.default_int_handler, -signal.SIGINT, "")]
+)
+def test_a_program_started_with_sigint_ignored_goes_on(tmp_path, ctrl_c, at_start, status, shown):
+    signal.signal(signal.SIGINT, at_start)
+    process = start("goes on", tmp_path)
+    assert process.communicate(timeout=60) == (shown, "")
+    assert process.returncode == status
