@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from commons.perf_model.measurement import CostTarget
+from commons.trainer.config import find_config
 
 
 def load_cost_target(model: str, config: Path, device: torch.device) -> CostTarget:
@@ -15,13 +16,14 @@ def load_cost_target(model: str, config: Path, device: torch.device) -> CostTarg
 
     Args:
         model: importable package, such as "hstu"; its module `cost` has a function `cost_target(config, device)`.
-        config: the training config.
+        config: the training config; `hstu/configs/random.toml` is found in the installed package too.
         device: where to run.
 
     Raises:
         FileNotFoundError: no config.
         ValueError: no such package, or one without a cost target; or what its function says of the config.
     """
+    config = find_config(config)
     if not config.is_file():
         raise FileNotFoundError(f"{config} does not exist; --config names the TOML or YAML file of a training run")
     if not all(part.isidentifier() for part in model.split(".")):

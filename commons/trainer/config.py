@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import io
 import re
 import sys
@@ -78,7 +79,7 @@ def load_config_file(config_class: type[C], path: str | Path) -> C:
         FileNotFoundError: no file.
         ValueError: a file that cannot be read, an unknown field, a missing or wrong value.
     """
-    path = Path(path)
+    path = find_config(path)
     content = _read(path)
     try:
         _check_fields(config_class, content, prefix="")
@@ -91,6 +92,28 @@ def load_config_file(config_class: type[C], path: str | Path) -> C:
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: {error.args[0] if error.args else error}") from None
+
+
+def find_config(path: str | Path) -> Path:
+    """The file that a config's path names: that very file, or else the one inside an installed package.
+
+    So `hstu/configs/random.toml` is found in a checkout and, where evenrank is installed, in any folder.
+
+    Args:
+        path: what `--config` was given; the first part of a relative path may be the name of an importable package.
+
+    Returns:
+        An existing file, or `path` as it is where there is none.
+    """
+    path = Path(path)
+    package, *inside = path.parts or ("",)
+    if not path.is_file() and inside and package.isidentifier():
+        with contextlib.suppress(ValueError):  # a module that has no spec, such as __main__
+            spec = importlib.util.find_spec(package)
+            for folder in (spec and spec.submodule_search_locations) or ():
+                if Path(folder, *inside).is_file():
+                    return Path(folder, *inside)
+    return path
 
 
 def _take_config_flag(argv: list[str]) -> tuple[Path | None, list[str]]:

@@ -124,3 +124,9 @@ def test_a_model_of_the_user_s_own(tmp_path, capsys, config, monkeypatch):
     sys.modules.pop("users_model.cost", None)
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
         main(argv)
+
+
+def test_a_packaged_config_is_known_outside_the_checkout(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "--config", "hstu/configs/random.toml", "--ranks", "2", "--steps", "2"]) == 0
+    assert "16 rows per rank, 2 steps" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commons.trainer.config import load_config, load_config_file
+from commons.trainer.config import find_config, load_config, load_config_file
 from commons.trainer.optimizers import build_optimizer
 from hstu.train_config import TrainConfig
 
@@ -46,6 +46,26 @@ def test_toml_and_yaml_give_the_same(tmp_path):
     assert (config.trainer.train_batch_size, config.trainer.shuffler.slack) == (4, 0.5)
     assert config.model.prediction_head_arch == (8, 1)
     assert config.optimizer.dense_optimizer == "adam"
+
+
+@pytest.mark.parametrize("name", ["hstu/configs/random.toml", "sid_gr/configs/demo.toml"])
+def test_a_config_of_an_installed_package_is_found_in_any_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert find_config(name).read_bytes() == (ROOT / name).read_bytes()
+    own = tmp_path / name
+    own.parent.mkdir(parents=True)
+    own.write_text(TOML)
+    assert find_config(name) == Path(name)  # the user's own comes first
+    assert load_config_file(TrainConfig, name).trainer.train_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hstu/configs/none.toml", "no_such_package/run.toml", "__main__/run.toml", "../run.toml", "hstu", "json/a.py"],
+)
+def test_a_config_that_is_nowhere_is_named_as_given(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert find_config(name) == Path(name)
 
 
 def test_flags_replace_values_of_the_file(tmp_path):
