@@ -240,7 +240,7 @@ class _Writer:
         columns += [pa.array(values[users]) for values in self._source.users.columns.values()]
         for name, kind in self._list_types.items():
             values = flat[name] if keep is None else flat[name][keep]
-            entries = pa.array(values.astype(kind.to_pandas_dtype(), copy=False))
+            entries = pa.array(values, type=kind)
             columns.append(pa.ListArray.from_arrays(offsets, entries, type=self._arrow_schema.field(name).type))
         columns.append(pa.DictionaryArray.from_arrays(np.zeros(len(users), np.int8), [split]).dictionary_decode())
         table = pa.table(columns, schema=self._arrow_schema)
