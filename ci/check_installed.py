@@ -1,0 +1,45 @@
+"""What an installed wheel must hold: `python check_installed.py CHECKOUT`, with the Python of a clean environment.
+
+Run by ci/test_wheel.sh.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib import metadata
+from pathlib import Path
+
+NOT_INSTALLED = {"tests", "benchmarks"}
+
+
+def main() -> None:
+    """Compare the installed files with those of the checkout; ends the program with what is wrong."""
+    checkout = Path(sys.argv[1])
+    packages = {path.parent.name for path in checkout.glob("*/__init__.py")} - NOT_INSTALLED
+    files = {str(path) for path in metadata.files("evenrank") or ()}
+    top = {path.split("/")[0] for path in files if "/" in path}
+    found = {name for name in top if name != ".." and not name.endswith(".dist-info")}
+    expect(found == packages, f"the wheel installs {sorted(found)} instead of {sorted(packages)}")
+    wanted = [path for package in packages for path in (checkout / package).rglob("*.py*") if path.suffix != ".pyc"]
+    wanted += [path for package in packages for path in (checkout / package).rglob("*.toml")]
+    lacking = {str(path.relative_to(checkout)) for path in wanted} | {f"{package}/py.typed" for package in packages}
+    lacking -= files
+    expect(not lacking, f"the wheel lacks {sorted(lacking)}")
+    sources = [path for path in files if path.endswith((".cpp", ".hpp"))]
+    expect(not sources, f"the wheel has sources: {sources}")
+    # Without a compiler the build goes on: only an import shows that there was one.
+    for name in (*sorted(packages), "commons.perf_model.partitioner._native"):
+        file = Path(importlib.import_module(name).__file__ or "")
+        expect(file.is_relative_to(sys.prefix), f"{name} is imported from {file}, outside {sys.prefix}")
+    print(f"{len(files)} files in {', '.join(sorted(packages))}; the native core was built")  # noqa: T201
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    """End the program with a message unless something holds."""
+    if not holds:
+        sys.exit(f"error: {otherwise}")
+
+
+if __name__ == "__main__":
+    main()
