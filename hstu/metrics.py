@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torchmetrics.classification import BinaryAUROC
-from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities.data import dim_zero_cat
 
 from commons.distributed.process_group import resolve_process_group
 from hstu.model.ranking import RankingOutput
