@@ -20,7 +20,9 @@ install: $(STAMP) ## Make .venv and install evenrank with its pinned dependencie
 NATIVE := setup.py $(wildcard commons/perf_model/partitioner/native/*)
 
 $(STAMP): requirements/$(DEVICE).txt requirements/common.txt requirements/dev.txt pyproject.toml $(NATIVE)
-	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/pip || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+		{ echo "error: $(PYTHON) is no Python of 3.10 or newer; name one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
+	@test -x $(BIN)/pip || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing the $(DEVICE) set (a minute or two, once)"
 	@$(PIP) install $(PIP_ARGS) "$$(grep '^torch==' requirements/$(DEVICE).txt)"
 	@$(PIP) install $(PIP_ARGS) --no-deps -r requirements/$(DEVICE).txt -r requirements/dev.txt
