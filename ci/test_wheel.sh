@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What README's Install section says works: the sdist and from it the wheel are built and installed in a clean
-# environment outside the checkout; the command, the training script and README's script run there, in an empty folder.
+# environment outside the checkout; the evenrank command and README's script run there, in an empty folder.
 #
 #   ci/test_wheel.sh                    with the Python of .venv; the packages come from the index
 #   ci/test_wheel.sh --packages .venv   the packages are those of this environment: nothing is downloaded
@@ -46,7 +46,7 @@ bin=$work/venv/bin
 echo "== contents"
 "$bin/python" "$checkout/ci/check_installed.py" "$checkout"
 echo "== evenrank"
-"$bin/evenrank" --help | grep -q simulate
+grep -q simulate <<< "$("$bin/evenrank" --help)"
 "$bin/evenrank" simulate --config hstu/configs/random.toml --ranks 2 8 --steps 3
 echo "== $(basename "$script")"
 "$bin/python" -m torch.distributed.run --standalone --nproc_per_node=2 "$script"
