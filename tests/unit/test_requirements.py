@@ -1,0 +1,118 @@
+"""The pins hold on every Python that evenrank names, as far as that can be seen without a network.
+
+CI installs them on each of these Pythons.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from commons.trainer.config import tomllib
+
+ROOT = Path(__file__).parents[2]
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# torchrec's metadata asks for the CUDA build of fbgemm on a machine without CUDA too.
+KNOWN = {("torchrec", "fbgemm-gpu")}
+
+
+def environment(python, extra=""):
+    return {"python_version": python, "python_full_version": f"{python}.0", "extra": extra}
+
+
+def applies(requirement, python):
+    return requirement.marker is None or requirement.marker.evaluate(environment(python))
+
+
+def pins(file, python):
+    """Version by name of what pip takes from a file of requirements."""
+    found = {}
+    for line in (ROOT / "requirements" / file).read_text().splitlines():
+        if line.startswith("-r "):
+            found |= pins(line.removeprefix("-r "), python)
+        elif line and not line.startswith("#"):
+            pin = Requirement(line)
+            version = re.fullmatch(r"==([\w.]+)", str(pin.specifier))
+            assert version, f"{line} is not pinned"
+            if applies(pin, python):
+                assert canonicalize_name(pin.name) not in found, f"{pin.name} is pinned twice on {python}"
+                found[canonicalize_name(pin.name)] = version[1]
+    return found
+
+
+def installed(name):
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements_of(name, python):
+    needs = [Requirement(line) for line in installed(name).requires or ()]
+    return [need for need in needs if applies(need, python)]
+
+
+def with_torch(python):
+    """What comes with torch, which is installed with its own dependencies."""
+    names, open_names = set(), ["torch"]
+    while open_names:
+        names.add(name := canonicalize_name(open_names.pop()))
+        if installed(name) is not None:
+            open_names += [
+                need.name for need in requirements_of(name, python) if canonicalize_name(need.name) not in names
+            ]
+    return names
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pins_keep_to_the_ranges_that_users_get(python, device):
+    pinned = pins(f"{device}.txt", python) | pins("dev.txt", python)
+    extras = PROJECT["optional-dependencies"]
+    wanted = PROJECT["dependencies"] + extras[device] + extras["megatron"] + extras["dev"]
+    for need in map(Requirement, wanted):
+        if applies(need, python) and need.name != "pre-commit":  # a tool of the developer's own
+            assert pinned[canonicalize_name(need.name)] in need.specifier, need
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_pins_hold_what_pinned_packages_need(python):
+    pinned = pins("cpu.txt", python) | pins("dev.txt", python)
+    provided = with_torch(python)
+    # A package whose version differs on another Python says nothing about that one.
+    same = [
+        name
+        for name, version in pinned.items()
+        if (found := installed(name)) and found.version.split("+")[0] == version
+    ]
+    assert len(same) > 40
+    for name in same:
+        assert python in SpecifierSet(installed(name).metadata["Requires-Python"] or ""), f"{name} on {python}"
+        for need in requirements_of(name, python):
+            needed = canonicalize_name(need.name)
+            if (name, needed) in KNOWN or (needed in provided and needed not in pinned):
+                continue
+            assert needed in pinned, f"{name} needs {need}, which is not pinned for Python {python}"
+            assert pinned[needed] in need.specifier, f"{name} needs {need}, and {pinned[needed]} is pinned"
+
+
+def test_the_same_pythons_and_releases_are_named_everywhere():
+    named = [
+        line.rsplit(" ")[-1]
+        for line in PROJECT["classifiers"]
+        if line.startswith("Programming Language :: Python :: 3.")
+    ]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert named == workflow["jobs"]["cpu"]["strategy"]["matrix"]["python"] == PYTHONS
+    assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
+    torchrec = f"torchrec=={pins('common.txt', '3.11')['torchrec']}"
+    for file in ("README.md", "pyproject.toml", "ci/test_wheel.sh"):
+        assert set(re.findall(r"torchrec==[\d.]+", (ROOT / file).read_text())) == {torchrec}, file
