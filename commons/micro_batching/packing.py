@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.micro_batching.agreement import (
     Needs,
@@ -31,8 +31,8 @@ from commons.micro_batching.metrics import packing_metrics
 from commons.micro_batching.micro_batches import MicroBatches
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.partitioner import as_int64_workloads
-from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.rows import count_rows
+from commons.sequence_batch.torchrec_types import is_keyed_jagged
 
 B = TypeVar("B")
 
@@ -177,10 +177,16 @@ def _per_row(values: Any, name: str, rows: int) -> np.ndarray:
 
 def _label_values(batch: Any) -> np.ndarray | None:
     """Label values of each row of a BaseBatch, int64 `(rows,)`; None for other batches and without labels."""
-    if not isinstance(batch, BaseBatch) or batch.labels is None:
+    if not _is_base_batch(batch) or batch.labels is None:
         return None
-    if isinstance(batch.labels, KeyedJaggedTensor):
+    if is_keyed_jagged(batch.labels):
         return batch.labels.lengths().view(-1, batch.batch_size).sum(0).to("cpu", torch.int64).numpy()
     values = np.full(batch.batch_size, batch.labels[:1].numel(), np.int64)
     values[batch.actual_batch_size :] = 0
     return values
+
+
+def _is_base_batch(batch: Any) -> bool:
+    # Looked up rather than imported: the class needs TorchRec, and whoever has one has imported it.
+    batches = sys.modules.get("commons.sequence_batch.batch")
+    return isinstance(batch, getattr(batches, "BaseBatch", ()))

@@ -9,22 +9,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-RowField: TypeAlias = KeyedJaggedTensor | torch.Tensor
+from commons.sequence_batch.torchrec_types import is_keyed_jagged
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+RowField: TypeAlias = "KeyedJaggedTensor | torch.Tensor"
 
 # Plain fields that count rows: they differ between ranks and are set, not compared, when rows move.
 ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
+
+
+def is_row_field(value: Any) -> bool:
+    """Whether a value of a batch holds rows."""
+    return isinstance(value, torch.Tensor) or is_keyed_jagged(value)
 
 
 def row_fields(batch: Any) -> Iterator[tuple[str, RowField]]:
     """Name and value of every KeyedJaggedTensor and tensor field, in the order of declaration."""
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
-        if isinstance(value, (KeyedJaggedTensor, torch.Tensor)):
+        if is_row_field(value):
             yield field.name, value
 
 
@@ -32,7 +41,7 @@ def plain_fields(batch: Any) -> Iterator[tuple[str, Any]]:
     """Name and value of every field that holds no rows and counts none."""
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
-        if not isinstance(value, (KeyedJaggedTensor, torch.Tensor)) and field.name not in ROW_COUNT_FIELDS:
+        if not is_row_field(value) and field.name not in ROW_COUNT_FIELDS:
             yield field.name, value
 
 
@@ -125,5 +134,5 @@ def real_rows(batch: Any) -> int:
 def batch_device(batch: Any) -> torch.device:
     """Device of the batch, taken from its first row field."""
     for _, value in row_fields(batch):
-        return value.device() if isinstance(value, KeyedJaggedTensor) else value.device
+        return value.device() if is_keyed_jagged(value) else value.device
     raise ValueError(f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs one: add it")

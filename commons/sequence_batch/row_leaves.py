@@ -1,33 +1,29 @@
 """Kinds of values that hold one entry per row, and what can be done with their rows.
 
-A kind is a class: to support another one, add it to `_LEAF_TYPES`. `commons.sequence_batch.rows` walks the nesting of
-a batch and comes here at its leaves.
+A kind is a class: to support another one, add it to `tensor_leaf_type`. `commons.sequence_batch.rows` walks the nesting
+of a batch and comes here at its leaves.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from commons.sequence_batch.fields import num_rows_of
-from commons.sequence_batch.jagged import select_kjt_rows
+from commons.sequence_batch.torchrec_types import is_jagged, is_keyed, is_keyed_jagged, new_jagged, new_keyed_jagged
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 V = TypeVar("V")
 
 
 class LeafType(ABC, Generic[V]):
-    """What one kind of value can do with its rows; `name` says in messages which field the value is.
-
-    Attributes:
-        value_type: the class of the values.
-    """
-
-    value_type: type
+    """What one kind of value can do with its rows; `name` says in messages which field the value is."""
 
     @abstractmethod
     def count(self, value: V, name: str) -> int:
@@ -57,8 +53,6 @@ class LeafType(ABC, Generic[V]):
 class _DenseTensor(LeafType[torch.Tensor]):
     """A tensor `(rows, ...)`."""
 
-    value_type = torch.Tensor
-
     def count(self, value: torch.Tensor, name: str) -> int:
         if value.layout != torch.strided:
             raise ValueError(
@@ -85,8 +79,6 @@ class _DenseTensor(LeafType[torch.Tensor]):
 
 class _NestedTensor(LeafType[torch.Tensor]):
     """A nested tensor of layout torch.jagged. Its result is contiguous: gaps between rows are left out."""
-
-    value_type = torch.Tensor
 
     def count(self, value: torch.Tensor, name: str) -> int:
         if value.layout != torch.jagged:
@@ -131,8 +123,6 @@ class _NestedTensor(LeafType[torch.Tensor]):
 class _Array(LeafType[np.ndarray]):
     """A numpy array `(rows, ...)`; one of dtype object holds a Python object per row."""
 
-    value_type = np.ndarray
-
     def count(self, value: np.ndarray, name: str) -> int:
         if value.ndim == 0:
             raise ValueError(
@@ -163,8 +153,6 @@ class _Array(LeafType[np.ndarray]):
 class _Column(LeafType[list[Any]]):
     """A list of Python objects, one per row."""
 
-    value_type = list
-
     def count(self, value: list[Any], name: str) -> int:
         return len(value)
 
@@ -184,15 +172,15 @@ class _Column(LeafType[list[Any]]):
         return []
 
 
-class _KeyedJagged(LeafType[KeyedJaggedTensor]):
+class _KeyedJagged(LeafType["KeyedJaggedTensor"]):
     """A KeyedJaggedTensor with one number of rows for all keys."""
-
-    value_type = KeyedJaggedTensor
 
     def count(self, value: KeyedJaggedTensor, name: str) -> int:
         return num_rows_of(name, value)
 
     def select(self, value: KeyedJaggedTensor, rows: torch.Tensor) -> KeyedJaggedTensor:
+        from commons.sequence_batch.jagged import select_kjt_rows  # fbgemm, for those who have such a tensor
+
         return select_kjt_rows(value, rows.to(value.device()))
 
     def traits(self, value: KeyedJaggedTensor) -> dict[str, Any]:
@@ -215,7 +203,7 @@ class _KeyedJagged(LeafType[KeyedJaggedTensor]):
 
         weights = [weights for value in values if (weights := value.weights_or_none()) is not None]
         lengths = torch.cat([value.lengths().view(len(keys), value.stride()) for value in values], dim=1)
-        return KeyedJaggedTensor(
+        return new_keyed_jagged(
             keys=list(keys),
             values=by_key([value.values() for value in values]),
             weights=by_key(weights) if weights else None,
@@ -226,7 +214,7 @@ class _KeyedJagged(LeafType[KeyedJaggedTensor]):
 
     def padding(self, value: KeyedJaggedTensor, num_rows: int) -> KeyedJaggedTensor:
         weights = value.weights_or_none()
-        return KeyedJaggedTensor(
+        return new_keyed_jagged(
             keys=list(value.keys()),
             values=value.values().new_empty(0),
             weights=None if weights is None else weights.new_empty(0),
@@ -240,10 +228,8 @@ class _KeyedJagged(LeafType[KeyedJaggedTensor]):
         return [value.values(), value.lengths(), *([] if weights is None else [weights])]
 
 
-class _Jagged(LeafType[JaggedTensor]):
+class _Jagged(LeafType["JaggedTensor"]):
     """A JaggedTensor: values `(sum(lengths), ...)`, weights too, over lengths `(rows,)`."""
-
-    value_type = JaggedTensor
 
     def count(self, value: JaggedTensor, name: str) -> int:
         return value.lengths().numel()
@@ -252,8 +238,8 @@ class _Jagged(LeafType[JaggedTensor]):
         lengths = value.lengths()
         positions, selected = segment_positions(value.offsets()[:-1], lengths, rows.to(lengths.device))
         weights = value.weights_or_none()
-        return JaggedTensor(
-            value.values().index_select(0, positions),
+        return new_jagged(
+            values=value.values().index_select(0, positions),
             weights=None if weights is None else weights.index_select(0, positions),
             lengths=selected,
         )
@@ -270,16 +256,16 @@ class _Jagged(LeafType[JaggedTensor]):
 
     def join(self, values: Sequence[JaggedTensor]) -> JaggedTensor:
         weights = [weights for value in values if (weights := value.weights_or_none()) is not None]
-        return JaggedTensor(
-            torch.cat([value.values() for value in values]),
+        return new_jagged(
+            values=torch.cat([value.values() for value in values]),
             weights=torch.cat(weights) if weights else None,
             lengths=torch.cat([value.lengths() for value in values]),
         )
 
     def padding(self, value: JaggedTensor, num_rows: int) -> JaggedTensor:
         weights = value.weights_or_none()
-        return JaggedTensor(
-            value.values().new_empty(0, *value.values().shape[1:]),
+        return new_jagged(
+            values=value.values().new_empty(0, *value.values().shape[1:]),
             weights=None if weights is None else weights.new_empty(0, *weights.shape[1:]),
             lengths=value.lengths().new_zeros(num_rows),
         )
@@ -291,21 +277,25 @@ class _Jagged(LeafType[JaggedTensor]):
 
 DENSE_TENSOR, NESTED_TENSOR, ARRAY = _DenseTensor(), _NestedTensor(), _Array()
 KEYED_JAGGED, JAGGED, COLUMN = _KeyedJagged(), _Jagged(), _Column()
-# A list is a column only where it holds no tensors and lies outside dataclasses: rows.py decides that.
-_LEAF_TYPES: tuple[LeafType[Any], ...] = (ARRAY, KEYED_JAGGED, JAGGED)
 
 
 def tensor_leaf_type(value: Any) -> LeafType[Any] | None:
-    """The kind of a tensor-like value; None for anything else.
+    """The kind of a tensor-like value; None for anything else, lists too: `rows.py` says which of them are columns.
 
     Raises:
         TypeError: a KeyedTensor, which is none of the kinds and would be taken for metadata.
     """
-    if isinstance(value, KeyedTensor):
-        raise TypeError("the batch holds a KeyedTensor; rows are taken from tensors: pass to_dict()")
     if isinstance(value, torch.Tensor):  # asked once: a nested tensor takes its time to answer
         return NESTED_TENSOR if value.is_nested else DENSE_TENSOR
-    return next((leaf_type for leaf_type in _LEAF_TYPES if isinstance(value, leaf_type.value_type)), None)
+    if isinstance(value, np.ndarray):
+        return ARRAY
+    if is_keyed_jagged(value):
+        return KEYED_JAGGED
+    if is_jagged(value):
+        return JAGGED
+    if is_keyed(value):
+        raise TypeError("the batch holds a KeyedTensor; rows are taken from tensors: pass to_dict()")
+    return None
 
 
 def segment_positions(

@@ -10,12 +10,15 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.sequence_batch.fields import ROW_COUNT_FIELDS, batch_rows, require_dataclass
+from commons.sequence_batch.fields import ROW_COUNT_FIELDS, batch_rows, is_row_field, require_dataclass
+from commons.sequence_batch.torchrec_types import is_keyed_jagged, new_keyed_jagged
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _BATCH_TYPES: dict[str, type] = {}
 
@@ -56,7 +59,7 @@ class JaggedField:
 
     def empty(self, rows: int) -> KeyedJaggedTensor:
         """A KeyedJaggedTensor of `rows` empty rows."""
-        return KeyedJaggedTensor(
+        return new_keyed_jagged(
             keys=list(self.keys),
             values=torch.empty(0, dtype=self.values_dtype),
             weights=None if self.weights_dtype is None else torch.empty(0, dtype=self.weights_dtype),
@@ -165,7 +168,7 @@ class BatchSchema:
 def _require_rebuildable(batch: Any) -> None:
     """Raise TypeError for a dataclass that cannot be made again from its fields."""
     for item in dataclasses.fields(batch):
-        if not item.init and isinstance(getattr(batch, item.name, None), (KeyedJaggedTensor, torch.Tensor)):
+        if not item.init and is_row_field(getattr(batch, item.name, None)):
             raise TypeError(
                 f"field {item.name!r} is a tensor with init=False; a shuffled batch is made from its fields: let "
                 "__init__ take it"
@@ -188,7 +191,7 @@ def _field_names(batch_type: type) -> set[str]:
 def _describe(name: str, value: Any) -> Field | None:
     if name in ROW_COUNT_FIELDS:
         return None
-    if isinstance(value, KeyedJaggedTensor):
+    if is_keyed_jagged(value):
         weights = value.weights_or_none()
         return JaggedField(
             name,

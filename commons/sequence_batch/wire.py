@@ -15,11 +15,10 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.sequence_batch.batch_tree import Constant, Node, Path, make_tensordict, parse, path_name
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
@@ -34,6 +33,10 @@ from commons.sequence_batch.row_leaves import (
     nested_lengths,
     ragged_axis,
 )
+from commons.sequence_batch.torchrec_types import new_jagged, new_keyed_jagged
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 _LENGTH_BYTES = 8
 
@@ -235,7 +238,7 @@ class _Decoder:
         self, keys: list[str], stride: int, per_key: list[int], parts: list[list[Any]]
     ) -> KeyedJaggedTensor:
         values, lengths, *weights = map(self.make_tensor, parts)
-        return KeyedJaggedTensor(
+        return new_keyed_jagged(
             keys=keys,
             values=values,
             weights=weights[0] if weights else None,
@@ -246,7 +249,7 @@ class _Decoder:
 
     def make_jagged(self, parts: list[list[Any]]) -> JaggedTensor:
         values, lengths, *weights = map(self.make_tensor, parts)
-        return JaggedTensor(values, weights=weights[0] if weights else None, lengths=lengths)
+        return new_jagged(values=values, weights=weights[0] if weights else None, lengths=lengths)
 
     def make_nested(self, ragged: int, values: list[Any], lengths: list[Any]) -> torch.Tensor:
         return nested_from_lengths(self.make_tensor(values), self.make_tensor(lengths), ragged)
