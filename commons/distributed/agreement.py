@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from commons.distributed.control import ControlChannel
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import Calibration
 from commons.sequence_batch.schema import BatchSchema
+from commons.version import __version__
 
 # The exception types that travel by name: a user's mistake raises the same type on every rank.
 _USER_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "KeyError": KeyError}
@@ -58,7 +58,7 @@ def agree(
         "options": json.loads(options.to_json()),
         "calibrations": None if calibration is None else dataclasses.asdict(calibration),
         "shuffler": shuffler_type,
-        "versions": {"evenrank": version("evenrank"), "torch": torch.__version__},
+        "versions": {"evenrank": __version__, "torch": torch.__version__},
         "real_rows": real_rows,
         "states_padding": schema is not None and schema.states_padding,
     }

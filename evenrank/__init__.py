@@ -1,0 +1,130 @@
+"""evenrank's public names under one roof.
+
+A name brings its module with it when it is first used: `import evenrank` alone imports nothing more, and the names for
+batches of any kind (planner, micro-batches, dispatch) need no TorchRec.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from commons.version import __version__ as __version__
+
+if TYPE_CHECKING:  # the same names as below, for type checkers and editors
+    from commons.datasets.gpt_sid_batch import GPTSIDBatch as GPTSIDBatch
+    from commons.datasets.hstu_batch import FeatureConfig as FeatureConfig
+    from commons.datasets.hstu_batch import HSTUBatch as HSTUBatch
+    from commons.datasets.hstu_batch import RandomDistribution as RandomDistribution
+    from commons.dispatch import BalancedChunks as BalancedChunks
+    from commons.dispatch import BalancedShare as BalancedShare
+    from commons.dispatch import RedistributedRows as RedistributedRows
+    from commons.dispatch import SingleRankLoader as SingleRankLoader
+    from commons.dispatch import Trim as Trim
+    from commons.dispatch import redistribute_balanced as redistribute_balanced
+    from commons.dispatch import scatter_balanced as scatter_balanced
+    from commons.dispatch import split_balanced as split_balanced
+    from commons.dispatch import trim_batch as trim_batch
+    from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler as BaseTaskBalancedBatchShuffler
+    from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler as IdentityBalancedBatchShuffler
+    from commons.distributed.batch_shuffler import ShuffleHandle as ShuffleHandle
+    from commons.distributed.batch_shuffler_factory import BatchShufflerFactory as BatchShufflerFactory
+    from commons.distributed.batch_shuffler_factory import register_batch_shuffler as register_batch_shuffler
+    from commons.distributed.control import RankMissingError as RankMissingError
+    from commons.distributed.loss import global_mean_loss as global_mean_loss
+    from commons.distributed.options import ShufflerOptions as ShufflerOptions
+    from commons.distributed.stats import ShuffleStats as ShuffleStats
+    from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler as TokensBalancedBatchShuffler
+    from commons.micro_batching import MicroBatches as MicroBatches
+    from commons.micro_batching import MicroBatchSpec as MicroBatchSpec
+    from commons.micro_batching import PackedRows as PackedRows
+    from commons.micro_batching import count_loss_tokens as count_loss_tokens
+    from commons.micro_batching import ffd_allocate as ffd_allocate
+    from commons.micro_batching import get_allocate_fn as get_allocate_fn
+    from commons.micro_batching import kk_allocate as kk_allocate
+    from commons.micro_batching import pack_micro_batches as pack_micro_batches
+    from commons.micro_batching import pack_rows as pack_rows
+    from commons.micro_batching import packing_metrics as packing_metrics
+    from commons.micro_batching import refined_allocate as refined_allocate
+    from commons.perf_model.partitioner import Partition as Partition
+    from commons.perf_model.partitioner import karmarkar_karp as karmarkar_karp
+    from commons.perf_model.partitioner import lower_bound as lower_bound
+    from commons.perf_model.partitioner import partition as partition
+    from commons.perf_model.task_estimator import HSTUAttentionTask as HSTUAttentionTask
+    from commons.perf_model.task_estimator import SelfAttentionTask as SelfAttentionTask
+    from commons.pipeline import TrainPipelineFactory as TrainPipelineFactory
+    from commons.pipeline import balanced as balanced
+    from commons.pipeline import balanced_iter as balanced_iter
+    from commons.pipeline import shuffle_stage as shuffle_stage
+    from commons.sequence_batch.batch import BaseBatch as BaseBatch
+    from commons.sequence_batch.schema import register_batch_type as register_batch_type
+    from commons.trainer import DatasetArgs as DatasetArgs
+    from commons.trainer import TrainerArgs as TrainerArgs
+    from hstu.batch_shuffler import HSTUBalancedBatchShuffler as HSTUBalancedBatchShuffler
+    from sid_gr.batch_shuffler import SIDGRBalancedBatchShuffler as SIDGRBalancedBatchShuffler
+
+_MODULE_OF = {
+    "BalancedChunks": "commons.dispatch",
+    "BalancedShare": "commons.dispatch",
+    "BaseBatch": "commons.sequence_batch.batch",
+    "BaseTaskBalancedBatchShuffler": "commons.distributed.batch_shuffler",
+    "BatchShufflerFactory": "commons.distributed.batch_shuffler_factory",
+    "DatasetArgs": "commons.trainer",
+    "FeatureConfig": "commons.datasets.hstu_batch",
+    "GPTSIDBatch": "commons.datasets.gpt_sid_batch",
+    "HSTUAttentionTask": "commons.perf_model.task_estimator",
+    "HSTUBalancedBatchShuffler": "hstu.batch_shuffler",
+    "HSTUBatch": "commons.datasets.hstu_batch",
+    "IdentityBalancedBatchShuffler": "commons.distributed.batch_shuffler",
+    "MicroBatchSpec": "commons.micro_batching",
+    "MicroBatches": "commons.micro_batching",
+    "PackedRows": "commons.micro_batching",
+    "Partition": "commons.perf_model.partitioner",
+    "RandomDistribution": "commons.datasets.hstu_batch",
+    "RankMissingError": "commons.distributed.control",
+    "RedistributedRows": "commons.dispatch",
+    "SIDGRBalancedBatchShuffler": "sid_gr.batch_shuffler",
+    "SelfAttentionTask": "commons.perf_model.task_estimator",
+    "ShuffleHandle": "commons.distributed.batch_shuffler",
+    "ShuffleStats": "commons.distributed.stats",
+    "ShufflerOptions": "commons.distributed.options",
+    "SingleRankLoader": "commons.dispatch",
+    "TokensBalancedBatchShuffler": "commons.distributed.tokens_shuffler",
+    "TrainPipelineFactory": "commons.pipeline",
+    "TrainerArgs": "commons.trainer",
+    "Trim": "commons.dispatch",
+    "balanced": "commons.pipeline",
+    "balanced_iter": "commons.pipeline",
+    "count_loss_tokens": "commons.micro_batching",
+    "ffd_allocate": "commons.micro_batching",
+    "get_allocate_fn": "commons.micro_batching",
+    "global_mean_loss": "commons.distributed.loss",
+    "karmarkar_karp": "commons.perf_model.partitioner",
+    "kk_allocate": "commons.micro_batching",
+    "lower_bound": "commons.perf_model.partitioner",
+    "pack_micro_batches": "commons.micro_batching",
+    "pack_rows": "commons.micro_batching",
+    "packing_metrics": "commons.micro_batching",
+    "partition": "commons.perf_model.partitioner",
+    "redistribute_balanced": "commons.dispatch",
+    "refined_allocate": "commons.micro_batching",
+    "register_batch_shuffler": "commons.distributed.batch_shuffler_factory",
+    "register_batch_type": "commons.sequence_batch.schema",
+    "scatter_balanced": "commons.dispatch",
+    "shuffle_stage": "commons.pipeline",
+    "split_balanced": "commons.dispatch",
+    "trim_batch": "commons.dispatch",
+}
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value  # found at once from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

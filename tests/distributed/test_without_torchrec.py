@@ -1,0 +1,153 @@
+"""Planner, micro-batches and dispatch where TorchRec, fbgemm and megatron-core cannot be imported, on two gloo ranks.
+
+The ranks of `tests/rank_pool.py` have imported TorchRec, so this file runs itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BLOCKED = ("torchrec", "fbgemm_gpu", "megatron")
+
+
+class _Blocked(MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if fullname.partition(".")[0] in BLOCKED:
+            raise ImportError(f"{fullname} is not installed")
+        return None
+
+
+def test_dispatch_micro_batches_and_planner_work_without_torchrec(tmp_path):
+    shown = subprocess.run(
+        [sys.executable, __file__, str(tmp_path / "store")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (shown.returncode, shown.stdout) == (0, "[0, 0]\n"), shown.stderr
+
+
+def _rows(first, count):
+    """Rows of several kinds; `id` names each, a row has as many tokens as its id says."""
+    import numpy as np
+    import torch
+    from tensordict import TensorDict
+
+    ids = torch.arange(first, first + count)
+    lengths = ids % 7 + 1
+    return {
+        "id": ids,
+        "tokens": torch.nested.nested_tensor(
+            [torch.full((int(n),), float(i)) for i, n in zip(ids, lengths)], layout=torch.jagged
+        ),
+        "score": np.arange(first, first + count) * 0.5,
+        "text": [f"row {row}" for row in range(first, first + count)],
+        "inner": TensorDict({"double": ids * 2}, batch_size=[count]),
+        "source": ("file", 3),
+    }, lengths
+
+
+def _require_whole(batch):
+    """Every field of a row belongs to its id."""
+    assert batch["score"].tolist() == [row * 0.5 for row in batch["id"].tolist()]
+    assert batch["text"] == [f"row {row}" for row in batch["id"].tolist()]
+    assert batch["inner"]["double"].tolist() == [row * 2 for row in batch["id"].tolist()]
+    for row, tokens in zip(batch["id"].tolist(), batch["tokens"].unbind()):
+        assert tokens.tolist() == [row] * (row % 7 + 1)
+    assert batch["source"] == ("file", 3)
+
+
+def _one_rank(rank):
+    import torch
+    import torch.distributed as dist
+
+    import evenrank
+
+    batch, lengths = _rows(0, 12)
+    chunks = evenrank.split_balanced(batch, 4, lengths)
+    for chunk in chunks:
+        _require_whole(chunk)
+    assert chunks.restore([chunk["id"] * 10 for chunk in chunks]).tolist() == (batch["id"] * 10).tolist()
+
+    task = evenrank.SelfAttentionTask(64, 4, 16)
+    assert evenrank.partition(task.get_workloads(lengths), 3).loads.sum() == task.get_workloads(lengths).sum()
+    assert evenrank.get_allocate_fn("refined")(lengths, 12)
+
+    own, own_lengths = _rows(100 * rank, 6 + 4 * rank)
+    spec = evenrank.MicroBatchSpec(max_tokens_per_mb=16, packing_algorithm="refined")
+    micro_batches = evenrank.pack_micro_batches(own, spec, own_lengths)
+    for micro_batch in micro_batches:
+        _require_whole(micro_batch)
+    assert sorted(row for each in micro_batches for row in each["id"].tolist()) == own["id"].tolist()
+    numbers = [None, None]
+    dist.all_gather_object(numbers, len(micro_batches))
+    assert numbers[0] == numbers[1]
+
+    share = evenrank.scatter_balanced(batch if rank == 0 else None, lengths if rank == 0 else None)
+    _require_whole(share.batch)
+    back = share.gather_back(share.batch)
+    assert (back is not None) == (rank == 0)
+    if back is not None:
+        _require_whole(back)
+        assert back["id"].tolist() == list(range(12))
+
+    uneven, uneven_lengths = _rows(100 * rank, 9 if rank == 0 else 1)
+    moved = evenrank.redistribute_balanced(uneven, uneven_lengths)
+    _require_whole(moved.batch)
+    assert moved.num_moved > 0 and len(moved.batch["id"]) == 5
+    assert moved.send_home(moved.batch["id"]).tolist() == uneven["id"].tolist()
+
+    loader = evenrank.SingleRankLoader([_rows(0, 8)[0], _rows(8, 8)[0]] if rank == 0 else None, lambda rows: rows["id"])
+    for share in loader:
+        _require_whole(share)
+
+    loss = evenrank.global_mean_loss(torch.tensor(3.0 + rank, requires_grad=True).sum(), 2)
+    assert loss.item() == (3.0 + rank) / 2
+
+    imported = sorted(name for name in sys.modules if name.partition(".")[0] in BLOCKED)
+    assert not imported, imported
+    try:
+        _ = evenrank.balanced
+    except ImportError as error:
+        assert "torchrec" in str(error)
+    else:
+        raise RuntimeError("TorchRec was not blocked")
+
+
+def _serve(rank, store):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    _one_rank(rank)
+    dist.destroy_process_group()
+
+
+def _main(store):
+    sys.meta_path.insert(0, _Blocked())
+    import torch
+
+    import commons.dispatch
+    import commons.micro_batching  # noqa: F401  once for both ranks
+
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_serve, args=(rank, store), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    codes = [rank.exitcode for rank in ranks]
+    print(codes)
+    sys.exit(codes != [0, 0])
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,92 @@
+"""`import evenrank`: every public name of the design, lazily, and the version."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import evenrank
+
+ROOT = Path(__file__).parents[2]
+
+# What users call, by the headings of the design.
+PUBLIC = {
+    "batch": "BaseBatch HSTUBatch FeatureConfig RandomDistribution GPTSIDBatch register_batch_type",
+    "workload": "HSTUAttentionTask SelfAttentionTask",
+    "plan": "karmarkar_karp lower_bound partition Partition",
+    "shuffler": "ShufflerOptions BaseTaskBalancedBatchShuffler IdentityBalancedBatchShuffler ShuffleHandle "
+    "ShuffleStats TokensBalancedBatchShuffler HSTUBalancedBatchShuffler SIDGRBalancedBatchShuffler RankMissingError "
+    "BatchShufflerFactory register_batch_shuffler",
+    "loss": "global_mean_loss",
+    "pipeline": "balanced balanced_iter shuffle_stage TrainPipelineFactory",
+    "trainer": "TrainerArgs DatasetArgs",
+    "micro-batches": "ffd_allocate kk_allocate refined_allocate get_allocate_fn packing_metrics MicroBatchSpec "
+    "MicroBatches pack_micro_batches PackedRows pack_rows count_loss_tokens",
+    "dispatch": "split_balanced BalancedChunks scatter_balanced BalancedShare redistribute_balanced RedistributedRows "
+    "SingleRankLoader Trim trim_batch",
+    "version": "__version__",
+}
+CONTRACT = [name for names in PUBLIC.values() for name in names.split()]
+
+
+def test_every_public_name_is_there_and_resolves():
+    assert sorted(evenrank.__all__) == sorted(CONTRACT)
+    for name in CONTRACT:
+        value = getattr(evenrank, name)
+        assert isinstance(value, str) if name == "__version__" else value.__name__ == name
+    assert set(CONTRACT) <= set(dir(evenrank))
+    star: dict[str, object] = {}
+    exec("from evenrank import *", star)
+    assert set(CONTRACT) <= set(star)
+
+
+def test_type_checkers_see_the_same_names_from_the_same_modules():
+    tree = ast.parse(Path(evenrank.__file__).read_text(encoding="utf-8"))
+    shown = {
+        (alias.asname, node.module)
+        for branch in tree.body
+        if isinstance(branch, ast.If)
+        for node in branch.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    assert shown == set(evenrank._MODULE_OF.items())
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'evenrank' has no attribute 'blanced'"):
+        _ = evenrank.blanced
+    with pytest.raises(ImportError, match="cannot import name 'blanced'"):
+        exec("from evenrank import blanced")
+
+
+def test_the_version_is_that_of_the_package():
+    assert evenrank.__version__ == importlib.metadata.version("evenrank")
+
+
+# Where the checkout is not installed, there is no metadata to read a version from.
+NOT_INSTALLED = """
+import importlib.metadata, sys
+
+def unknown(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+importlib.metadata.version = unknown
+import evenrank
+print(evenrank.__version__, "torch" in sys.modules)
+evenrank.MicroBatchSpec, evenrank.split_balanced, evenrank.partition
+print("torch" in sys.modules, "torchrec" in sys.modules)
+"""
+
+
+def test_importing_it_brings_nothing_until_a_name_is_used_and_needs_no_installation():
+    shown = subprocess.run(
+        [sys.executable, "-c", NOT_INSTALLED], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert shown.stdout.splitlines() == [f"{evenrank.__version__} False", "True False"], shown.stderr
