@@ -161,7 +161,7 @@ def accumulated(
         with kept_for_backward(model) as kept:
             loss = model(**packed.inputs)
             most_bytes = max(most_bytes, sum(kept.values()))
-        # Of sums; a mean loss takes its entry of micro_batches.loss_weights instead.
+        # A sum: of a micro-batch without a label it is 0, where a mean would be NaN.
         (micro_batches.loss_scale * loss).backward()
     return gradients(model), most_bytes, micro_batches.metrics
 

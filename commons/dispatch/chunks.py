@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
-class BalancedChunks(Generic[B]):
-    """A batch split into chunks of even work.
+class BalancedChunks(Sequence[B]):
+    """A batch split into chunks of even work; a sequence of these.
 
     Attributes:
         chunks: batches of the type of the whole one; padding comes last in each.
@@ -34,6 +34,24 @@ class BalancedChunks(Generic[B]):
     indices: list[torch.Tensor]
     inverse: torch.Tensor
     loads: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __iter__(self) -> Iterator[B]:
+        return iter(self.chunks)
+
+    @overload
+    def __getitem__(self, index: int) -> B: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[B]: ...
+    def __getitem__(self, index: int | slice) -> B | list[B]:
+        return self.chunks[index]
+
+    def __repr__(self) -> str:
+        rows = [len(indices) for indices in self.indices]
+        largest = f"largest load {1 + self.imbalance:.4g} × the mean"
+        return f"BalancedChunks({len(self)} of {min(rows)} to {max(rows)} rows, {largest})"
 
     @property
     def is_padding(self) -> list[torch.Tensor]:

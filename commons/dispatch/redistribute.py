@@ -31,6 +31,7 @@ from commons.dispatch.trim import (
     width_of,
     with_stated_fields,
 )
+from commons.distributed.stats import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.inputs import as_slack
 from commons.sequence_batch.batch_tree import path_name
@@ -72,6 +73,14 @@ class RedistributedRows(Generic[B]):
     _group: dist.ProcessGroup | None
     _timeout: float
     _windows: Sequence[tuple[str, Window]] = ()
+
+    def __repr__(self) -> str:
+        moved = int((self.home != self._rank).sum())
+        before, after = (1 + imbalance(loads.numpy()) for loads in (self.loads_before, self.loads_after))
+        return (
+            f"RedistributedRows({len(self.indices)} rows, {moved} of them from other ranks, largest load "
+            f"{before:.4g} → {after:.4g} × the mean)"
+        )
 
     def untrim(self, values: R, mask: Any = None, fill: float = 0) -> R:
         """Results per token as wide as the widest sequences of any rank were, so that those of all ranks can be joined.

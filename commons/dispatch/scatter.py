@@ -74,6 +74,11 @@ class BalancedShare(Generic[B]):
     _windows: Sequence[Window] = ()
     _source: SourceBatch | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        padding = int(self.is_padding.sum())
+        rows = f"{len(self.indices)} rows" + (f", {padding} of them padding" if padding else "")
+        return f"BalancedShare({rows}, largest load of a rank {1 + self.imbalance:.4g} × the mean)"
+
     @property
     def is_padding(self) -> torch.Tensor:
         """Bool `(rows,)`: which rows are padding."""

@@ -43,7 +43,8 @@ def ffd_allocate(
         capacity: most that the values of a group may add up to, at least 1.
         min_groups: fewest groups.
         n_groups_divisor: the number of groups is a multiple of it.
-        equal_size: the groups' numbers of rows differ by one at most.
+        equal_size: the groups' numbers of rows differ by one at most. Rows that the groups do not divide are no error,
+            as they are in AReaL.
 
     Returns:
         Lists that hold every index once, ascending; no list is empty. The heaviest group comes first, of equally heavy
@@ -106,14 +107,14 @@ def refined_allocate(
 ALLOCATORS: dict[str, AllocateFn] = {"ffd": ffd_allocate, "kk": kk_allocate, "refined": refined_allocate}
 
 
-def get_allocate_fn(algorithm: str) -> AllocateFn:
+def get_allocate_fn(algorithm: str = "ffd") -> AllocateFn:
     """The allocator of this name: "ffd", "kk" or "refined".
 
     Raises:
         ValueError: an unknown name; lists the names.
 
-    >>> get_allocate_fn("refined").__name__
-    'refined_allocate'
+    >>> get_allocate_fn().__name__, get_allocate_fn("refined").__name__
+    ('ffd_allocate', 'refined_allocate')
 
     """
     if not isinstance(algorithm, str) or algorithm not in ALLOCATORS:

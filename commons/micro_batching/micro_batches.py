@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -15,11 +15,13 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatches(Generic[B]):
-    """A batch cut into micro-batches. Iterating makes them one at a time, each in storage of its own.
+class MicroBatches(Sequence[B]):
+    """A batch cut into micro-batches; a sequence of these, each made when it is asked for, in storage of its own.
 
-        for micro_batch, weight in zip(micro_batches, micro_batches.loss_weights):
-            (weight * mean_loss(model(micro_batch))).backward()
+    Sums of loss terms add up to the gradient of the whole batch; a micro-batch without a term adds 0:
+
+        for micro_batch in micro_batches:
+            (micro_batches.loss_scale * loss_sum(model, micro_batch)).backward()
 
     Attributes:
         batch: the whole batch.
@@ -28,10 +30,11 @@ class MicroBatches(Generic[B]):
         num_tokens: the tokens of each micro-batch.
         workloads: what each micro-batch costs, where that is not its tokens.
         loss_tokens: terms of the loss in each micro-batch.
-        loss_weights: for each micro-batch W · its loss tokens ÷ the loss tokens of all ranks, W being the number of
-            ranks. The *mean* loss of each micro-batch times its weight, added up, has the gradient of the mean loss
-            over the batches of all ranks, once DistributedDataParallel has averaged it. Zeros if there are no terms.
-        loss_scale: the same for *sums*: W ÷ the loss tokens of all ranks, the factor of `global_mean_loss`.
+        loss_scale: W ÷ the loss tokens of all ranks, W being the number of ranks: the factor of `global_mean_loss`. The
+            *sum* of the loss terms of each micro-batch times this, added up, has the gradient of the mean loss over the
+            batches of all ranks, once DistributedDataParallel has averaged it. Zero if there are no terms.
+        loss_weights: the same for a model that gives the *mean* of each micro-batch: loss_scale · its loss tokens. Only
+            where every micro-batch has a term: the mean over none is NaN, and stays NaN times its weight of 0.
         metrics: `packing_metrics` of the tokens under the budget (without one, under the largest micro-batch), with the
             seconds that the packing took.
     """
@@ -49,11 +52,21 @@ class MicroBatches(Generic[B]):
     def __len__(self) -> int:
         return len(self.groups)
 
-    def __getitem__(self, index: int) -> B:
-        return select_rows(self.batch, self.groups[index])
-
     def __iter__(self) -> Iterator[B]:
         return (self[index] for index in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> B: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[B]: ...
+    def __getitem__(self, index: int | slice) -> B | list[B]:
+        if isinstance(index, slice):
+            return [select_rows(self.batch, rows) for rows in self.groups[index]]
+        return select_rows(self.batch, self.groups[index])
+
+    def __repr__(self) -> str:
+        rows, tokens = [len(group) for group in self.groups], self.num_tokens
+        return f"MicroBatches({len(self)} of {min(rows)} to {max(rows)} rows, {min(tokens)} to {max(tokens)} tokens)"
 
     @property
     def forward_indices(self) -> torch.Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.dispatch import split_balanced
+from commons.dispatch import redistribute_balanced, scatter_balanced, split_balanced
 from commons.dispatch.moves import as_int64_ids, plan_moves
 from commons.perf_model.partitioner import partition
 from commons.sequence_batch.rows import count_real_rows, count_rows, select_rows
@@ -172,3 +175,26 @@ def test_balanced_rows_stay_where_they_are():
     assert not moves.moves.any()
     ids = as_int64_ids(["a", "b", "a"], 3)
     assert ids[0] == ids[2] != ids[1] and ids.min() >= 0
+
+
+def test_chunks_are_a_sequence_with_a_short_repr():
+    batch = {"ids": torch.arange(1, 11), "long": torch.zeros(10, 1000)}
+    chunks = split_balanced(batch, 4, batch["ids"])
+    assert isinstance(chunks, Sequence) and len(chunks) == 4
+    assert [chunk["ids"].tolist() for chunk in chunks] == [chunk["ids"].tolist() for chunk in chunks.chunks]
+    assert chunks[0] is chunks.chunks[0] and chunks[-1] is chunks.chunks[3] and chunks[1:3] == chunks.chunks[1:3]
+    assert chunks[::-1][0] is chunks[3] and next(reversed(chunks)) is chunks[3]
+    with pytest.raises(IndexError):
+        chunks[4]
+    assert chunks.restore([chunk["ids"] for chunk in chunks]).tolist() == batch["ids"].tolist()
+    assert repr(chunks) == "BalancedChunks(4 of 2 to 3 rows, largest load 1.091 × the mean)"
+
+
+def test_shares_and_moved_rows_have_a_short_repr():
+    share = scatter_balanced({"ids": torch.arange(3)}, [3, 1, 2])
+    assert repr(share) == "BalancedShare(3 rows, largest load of a rank 1 × the mean)"
+    padded = scatter_balanced(padded_batch([3, 1, 2], rows=4), [3, 1, 2, 0], pad=True)
+    padded = dataclasses.replace(padded, imbalance=0.25)
+    assert repr(padded) == "BalancedShare(4 rows, 1 of them padding, largest load of a rank 1.25 × the mean)"
+    moved = redistribute_balanced({"ids": torch.arange(3)}, [3, 1, 2])
+    assert repr(moved) == "RedistributedRows(3 rows, 0 of them from other ranks, largest load 1 → 1 × the mean)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -299,3 +300,17 @@ def test_an_algorithm_that_skips_a_number_is_split_to_it(monkeypatch, raises):
     monkeypatch.setattr(block_packing, "get_allocate_fn", lambda name: skips_three)
     packed = BlockPacking.of(MicroBatchSpec(max_tokens_per_mb=10, packing_algorithm="kk"), np.array([6, 4, 5, 3]), None)
     assert packed.into(2) == [[0, 1], [2, 3]] and packed.into(3) == [[2, 3], [0], [1]]
+
+
+def test_micro_batches_are_a_sequence_with_a_short_repr():
+    lengths = [7, 5, 4, 4, 3, 1]
+    micro_batches = pack_micro_batches({"row": torch.arange(6)}, MicroBatchSpec(max_tokens_per_mb=9), lengths)
+    assert isinstance(micro_batches, Sequence)
+    rows = [each["row"].tolist() for each in micro_batches]
+    assert rows == micro_batches.groups == [micro_batches[index]["row"].tolist() for index in range(len(micro_batches))]
+    assert micro_batches[-1]["row"].tolist() == rows[-1]
+    assert [each["row"].tolist() for each in micro_batches[1:]] == rows[1:]
+    assert [each["row"].tolist() for each in reversed(micro_batches)] == rows[::-1]
+    with pytest.raises(IndexError):
+        micro_batches[len(rows)]
+    assert repr(micro_batches) == "MicroBatches(3 of 2 to 2 rows, 7 to 9 tokens)"

@@ -233,6 +233,7 @@ def test_rows_that_fit_no_multiple_of_the_divisor_say_why():
 
 def test_the_registry():
     assert [get_allocate_fn(name) for name in NAMES] == list(ALLOCATORS)
+    assert get_allocate_fn() is get_allocate_fn("ffd")
     with pytest.raises(ValueError, match="packing_algorithm is 'best'; it must be one of 'ffd', 'kk', 'refined'"):
         get_allocate_fn("best")
 

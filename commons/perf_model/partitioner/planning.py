@@ -77,7 +77,8 @@ def karmarkar_karp(workloads: Any, k_partitions: int, equal_size: bool) -> list[
     Args:
         workloads: what each sample costs: list, array or CPU tensor `(n,)` of non-negative integers.
         k_partitions: number of partitions, at least 1.
-        equal_size: sizes of partitions differ by one at most; otherwise they are free.
+        equal_size: sizes of partitions differ by one at most; otherwise they are free. Samples that the partitions do
+            not divide are no error, as they are in AReaL and verl.
 
     Returns:
         `k` lists that hold every index once, ascending; the heaviest partition comes first.

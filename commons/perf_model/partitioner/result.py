@@ -22,6 +22,12 @@ class Partition:
     loads: np.ndarray  # (k,)
     lower_bound: int
 
+    def __repr__(self) -> str:
+        return (
+            f"Partition({len(self.assignment)} samples in {len(self.loads)} parts, largest load "
+            f"{1 + self.imbalance:.5g} × the mean, {1 + self.optimality_gap:.5g} × the bound)"
+        )
+
     @property
     def imbalance(self) -> float:
         """Largest load ÷ mean load − 1; 0.0 if there is no load."""
