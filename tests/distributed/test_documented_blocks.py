@@ -1,0 +1,239 @@
+"""Every fenced block of the documentation does what the text around it says.
+
+`BLOCKS` lists them by page, heading and number; a block that is not listed fails. Python blocks run as printed on two
+ranks, after the names that the text has introduced, and an effect is looked at. Shell blocks run as printed in a folder
+that looks like a checkout, but for what is stated with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+from commons.cli.main import main as evenrank_main
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.perf_model import measurement
+from tests import documented_names as given
+from tests.documented import ROOT, Block, blocks_in, commands_in, documented_blocks, is_excerpt
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Nothing to type."""
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Lines of a file that the suite runs elsewhere."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Python:
+    """Runs after `names()`, on two ranks; then `check(names)` looks at what it did."""
+
+    names: Callable[[], dict[str, Any]]
+    check: Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Shell:
+    """Runs in a folder like a checkout, and leaves `files` there.
+
+    Attributes:
+        prepare: commands that the text has told before.
+        files: what exists afterwards.
+        more: flags added to a command, with the reason.
+        instead: a command that runs in the place of one that takes minutes, with the reason.
+        shows: a pattern that the output has.
+    """
+
+    prepare: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    more: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    instead: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    shows: str = ""
+
+
+SIMULATE = "evenrank simulate --config hstu/configs/random.toml"
+CALIBRATE = "evenrank calibrate --config hstu/configs/random.toml --output my-gpu.toml"
+TRAIN = (
+    ".venv/bin/torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml "
+    "--dataset.dataset-path data --trainer.enable-balanced-shuffler"
+)
+
+BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
+    ("README.md", "evenrank", 0): Picture(),
+    ("README.md", "Tree", 0): Picture(),
+    ("README.md", "Try it", 0): Shell(
+        instead={
+            "make demo": ("make -n demo", "trains for two minutes; test_demo_report.py runs its parts"),
+            "make test": ("make -n test", "is this suite"),
+        },
+        shows=r"ci/demo\.sh [\s\S]*-m pytest",
+    ),
+    ("README.md", "Use it in your own TorchRec script", 0): Python(given.torchrec_script, given.all_rows_were_trained),
+    ("README.md", "A shuffler for your own model", 0): Python(dict, given.mine_is_registered),
+    ("README.md", "A shuffler for your own model", 1): Python(dict, given.mine_is_registered),
+    ("README.md", "Pipelines", 0): Python(given.torchrec_script, given.pipeline_trains),
+    ("README.md", "Options", 0): Python(dict, given.options_are_those_of_the_shuffler),
+    ("README.md", "What is it worth to you?", 0): Shell(
+        more={
+            f"{SIMULATE} --ranks 8 16 64": ("--steps 2", "fifty steps take ten seconds"),
+            CALIBRATE: ("--num-mixes 24 --repeats 1", "measures for half a minute"),
+            f"{SIMULATE} --shuffler.calibration my-gpu.toml --figure gain.png": ("--steps 2", "as above"),
+        },
+        files=("my-gpu.toml", "gain.png"),
+        shows=r"speed-up[\s\S]*held-out error[\s\S]*ms",
+    ),
+    ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 0): Python(given.padded_rows, given.predictions_in_order),
+    ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 1): Python(given.rows_of_ranks, given.results_came_home),
+    ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 2): Python(given.language_model, given.whole_gradient),
+    ("README.md", "Train on your data", 0): Shell(
+        prepare=("evenrank generate ml-1m --output ml-1m.zip --num-users 80",),  # in the place of the published archive
+        more={TRAIN: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "an epoch takes minutes")},
+        files=("data/ml-1m.parquet/_manifest.json", "runs/train/log.jsonl"),
+    ),
+    ("CONTRIBUTING.md", "Test", 0): Python(given.test_file, given.ranks_add_up),
+    ("CONTRIBUTING.md", "Add a model", 0): Python(given.shuffler_file, given.mine_is_registered),
+}
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    return documented_blocks()
+
+
+def test_every_block_is_listed_once_and_for_what_it_is(blocks):
+    unlisted = [f"{block}: {key}" for key, block in blocks.items() if key not in BLOCKS]
+    assert not unlisted, f"say in BLOCKS what the reader of {unlisted} types, and what comes of it"
+    assert not [key for key in BLOCKS if key not in blocks], "there is no such block any more"
+    kinds = {"": (Picture,), "text": (Picture,), "python": (Python, Excerpt), "bash": (Shell,)}
+    for key, block in blocks.items():
+        assert isinstance(BLOCKS[key], kinds.get(block.language, object)), f"{block} is {block.language!r}"
+
+
+def test_excerpts_are_in_their_files(blocks):
+    for key, listed in BLOCKS.items():
+        if isinstance(listed, Excerpt):
+            assert is_excerpt(blocks[key].text, (ROOT / listed.path).read_text(encoding="utf-8")), blocks[key]
+
+
+def test_python_blocks_run_as_printed(two_ranks, blocks):
+    keys = [key for key, listed in BLOCKS.items() if isinstance(listed, Python)]
+    assert two_ranks.run(_run_python, [blocks[key] for key in keys]) == [len(keys)] * 2
+
+
+def _run_python(blocks: list[Block]) -> int:
+    for block in blocks:
+        listed, printed = BLOCKS[block.key], io.StringIO()
+        names = {"__name__": "documented"} | listed.names()
+        # Empty lines in front, so that a traceback shows the line of the page.
+        code = compile("\n" * (block.line - 1) + block.text, block.key[0], "exec")
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(code, names)
+            listed.check(names | {"printed": printed.getvalue()})
+        except Exception as error:
+            raise AssertionError(f"{block}: {type(error).__name__}: {error}") from error
+        finally:
+            for value in names.values():
+                if isinstance(value, BaseTaskBalancedBatchShuffler):
+                    value.close()
+    return len(blocks)
+
+
+SHELL_BLOCKS = [key for key, listed in BLOCKS.items() if isinstance(listed, Shell)]
+
+
+@pytest.mark.parametrize("key", SHELL_BLOCKS, ids=[f"{heading} {number}" for _, heading, number in SHELL_BLOCKS])
+def test_shell_blocks_run_as_printed(two_ranks, blocks, key, tmp_path, monkeypatch):
+    listed, text = BLOCKS[key], blocks[key].text
+    printed = commands_in(text)
+    told = {*listed.more, *listed.instead}
+    assert told <= set(printed), f"{blocks[key]} has no {told - set(printed)}"
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith(".") and entry.name not in ("data", "runs", "build", "dist"):
+            (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/bin").symlink_to(Path(sys.executable).parent)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measurement, "time_step", _time_by_size)
+    shown = ""
+    for command in (*listed.prepare, *printed):
+        equivalent, _ = listed.instead.get(command, (command, ""))
+        flags, _ = listed.more.get(command, ("", ""))
+        shown += _run_command(f"{equivalent} {flags}", two_ranks)
+    assert re.search(listed.shows, shown), shown
+    assert not [name for name in listed.files if not (tmp_path / name).is_file()], shown
+
+
+def _time_by_size(target: measurement.CostTarget, batch: Any) -> float:
+    """A step is run, but takes the time that its size says: a busy machine must not decide a test."""
+    target.train_step(batch)
+    rows, tokens, pairs = measurement.batch_size_of(target, batch)
+    return 1.0 + 0.1 * rows + 0.01 * tokens + 1e-4 * pairs
+
+
+def _run_command(command: str, two_ranks: Any) -> str:
+    """Run one command in the working directory and return what it shows; AssertionError if it fails.
+
+    `evenrank` and a training under torchrun run in processes that have TorchRec already, which takes seconds to
+    import: by what the command's script calls, with what torchrun would hand on. test_hstu_train.py launches them.
+    """
+    program, *arguments = shlex.split(command)
+    name = Path(program).name
+    if name == "evenrank":
+        output, threads = io.StringIO(), torch.get_num_threads()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            status = evenrank_main(arguments)
+        torch.set_num_threads(threads)
+        assert status == 0, f"{command}: {output.getvalue()}"
+        return output.getvalue()
+    if name == "torchrun":
+        launch = get_args_parser().parse_args(arguments)
+        assert launch.module and launch.standalone and launch.nproc_per_node == "2"
+        two_ranks.run(given.train_in, str(Path.cwd()), launch.training_script, launch.training_script_args)
+        return ""
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        env=os.environ | {"PATH": f"{Path.cwd() / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+def test_blocks_are_found_wherever_they_stand():
+    lines = ["# A", "```", "picture", "```", "## B", "1. item", "", "   ```python", "   if x:", "", "       y = '```'"]
+    page = "\n".join([*lines, "   ```", "~~~bash", "# C", "~~~"])
+    first, second, third = blocks_in("a.md", page)
+    assert (first.key, first.language, first.text, first.line) == (("a.md", "A", 0), "", "picture", 3)
+    assert (second.key, second.text) == (("a.md", "B", 0), "if x:\n\n    y = '```'") and second.language == "python"
+    assert (third.key, third.text) == (("a.md", "B", 1), "# C")  # no heading
+    with pytest.raises(ValueError, match="a.md:2: a block without an end"):
+        blocks_in("a.md", "```python\nx = 1\n")
+
+
+def test_an_excerpt_is_literal_but_for_its_indentation():
+    source = "import a\n\n\ndef f():\n    x = 1\n\n    if x:\n        y()\n"
+    assert is_excerpt("x = 1\n\nif x:\n    y()\n", source) and is_excerpt("import a", source)
+    assert not is_excerpt("x = 1\nif x:\n    y()\n", source)  # a line is missing
+    assert not is_excerpt("if x:\n  y()\n", source) and not is_excerpt("x = 2", source) and not is_excerpt("", source)

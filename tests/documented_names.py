@@ -1,0 +1,212 @@
+"""What the text around a documented block has introduced, and what the block then has to have done; on every rank."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import evenrank
+from tests import models
+
+_SIZES = [6, 2, 3, 1]
+
+
+def torchrec_script() -> dict[str, Any]:
+    """A sharded model, its optimizer and a dataloader whose ranks end at different steps."""
+    model, optimizer = models.build_sharded()
+    batches = list(models.rank_batches(dist.get_rank(), 4 + dist.get_rank(), _SIZES))
+    return {"model": model, "optimizer": optimizer, "device": torch.device("cpu"), "dataloader": batches}
+
+
+def all_rows_were_trained(names: dict[str, Any]) -> None:
+    """Every row of every rank, once."""
+    seen = [row for step in models.head_of(names["model"]).seen for row in step]
+    own = [row for batch in names["dataloader"] for row in batch.sample_id[: batch.actual_batch_size].tolist()]
+    assert sorted(_of_all(seen)) == sorted(_of_all(own))
+    steps = names["printed"].splitlines()
+    assert len(steps) == 5 and all(" → " in step for step in steps)
+    assert any(float(step.split(" → ")[1]) < float(step.split(" → ")[0]) for step in steps)
+
+
+def pipeline_trains(names: dict[str, Any]) -> None:
+    """The pipeline that the block has made trains a batch."""
+    names["pipeline"].progress(iter(names["dataloader"]))
+    assert names["pipeline"].last_stats.num_rows == sum(_of_all([names["dataloader"][0].actual_batch_size]))
+
+
+def options_are_those_of_the_shuffler(names: dict[str, Any]) -> None:
+    """The shuffler has the options, and works."""
+    shuffler = names["shuffler"]
+    assert (shuffler.options.slack, shuffler.options.min_gain) == (0.05, 0.02)
+    batch = models.make_batch([1 + dist.get_rank(), 3], 2)
+    assert sorted(_of_all(shuffler.shuffle(batch).sample_id.tolist())) == sorted(_of_all(batch.sample_id.tolist()))
+
+
+def mine_is_registered(names: dict[str, Any]) -> None:
+    """The block's shuffler is there under its name, and moves rows by its workloads."""
+    (name,) = (each for each in evenrank.BatchShufflerFactory.list_available() if each.startswith("mine"))
+    try:
+        shuffler = evenrank.BatchShufflerFactory.create(name, options=evenrank.ShufflerOptions(verify=True))
+    finally:
+        evenrank.BatchShufflerFactory.unregister(name)
+    ids = [[3, 4, 5], [1000, 2000, 3000]][dist.get_rank()]
+    batch = models.make_batch(ids, 3, longest=40)
+    workloads = shuffler.get_workloads(batch)
+    lengths = batch.features["item"].lengths()
+    assert workloads.dtype == torch.int64 and workloads.shape == (3,)
+    assert workloads.argsort().tolist() == lengths.argsort().tolist()
+    try:
+        rows = shuffler.shuffle(batch).sample_id.tolist()
+        assert sorted(_of_all(rows)) == sorted(_of_all(ids))
+    finally:
+        shuffler.close()
+
+
+def shuffler_file() -> dict[str, Any]:
+    """What a file that defines a shuffler imports."""
+    return {
+        "torch": torch,
+        "register_batch_shuffler": evenrank.register_batch_shuffler,
+        "BaseTaskBalancedBatchShuffler": evenrank.BaseTaskBalancedBatchShuffler,
+    }
+
+
+def test_file() -> dict[str, Any]:
+    """What a file of tests/distributed imports."""
+    return {"torch": torch, "dist": dist}
+
+
+test_file.__test__ = False
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The fixture `ranks`, as seen from the ranks."""
+
+    world_size: int
+
+    def run(self, function: Any) -> list[Any]:
+        return _of_all([function()])
+
+
+def ranks_add_up(names: dict[str, Any]) -> None:
+    """The test passes, and would fail for another sum."""
+    names["test_all_ranks_add_up"](_Ranks(dist.get_world_size()))
+    assert names["_sum_of_ranks"]() == 1
+
+
+def _token_rows(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
+    """Token ids padded on the right to the longest row, and their mask."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    ids = torch.randint(1, 5, mask.shape, generator=torch.Generator().manual_seed(seed)) * mask
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+def _score(rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A number per row that does not depend on its padding, and differs between rows."""
+    places = torch.arange(1, rows["input_ids"].shape[1] + 1)
+    return (rows["input_ids"] * places * rows["attention_mask"]).sum(1)
+
+
+def padded_rows() -> dict[str, Any]:
+    """A batch of padded rows, and a model that scores them."""
+    return {"batch": _token_rows([3, 40, 5, 7, 30, 2, 9, 12, 1, 25, 8, 6], seed=1), "model": _score}
+
+
+def predictions_in_order(names: dict[str, Any]) -> None:
+    """One prediction per row, in the order of the batch."""
+    assert names["predictions"].tolist() == _score(names["batch"]).tolist()
+    assert len(names["chunks"]) == 8 and names["chunks"].imbalance < 2
+
+
+def rows_of_ranks() -> dict[str, Any]:
+    """A batch on rank 0, and rollouts that every rank has padded to its own longest."""
+    rank = dist.get_rank()
+    whole = padded_rows()
+    task = evenrank.SelfAttentionTask(hidden_size=64, num_heads=4, head_dim=16)
+    lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][rank]
+    return {
+        "task": task,
+        "model": _score,
+        "batch_or_none": whole["batch"] if rank == 0 else None,
+        "workloads_or_none": task.get_workloads(whole["batch"]["attention_mask"].sum(1)) if rank == 0 else None,
+        "rollouts": _token_rows(lengths, seed=2 + rank),
+    }
+
+
+def results_came_home(names: dict[str, Any]) -> None:
+    """Scores are back where their rows come from, and no share is wider than its longest row."""
+    if names["batch_or_none"] is None:
+        assert names["results"] is None
+    else:
+        assert names["results"].tolist() == _score(names["batch_or_none"]).tolist()
+    assert names["rewards"].tolist() == _score(names["rollouts"]).tolist()
+    assert names["moved"].num_moved > 0
+    for batch in (names["share"].batch, names["moved"].batch):
+        assert batch["input_ids"].shape[1] == int(batch["attention_mask"].sum(1).max())
+
+
+class _LanguageModel(nn.Module):
+    """Logits of every place, `(rows, width, 5)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5, 5, dtype=torch.float64)
+
+    def forward(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.tokens(rows["input_ids"])
+
+
+def language_model() -> dict[str, Any]:
+    """A model, and rows of which the longest fills a micro-batch and has no label."""
+    torch.manual_seed(0)
+    batch = _token_rows([16000, 3000, 5000, 200][dist.get_rank() :], seed=dist.get_rank())
+    batch["labels"] = torch.where(batch["attention_mask"] != 0, batch["input_ids"], -100)
+    batch["labels"][0] = -100
+    return {"model": _LanguageModel(), "batch": batch}
+
+
+def whole_gradient(names: dict[str, Any]) -> None:
+    """The averaged gradient is that of one process over the rows of all ranks."""
+    model = names["model"]
+    assert dist.get_rank() == 1 or 0 in names["micro_batches"].loss_tokens
+    reached = model.tokens.weight.grad.clone()
+    dist.all_reduce(reached)
+    reached /= dist.get_world_size()
+    model.zero_grad()
+    losses = []
+    for rows in _of_all([names["batch"]]):
+        labels = rows["labels"][:, 1:].flatten()
+        losses.append(cross_entropy(model(rows)[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="none"))
+    terms = sum(int((rows["labels"][:, 1:] != -100).sum()) for rows in _of_all([names["batch"]]))
+    (torch.cat(losses).sum() / terms).backward()
+    assert bool(reached.isfinite().all()) and float(model.tokens.weight.grad.abs().max()) > 1e-3
+    assert float((reached - model.tokens.weight.grad).abs().max()) < 1e-12
+
+
+def train_in(folder: str, script: str, arguments: list[str]) -> None:
+    """A training script of ours on this rank, as torchrun starts it, but in the process group that there is."""
+    module = importlib.import_module(script)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        config = module.load_config(module.TrainConfig, arguments, prog=script)
+        module.write_config(config, config.trainer.run_dir)
+        module.train(config, torch.device("cpu"))
+    finally:
+        os.chdir(before)
+
+
+def _of_all(items: list[Any]) -> list[Any]:
+    """The items of all ranks, in the order of the ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, items)
+    return [item for part in gathered for item in part]
