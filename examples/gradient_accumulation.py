@@ -161,7 +161,7 @@ def accumulated(
         with kept_for_backward(model) as kept:
             loss = model(**packed.inputs)
             most_bytes = max(most_bytes, sum(kept.values()))
-        # A sum: of a micro-batch without a label it is 0, where a mean would be NaN.
+        # A sum: of a micro-batch without a label it is 0, where a mean would be 0 ÷ 0.
         (micro_batches.loss_scale * loss).backward()
     return gradients(model), most_bytes, micro_batches.metrics
 

@@ -70,23 +70,6 @@ def mine_is_registered(names: dict[str, Any]) -> None:
         shuffler.close()
 
 
-def shuffler_file() -> dict[str, Any]:
-    """What a file that defines a shuffler imports."""
-    return {
-        "torch": torch,
-        "register_batch_shuffler": evenrank.register_batch_shuffler,
-        "BaseTaskBalancedBatchShuffler": evenrank.BaseTaskBalancedBatchShuffler,
-    }
-
-
-def test_file() -> dict[str, Any]:
-    """What a file of tests/distributed imports."""
-    return {"torch": torch, "dist": dist}
-
-
-test_file.__test__ = False
-
-
 @dataclass(frozen=True)
 class _Ranks:
     """The fixture `ranks`, as seen from the ranks."""

@@ -34,7 +34,7 @@ class MicroBatches(Sequence[B]):
             *sum* of the loss terms of each micro-batch times this, added up, has the gradient of the mean loss over the
             batches of all ranks, once DistributedDataParallel has averaged it. Zero if there are no terms.
         loss_weights: the same for a model that gives the *mean* of each micro-batch: loss_scale · its loss tokens. Only
-            where every micro-batch has a term: the mean over none is NaN, and stays NaN times its weight of 0.
+            where every micro-batch has a term: a mean over none is 0 ÷ 0, and stays NaN times its weight of 0.
         metrics: `packing_metrics` of the tokens under the budget (without one, under the largest micro-batch), with the
             seconds that the packing took.
     """

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import TrainPipelineFactory
 
 
 @dataclass
@@ -172,6 +171,8 @@ class TrainerArgs:
                 f"profile_step_end is {self.profile_step_end}, profile_step_start is {self.profile_step_start}; a "
                 "trace ends after it starts: raise profile_step_end"
             )
+        from commons.pipeline import TrainPipelineFactory  # here: TorchRec is not needed to read a config
+
         pipelines = TrainPipelineFactory.list_available()
         if self.pipeline_type not in pipelines:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -174,13 +175,14 @@ def _one_rank_stays_away():
     return str(caught.value)
 
 
-def _accumulate(by_mean):
+def _accumulate(fewest_terms_of_a_mean):
     """Gradients of DistributedDataParallel over micro-batches, and of one process over all rows."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     rows_of = [5, 9, 3, 7][:world_size]
     data = [{"x": torch.randn(rows, 6, dtype=torch.float64), "terms": torch.randint(0, 4, (rows,))} for rows in rows_of]
     data[-1]["terms"][:] = 0  # a rank without a term
+    data[0]["terms"][2:] = 0  # and a rank with micro-batches that have none
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
     def sum_of(module, batch):
@@ -196,9 +198,9 @@ def _accumulate(by_mean):
     micro_batches = pack_micro_batches(data[rank], spec, [4] * rows_of[rank], loss_tokens=data[rank]["terms"])
     for number, batch in enumerate(micro_batches):
         parallel.require_backward_grad_sync = number == len(micro_batches) - 1
-        if by_mean:
-            mean = sum_of(parallel, batch) / max(1, micro_batches.loss_tokens[number])
-            loss = micro_batches.loss_weights[number] * mean
+        if fewest_terms_of_a_mean is not None:
+            terms = batch["terms"].sum().clamp(min=fewest_terms_of_a_mean)
+            loss = micro_batches.loss_weights[number] * (sum_of(parallel, batch) / terms)
         else:
             loss = micro_batches.loss_scale * sum_of(parallel, batch)
         loss.backward()
@@ -211,7 +213,12 @@ def _accumulate(by_mean):
     return [float((each - expected).abs().max()) for each in (reached, direct)], float(expected.abs().max())
 
 
-@pytest.mark.parametrize("by_mean", [False, True])
-def test_gradients_are_those_of_one_process(ranks, by_mean):
-    for differences, largest in ranks.run(_accumulate, by_mean):
+@pytest.mark.parametrize("fewest_terms_of_a_mean", [None, 1], ids=["sums", "means"])
+def test_gradients_are_those_of_one_process(ranks, fewest_terms_of_a_mean):
+    for differences, largest in ranks.run(_accumulate, fewest_terms_of_a_mean):
         assert max(differences) < 1e-14 and largest > 1e-3
+
+
+def test_a_mean_over_no_term_stays_nan_whatever_its_weight(two_ranks):
+    # Why sums are what is documented: a micro-batch without a term is weighed by 0, but 0 · (0 ÷ 0) is no zero.
+    assert all(math.isnan(differences[0]) for differences, _ in two_ranks.run(_accumulate, 0))
