@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from commons.datasets.whole_folder import check_replaceable, owned_folder, parents_of, whole_folder
+from commons.datasets.whole_folder import check_replaceable, owned_folder, parents_of, require_there, whole_folder
 
 # First words of the README of an archive that a generator wrote; published READMEs begin otherwise.
 GENERATED_MARK = "GENERATED DATA"
@@ -72,7 +72,8 @@ def generated_archive(output: Path, form: ArchiveForm) -> Iterator[Path]:
             yield folder
         return
     _check_output(output, form)
-    with parents_of(output), owned_folder(output.with_name(f".{output.name}.unfinished"), output, what) as folder:
+    folder = output.with_name(f".{output.name}.unfinished")
+    with parents_of(output), owned_folder(folder, output, what) as is_there:
         contents, packed = folder / "contents", folder / "packed"
         contents.mkdir()
         _make_parents(contents, form)
@@ -82,6 +83,7 @@ def generated_archive(output: Path, form: ArchiveForm) -> Iterator[Path]:
             _pack_zip(packed, contents, names, form.folder)
         else:
             _pack_tar(packed, contents, names, form.folder)
+        require_there(is_there(), folder, output)
         packed.replace(output)
 
 

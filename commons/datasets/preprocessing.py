@@ -8,7 +8,6 @@ partitions take about 18 bytes per interaction on the disk of the output until t
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +99,7 @@ class Preprocessor:
                     seed=seed,
                     on_rows=progress.update,
                 )
-            shutil.rmtree(folder / _PARTITIONS)
+            sequences.interactions.remove()
         return target
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from commons.datasets.whole_folder import whole_file
 
 _METADATA_KEY = b"evenrank.sids"
 _FORMAT_VERSION = 1
@@ -130,13 +131,8 @@ class SIDMap:
         footer = {"format_version": _FORMAT_VERSION, "codebook_sizes": self.codebook_sizes, "options": self.options}
         sids = pa.FixedSizeListArray.from_arrays(self.codes.astype(np.int32).ravel(), self.num_hierarchies)
         table = pa.table({"item_id": self.item_ids, "sid": sids}, metadata={_METADATA_KEY: json.dumps(footer).encode()})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            pq.write_table(table, aside, write_page_checksum=True)
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with whole_file(path) as file:
+            pq.write_table(table, file, write_page_checksum=True)
 
     def _check_items(self) -> None:
         repeated = np.unique(self.item_ids[1:][np.diff(self.item_ids) == 0])

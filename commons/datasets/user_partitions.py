@@ -57,6 +57,7 @@ class UserPartitions:
 
     def __init__(self, folder: Path, num_partitions: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         self.num_partitions = num_partitions
         self.num_rows = 0
         self._paths = [folder / f"{index:03d}.arrow" for index in range(num_partitions)]
@@ -91,6 +92,13 @@ class UserPartitions:
         for writer in self._writers:
             writer.close()
         self._writers = []
+
+    def remove(self) -> None:
+        """Remove the temporary files and their folder."""
+        self.close()
+        for path in self._paths:
+            path.unlink()
+        self._folder.rmdir()
 
     def read(self, index: int) -> UserHistories:
         """The users of a partition. Rows of one user and time keep the order in which they were added."""

@@ -43,7 +43,13 @@ def unfinished_path(final: Path) -> Path:
 
 
 def make_empty(path: Path) -> None:
-    """Make a folder, without what is left of one of that name."""
+    """Make a folder, without what is left of one of that name.
+
+    Raises:
+        OSError: it cannot be made, or there is a symbolic link of that name, which is not followed.
+    """
+    if path.is_symlink():
+        raise FileExistsError(f"{path} is a symbolic link; a checkpoint is written there, and links are not followed")
     discard(path)
     path.mkdir(parents=True)
 
@@ -82,7 +88,7 @@ def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any],
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, if it is there and can be removed."""
+    """Remove a folder, if it is there and can be removed; a symbolic link stays, and what it points to."""
     shutil.rmtree(path, ignore_errors=True)
 
 

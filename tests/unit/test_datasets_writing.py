@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import os
 import signal
+import stat
 import subprocess
 import sys
 
@@ -20,7 +22,7 @@ from commons.datasets.sequence_file import SequenceFile
 from commons.datasets.sequence_metadata import histogram_keys, histogram_of
 from commons.datasets.sequence_writer import IdMap, SeenIds, _row_groups
 from commons.datasets.user_partitions import UserPartitions, partitions_for
-from commons.datasets.whole_folder import whole_folder
+from commons.datasets.whole_folder import whole_file, whole_folder
 
 _ANY = {"may_replace": lambda path: True, "what": "thing"}
 
@@ -137,6 +139,132 @@ class TestWholeFolder:
                 whole_folder(target, **_ANY),
             ):
                 pass
+
+
+class TestPlantedLinks:
+    """Somebody may have put something at the names that a writer passes through; nothing is written or deleted there."""
+
+    @pytest.fixture
+    def foreign(self, tmp_path):
+        folder = tmp_path / "foreign"
+        (folder / "deep").mkdir(parents=True)
+        (folder / "deep" / "precious").write_text("precious")
+        (folder / "contents").write_text("precious")
+        yield folder
+        assert sorted(path.name for path in folder.rglob("*")) == ["contents", "deep", "precious"]
+        assert (folder / "deep" / "precious").read_text() == "precious"
+
+    @pytest.mark.parametrize("place", ["unfinished", "replaced"])
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_a_link_where_a_folder_passes_through(self, tmp_path, foreign, place, is_there):
+        output = tmp_path / "output"
+        if is_there:
+            write(output / "data", "before")
+        output.mkdir(exist_ok=True)
+        (output / f".data.{place}").symlink_to(foreign)
+        with pytest.raises(FileExistsError, match=f"data.{place} is a symbolic link; .* links are not followed: remove"):
+            write(output / "data", "x")
+        assert (output / "data").exists() == is_there
+
+    @pytest.mark.parametrize("command", ["ml-20m", "ml-20m.zip"])
+    def test_generate_and_preprocess(self, tmp_path, foreign, command):
+        output = tmp_path / "output"
+        output.mkdir()
+        (output / f".{command}.unfinished").symlink_to(foreign)
+        (output / ".ml-20m.parquet.unfinished").symlink_to(foreign)
+        with pytest.raises(FileExistsError, match="symbolic link"):
+            generate_movielens_20m(output / command, num_users=3)
+        generate_movielens_20m(tmp_path / "a.zip", num_users=3)
+        with pytest.raises(FileExistsError, match="symbolic link"):
+            preprocess_movielens_20m(tmp_path / "a.zip", output)
+
+    def test_what_a_link_in_a_left_over_folder_points_to_stays(self, tmp_path, foreign):
+        left_over = tmp_path / ".data.unfinished" / "deep"
+        left_over.mkdir(parents=True)
+        (left_over / "link").symlink_to(foreign)
+        (left_over.parent / "link").symlink_to(foreign / "contents")
+        write(tmp_path / "data", "whole")
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["data", "foreign"]
+
+    def test_a_target_that_is_a_link_is_replaced(self, tmp_path, foreign):
+        for target in (foreign, tmp_path / "nowhere"):
+            (tmp_path / "data").symlink_to(target)
+            with whole_folder(tmp_path / "data", **_ANY) as folder:
+                (folder / "a.txt").write_text("whole")
+            assert not (tmp_path / "data").is_symlink()
+            assert sorted(entry.name for entry in tmp_path.iterdir()) == ["data", "foreign"]
+            (tmp_path / "data" / "a.txt").unlink()
+            (tmp_path / "data").rmdir()
+
+    def test_a_link_put_in_its_place_while_it_is_written(self, tmp_path, foreign):
+        with (
+            pytest.raises(OSError, match="data.unfinished was replaced while .* what was there before stays"),
+            whole_folder(tmp_path / "data", **_ANY) as folder,
+        ):
+            folder.rename(tmp_path / "elsewhere")
+            folder.symlink_to(foreign)
+        assert not (tmp_path / "data").exists()
+
+    def test_a_link_put_in_its_place_between_check_and_opening(self, tmp_path, foreign, monkeypatch):
+        opening = os.open
+
+        def plant_first(path, *arguments, **options):
+            monkeypatch.undo()
+            path.rmdir()
+            path.symlink_to(foreign)
+            return opening(path, *arguments, **options)
+
+        monkeypatch.setattr(whole_folder_module.os, "open", plant_first)
+        with pytest.raises(FileExistsError, match="symbolic link"):
+            write(tmp_path / "data", "x")
+
+    def test_a_folder_of_another_user(self, tmp_path, monkeypatch):
+        (tmp_path / ".data.unfinished").mkdir()
+        monkeypatch.setattr(whole_folder_module.os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(FileExistsError, match="belongs to another user; .*: remove it, or give another path"):
+            write(tmp_path / "data", "x")
+
+    def test_a_file_in_the_way(self, tmp_path):
+        (tmp_path / ".data.unfinished").write_text("mine")
+        with pytest.raises(FileExistsError, match=r"cannot be opened \(Not a directory\); .* remove it"):
+            write(tmp_path / "data", "x")
+        assert (tmp_path / ".data.unfinished").read_text() == "mine"
+
+
+class TestWholeFile:
+    def test_a_link_is_replaced_and_not_followed(self, tmp_path):
+        (tmp_path / "foreign").write_text("precious")
+        (tmp_path / "map").symlink_to(tmp_path / "foreign")
+        with whole_file(tmp_path / "map") as file:
+            file.write(b"whole")
+        assert (tmp_path / "map").read_bytes() == b"whole" and not (tmp_path / "map").is_symlink()
+        assert (tmp_path / "foreign").read_text() == "precious"
+
+    def test_a_planted_link_is_not_followed(self, tmp_path, monkeypatch):
+        (tmp_path / "foreign").write_text("precious")
+        monkeypatch.setattr(whole_folder_module.secrets, "token_hex", lambda size: "guessed")
+        (tmp_path / ".map.guessed").symlink_to(tmp_path / "foreign")
+        with pytest.raises(OSError, match="map cannot be written"), whole_file(tmp_path / "map"):
+            pass
+        assert (tmp_path / "foreign").read_text() == "precious"
+
+    def test_a_failure_leaves_what_was_there(self, tmp_path):
+        (tmp_path / "map").write_text("before")
+        for target in (tmp_path / "map", tmp_path / "new" / "map"):
+            with pytest.raises(OSError, match="disk full"), whole_file(target) as file:
+                file.write(b"half")
+                raise OSError("disk full")
+        assert [entry.name for entry in tmp_path.iterdir()] == ["map"]
+        assert (tmp_path / "map").read_text() == "before"
+
+    def test_others_may_read_it_as_the_umask_says(self, tmp_path):
+        before = os.umask(0o022)
+        try:
+            with whole_file(tmp_path / "map") as file:
+                file.write(b"whole")
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / "map").stat().st_mode) == 0o644
 
 
 def _error_of_second(target) -> str:

@@ -47,6 +47,17 @@ def test_the_last_ones_are_kept(tmp_path):
     assert steps(tmp_path) == [10, 12]
 
 
+def test_a_planted_link_is_not_followed(tmp_path):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "precious").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    planted = unfinished_path(checkpoint_path(tmp_path / "folder", 4))
+    planted.symlink_to(tmp_path / "foreign")
+    with pytest.raises(FileExistsError, match="is a symbolic link; a checkpoint is written there, and links are not"):
+        save(tmp_path / "folder", 4)
+    assert [entry.name for entry in (tmp_path / "foreign").iterdir()] == ["precious"]
+
+
 def test_a_damaged_one_of_a_later_step_replaces_no_new_one(tmp_path):
     for step in (2, 6):
         save(tmp_path, step)
