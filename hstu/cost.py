@@ -12,6 +12,7 @@ from torch import nn
 
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
+from commons.datasets.random_dataset import RandomHSTUDataset
 from commons.datasets.random_times import random_times
 from commons.datasets.sequence_metadata import TIMESTAMP
 from commons.perf_model.measurement import RowTokens
@@ -46,7 +47,7 @@ class HSTUCostTarget:
         self._config = replace(config, model=config.model.on(device))
         seed_all(config.trainer.seed)
         # The first batch shows what batches of this data set look like.
-        self._example: HSTUBatch = next(self.host_batches())
+        self._example = self._first_batch()
         task = self._make_task()
         self._model_config = task.config
         self.task = hstu_task(task.config.hstu)
@@ -104,12 +105,17 @@ class HSTUCostTarget:
         return RowTokens(seqlen[:rows], targets[:rows], None if contextual is None else contextual[:rows])
 
     def host_batches(self) -> Iterator[HSTUBatch]:
-        """Batches of the training data, as a single rank reads them."""
-        return iter(self._loader())
+        """Batches of the training data, as a single rank reads them; random data have no end."""
+        loader = self._loader()
+        return loader.dataset.stream() if isinstance(loader.dataset, RandomHSTUDataset) else iter(loader)
+
+    def _first_batch(self) -> HSTUBatch:
+        for batch in self.host_batches():
+            return batch
+        raise ValueError("the data set has no batch for training: check its path and split")
 
     def _loader(self) -> Any:
         dataset, trainer = self._config.dataset, self._config.trainer
-        options: dict[str, Any] = {"num_batches": dataset.num_batches} if dataset.dataset_name == "random" else {}
         return get_data_loader(
             dataset.dataset_name,
             "train",
@@ -120,7 +126,7 @@ class HSTUCostTarget:
             num_tasks=dataset.num_tasks,
             shuffle=dataset.shuffle,
             seed=trainer.seed,
-            **options,
+            **dataset.random_options(),
             **data_options(self._config.model),
         )
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commons.datasets.data_loader import RANDOM_DATASETS, get_data_loader
+from commons.datasets.data_loader import get_data_loader
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.sid_dataset import CANDIDATE, HISTORY
+from commons.datasets.sid_random_dataset import RandomSIDDataset
 from commons.perf_model.measurement import RowTokens
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.config import load_config_file
@@ -82,14 +83,13 @@ class SIDGRCostTarget:
         return RowTokens(batch.sequence_lengths()[: real_rows(batch)])
 
     def host_batches(self) -> Iterator[GPTSIDBatch]:
-        """Batches of the training data, as a single rank reads them."""
-        return iter(self._loader())
+        """Batches of the training data, as a single rank reads them; random data have no end."""
+        loader = self._loader()
+        return loader.dataset.stream() if isinstance(loader.dataset, RandomSIDDataset) else iter(loader)
 
     def _loader(self) -> Any:
         dataset, trainer = self._config.dataset, self._config.trainer
         options: dict[str, Any] = {"sid_map": self._sid_map}
-        if dataset.dataset_name in RANDOM_DATASETS:
-            options["num_batches"] = dataset.num_batches
         if dataset.dataset_name == "sid":
             options["history_column"] = self._config.sid.history_column
         return get_data_loader(
@@ -101,6 +101,7 @@ class SIDGRCostTarget:
             max_num_candidates=dataset.max_num_candidates,
             shuffle=dataset.shuffle,
             seed=trainer.seed,
+            **dataset.random_options(),
             **options,
         )
 

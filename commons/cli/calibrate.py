@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from rich.console import Console
 from tqdm import tqdm
 
 from commons.cli.console import print_summary
 from commons.cli.cost_target import choose_device, load_cost_target
-from commons.perf_model.calibration import Calibration, describe_device
-from commons.perf_model.calibration_fit import fit_calibration
+from commons.cli.outputs import require_output
+from commons.perf_model.calibration import Calibration, describe_device, is_calibration
+from commons.perf_model.calibration_fit import Verdict, fit_calibration, judge_calibration
 from commons.perf_model.measurement import draw_mixes, measure_steps
 
 
@@ -35,8 +37,9 @@ class Calibrate:
     output: Path
     """The calibration, a small TOML file."""
 
-    model: str = "hstu"
-    """Package of the model; its module `cost` has a function cost_target(config, device)."""
+    model: str | None = None
+    """Package of the model, installed or in the working directory; its module `cost` has a function
+    cost_target(config, device). None: hstu, or sid_gr where the data set of the config has semantic IDs."""
 
     num_mixes: int = 80
     """Batches of different sizes and lengths; every fourth is held out of the fit."""
@@ -59,8 +62,8 @@ class Calibrate:
             raise ValueError(f"output is {str(self.output)!r}; a calibration is a TOML file: let it end in .toml")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; seeds are not negative: correct it")
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        self.output.open("a").close()  # before the measurements, which would be lost
+        # Before the measurements, which would be lost.
+        require_output(self.output, inputs={"--config": self.config}, may_replace=is_calibration, what="calibration")
         try:
             self._measure()
         except torch.OutOfMemoryError:
@@ -80,7 +83,8 @@ class Calibrate:
         )
         calibration = fit_calibration(measurements, target.task, describe_device(target.device))
         calibration.save(self.output)
-        print_summary(f"{self.model} on {calibration.device.name}", _describe(calibration, self.output))
+        print_summary(f"{calibration.model['task']} on {calibration.device.name}", _describe(calibration, self.output))
+        Console().print(_say(judge_calibration(calibration, measurements, target.task), len(mixes)))
 
 
 def _describe(calibration: Calibration, path: Path) -> dict[str, str]:
@@ -96,3 +100,21 @@ def _describe(calibration: Calibration, path: Path) -> dict[str, str]:
         "by operations alone": f"mean {quality.flops_mean_error:.1%}",
         "file": str(path),
     }
+
+
+def _say(verdict: Verdict, num_mixes: int) -> str:
+    """The verdict in a sentence, and what to do."""
+    errors = f"{verdict.error:.1%} against {verdict.operations_error:.1%} on batches that no fit has seen"
+    if verdict.better:
+        factor = verdict.operations_error / max(verdict.error, 1e-12)
+        times = f"{factor:.1f} times" if factor < 100 else "more than 100 times"
+        return f"Use it: its error is {times} smaller than that of operations alone, {errors}."
+    if verdict.measurements > num_mixes:
+        return (
+            f"Not surely better than operations alone: {errors}. --num-mixes {verdict.measurements} would tell "
+            f"({verdict.measurements - num_mixes} more); a machine where nothing else runs needs fewer."
+        )
+    return (
+        f"No better than operations alone: {errors}. More mixes would not change that: leave the calibration out, "
+        "unless you need loads in milliseconds."
+    )

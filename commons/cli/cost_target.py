@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from commons.datasets.data_loader import SID_DATASETS
 from commons.perf_model.measurement import CostTarget
-from commons.trainer.config import find_config
+from commons.trainer.config import find_config, read_config_file
+from commons.user_package import import_user_module
 
 
-def load_cost_target(model: str, config: Path, device: torch.device) -> CostTarget:
+def load_cost_target(model: str | None, config: Path, device: torch.device) -> CostTarget:
     """The target of a model package, from its module `cost`.
 
     Args:
-        model: importable package, such as "hstu"; its module `cost` has a function `cost_target(config, device)`.
-        config: the training config; `hstu/configs/random.toml` is found in the installed package too.
+from commons.trainer.config import find_config, read_config_file
+from commons.user_package import import_user_module
         device: where to run.
 
     Raises:
         FileNotFoundError: no config.
-        ValueError: no such package, or one without a cost target; or what its function says of the config.
+        ValueError: no such package, one that cannot be imported, or one without a cost target; or what its function
+            says of the config.
     """
     config = find_config(config)
     if not config.is_file():
         raise FileNotFoundError(f"{config} does not exist; --config names the TOML or YAML file of a training run")
+    if model is None:
+        model = _model_of(config)
     if not all(part.isidentifier() for part in model.split(".")):
         raise ValueError(f"model is {model!r}; it names an importable package, such as 'hstu': correct it")
     name = f"{model}.cost"
     try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
+        module = import_user_module(name)
+    except (ImportError, SyntaxError) as error:
         # A package that the model itself lacks is another mistake than a wrong name.
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"model is {model!r}, and there is no module {name}; it has a function cost_target(config, device): give "
-            "'hstu', or add such a module to your package"
-        ) from None
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"model is {model!r}, and there is no module {name}, neither installed nor in {Path.cwd()}; it has a "
+                "function cost_target(config, device): give 'hstu', or add such a module to your package"
+            ) from None
+        raise ValueError(f"module {name} cannot be imported ({error}): correct it, or install what it needs") from error
     if not hasattr(module, "cost_target"):
         raise ValueError(f"module {name} has no function cost_target(config, device): add it")
     return module.cost_target(config, device)
+
+
+def _model_of(config: Path) -> str:
+    """The package of ours that trains on the config's data set."""
+    dataset = read_config_file(config).get("dataset")
+    name = dataset.get("dataset_name") if isinstance(dataset, Mapping) else None
+    return "sid_gr" if name in SID_DATASETS else "hstu"
 
 
 def choose_device(name: str, threads: int) -> torch.device:

@@ -11,12 +11,13 @@ import tyro
 from tqdm import tqdm
 
 from commons.cli.console import print_summary
+from commons.cli.outputs import require_output
 from commons.datasets.public_datasets import PUBLIC_DATASETS
 from commons.datasets.sequence_file import SequenceFile
 from commons.datasets.sid_assignment import assign_sids
 from commons.datasets.sid_builders import DEFAULT_HISTORY_COLUMN
 from commons.datasets.sid_histories import Histories, ParquetHistories, PreprocessedHistories, history_chunks
-from commons.datasets.sid_map import SIDMap
+from commons.datasets.sid_map import SIDMap, is_sid_map
 
 
 @dataclass
@@ -60,6 +61,9 @@ class MakeSids:
         """Make the map, then print what was written."""
         if self.output.suffix != ".parquet":
             raise ValueError(f"output is {self.output}; a map is a .parquet file: rename it")
+        require_output(
+            self.output, inputs={"--source": self.source}, may_replace=is_sid_map, what="map of semantic IDs"
+        )
         histories, item_ids = self._open()
         with tqdm(total=len(self.codebook_sizes) + 2, unit="stage", leave=False, disable=None) as progress:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,11 +14,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 from commons.cli.cost_target import load_cost_target
+from commons.cli.outputs import require_output
 from commons.cli.simulate_figure import require_picture, write_figure
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.perf_model.measurement import CostTarget
 from commons.perf_model.simulation import RowCosts, SimulatedSteps, simulate_steps
+from commons.perf_model.task_estimator import AttentionTask
 
 
 @dataclass
@@ -36,14 +38,15 @@ class Simulate:
     config: Path
     """The TOML or YAML file of a training run: model, data set and batch size."""
 
-    model: str = "hstu"
-    """Package of the model; its module `cost` has a function cost_target(config, device)."""
+    model: str | None = None
+    """Package of the model, installed or in the working directory; its module `cost` has a function
+    cost_target(config, device). None: hstu, or sid_gr where the data set of the config has semantic IDs."""
 
     ranks: tuple[int, ...] = (8, 16, 64)
     """Numbers of ranks to look at."""
 
     steps: int = 50
-    """Steps to plan for each of them; the data repeats if it is too short."""
+    """Steps to plan for each of them; fewer where the data have fewer rows, none of which counts twice."""
 
     figure: Path | None = None
     """Where to draw the gain, as .png, .svg or .pdf; None for no picture."""
@@ -63,30 +66,34 @@ class Simulate:
             )
         if self.figure is not None:
             require_picture(self.figure)
+            measured = None if self.shuffler.calibration is None else Path(self.shuffler.calibration)
+            inputs = {"--config": self.config, "--shuffler.calibration": measured}
+            require_output(self.figure, option="--figure", inputs=inputs)
+        calibration = None if self.shuffler.calibration is None else load_calibration(self.shuffler.calibration)
         target = load_cost_target(self.model, self.config, torch.device("cpu"))
-        results = [self._simulate(target, num_ranks) for num_ranks in self.ranks]
+        cost = target.task if calibration is None else CalibratedTask(target.task, calibration)
+        batches, num_rows = _read(target, cost, max(self.ranks) * self.steps)
+        results = [self._simulate(batches, num_ranks, cost) for num_ranks in self.ranks if num_ranks <= len(batches)]
+        if not results:
+            raise ValueError(
+                f"the data set has {num_rows:,} rows, a step of {min(self.ranks)} ranks trains "
+                f"{min(self.ranks) * target.batch_size:,}: lower --ranks, or train_batch_size in the config"
+            )
         _print_results(results, self.config, target.batch_size)
+        for line in [*self._shortage(len(batches), num_rows, target.batch_size), *_dominant_rows(results)]:
+            Console().print(line)
         if self.figure is not None:
             write_figure(results, self.figure)
 
-    def _simulate(self, target: CostTarget, num_ranks: int) -> SimulatedSteps:
-        options, calibration = self.shuffler, None
-        if options.calibration is not None:
-            calibration = load_calibration(options.calibration)
-        cost = target.task if calibration is None else CalibratedTask(target.task, calibration)
-        wanted = itertools.islice(_repeated(target), num_ranks * self.steps)
-        bar = tqdm(wanted, f"{num_ranks} ranks", num_ranks * self.steps, unit="batch", disable=not sys.stderr.isatty())
-        batches = []
-        for batch in bar:
-            rows = target.row_tokens(batch)
-            tokens, pairs = target.task.tokens_and_pairs(*rows)
-            workloads = cost.get_workloads(*rows)
-            batches.append(RowCosts(workloads.numpy(), tokens.numpy(), pairs.numpy()))
+    def _simulate(
+        self, batches: Sequence[RowCosts], num_ranks: int, cost: AttentionTask | CalibratedTask
+    ) -> SimulatedSteps:
+        options = self.shuffler
         units_per_ms = cost.units_per_ms if isinstance(cost, CalibratedTask) else 0
         return simulate_steps(
-            batches,
+            batches[: num_ranks * self.steps],
             num_ranks,
-            calibration=calibration,
+            calibration=cost.calibration if isinstance(cost, CalibratedTask) else None,
             method=options.partitioner,
             equal_size=options.equal_size,
             slack=options.slack,
@@ -96,24 +103,54 @@ class Simulate:
             min_gain_load=round(options.min_gain_ms * units_per_ms),
         )
 
+    def _shortage(self, num_batches: int, num_rows: int, batch_size: int) -> list[str]:
+        """What to say of numbers of ranks for which the data are too short."""
+        return [
+            f"{num_ranks} ranks: {num_batches // num_ranks} of {self.steps} steps. The data set has {num_rows:,} rows, "
+            f"{self.steps} steps train {self.steps * num_ranks * batch_size:,}; no row counts twice."
+            for num_ranks in self.ranks
+            if num_batches < num_ranks * self.steps
+        ]
 
-def _repeated(target: CostTarget) -> Iterator[object]:
-    while True:
-        count = 0
-        for batch in target.host_batches():
-            count += 1
-            yield batch
-        if count == 0:
-            raise ValueError("the data set has no batch; there is nothing to balance: check its path and split")
+
+def _read(target: CostTarget, cost: AttentionTask | CalibratedTask, num_batches: int) -> tuple[list[RowCosts], int]:
+    """The first batches of the data, fewer where the data end, and their rows.
+
+    An incomplete batch at the end is left out, its rows are counted: in training every rank ends with as few rows, here
+    one rank alone would.
+    """
+    wanted = itertools.islice(target.host_batches(), num_batches)
+    batches = []
+    for batch in tqdm(wanted, "read", num_batches, unit="batch", leave=False, disable=not sys.stderr.isatty()):
+        rows = target.row_tokens(batch)
+        tokens, pairs = target.task.tokens_and_pairs(*rows)
+        batches.append(RowCosts(cost.get_workloads(*rows).numpy(), tokens.numpy(), pairs.numpy()))
+    num_rows = sum(len(batch.workloads) for batch in batches)
+    if batches and len(batches) < num_batches and len(batches[-1].workloads) < target.batch_size:
+        del batches[-1]
+    return batches, num_rows
+
+
+def _dominant_rows(results: Sequence[SimulatedSteps]) -> list[str]:
+    """What to say of steps in which one row is more than an even share, so that no plan can be even."""
+    lines = []
+    for result in results:
+        dominated = result.largest_share > 1
+        if dominated.any():
+            lines.append(
+                f"{result.num_ranks} ranks: in {dominated.sum()} of {len(dominated)} steps one sample alone is more "
+                f"than an even share of the work, up to {result.largest_share.max():.2f}×. It cannot be split: a "
+                "larger train_batch_size or a shorter max_history_seqlen makes more possible."
+            )
+    return lines
 
 
 def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int) -> None:
     in_ms = results[0].in_ms
-    table = Table(
-        title=f"{config}: {batch_size} rows per rank, {len(results[0].cost_before)} steps", title_justify="left"
-    )
+    table = Table(title=f"{config}: {batch_size} rows per rank", title_justify="left")
     for name in (
         "ranks",
+        "steps",
         "imbalance",
         "slowest rank" if in_ms else "",
         "speed-up",
@@ -124,13 +161,17 @@ def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int)
             table.add_column(name, justify="right")
     for result in results:
         before, after = result.cost_before.mean(), result.cost_after.mean()
-        cells = [str(result.num_ranks), f"{result.imbalance_before:.1%} → {result.imbalance_after:.2%}"]
+        cells = [
+            str(result.num_ranks),
+            str(len(result.cost_before)),
+            f"{result.imbalance_before:.1%} → {result.imbalance_after:.2%}",
+        ]
         if in_ms:
             cells.append(f"{before:.1f} → {after:.1f} ms")
         cells += [f"{result.speed_up:.2f}×", f"{result.possible_speed_up:.2f}×", f"{result.tokens_moved:.1%}"]
         table.add_row(*cells)
     console = Console()
     console.print(table)
-    console.print("imbalance: largest ÷ mean − 1; possible: with an even share on every rank")
+    console.print("imbalance: largest ÷ mean − 1; possible: no plan gains more")
     if not in_ms:
         console.print("Of the slowest rank's operations; --shuffler.calibration gives a whole step in milliseconds.")

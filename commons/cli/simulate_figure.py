@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from commons.datasets.whole_folder import whole_file
 from commons.perf_model.simulation import SimulatedSteps
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -56,6 +57,5 @@ def write_figure(results: Sequence[SimulatedSteps], path: Path) -> None:
     loads.legend(frameon=False)
     for axes in (gain, loads):
         axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "evenrank"}):
-        figure.savefig(path, dpi=150)
+    with matplotlib.rc_context({"svg.hashsalt": "evenrank"}), whole_file(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=150)

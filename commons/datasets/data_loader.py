@@ -129,8 +129,8 @@ def get_data_loader(
         seed: of the order and of random data; the same on every rank.
         num_workers: processes that assemble batches; 0 for none.
         pin_memory: put batches in pinned host memory.
-        options: further arguments of the data set, such as `num_batches` and `seqlen_dist` of random data,
-            `contextual_feature_names` and `table_sizes` of public data, `timestamps` of both, or the `sid_map` of
+        options: further arguments of the data set, such as `num_batches` and `length_distribution` of random
+            data, `contextual_feature_names` and `table_sizes` of public data, `timestamps` of both, or the `sid_map` of
             semantic IDs.
 
     Raises:

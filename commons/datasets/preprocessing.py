@@ -75,7 +75,7 @@ class Preprocessor:
 
         Raises:
             FileNotFoundError: nothing at `source`.
-            FileExistsError: something in the data set's place that no preprocessor wrote.
+            FileExistsError: something in the data set's place that no preprocessor wrote, or the source itself.
             BlockingIOError: another process is preprocessing to the same place.
             ValueError: a damaged or foreign archive, a missing column, a malformed line, a fraction outside `[0, 1]` or
                 a negative seed.
@@ -84,6 +84,11 @@ class Preprocessor:
         check_split(test_fraction, seed)
         archive = self.open(source, show_progress)
         target = Path(output) / f"{archive.schema.dataset_name}.parquet"
+        if Path(source).resolve().is_relative_to(target.resolve()):
+            raise FileExistsError(
+                f"source is {source}, which lies in {target}; that folder is replaced by the data set: give another "
+                "output"
+            )
         disable = None if show_progress else True
         with whole_folder(target, may_replace=is_preprocessed, what="preprocessed data set") as folder:
             with tqdm(total=archive.num_bytes, desc="read", unit="B", unit_scale=True, disable=disable) as progress:

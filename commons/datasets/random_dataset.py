@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
+from commons.datasets.random_distribution import LengthDistribution
 from commons.datasets.samplers import check_rank
 
 
@@ -83,6 +85,13 @@ class RandomHSTUDataset(Dataset[HSTUBatch]):
     def __getitem__(self, index: int) -> HSTUBatch:
         if not 0 <= index < self._num_batches:
             raise IndexError(f"batch {index} of a data set of {self._num_batches}")
+        return self._draw(index)
+
+    def stream(self) -> Iterator[HSTUBatch]:
+        """The batches of the data set, and on from there without end."""
+        return map(self._draw, itertools.count())
+
+    def _draw(self, index: int) -> HSTUBatch:
         # Batch numbers are global, so that the streams of two ranks never meet.
         entropy = [self._seed, index * self._world_size + self._rank]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
@@ -124,7 +133,7 @@ def user_like_dataset(
     max_num_candidates: int = 0,
     num_tasks: int | None = 1,
     num_batches: int = 100,
-    seqlen_dist: RandomDistribution | None = None,
+    length_distribution: LengthDistribution | None = None,
     batch_size: int,
     seed: int = 0,
     rank: int = 0,
@@ -133,17 +142,18 @@ def user_like_dataset(
 ) -> RandomHSTUDataset:
     """Random batches that resemble a public data set: two contextual features, items and actions.
 
-    Lengths are lognormal with a mean of a quarter of the longest and a standard deviation as large, so that few long
-    histories carry much of the work, as in real data; `seqlen_dist` replaces that distribution.
+    Lengths are those of `LengthDistribution()` if not given: lognormal with a mean of a quarter of the longest and a
+    standard deviation as large, so that few long histories carry much of the work, as in real data.
+
+    Raises:
+        ValueError: lengths beyond `max_history_seqlen + max_num_candidates`; and as `RandomHSTUDataset`.
     """
     longest = max_history_seqlen + max_num_candidates
-    if seqlen_dist is None:
-        scale = max(longest / 4, 1.0)
-        seqlen_dist = RandomDistribution("lognormal", low=1, high=max(longest, 1), mean=scale, std=scale)
+    lengths = (length_distribution or LengthDistribution()).within(longest)
     return RandomHSTUDataset(
         [
             FeatureConfig(["user_id", "age"], [100_000, 10], 1, is_jagged=False),
-            FeatureConfig(["item_id", "action"], [10_000, 6], longest, is_jagged=True, seqlen_dist=seqlen_dist),
+            FeatureConfig(["item_id", "action"], [10_000, 6], longest, is_jagged=True, seqlen_dist=lengths),
         ],
         "item_id",
         ["user_id", "age"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -94,6 +95,68 @@ class RandomDistribution:
         drawn = _SAMPLERS[self.dist_type](self, size, generator)  # float64 (size,)
         high = _LARGEST if self.high is None else float(self.high)
         return drawn.round_().clamp_(float(self.low), high).to(torch.int64).to(device or drawn.device)
+
+
+@dataclass(frozen=True)
+class LengthDistribution:
+    """How many items the rows of random data have: what is left out follows from the longest possible row.
+
+    Raises:
+        ValueError: as `RandomDistribution`; a number that the distribution does not take.
+
+    >>> LengthDistribution("zipf", alpha=1.2).within(4096).high
+    4096
+
+    """
+
+    dist_type: Literal["lognormal", "zipf", "normal", "uniform"] = "lognormal"
+    """What lengths are drawn from; see RandomDistribution."""
+
+    low: int = 1
+    """Items of the shortest row."""
+
+    high: int | None = None
+    """Items of the longest row; None for the most that the data set may have. Longer draws become so long."""
+
+    mean: float | None = None
+    """Of normal and lognormal lengths; None for a quarter of the most items."""
+
+    std: float | None = None
+    """Of normal and lognormal lengths; None for the mean."""
+
+    alpha: float | None = None
+    """Exponent of Zipf lengths, above 1: a row has k items more than the shortest with probability ∝ (k + 1)^-alpha."""
+
+    def __post_init__(self) -> None:
+        largest = max(self.low, 1 << 31) if self.high is None else self.high
+        takes = _NEEDS[self._over(largest).dist_type]
+        for name in ("mean", "std", "alpha"):
+            if getattr(self, name) is not None and name not in takes:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} and dist_type is {self.dist_type!r}, which has no {name}: remove "
+                    "it, or set dist_type"
+                )
+
+    def within(self, most_items: int) -> RandomDistribution:
+        """The distribution, for rows of at most so many items.
+
+        Raises:
+            ValueError: `low` or `high` above that.
+
+        """
+        for name, value in (("low", self.low), ("high", self.high)):
+            if value is not None and value > most_items:
+                raise ValueError(
+                    f"length_distribution.{name} is {value}; rows have at most {most_items} items: lower it, or raise "
+                    "max_history_seqlen"
+                )
+        return self._over(most_items)
+
+    def _over(self, most_items: int) -> RandomDistribution:
+        mean = max(most_items / 4, 1.0) if self.mean is None else self.mean
+        high = most_items if self.high is None else self.high
+        std = mean if self.std is None else self.std
+        return RandomDistribution(self.dist_type, self.low, high, mean, std, self.alpha)
 
 
 def _empty(size: int, generator: torch.Generator | None) -> torch.Tensor:

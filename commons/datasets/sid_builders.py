@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from commons.datasets.random_distribution import LengthDistribution
 from commons.datasets.samplers import EpochSampler, RankShare
 from commons.datasets.sequence_file import SequenceSchema
 from commons.datasets.sid_dataset import SIDDataset
@@ -31,6 +32,7 @@ def build_random_sids(
     dataset_path: str | Path | None,
     sid_map: SIDMap | None = None,
     num_batches: int = 100,
+    length_distribution: LengthDistribution | None = None,
     **options: Any,
 ) -> tuple[RandomSIDDataset, EpochSampler[int]]:
     """Random items of a map; all batches are full, and there is no file."""
@@ -40,6 +42,7 @@ def build_random_sids(
         num_batches=num_batches,
         max_history_length=max_history_seqlen,
         max_candidate_length=_candidates(split, max_num_candidates),
+        history_dist=(length_distribution or LengthDistribution()).within(max_history_seqlen),
         **share.random_stream(split),
         **options,
     )

@@ -230,6 +230,14 @@ def _read_parquet(path: Path) -> _MapFile:
 _READERS = {".npy": _read_npy, ".parquet": _read_parquet}
 
 
+def is_sid_map(path: Path) -> bool:
+    """Whether a file is a map that `SIDMap.save` wrote."""
+    try:
+        return _METADATA_KEY in (pq.read_metadata(path).metadata or {})
+    except (pa.ArrowInvalid, OSError):
+        return False
+
+
 def _first(texts: Iterable[str]) -> str:
     """The first few of some texts.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
+from commons.datasets.random_distribution import LengthDistribution
 from commons.datasets.samplers import check_rank
 from commons.datasets.sid_dataset import CANDIDATE, HISTORY
 from commons.datasets.sid_map import SIDMap
@@ -57,9 +59,8 @@ class RandomSIDDataset(Dataset[GPTSIDBatch]):
         num_batches: batches of this rank.
         max_history_length: the most items of a history.
         max_candidate_length: the candidates of a row. None: all of a row's items are candidates, and histories empty.
-        history_dist: distribution of the items per history, or of the candidates where all items are candidates;
-            lognormal if not given, with a mean of a quarter of the longest and a standard deviation as large, so that
-            few long histories carry much of the work, as in real data.
+        history_dist: distribution of the items per history, or of the candidates where all items are candidates; that
+            of `LengthDistribution()` if not given.
         last_batch_size: rows of the last batch that are no padding; all if not given.
         seed: of the whole data set; the same on every rank.
         rank: this rank.
@@ -106,8 +107,7 @@ class RandomSIDDataset(Dataset[GPTSIDBatch]):
         self._entropy = (seed, rank, world_size)
         self._sids = torch.from_numpy(sid_map.codes)
         if history_dist is None:
-            scale = max(max_history_length / 4, 1.0)
-            history_dist = RandomDistribution("lognormal", low=1, high=max_history_length, mean=scale, std=scale)
+            history_dist = LengthDistribution().within(max_history_length)
         fixed = RandomDistribution("uniform", low=most_candidates, high=most_candidates)
         self._distributions: dict[str, Any] = (
             {"candidate_dist": history_dist}
@@ -126,6 +126,13 @@ class RandomSIDDataset(Dataset[GPTSIDBatch]):
     def __getitem__(self, index: int) -> GPTSIDBatch:
         if not 0 <= index < self._num_batches:
             raise IndexError(f"batch {index} of a data set of {self._num_batches}")
+        return self._draw(index)
+
+    def stream(self) -> Iterator[GPTSIDBatch]:
+        """The batches of the data set, and on from there without end."""
+        return map(self._draw, itertools.count())
+
+    def _draw(self, index: int) -> GPTSIDBatch:
         seed, rank, world_size = self._entropy
         # Batch numbers are global, so that the streams of two ranks never meet.
         entropy = np.random.SeedSequence([seed, index * world_size + rank])

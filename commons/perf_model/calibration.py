@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from commons.datasets.whole_folder import whole_file
 from commons.perf_model.task_estimator import AttentionTask
 
 if sys.version_info >= (3, 11):
@@ -31,8 +32,11 @@ else:
     import tomli as tomllib
 
 _INT64_MAX = 2**63 - 1
-# A unit is no finer than an attosecond; what costs less than that costs nothing.
-_MOST_DECIMALS = 15
+# Load sums of this many rows of this many tokens fit into int64: 1024 ranks × 32 rows × 8 batches at once.
+_LONGEST_ROW = 2**17
+_MOST_ROWS = 2**18
+# A unit of time is between a millisecond and 2^-60 of it.
+_FINEST_UNIT = 60
 FORMAT_VERSION = 1
 _TERMS = ("per_step", "per_row", "per_token", "per_pair")
 
@@ -87,7 +91,8 @@ class Calibration:
         quality: of the fit.
 
     Raises:
-        ValueError: a coefficient that is negative or not finite, or no cost of rows, tokens and pairs at all.
+        ValueError: a coefficient that is negative or not finite, no cost of rows, tokens and pairs at all, or costs
+            that no device has.
     """
 
     model: dict[str, Any]
@@ -109,6 +114,22 @@ class Calibration:
             raise ValueError(
                 "per_row, per_token and per_pair are all 0; with them every row would cost nothing: measure again"
             )
+        if not (math.isfinite(self._longest_ms) and 0 <= self.unit_exponent <= _FINEST_UNIT):
+            raise ValueError(
+                f"per_row is {self.per_row}, per_token is {self.per_token} and per_pair is {self.per_pair}; no device "
+                f"takes {self._longest_ms:.3g} ms for a row of {_LONGEST_ROW:,} tokens: measure again"
+            )
+
+    @property
+    def unit_exponent(self) -> int:
+        """The e for which workloads count 2^-e milliseconds: as fine as sums of many long rows in int64 allow."""
+        # A thousandth more than the row takes leaves room for rounding its costs up.
+        return 63 - math.frexp(_MOST_ROWS * 1.001 * self._longest_ms)[1]
+
+    @property
+    def _longest_ms(self) -> float:
+        """Milliseconds of a very long row, all pairs of which are kept."""
+        return self.per_row + self.per_token * _LONGEST_ROW + self.per_pair * _LONGEST_ROW**2
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
@@ -138,7 +159,11 @@ class Calibration:
                     )
 
     def save(self, path: str | Path) -> None:
-        """Write the calibration as TOML; see `load_calibration`."""
+        """Write the calibration as TOML, see `load_calibration`; a failure leaves what was at `path` before."""
+        with whole_file(Path(path)) as file:
+            file.write(self._to_toml().encode())
+
+    def _to_toml(self) -> str:
         sections = {
             "": {"version": FORMAT_VERSION},
             "milliseconds": {name: getattr(self, name) for name in _TERMS},
@@ -151,8 +176,16 @@ class Calibration:
             lines += ["", f"[{name}]"] if name else []
             # JSON's strings, numbers and booleans are TOML's; TOML has no null, and an absent key reads as one.
             lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return "\n".join(lines) + "\n"
+
+
+def is_calibration(path: Path) -> bool:
+    """Whether `load_calibration` can read a file."""
+    try:
+        load_calibration(path)
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def load_calibration(path: str | Path) -> Calibration:
@@ -206,9 +239,9 @@ def describe_device(device: torch.device) -> DeviceShape:
 class CalibratedTask:
     """A task whose workloads are measured times; it takes the place of the task it is made from.
 
-    Workloads count a power of ten of a second, chosen from the coefficients alone so that the smallest of them is at
-    least a thousand units: rounding a coefficient changes it by less than 0.05 %, and from there on arithmetic is in
-    integers, the same on every rank.
+    Workloads count 2^-e milliseconds, with e from the coefficients alone: the load sums of 262,144 rows (1024 ranks ×
+    32 rows, in windows of 8) of 131,072 tokens fit into int64, and rounding changes what a row of up to so many tokens
+    takes by at most 0.15 %, mostly by far less. From there on arithmetic is in integers, the same on every rank.
 
     Args:
         task: the model.
@@ -222,8 +255,7 @@ class CalibratedTask:
         calibration.require_match(task, None)
         self.task = task
         self.calibration = calibration
-        smallest = min(value for value in calibration.coefficients[1:] if value > 0)
-        self.units_per_ms = 10 ** min(max(0, math.ceil(3 - math.log10(smallest))), _MOST_DECIMALS)
+        self.units_per_ms: int = 2**calibration.unit_exponent
         self._per_row, self._per_token, self._per_pair = (
             round(value * self.units_per_ms) for value in calibration.coefficients[1:]
         )

@@ -6,10 +6,12 @@ and relative errors are what is minimised, so that short steps count as much as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 from scipy.optimize import nnls
 
 from commons.perf_model.calibration import Calibration, DeviceShape, FitQuality, describe_task
@@ -20,6 +22,8 @@ _HELD_OUT_EVERY = 4
 _MIN_MEASUREMENTS = 16
 # Below this a calibration would be no better than chance.
 _LEAST_R2 = 0.5
+# An advantage over operations alone is looked for until it would be seen if it were a tenth of their error.
+_ADVANTAGE_SOUGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,24 @@ class StepMeasurement:
     tokens: int
     pairs: int
     ms: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a calibration predicts steps better than their operations alone do, time = c0 + c · FLOPs.
+
+    Attributes:
+        error: mean relative error of the calibration on held-out measurements.
+        operations_error: that of the operations.
+        better: the calibration's is smaller, surely (95 %, paired).
+        measurements: how many, held-out ones and others, would tell, if the difference and its spread stay as they are.
+            Where there are as many already and `better` is False, the operations are as good.
+    """
+
+    error: float
+    operations_error: float
+    better: bool
+    measurements: int
 
 
 def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask, device: DeviceShape) -> Calibration:
@@ -61,11 +83,9 @@ def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask
         wrong = int(np.argmin(np.isfinite(times) & (times > 0)))
         raise ValueError(f"measurement {wrong} took {times[wrong]} ms; a step takes a positive time: measure again")
     terms = np.array([[1, m.rows, m.tokens, m.pairs] for m in measurements], dtype=np.float64)
-    held_out = np.arange(len(times)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
+    held_out = _is_held_out(len(times))
     _require_spread(terms[~held_out])
     coefficients = _fit(terms[~held_out], times[~held_out])
-    flops = np.stack([np.ones_like(times), task.forward_flops(terms[:, 2], terms[:, 3])], axis=1)
-    flops_only = flops @ _fit(flops[~held_out], times[~held_out])
     predicted = terms @ coefficients
     errors = np.abs(predicted / times - 1)[held_out]
     explained = _r2(predicted, times)
@@ -80,10 +100,50 @@ def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask
         held_out_r2=_r2(predicted[held_out], times[held_out]),
         held_out_mean_error=float(errors.mean()),
         held_out_worst_error=float(errors.max()),
-        flops_mean_error=float(np.abs(flops_only / times - 1)[held_out].mean()),
+        flops_mean_error=float(_operations_errors(terms, times, task).mean()),
     )
     per_step, per_row, per_token, per_pair = coefficients.tolist()
     return Calibration(describe_task(task), device, per_step, per_row, per_token, per_pair, quality)
+
+
+def judge_calibration(
+    calibration: Calibration, measurements: Sequence[StepMeasurement], task: AttentionTask
+) -> Verdict:
+    """Compare a calibration with operations alone, on the measurements that neither fit has seen.
+
+    Args:
+        calibration: fitted to `measurements`.
+        measurements: as for `fit_calibration`.
+        task: the model that was measured.
+    """
+    times = np.array([measurement.ms for measurement in measurements], dtype=np.float64)
+    terms = np.array([[1, m.rows, m.tokens, m.pairs] for m in measurements], dtype=np.float64)
+    errors = np.abs(terms @ np.array(calibration.coefficients) / times - 1)[_is_held_out(len(times))]
+    operations_errors = _operations_errors(terms, times, task)
+    gains = operations_errors - errors  # float64 (held out,)
+    # Student's t: the advantage is sure beyond `reach` standard errors of its mean.
+    gain, spread, reach = float(gains.mean()), float(gains.std(ddof=1)), float(stats.t.ppf(0.975, len(gains) - 1))
+    sought = max(gain, _ADVANTAGE_SOUGHT * float(operations_errors.mean()))
+    held_out_needed = math.ceil((reach * spread / sought) ** 2) if sought > 0 else 0
+    return Verdict(
+        error=float(errors.mean()),
+        operations_error=float(operations_errors.mean()),
+        better=gain > reach * spread / math.sqrt(len(gains)),
+        measurements=max(_MIN_MEASUREMENTS, _HELD_OUT_EVERY * held_out_needed),
+    )
+
+
+def _is_held_out(num_measurements: int) -> np.ndarray:
+    """Bool `(num_measurements,)`."""
+    return np.arange(num_measurements) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
+
+
+def _operations_errors(terms: np.ndarray, times: np.ndarray, task: AttentionTask) -> np.ndarray:
+    """Relative errors of time = c0 + c · FLOPs on what is held out of its fit."""
+    held_out = _is_held_out(len(times))
+    flops = np.stack([np.ones_like(times), task.forward_flops(terms[:, 2], terms[:, 3])], axis=1)
+    predicted = flops @ _fit(flops[~held_out], times[~held_out])
+    return np.abs(predicted / times - 1)[held_out]
 
 
 def _fit(terms: np.ndarray, times: np.ndarray) -> np.ndarray:

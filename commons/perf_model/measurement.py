@@ -66,7 +66,10 @@ class CostTarget(Protocol):
         """Tokens that the model computes for every real row."""
 
     def host_batches(self) -> Iterator[Any]:
-        """Batches of the training data, of `batch_size` rows, as a single rank would read them; they may end."""
+        """Batches of the training data, of `batch_size` rows, as a single rank would read them, each row once.
+
+        Files end; data that are drawn at random had better not, for as many are read as there are ranks × steps.
+        """
 
 
 def draw_mixes(num_mixes: int, batch_size: int, max_length: int, seed: int) -> list[list[int]]:

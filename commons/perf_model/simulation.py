@@ -40,7 +40,9 @@ class SimulatedSteps:
         num_ranks: ranks.
         cost_before: float64 `(steps,)`, of the slowest rank in every step: milliseconds, or workload.
         cost_after: the same with balancing.
-        cost_mean: the same of an even share, which no plan can go below on average.
+        cost_mean: the same of an even share.
+        cost_bound: the same of the planner's lower bound, which no plan can go below.
+        largest_share: float64 `(steps,)`, the costliest row ÷ an even share; above 1 it alone holds a rank up.
         in_ms: whether costs are milliseconds.
         tokens_moved: tokens that changed rank, as a fraction of all.
         loads_before: int64 `(num_ranks,)`, of the step with the largest imbalance.
@@ -51,6 +53,8 @@ class SimulatedSteps:
     cost_before: np.ndarray
     cost_after: np.ndarray
     cost_mean: np.ndarray
+    cost_bound: np.ndarray
+    largest_share: np.ndarray
     in_ms: bool
     tokens_moved: float
     loads_before: np.ndarray
@@ -73,8 +77,8 @@ class SimulatedSteps:
 
     @property
     def possible_speed_up(self) -> float:
-        """The same for an even share on every rank."""
-        return float(self.cost_before.sum() / self.cost_mean.sum())
+        """The same at the planner's lower bound: no plan gains more."""
+        return float(self.cost_before.sum() / self.cost_bound.sum())
 
 
 def simulate_steps(
@@ -83,7 +87,8 @@ def simulate_steps(
     """Deal batches to ranks, `num_ranks` per step, and plan every step.
 
     Args:
-        batches: at least `num_ranks`; what is left after the last whole step is not used.
+        batches: at least `num_ranks`; what is left after the last whole step is not used. With a calibration their
+            workloads are those of its CalibratedTask.
         num_ranks: ranks.
         calibration: turns rows, tokens and pairs of a rank into milliseconds.
         **plan_options: as for `plan_shuffle`.
@@ -95,11 +100,13 @@ def simulate_steps(
         raise ValueError(
             f"there are {len(batches)} batches for {num_ranks} ranks; a step needs one per rank: read more batches"
         )
-    costs, moved, all_tokens, worst = [], 0, 0, None
+    costs, bounds, shares, moved, all_tokens, worst = [], [], [], 0, 0, None
     for first in range(0, len(batches) - num_ranks + 1, num_ranks):
         of_ranks = batches[first : first + num_ranks]
         plan = plan_shuffle(_gathered(of_ranks), **plan_options)
         costs.append([_cost(plan, rank, of_ranks, calibration) for rank in (plan.gathered.home, plan.destination)])
+        bounds.append(_bound(plan, calibration))
+        shares.append(float(plan.gathered.workloads.max(initial=0)) / max(1.0, float(plan.loads_before.mean())))
         moved += int(plan.gathered.tokens[plan.moves].sum())
         all_tokens += int(plan.gathered.tokens.sum())
         if worst is None or _spread(plan) > _spread(worst):
@@ -112,6 +119,9 @@ def simulate_steps(
         cost_before=before.max(axis=1),
         cost_after=after.max(axis=1),
         cost_mean=before.mean(axis=1),
+        # Where nobody moves, counts may stay unequal, which the bound of equal counts does not allow for.
+        cost_bound=np.minimum(bounds, np.minimum(before.max(axis=1), after.max(axis=1))),
+        largest_share=np.array(shares),
         in_ms=calibration is not None,
         tokens_moved=moved / all_tokens if all_tokens else 0.0,
         loads_before=worst.loads_before,
@@ -144,6 +154,13 @@ def _cost(
         sum_by_rank(rank, plan.gathered.tokens, num_ranks),
         sum_by_rank(rank, pairs, num_ranks),
     )
+
+
+def _bound(plan: ShufflePlan, calibration: Calibration | None) -> float:
+    """Cost of a rank that has the planner's lower bound as its load."""
+    if calibration is None:
+        return float(plan.lower_bound)
+    return calibration.per_step + plan.lower_bound / 2**calibration.unit_exponent
 
 
 def _spread(plan: ShufflePlan) -> float:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from commons.datasets.data_loader import RANDOM_DATASETS
+from commons.datasets.random_distribution import LengthDistribution
 from commons.distributed.options import ShufflerOptions
 
 
@@ -232,6 +234,9 @@ class DatasetArgs:
     num_batches: int = 100
     """Batches per rank and epoch of random data; files have as many as they have."""
 
+    length_distribution: LengthDistribution = field(default_factory=LengthDistribution)
+    """How long the rows of random data are; files have the lengths that they have."""
+
     def __post_init__(self) -> None:
         if not self.dataset_name:
             raise ValueError("dataset_name is empty; it names a data set: give 'random' or another known one")
@@ -239,6 +244,17 @@ class DatasetArgs:
             require_at_least(name, getattr(self, name), least)
         for name in ("num_tasks", "num_batches"):
             require_at_least(name, getattr(self, name), 1)
+        if self.length_distribution != LengthDistribution() and self.dataset_name not in RANDOM_DATASETS:
+            raise ValueError(
+                f"length_distribution is set and dataset_name is {self.dataset_name!r}; a file has the lengths that it "
+                f"has: remove it, or choose {' or '.join(map(repr, RANDOM_DATASETS))}"
+            )
+
+    def random_options(self) -> dict[str, Any]:
+        """Further arguments of `get_data_loader` where the data are random; none where they are a file."""
+        if self.dataset_name not in RANDOM_DATASETS:
+            return {}
+        return {"num_batches": self.num_batches, "length_distribution": self.length_distribution}
 
 
 def require_at_least(name: str, value: Any, least: int) -> None:

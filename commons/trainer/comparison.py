@@ -15,6 +15,8 @@ from typing import Any
 
 import dacite
 
+from commons.datasets.whole_folder import whole_file
+
 # Steps whose mean is called the final loss.
 LAST_STEPS = 10
 _FIRST_STEPS = 5
@@ -162,7 +164,8 @@ def results_path(run_dir: Path) -> Path:
 def write_results(results: ComparisonResults, run_dir: Path) -> None:
     """Write demo.json: the figures, then all that they were computed from."""
     content = {"figures": dataclasses.asdict(compute_figures(results)), **dataclasses.asdict(results)}
-    results_path(run_dir).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with whole_file(results_path(run_dir)) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def read_results(run_dir: Path) -> ComparisonResults:

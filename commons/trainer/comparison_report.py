@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from commons.datasets.whole_folder import whole_file
 from commons.trainer.comparison import LAST_STEPS, ComparisonResults, Figures, compute_figures, results_path
 
 # Steps whose loads the picture shows; more would be too narrow to tell apart.
@@ -40,7 +41,8 @@ def report(results: ComparisonResults, run_dir: Path, console: Console, wording:
     if results.quick:
         console.print("a quick run, too short to say anything about time")
     picture = run_dir / "balance.png"
-    draw(results, figures, wording).savefig(picture, dpi=150)
+    with whole_file(picture) as file:
+        draw(results, figures, wording).savefig(file, format="png", dpi=150)
     console.print(f"picture: {picture}    figures: {results_path(run_dir)}")
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from commons.datasets.data_loader import RANDOM_DATASETS, get_data_loader
+from commons.datasets.data_loader import get_data_loader
 from commons.dispatch import SingleRankLoader
 from commons.distributed.process_group import resolve_process_group
 from commons.trainer.args import DatasetArgs, TrainerArgs
@@ -46,8 +46,7 @@ def train_and_eval_loaders(
         "num_workers": dataset.num_workers,
         "pin_memory": device.type == "cuda",
     }
-    if dataset.dataset_name in RANDOM_DATASETS:
-        options["num_batches"] = dataset.num_batches
+    options |= dataset.random_options()
     name = dataset.dataset_name
     train_options, batch_size = options, trainer.train_batch_size
     if trainer.single_rank_load:
