@@ -17,8 +17,9 @@ def load_cost_target(model: str | None, config: Path, device: torch.device) -> C
     """The target of a model package, from its module `cost`.
 
     Args:
-from commons.trainer.config import find_config, read_config_file
-from commons.user_package import import_user_module
+        model: package, installed or in the working directory, such as "hstu"; its module `cost` has a function
+            `cost_target(config, device)`. None: the package of ours that trains on the config's data set.
+        config: the training config; `hstu/configs/random.toml` is found in the installed package too.
         device: where to run.
 
     Raises:

@@ -24,6 +24,8 @@ _MIN_MEASUREMENTS = 16
 _LEAST_R2 = 0.5
 # An advantage over operations alone is looked for until it would be seen if it were a tenth of their error.
 _ADVANTAGE_SOUGHT = 0.1
+# As a part of a step's time; less is rounding.
+_LEAST_ADVANTAGE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def judge_calibration(
     return Verdict(
         error=float(errors.mean()),
         operations_error=float(operations_errors.mean()),
-        better=gain > reach * spread / math.sqrt(len(gains)),
+        better=gain > max(reach * spread / math.sqrt(len(gains)), _LEAST_ADVANTAGE),
         measurements=max(_MIN_MEASUREMENTS, _HELD_OUT_EVERY * held_out_needed),
     )
 

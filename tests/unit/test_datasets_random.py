@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commons.datasets.data_loader import get_data_loader
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random_dataset import RandomHSTUDataset, user_like_dataset
-from commons.datasets.random_distribution import RandomDistribution
+from commons.datasets.random_distribution import LengthDistribution, RandomDistribution
 from commons.datasets.samplers import BatchOrderSampler, ShardedBatchSampler
+from commons.datasets.sid_dataset import HISTORY
+from commons.datasets.sid_random_dataset import random_sid_map
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -109,6 +113,53 @@ class TestRandomDistribution:
             RandomDistribution(**arguments)
 
 
+class TestLengthDistribution:
+    def test_what_is_left_out_follows_from_the_longest_row(self):
+        assert LengthDistribution().within(100) == RandomDistribution("lognormal", 1, 100, 25.0, 25.0)
+        assert LengthDistribution(mean=8).within(100) == RandomDistribution("lognormal", 1, 100, 8, 8)
+        assert LengthDistribution("normal", mean=8, std=2, high=9).within(100).high == 9
+        assert LengthDistribution("uniform", low=0).within(7) == RandomDistribution("uniform", 0, 7, 1.75, 1.75)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"dist_type": "poisson"}, "known distributions are"),
+            ({"dist_type": "zipf"}, "alpha is None"),
+            ({"alpha": 1.2}, "alpha is 1.2 and dist_type is 'lognormal', which has no alpha: remove it"),
+            ({"dist_type": "zipf", "alpha": 1.2, "mean": 3.0}, "mean is 3.0 and dist_type is 'zipf'"),
+            ({"low": 5, "high": 3}, "high is 3, low is 5"),
+            ({"low": -1}, "low is -1"),
+            ({"std": -1.0}, "std is -1.0"),
+        ],
+    )
+    def test_is_checked_when_made(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            LengthDistribution(**arguments)
+
+    @pytest.mark.parametrize("name", ["low", "high"])
+    def test_no_row_is_longer_than_the_data_set_allows(self, name):
+        with pytest.raises(ValueError, match=f"length_distribution.{name} is 24; rows have at most 23 items: lower it"):
+            get_data_loader(
+                "random",
+                batch_size=4,
+                max_history_seqlen=20,
+                max_num_candidates=3,
+                length_distribution=LengthDistribution(**{"high": 30, name: 24}),
+            )
+
+    def test_loaders_of_both_models_draw_from_it(self):
+        arguments = {"batch_size": 500, "max_history_seqlen": 50, "num_batches": 1}
+        arguments["length_distribution"] = LengthDistribution("zipf", alpha=1.2, high=40)
+        (hstu,) = get_data_loader("random", **arguments)
+        (sids,) = get_data_loader("sid-random", sid_map=random_sid_map(9, [3, 3]), max_num_candidates=1, **arguments)
+        for name, lengths in (("item_id", hstu.features["item_id"].lengths()), (HISTORY, sids.features[HISTORY])):
+            lengths = lengths if name == "item_id" else lengths.lengths() // 2
+            assert lengths.min() == 1 and lengths.max() == 40
+            # 1 ÷ ζ(1.2) of the rows have one item.
+            assert (lengths == 1).double().mean().item() == pytest.approx(0.179, abs=0.06)
+            assert (lengths == 40).double().mean().item() > 0.3
+
+
 def _dataset(**arguments) -> RandomHSTUDataset:
     configs = [FeatureConfig(["item", "action"], [1000, 5], 30, is_jagged=True)]
     return RandomHSTUDataset(
@@ -147,6 +198,11 @@ class TestRandomDataset:
         assert tokens.max() <= 202
         assert tokens.max() > 3 * tokens.double().median()
         assert targets.max() <= 20
+
+    def test_goes_on_where_the_data_set_ends(self):
+        dataset, longer = _dataset(num_batches=2), _dataset(num_batches=7)
+        streamed = [_contents(batch) for batch in itertools.islice(dataset.stream(), 7)]
+        assert streamed == [_contents(batch) for batch in longer] and len(set(streamed)) == 7
 
     @pytest.mark.parametrize("arguments", [{"num_batches": -1}, {"rank": 2, "world_size": 2}, {"rank": -1}])
     def test_bad_arguments(self, arguments):

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from commons.datasets.random_distribution import LengthDistribution
 from commons.distributed.stats import ShuffleStats, ShuffleTimes, stats_of_plan
 from commons.perf_model.measured_saving import MeasuredSaving
 from commons.perf_model.peak_rates import peak_flops, peak_flops_of
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 from commons.perf_model.simulation import RowCosts, simulate_steps
+from commons.perf_model.task_estimator import HSTUAttentionTask
 from tests.unit.test_calibration import make_calibration
 
 ROOT = Path(__file__).parents[2]
@@ -92,11 +94,41 @@ def test_simulated_steps():
     result = simulate_steps(batches, 2)
     assert result.cost_before.tolist() == [44, 20] and result.cost_mean.tolist() == [25, 20]
     assert result.cost_after.tolist() == [43, 20]  # counts stay equal: the 4 goes, a 3 comes
-    assert result.speed_up == pytest.approx(64 / 63) and result.possible_speed_up == pytest.approx(64 / 45)
+    # No rank has less than 40 in the first step, or 20 in the second; with two rows each, not less than 43.
+    assert result.speed_up == result.possible_speed_up == pytest.approx(64 / 63)
+    assert result.largest_share.tolist() == [40 / 25, 10 / 20]
     assert result.tokens_moved == pytest.approx(7 / 90) and not result.in_ms
     assert result.loads_before.tolist() == [44, 6] and result.loads_after.tolist() == [43, 7]
     free = simulate_steps(batches, 2, equal_size=False)
-    assert free.cost_after.tolist() == [40, 20]
+    assert free.cost_after.tolist() == [40, 20] and free.possible_speed_up == pytest.approx(64 / 60)
+
+
+def test_no_gain_is_possible_where_one_row_is_all_there_is():
+    result = simulate_steps([costs(1000, 1), costs(1, 1), costs(1, 1), costs(1, 1)], 4)
+    assert result.possible_speed_up == pytest.approx(1001 / 1001, abs=1e-3) and result.largest_share[0] > 3.9
+
+
+def test_rows_that_stay_at_unequal_counts_are_no_worse_than_possible():
+    result = simulate_steps([costs(5, 5, 5), costs(15)], 2)
+    assert result.speed_up == result.possible_speed_up == 1
+
+
+@pytest.mark.parametrize("slack", [0.0, 0.01])
+def test_lengths_of_the_published_benchmark(slack):
+    """16 ranks × 32 rows, Zipf 1.2 to 4,096 items: all that is possible is gained, but for the slack."""
+    lengths = (
+        LengthDistribution("zipf", alpha=1.2)
+        .within(4096)
+        .sample(16 * 32 * 8, generator=torch.Generator().manual_seed(0))
+    )
+    task = HSTUAttentionTask(1024, 4, 256, 8)
+    tokens, pairs = task.tokens_and_pairs(2 * lengths.view(-1, 32) + 2)
+    batches = [
+        RowCosts(task.get_workloads(row).numpy(), row.numpy(), of_row.numpy()) for row, of_row in zip(tokens, pairs)
+    ]
+    result = simulate_steps(batches, 16, slack=slack)
+    assert 1.4 < result.possible_speed_up < 1.8
+    assert result.speed_up >= (0.99 if slack else 0.995) * result.possible_speed_up
 
 
 def test_simulated_milliseconds_have_the_fixed_cost():

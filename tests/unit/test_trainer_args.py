@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from commons.datasets.random_distribution import LengthDistribution
 from commons.distributed.options import ShufflerOptions
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.args import OptimizationArgs
@@ -43,6 +44,14 @@ def test_defaults():
         "num_workers": 0,
         "num_tasks": 1,
         "num_batches": 100,
+        "length_distribution": {
+            "dist_type": "lognormal",
+            "low": 1,
+            "high": None,
+            "mean": None,
+            "std": None,
+            "alpha": None,
+        },
     }
 
 
@@ -87,6 +96,10 @@ def test_a_wrong_trainer_argument(changes, message):
         ({"num_workers": -1}, "num_workers is -1"),
         ({"num_tasks": 0}, "num_tasks is 0"),
         ({"num_batches": 0}, "num_batches is 0"),
+        (
+            {"dataset_name": "ml-1m", "length_distribution": LengthDistribution("zipf", alpha=1.2)},
+            "length_distribution is set and dataset_name is 'ml-1m'; .* or choose 'random' or 'sid-random'",
+        ),
     ],
 )
 def test_a_wrong_dataset_argument(changes, message):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commons.datasets.random_distribution import LengthDistribution
 from commons.trainer.config import find_config, load_config, load_config_file
 from commons.trainer.optimizers import build_optimizer
 from hstu.train_config import TrainConfig
@@ -87,6 +88,16 @@ def test_flags_alone_are_enough():
 @pytest.mark.parametrize("path", sorted((ROOT / "hstu/configs").glob("*.toml")), ids=lambda path: path.name)
 def test_the_configs_that_come_along(path):
     assert isinstance(load_config_file(TrainConfig, path), TrainConfig)
+
+
+def test_lengths_of_random_data_by_file_and_by_flag(tmp_path):
+    path = ROOT / "hstu/configs/benchmark.toml"
+    assert load_config_file(TrainConfig, path).dataset.length_distribution == LengthDistribution("zipf", alpha=1.2)
+    flags = ["--config", str(path), "--dataset.length-distribution.alpha", "1.5"]
+    config = load_config(TrainConfig, flags)
+    assert config.dataset.length_distribution == LengthDistribution("zipf", alpha=1.5)
+    with pytest.raises(ValueError, match=r"alpha is 1.5 and dist_type is 'normal', which has no alpha: remove it"):
+        load_config(TrainConfig, [*flags, "--dataset.length-distribution.dist-type", "normal"])
 
 
 @pytest.mark.parametrize(
