@@ -79,7 +79,7 @@ class Simulate:
                 f"the data set has {num_rows:,} rows, a step of {min(self.ranks)} ranks trains "
                 f"{min(self.ranks) * target.batch_size:,}: lower --ranks, or train_batch_size in the config"
             )
-        _print_results(results, self.config, target.batch_size)
+        _print_results(results, self.config, target.batch_size, self.steps)
         for line in [*self._shortage(len(batches), num_rows, target.batch_size), *_dominant_rows(results)]:
             Console().print(line)
         if self.figure is not None:
@@ -145,17 +145,16 @@ def _dominant_rows(results: Sequence[SimulatedSteps]) -> list[str]:
     return lines
 
 
-def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int) -> None:
+def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int, steps: int) -> None:
     in_ms = results[0].in_ms
-    table = Table(title=f"{config}: {batch_size} rows per rank", title_justify="left")
+    table = Table(title=f"{config}: {batch_size} rows per rank, {steps} steps", title_justify="left")
     for name in (
         "ranks",
-        "steps",
         "imbalance",
         "slowest rank" if in_ms else "",
         "speed-up",
         "possible",
-        "tokens moved",
+        "moved",
     ):
         if name:
             table.add_column(name, justify="right")
@@ -163,7 +162,6 @@ def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int)
         before, after = result.cost_before.mean(), result.cost_after.mean()
         cells = [
             str(result.num_ranks),
-            str(len(result.cost_before)),
             f"{result.imbalance_before:.1%} → {result.imbalance_after:.2%}",
         ]
         if in_ms:
@@ -172,6 +170,6 @@ def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int)
         table.add_row(*cells)
     console = Console()
     console.print(table)
-    console.print("imbalance: largest ÷ mean − 1; possible: no plan gains more")
+    console.print("imbalance: largest ÷ mean − 1; possible: no plan gains more; moved: of all tokens")
     if not in_ms:
         console.print("Of the slowest rank's operations; --shuffler.calibration gives a whole step in milliseconds.")

@@ -80,7 +80,7 @@ def load_config_file(config_class: type[C], path: str | Path) -> C:
         ValueError: a file that cannot be read, an unknown field, a missing or wrong value.
     """
     path = find_config(path)
-    content = read_config_file(path)
+    content = _read(path)
     try:
         _check_fields(config_class, content, prefix="")
         return dacite.from_dict(config_class, content, dacite.Config(strict=True, cast=[tuple]))
@@ -137,13 +137,7 @@ def _take_config_flag(argv: list[str]) -> tuple[Path | None, list[str]]:
     return path, rest
 
 
-def read_config_file(path: Path) -> Mapping[str, Any]:
-    """What a config file holds, before it is checked.
-
-    Raises:
-        FileNotFoundError: no file.
-        ValueError: a file of another type, or one that cannot be read.
-    """
+def _read(path: Path) -> Mapping[str, Any]:
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ValueError(f"{path} ends in {path.suffix!r}; a config is a .toml, .yaml or .yml file: rename it")
     if not path.is_file():

@@ -1,0 +1,118 @@
+"""Config files as nested dictionaries: TOML, YAML, or the JSON that a run leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+GIN_REMEDY = (
+    'the guide "Coming from recsys-examples" (docs/from_recsys_examples.md in the project) says where each of its '
+    "settings goes: write a .toml file"
+)
+
+
+def read_config_file(path: Path) -> Mapping[str, Any]:
+    """What a config file holds, before it is checked.
+
+    Raises:
+        FileNotFoundError: no file.
+        ValueError: a file of another type, or one that cannot be read.
+    """
+    if path.suffix == ".gin":
+        raise ValueError(f"{path} is a gin file; configs are .toml, .yaml, .yml or .json files here, and {GIN_REMEDY}")
+    if path.suffix not in _PARSERS:
+        raise ValueError(f"{path} ends in {path.suffix!r}; a config is a .toml, .yaml, .yml or .json file: rename it")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; --config names a TOML, YAML or JSON file: correct the path")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from None
+    name, parse, parser_errors = _PARSERS[path.suffix]
+    try:
+        content = parse(text)
+    except parser_errors as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is no valid {name} ({reason}): correct the line") from None
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds {type(content).__name__}; a config holds fields with their values: add them")
+    return content
+
+
+class _ConfigLoader(yaml.SafeLoader):
+    """YAML as TOML and JSON users read it: numbers and switches of YAML 1.2, and no key twice.
+
+    PyYAML reads YAML 1.1, where 1e-3 is a text, `off` a switch, and the last of two equal keys wins.
+    """
+
+    # Those of SafeLoader by the first character of a scalar, but for the two kinds below.
+    yaml_implicit_resolvers = {
+        first: [each for each in resolvers if each[0] not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping as it is written, before keys are merged into it.
+
+        Raises:
+            yaml.YAMLError: a key stands there twice.
+        """
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key
+            if name in seen:
+                raise yaml.composer.ComposerError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+            seen.add(name)
+        return node
+
+
+_ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+        r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+.0123456789"),
+)
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_ConfigLoader)  # derived from SafeLoader
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return content
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+_Parser = tuple[str, Callable[[str], Any], tuple[type[Exception], ...]]
+_YAML: _Parser = ("YAML", _parse_yaml, (yaml.YAMLError, ValueError))
+_PARSERS: dict[str, _Parser] = {
+    ".toml": ("TOML", tomllib.loads, (tomllib.TOMLDecodeError,)),
+    ".yaml": _YAML,
+    ".yml": _YAML,
+    ".json": ("JSON", _parse_json, (ValueError, RecursionError)),
+}
