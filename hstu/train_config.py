@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 
 from commons.datasets.data_loader import HSTU_DATASETS, SID_DATASETS
 from commons.datasets.sequence_metadata import TIMESTAMP
-from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.distributed.sharding import Sharding
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.optimizers import OptimizerArgs
+from commons.trainer.shuffler import require_shuffler
 from hstu.model import ExecutionConfig, HSTUConfig, RankingConfig, RetrievalConfig
-from hstu.model.config import ComputeDtype, InBatchPool, KernelBackend, PositionBias
+from hstu.model.config import ComputeDtype, InBatchPool, KernelBackend, PositionBias, require_at_least_one
 
 
 @dataclass
@@ -87,6 +88,22 @@ class ModelArgs:
 
     temperature: float = 0.05
     """Retrieval: by which cosines are divided."""
+
+    def __post_init__(self) -> None:
+        # The configs of both tasks raise what is wrong with a number, whatever the data set and the task.
+        num_tasks = self.prediction_head_arch[-1] if self.prediction_head_arch else 1
+        RankingConfig(self._hstu_config(1), {"item": 1}, self.prediction_head_arch, num_tasks)
+        RetrievalConfig(
+            HSTUConfig(1, 1, 1, 1, 1),
+            {"item": 1},
+            "item",
+            num_negatives=self.num_negatives,
+            temperature=self.temperature,
+            in_batch_pool=self.in_batch_pool,
+        )
+        for name in ("item_embedding_dim", "contextual_embedding_dim"):
+            if getattr(self, name) is not None:
+                require_at_least_one(name, getattr(self, name))
 
     def on(self, device: torch.device) -> ModelArgs:
         """These settings with what they leave to the device."""
@@ -206,15 +223,14 @@ class TrainConfig:
     """Tell with every evaluation what the items' popularity would have scored; costs one reading of the data."""
 
     shuffler_type: str = "hstu"
-    """Name of a batch shuffler, used with trainer.enable_balanced_shuffler."""
+    """Name of a batch shuffler, used with trainer.enable_balanced_shuffler; one of your own is registered by `imports`
+    or by the entry point of an installed package."""
+
+    imports: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    """Modules to import first on every rank, installed or in the working directory, such as one with a shuffler."""
 
     def __post_init__(self) -> None:
-        known = sorted(BatchShufflerFactory.list_available())
-        if self.shuffler_type not in known:
-            raise ValueError(
-                f"shuffler_type is {self.shuffler_type!r}; registered are {', '.join(known)}: choose one, or register "
-                "yours with BatchShufflerFactory before the config is read"
-            )
+        require_shuffler(self.shuffler_type, self.imports)
         if self.dataset.dataset_name in SID_DATASETS:
             raise ValueError(
                 f"dataset_name is {self.dataset.dataset_name!r}, whose items are semantic IDs; HSTU trains on "

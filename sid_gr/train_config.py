@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
 
 from commons.datasets.data_loader import RANDOM_DATASETS
 from commons.datasets.sid_builders import DEFAULT_HISTORY_COLUMN
 from commons.datasets.sid_map import SIDMap
 from commons.datasets.sid_random_dataset import random_sid_map
-from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.args import require_at_least
 from commons.trainer.optimizers import OptimizerArgs
+from commons.trainer.shuffler import require_shuffler
 from sid_gr.metrics import parse_metric
 from sid_gr.model.config import HeadKind, SIDGRConfig
 
@@ -130,15 +133,14 @@ class TrainConfig:
     """What trains it."""
 
     shuffler_type: str = "sid_gr"
-    """Name of a batch shuffler, used with trainer.enable_balanced_shuffler."""
+    """Name of a batch shuffler, used with trainer.enable_balanced_shuffler; one of your own is registered by `imports`
+    or by the entry point of an installed package."""
+
+    imports: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    """Modules to import first on every rank, installed or in the working directory, such as one with a shuffler."""
 
     def __post_init__(self) -> None:
-        known = sorted(BatchShufflerFactory.list_available())
-        if self.shuffler_type not in known:
-            raise ValueError(
-                f"shuffler_type is {self.shuffler_type!r}; registered are {', '.join(known)}: choose one, or register "
-                "yours with BatchShufflerFactory before the config is read"
-            )
+        require_shuffler(self.shuffler_type, self.imports)
         for name in self.trainer.eval_metrics:
             parse_metric(name, self.trainer.top_k_for_generation)
         self.model.decoder_config(codebook_sizes=self.sid.codebook_sizes, max_items=1)  # raises what is wrong with it

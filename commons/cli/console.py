@@ -43,8 +43,11 @@ def parser_error(text: str) -> str:
 
     >>> parser_error("╭─ Value error ─╮\\n│ Error parsing trainer: seed is -1 │\\n╰───────────────╯")
     'seed is -1'
+    >>> parser_error("╭─ Value error ─╮\\n│ Error parsing __tyro-dummy-inner__.shuffler: slack is -1 │")
+    'slack is -1'
 
     """
     line = one_line(text).split("; For full helptext")[0].removeprefix("Value error: ")
-    line = re.sub(r"^Error parsing (?!--)[\w.]+: ", "", line)
+    line = re.sub(r"__tyro[-_]dummy[-_]inner__\.?", "", line)  # its name for what has none, such as a subcommand
+    line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)
     return re.sub(r"^(Unrecognized options): \1:", r"\1:", line)

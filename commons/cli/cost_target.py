@@ -9,8 +9,7 @@ import torch
 
 from commons.datasets.data_loader import SID_DATASETS
 from commons.perf_model.measurement import CostTarget
-from commons.trainer.config import find_config
-from commons.trainer.config_file import read_config_file
+from commons.trainer.config_file import find_config, read_config_file
 from commons.user_package import import_user_module
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
+
+# What an installed package calls its shufflers: `mine = "my_package.shuffler"`, a module that registers "mine", or
+# `mine = "my_package.shuffler:MyBatchShuffler"`, the class.
+ENTRY_POINTS = "evenrank.shufflers"
 
 S = TypeVar("S", bound=type[BaseTaskBalancedBatchShuffler])
 
@@ -14,7 +19,8 @@ S = TypeVar("S", bound=type[BaseTaskBalancedBatchShuffler])
 class BatchShufflerFactory:
     """Registry of shuffler classes.
 
-    "identity" and "tokens" are built in; "hstu" and "sid_gr" appear when those packages are imported.
+    "identity" and "tokens" are built in; "hstu" and "sid_gr" appear when those packages are imported, those of
+    other installed packages, entry points of the group "evenrank.shufflers", when they are looked up.
 
     >>> BatchShufflerFactory.is_registered("tokens")
     True
@@ -87,17 +93,36 @@ class BatchShufflerFactory:
 
     @classmethod
     def is_registered(cls, name: str) -> bool:
-        """Whether a name is registered."""
-        return name in cls._classes
+        """Whether a name is registered, or an installed package brings it.
+
+        Raises:
+            ImportError: the package that brings it cannot be imported.
+        """
+        return name in cls._classes or cls._load_entry_point(name)
 
     @classmethod
     def _get(cls, name: str) -> type[BaseTaskBalancedBatchShuffler]:
-        if name not in cls._classes:
+        if not cls.is_registered(name):
             raise KeyError(
                 f"batch shuffler {name!r} is not registered; registered are {', '.join(sorted(cls._classes))}: import "
                 "the package that registers it (import hstu brings 'hstu', import sid_gr 'sid_gr'), or register it"
             )
         return cls._classes[name]
+
+    @classmethod
+    def _load_entry_point(cls, name: str) -> bool:
+        """Load the entry point of that name, if there is one; returns whether the name is registered now."""
+        for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=name):
+            try:
+                loaded = entry_point.load()
+            except Exception as error:  # a package may raise whatever it likes
+                raise ImportError(
+                    f"batch shuffler {name!r} is {entry_point.value} of an installed package, which cannot be imported "
+                    f"({type(error).__name__}: {error}): mend or uninstall it"
+                ) from error
+            if name not in cls._classes and isinstance(loaded, type):
+                cls.register(name, loaded)
+        return name in cls._classes
 
 
 def register_batch_shuffler(name: str) -> Callable[[S], S]:

@@ -72,12 +72,14 @@ class ShufflerOptions:
                 f"min_gain_ms is {self.min_gain_ms} and calibration is None; only calibrated loads are times: run "
                 "`evenrank calibrate` and name its file, or set min_gain, a fraction"
             )
-        if not (isinstance(self.timeout, (int, float)) and 0 < self.timeout < math.inf):
-            raise ValueError(f"timeout is {self.timeout!r}; it is a number of seconds above 0: raise it")
+        if isinstance(self.timeout, bool) or not (isinstance(self.timeout, (int, float)) and 0 < self.timeout <= 1e9):
+            raise ValueError(
+                f"timeout is {self.timeout!r}; it is a number of seconds above 0 and at most 1e9: correct it"
+            )
         for name in ("ranks_per_node", "max_tokens_per_rank"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} is {value!r}; it is a positive integer or None: correct it")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63):
+                raise ValueError(f"{name} is {value!r}; it is a positive integer below 2**63, or None: correct it")
 
     def to_json(self) -> str:
         """The options as sorted JSON, for the comparison between ranks."""

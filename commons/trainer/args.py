@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from commons.datasets.data_loader import RANDOM_DATASETS
 from commons.datasets.random_distribution import LengthDistribution
 from commons.distributed.options import ShufflerOptions
+
+# What 64-bit counters, torch's seeds among them, can hold.
+_MOST = 2**63 - 1
 
 
 @dataclass
@@ -36,13 +39,14 @@ class OptimizationArgs:
     def __post_init__(self) -> None:
         require_at_least("accumulation_steps", self.accumulation_steps, 1)
         require_at_least("warmup_steps", self.warmup_steps, 0)
-        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
+        if self.max_grad_norm is not None and not is_positive(self.max_grad_norm):
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}; a norm is positive: raise it, or leave it out")
-        if not 0 < self.initial_loss_scale < math.inf:
+        if not is_positive(self.initial_loss_scale, most=2.0**127):
             raise ValueError(
-                f"initial_loss_scale is {self.initial_loss_scale}; the loss is multiplied by it: make it positive"
+                f"initial_loss_scale is {self.initial_loss_scale!r}; the loss is multiplied by it, in float32: make it "
+                "positive, and at most 2**127"
             )
-        if not 0 <= self.min_lr_ratio <= 1:
+        if isinstance(self.min_lr_ratio, bool) or not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}; it is a part of the learning rate: give 0 to 1")
 
 
@@ -77,7 +81,11 @@ class TrainerArgs:
     """Steps between lines of log.jsonl."""
 
     run_dir: str = "runs/train"
-    """Folder for log.jsonl, traces and the logs of failed ranks, made if missing."""
+    """Folder for log.jsonl, traces and the logs of failed ranks, made if missing. One that holds a run is refused,
+    unless this run goes on with it (ckpt_load_dir)."""
+
+    overwrite: bool = False
+    """Remove the run that run_dir holds, and start afresh; checkpoints stay."""
 
     seed: int = 1234
     """Seed of weights, dropout and the order of the data."""
@@ -163,11 +171,17 @@ class TrainerArgs:
                     f"{self.optimization.accumulation_steps}; a checkpoint holds no half-accumulated gradient: give a "
                     "multiple"
                 )
-        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+        if self.overwrite and self.ckpt_load_dir:
+            raise ValueError(
+                f"overwrite is True and ckpt_load_dir is {self.ckpt_load_dir!r}; one removes the run in run_dir, the "
+                "other goes on with it: give one of them, or another run_dir"
+            )
+        if self.peak_tflops is not None and not is_positive(self.peak_tflops):
             raise ValueError(
                 f"peak_tflops is {self.peak_tflops}; it is the positive rate of a device's data sheet: correct it"
             )
         require_at_least("profile_step_start", self.profile_step_start, 0)
+        require_at_least("profile_step_end", self.profile_step_end, 0)
         if self.profile_step_end <= self.profile_step_start:
             raise ValueError(
                 f"profile_step_end is {self.profile_step_end}, profile_step_start is {self.profile_step_start}; a "
@@ -261,3 +275,14 @@ def require_at_least(name: str, value: Any, least: int) -> None:
     """Raise ValueError unless `value` is an integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}; it is an integer of at least {least}: correct it")
+    if value > _MOST:
+        raise ValueError(f"{name} is {value!r}; it is an integer of at least {least} and below 2**63: lower it")
+
+
+def is_positive(value: Any, most: float = sys.float_info.max) -> bool:
+    """Whether a value is a number above 0 and at most `most`; NaN, infinity and switches are none.
+
+    >>> [is_positive(value) for value in (0.5, 3, 0, -1.0, float("inf"), float("nan"), True)]
+    [True, True, False, False, False, False, False]
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= most

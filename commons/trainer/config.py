@@ -1,4 +1,4 @@
-"""Configs: a TOML or YAML file of nested dataclasses, with a command-line flag for every field.
+"""Configs: a TOML, YAML or JSON file of nested dataclasses, with a command-line flag for every field.
 
 The file is read first, flags replace single values of it. Without a file, flags alone must give every field that has
 no default.
@@ -7,14 +7,8 @@ no default.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
-import importlib.util
 import io
 import re
-import sys
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,14 +16,12 @@ from typing import Any, TypeVar
 import dacite
 import torch.distributed as dist
 import tyro
-import yaml
 
 from commons.cli.console import parser_error
+from commons.trainer.config_fields import field_paths, renamed_path, require_known_fields
+from commons.trainer.config_file import GIN_REMEDY, find_config, read_config_file
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+__all__ = ["load_config", "load_config_file", "read_config_file"]
 
 C = TypeVar("C")
 
@@ -51,15 +43,18 @@ def load_config(
 
     Raises:
         FileNotFoundError: no config file.
-        ValueError: a file that is no TOML or YAML, an unknown field or flag, a missing or wrong value.
+        ValueError: a file that is no config, an unknown field or flag, a missing or wrong value.
         SystemExit: after `--help`.
     """
     path, flags = _take_config_flag(list(argv))
     options: dict[str, Any] = {}
     if path is not None:
-        options["default"] = load_config_file(config_class, path)
+        # What is imported may register what the file names.
+        imports = _values_of("--import", flags)
+        options["default"] = load_config_file(config_class, path, **({"imports": imports} if imports else {}))
     about = (
-        f"{description or ''}\n\n--config FILE is a TOML or YAML file of the fields below; flags replace its values."
+        f"{description or ''}\n\n--config FILE is a TOML, YAML or JSON file of the fields below, such as a run's "
+        "config.json; flags replace its values."
     )
     try:
         return _parse_flags(config_class, flags, prog=prog, description=about.strip(), **options)
@@ -72,17 +67,22 @@ def load_config(
         ) from None
 
 
-def load_config_file(config_class: type[C], path: str | Path) -> C:
-    """Build a config from a TOML or YAML file.
+def load_config_file(config_class: type[C], path: str | Path, **replaced: Any) -> C:
+    """Build a config from a TOML, YAML or JSON file, such as the config.json that a run leaves in its folder.
+
+    Args:
+        config_class: a dataclass; its fields may be dataclasses.
+        path: of the file.
+        **replaced: values of top-level fields that replace those of the file.
 
     Raises:
         FileNotFoundError: no file.
-        ValueError: a file that cannot be read, an unknown field, a missing or wrong value.
+        ValueError: a file that cannot be read, unknown fields, a missing or wrong value.
     """
     path = find_config(path)
-    content = _read(path)
+    content: Mapping[str, Any] = {**read_config_file(path), **replaced}
     try:
-        _check_fields(config_class, content, prefix="")
+        require_known_fields(config_class, content)
         return dacite.from_dict(config_class, content, dacite.Config(strict=True, cast=[tuple]))
     except dacite.MissingValueError as error:
         raise ValueError(f"{path}: {error.field_path} is missing; it has no default: add it") from None
@@ -94,28 +94,6 @@ def load_config_file(config_class: type[C], path: str | Path) -> C:
         raise ValueError(f"{path}: {error.args[0] if error.args else error}") from None
 
 
-def find_config(path: str | Path) -> Path:
-    """The file that a config's path names: that very file, or else the one inside an installed package.
-
-    So `hstu/configs/random.toml` is found in a checkout and, where evenrank is installed, in any folder.
-
-    Args:
-        path: what `--config` was given; the first part of a relative path may be the name of an importable package.
-
-    Returns:
-        An existing file, or `path` as it is where there is none.
-    """
-    path = Path(path)
-    package, *inside = path.parts or ("",)
-    if not path.is_file() and inside and package.isidentifier():
-        with contextlib.suppress(ValueError):  # a module that has no spec, such as __main__
-            spec = importlib.util.find_spec(package)
-            for folder in (spec and spec.submodule_search_locations) or ():
-                if Path(folder, *inside).is_file():
-                    return Path(folder, *inside)
-    return path
-
-
 def _take_config_flag(argv: list[str]) -> tuple[Path | None, list[str]]:
     """The value of `--config FILE` or `--config=FILE`, and the other arguments."""
     path: Path | None = None
@@ -123,6 +101,8 @@ def _take_config_flag(argv: list[str]) -> tuple[Path | None, list[str]]:
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.partition("=")
+        if name.replace("_", "-") == "--gin-config-file":
+            raise ValueError(f"{name} is recsys-examples'; here --config names a config, and {GIN_REMEDY}")
         if name != "--config":
             rest.append(argument)
             continue
@@ -130,53 +110,26 @@ def _take_config_flag(argv: list[str]) -> tuple[Path | None, list[str]]:
             value = next(arguments, "")
         if not value or path is not None:
             raise ValueError(
-                f"--config is {'without a value' if not value else 'given twice'}; it names one TOML or YAML file: "
-                "write --config FILE"
+                f"--config is {'without a value' if not value else 'given twice'}; it names one TOML, YAML or JSON "
+                "file: write --config FILE"
             )
         path = Path(value)
     return path, rest
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    if path.suffix not in (".toml", ".yaml", ".yml"):
-        raise ValueError(f"{path} ends in {path.suffix!r}; a config is a .toml, .yaml or .yml file: rename it")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; --config names a TOML or YAML file: correct the path")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from None
-    try:
-        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is no valid {path.suffix[1:].upper()} ({reason}): correct the line") from None
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds {type(content).__name__}; a config holds fields with their values: add them")
-    return content
-
-
-def _check_fields(config_class: Any, content: Mapping[str, Any], prefix: str) -> None:
-    """Raise ValueError for a field that the dataclass does not have; dacite does not say where it stands."""
-    hints = typing.get_type_hints(config_class)
-    valid = [field.name for field in dataclasses.fields(config_class) if field.init]
-    for name, value in content.items():
-        if name not in valid:
-            close = difflib.get_close_matches(str(name), valid, n=1)
-            raise ValueError(
-                f"field {prefix}{name} does not exist; {prefix.rstrip('.') or 'the config'} has {', '.join(valid)}: "
-                + (f"write {close[0]}" if close else "remove it")
-            )
-        nested = _dataclass_in(hints[name])
-        if nested is not None and isinstance(value, Mapping):
-            _check_fields(nested, value, prefix=f"{prefix}{name}.")
-
-
-def _dataclass_in(hint: Any) -> Any:
-    """The dataclass that a type is, or that it is together with None; None for other types."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    found = [option for option in options if dataclasses.is_dataclass(option)]
-    return found[0] if len(found) == 1 else None
+def _values_of(flag: str, flags: list[str]) -> list[str]:
+    """The values of the last flag of this name, as the parser takes them: up to the next flag."""
+    values: list[str] = []
+    taking = False
+    for argument in flags:
+        if argument.startswith("-"):
+            name, equals, value = argument.partition("=")
+            taking = name == flag
+            if taking:
+                values = [value] if equals else []
+        elif taking:
+            values.append(argument)
+    return values
 
 
 def _type_name(hint: Any) -> str:
@@ -198,4 +151,18 @@ def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ValueError(parser_error(errors.getvalue())) from None
+        renamed = _renamed_flags(config_class, flags)
+        raise ValueError(renamed or parser_error(errors.getvalue())) from None
+
+
+def _renamed_flags(config_class: Any, flags: list[str]) -> str:
+    """What to write for flags that are known by another name, if there are some; else ""."""
+    paths = field_paths(config_class)
+    said = []
+    for flag in flags:
+        name = flag.partition("=")[0]
+        path = name.removeprefix("--").replace("-", "_")
+        written = renamed_path(path, paths) if flag.startswith("--") and path not in paths else None
+        if written is not None:
+            said.append(f"{name} (write --{written.replace('_', '-')})")
+    return f"no such flag: {', '.join(said)}" if said else ""

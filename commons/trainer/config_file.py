@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import re
 import sys
@@ -20,6 +22,28 @@ GIN_REMEDY = (
     'the guide "Coming from recsys-examples" (docs/from_recsys_examples.md in the project) says where each of its '
     "settings goes: write a .toml file"
 )
+
+
+def find_config(path: str | Path) -> Path:
+    """The file that a config's path names: that very file, or else the one inside an installed package.
+
+    So `hstu/configs/random.toml` is found in a checkout and, where evenrank is installed, in any folder.
+
+    Args:
+        path: what `--config` was given; the first part of a relative path may be the name of an importable package.
+
+    Returns:
+        An existing file, or `path` as it is where there is none.
+    """
+    path = Path(path)
+    package, *inside = path.parts or ("",)
+    if not path.is_file() and inside and package.isidentifier():
+        with contextlib.suppress(ValueError):  # a module that has no spec, such as __main__
+            spec = importlib.util.find_spec(package)
+            for folder in (spec and spec.submodule_search_locations) or ():
+                if Path(folder, *inside).is_file():
+                    return Path(folder, *inside)
+    return path
 
 
 def read_config_file(path: Path) -> Mapping[str, Any]:

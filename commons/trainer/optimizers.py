@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from commons.distributed.sharding import EmbeddingOptimizer, Sharding, dense_parameters
+from commons.trainer.args import is_positive
 
 
 @dataclass
@@ -43,14 +43,16 @@ class OptimizerArgs:
 
     def __post_init__(self) -> None:
         for name in ("dense_lr", "embedding_lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; a learning rate is positive: raise it")
+            if not is_positive(getattr(self, name)):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; a learning rate is positive and finite: correct it"
+                )
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(
                 f"adam_betas is {self.adam_betas}; they are two numbers of at least 0 and below 1: correct it"
             )
-        if not 0 < self.adam_eps < math.inf:
-            raise ValueError(f"adam_eps is {self.adam_eps}; it is a small positive number: raise it")
+        if not is_positive(self.adam_eps):
+            raise ValueError(f"adam_eps is {self.adam_eps!r}; it is a small positive number: correct it")
 
 
 def build_optimizer(model: nn.Module, args: OptimizerArgs) -> torch.optim.Optimizer:

@@ -118,7 +118,7 @@ class HSTUConfig:
                 f"position_buckets is {self.position_buckets!r}; distance 0 has a bucket of its own, so at least 2 are "
                 "needed: raise it"
             )
-        if not self.layer_norm_eps > 0:
+        if not 0 < self.layer_norm_eps < math.inf:
             raise ValueError(f"layer_norm_eps is {self.layer_norm_eps}; it keeps a division finite: make it positive")
 
 

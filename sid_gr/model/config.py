@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -69,8 +70,8 @@ class SIDGRConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
         for name in ("init_method_std", "layer_norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is positive: raise it")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is a positive number: correct it")
         for name, shared in (("num_attention_heads", self.num_attention_heads), ("ffn_hidden_size", self.ffn_width)):
             if shared % self.tensor_model_parallel_size:
                 raise ValueError(

@@ -142,7 +142,7 @@ class TestWholeFolder:
 
 
 class TestPlantedLinks:
-    """Somebody may have put something at the names that a writer passes through; nothing is written or deleted there."""
+    """Somebody may have put a link at the names that a writer passes through; nothing is written or deleted there."""
 
     @pytest.fixture
     def foreign(self, tmp_path):
@@ -162,7 +162,8 @@ class TestPlantedLinks:
             write(output / "data", "before")
         output.mkdir(exist_ok=True)
         (output / f".data.{place}").symlink_to(foreign)
-        with pytest.raises(FileExistsError, match=f"data.{place} is a symbolic link; .* links are not followed: remove"):
+        refusal = f"data.{place} is a symbolic link; .* links are not followed: remove"
+        with pytest.raises(FileExistsError, match=refusal):
             write(output / "data", "x")
         assert (output / "data").exists() == is_there
 

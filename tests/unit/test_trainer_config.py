@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
+import json
+import math
+import operator
+import typing
 from pathlib import Path
 
 import pytest
 import torch
 
 from commons.datasets.random_distribution import LengthDistribution
-from commons.trainer.config import find_config, load_config, load_config_file
+from commons.trainer.config import load_config, load_config_file
+from commons.trainer.config_file import find_config
+from commons.trainer.launch import seed_all
 from commons.trainer.optimizers import build_optimizer
 from hstu.train_config import TrainConfig
+from sid_gr.train_config import TrainConfig as SIDTrainConfig
 
 ROOT = Path(__file__).parents[2]
 TOML = """
@@ -39,6 +49,16 @@ def write(folder, text, name="run.toml"):
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def leaves(config_class, prefix=()):
+    """Path and type of every field that is no dataclass."""
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from leaves(hints[field.name], (*prefix, field.name))
+        else:
+            yield (*prefix, field.name), hints[field.name]
 
 
 def test_toml_and_yaml_give_the_same(tmp_path):
@@ -105,11 +125,21 @@ def test_lengths_of_random_data_by_file_and_by_flag(tmp_path):
     [
         (
             TOML.replace("train_batch_size", "train_batch_sise"),
-            r"run.toml: field trainer.train_batch_sise does not exist; trainer has train_batch_size, .*: "
-            "write train_batch_size$",
+            r"run.toml: this field does not exist: trainer.train_batch_sise \(write trainer.train_batch_size\)$",
         ),
-        (TOML.replace("[model]", "[modl]"), "field modl does not exist; the config has trainer, .*: write model$"),
-        (TOML.replace("slack", "zzz"), "field trainer.shuffler.zzz does not exist; trainer.shuffler has mode, "),
+        (TOML.replace("[model]", "[modl]"), r"this field does not exist: modl \(write model\)$"),
+        (TOML.replace("slack", "zzz"), r"trainer.shuffler.zzz \(remove it\); trainer.shuffler has mode, partitioner, "),
+        (
+            TOML.replace("train_batch_size", "log_dir").replace("dense_lr", "learning_rate") + "trainer_seed = 1",
+            r"these fields do not exist: trainer.log_dir \(write trainer.run_dir\); optimizer.learning_rate "
+            r"\(write optimizer.dense_lr\); optimizer.trainer_seed \(remove it\); optimizer has dense_optimizer, ",
+        ),
+        (TOML.replace("[model]", "[model]\nnum_tasks = 2"), r"model.num_tasks \(write dataset.num_tasks\)$"),
+        (
+            TOML + '[NetworkArgs]\nhidden_size = 8\ndtype_str = "bfloat16"\nnorm_epsilon = 1e-5',
+            r"NetworkArgs \(write model\); NetworkArgs.dtype_str \(write model.compute_dtype\); "
+            r"NetworkArgs.norm_epsilon \(remove it\)",
+        ),
         (TOML.replace("= 4", '= "4"'), "run.toml: trainer.train_batch_size is '4'; it must be int: correct it"),
         (TOML.replace("= 4", "= 0"), "run.toml: train_batch_size is 0; it is an integer of at least 1: correct it"),
         (TOML.replace("eval_batch_size = 8", ""), "trainer.eval_batch_size is missing; it has no default: add it"),
@@ -133,12 +163,69 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path, text, message):
 def test_a_file_that_is_none(tmp_path):
     with pytest.raises(FileNotFoundError, match="none.toml does not exist"):
         load_config_file(TrainConfig, tmp_path / "none.toml")
-    with pytest.raises(ValueError, match=r"run.json ends in '.json'; a config is a .toml, .yaml or .yml file"):
-        load_config_file(TrainConfig, write(tmp_path, "{}", "run.json"))
-    with pytest.raises(ValueError, match=r"run.yaml is no valid YAML"):
-        load_config_file(TrainConfig, write(tmp_path, "a: [", "run.yaml"))
-    with pytest.raises(ValueError, match=r"run.yaml holds list; a config holds fields"):
-        load_config_file(TrainConfig, write(tmp_path, "[1]", "run.yaml"))
+    for name, text, message in (
+        ("run.txt", "{}", r"run.txt ends in '.txt'; a config is a .toml, .yaml, .yml or .json file"),
+        ("run.yaml", "a: [", "run.yaml is no valid YAML"),
+        ("run.yaml", "[1]", "run.yaml holds list; a config holds fields"),
+        ("run.yaml", YAML + "model: {}", r"run.yaml is no valid YAML \(the key 'model' is there twice .*line 6"),
+        ("run.yaml", "a: {b: {c: 1, c: 2}}", "the key 'c' is there twice"),
+        ("run.json", '{"a": 1, "a": 2}', r"run.json is no valid JSON \(the key 'a' is there twice\)"),
+        ("run.json", "{", "run.json is no valid JSON"),
+        ("run.gin", "TrainerArgs.seed = 1", 'run.gin is a gin file; .* the guide "Coming from recsys-examples"'),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            load_config_file(TrainConfig, write(tmp_path, text, name))
+        assert "\n" not in str(caught.value)
+
+
+def test_yaml_numbers_are_those_of_toml(tmp_path):
+    text = YAML.replace("dense_lr: 1", "dense_lr: 1e-3, embedding_lr: 5E-02, adam_eps: .1e-5")
+    text = text.replace("slack: 0.5", "slack: 1e+2, mode: off")
+    config = load_config_file(TrainConfig, write(tmp_path, text, "run.yaml"))
+    assert (config.optimizer.dense_lr, config.optimizer.embedding_lr, config.optimizer.adam_eps) == (1e-3, 5e-2, 1e-6)
+    assert (config.trainer.shuffler.slack, config.trainer.shuffler.mode) == (100.0, "off")
+    merged = "sharding: &all {item: row_wise}\n".replace("sharding", "table_sharding") + YAML
+    config = load_config_file(TrainConfig, write(tmp_path, merged, "run.yaml"))
+    assert config.table_sharding == {"item": "row_wise"}
+
+
+@pytest.mark.parametrize("name", ["hstu/configs/retrieval.toml", "sid_gr/configs/random.toml"])
+def test_the_config_that_a_run_leaves_is_one(tmp_path, name):
+    config_class = TrainConfig if name.startswith("hstu") else SIDTrainConfig
+    flags = "--trainer.seed 5 --optimizer.adam-betas 0.8 0.9 --trainer.num-epochs 2 --optimizer.sharding row_wise"
+    config = load_config(config_class, ["--config", str(ROOT / name), *flags.split()])
+    path = write(tmp_path, json.dumps(dataclasses.asdict(config)), "config.json")
+    assert load_config_file(config_class, path) == config
+
+
+@pytest.mark.parametrize("config_class", [TrainConfig, SIDTrainConfig])
+def test_no_number_is_absurd(tmp_path, config_class):
+    """Every float of a config refuses NaN and infinity, every counter a negative number and one beyond 64 bits."""
+    folder = "hstu" if config_class is TrainConfig else "sid_gr"
+    whole = json.loads(
+        json.dumps(dataclasses.asdict(load_config_file(config_class, ROOT / folder / "configs/random.toml")))
+    )
+    tried = 0
+    for path, hint in leaves(config_class):
+        kinds = {kind for kind in (int, float) if hint in (kind, kind | None)}
+        values = [math.nan, math.inf, -0.5] if float in kinds else [-2, True] if int in kinds else []
+        if int in kinds and path[0] == "trainer":
+            values.append(2**63)
+        for value in values:
+            content = copy.deepcopy(whole)
+            functools.reduce(operator.getitem, path[:-1], content)[path[-1]] = value
+            with pytest.raises(ValueError, match=rf"\b{path[-1]} is "):
+                load_config_file(config_class, write(tmp_path, json.dumps(content), "run.json"))
+            tried += 1
+    assert tried > 70
+
+
+def test_a_huge_seed(tmp_path):
+    with pytest.raises(ValueError, match=r"seed is 9223372036854775808; .* below 2\*\*63: lower it"):
+        load_config_file(
+            TrainConfig, write(tmp_path, TOML.replace("[trainer]", "[trainer]\nseed = 9223372036854775808"))
+        )
+    seed_all(2**63 - 1 + 4096)  # of the last of 4096 ranks
 
 
 @pytest.mark.parametrize(
@@ -148,6 +235,12 @@ def test_a_file_that_is_none(tmp_path):
         (["--trainer.train-batch-sise", "4"], "^Unrecognized options: --trainer.train-batch-sise.*Perhaps you meant"),
         (["--trainer.train-batch-size", "many"], "--trainer.train-batch-size"),
         (["--config"], "--config is without a value"),
+        (
+            ["--trainer.log-dir=x", "--learning-rate", "1"],
+            "write --trainer.run-dir.*, --learning-rate .write --optimizer",
+        ),
+        (["--gin-config-file", "a.gin"], "--gin-config-file is recsys-examples'; here --config .* guide \"Coming from"),
+        (["--gin_config_file=a.gin"], "--gin_config_file is recsys-examples'"),
         (["--config", "a.toml", "--config", "b.toml"], "--config is given twice"),
     ],
 )
