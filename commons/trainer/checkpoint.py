@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,32 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from commons.trainer.broadcast import broadcast_text
 from commons.trainer.checkpoint_folder import (
+    DIGEST_BYTES,
     STATE_FILE,
     checkpoint_path,
     claim,
     complete_checkpoint,
+    digest_of,
     discard,
+    holds_checkpoint,
     latest_whole,
     list_checkpoints,
     make_empty,
     read_state,
     unfinished_path,
+    warn_of_damage,
 )
-from commons.trainer.checkpoint_state import describe_failure, first_not_finite, load_state, state_to_save
+from commons.trainer.checkpoint_state import (
+    describe_failure,
+    first_not_finite,
+    load_state,
+    read_entries,
+    state_to_save,
+)
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.random_state import set_random_state
+
+__all__ = ["Checkpointer", "TrainProgress", "list_checkpoints"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +106,8 @@ class Checkpointer:
         self._order = dict(order or {})
         self._loss_scaler = loss_scaler
         self.loaded_from: Path | None = None
+        # Found to be damaged when this run wanted to load them; rank 0 keeps them.
+        self._damaged: list[Path] = []
 
     def save(self, progress: TrainProgress) -> Path | None:
         """Write a checkpoint of the state after `progress.step` steps; no batch may be in flight.
@@ -107,6 +122,7 @@ class Checkpointer:
         self._require_finite(state, progress.step)
         final = checkpoint_path(self.folder, progress.step)
         unfinished = unfinished_path(final)
+        digests: dict[str, str] = {}
         problem = self._on_rank_0(lambda: make_empty(unfinished))
         if not problem:
             try:
@@ -114,8 +130,10 @@ class Checkpointer:
             except CheckpointException as error:  # of any rank, on every rank
                 problem = describe_failure(error)
         if not problem:
+            digests, problem = self._digests_of(unfinished)
+        if not problem:
             problem = self._on_rank_0(
-                lambda: complete_checkpoint(unfinished, final, self._state_of(progress), self._keep)
+                lambda: complete_checkpoint(unfinished, final, self._state_of(progress), self._keep, digests)
             )
         if problem:
             self._on_rank_0(lambda: discard(unfinished))
@@ -132,7 +150,8 @@ class Checkpointer:
     def load(self, path: str | Path, *, may_be_empty: bool = False) -> TrainProgress | None:
         """Load a checkpoint, or the latest whole one of a folder of them; sets this rank's random states too.
 
-        Damaged checkpoints of a folder are passed over with a warning.
+        Every file is read once more before, to compare its digest; ranks share the files. Checkpoints of a folder that
+        are damaged or cannot be read are passed over with a warning.
 
         Args:
             path: of the checkpoint or the folder.
@@ -145,14 +164,23 @@ class Checkpointer:
             FileNotFoundError: no checkpoint there.
             ValueError: the checkpoint is damaged, of another model, or of another version.
         """
-        mine = json.dumps(self._choose(Path(path), may_be_empty)) if dist.get_rank() == 0 else ""
-        answer = json.loads(broadcast_text(mine, self._device))
-        if "error" in answer:
-            raise (FileNotFoundError if answer["kind"] == "FileNotFoundError" else ValueError)(answer["error"])
-        if answer["path"] is None:
-            return None
-        self.loaded_from, state = Path(answer["path"]), answer["state"]
-        set_random_state(load_state(self.loaded_from, self._model, self._optimizer))
+        while True:
+            mine = json.dumps(self._choose(Path(path), may_be_empty)) if dist.get_rank() == 0 else ""
+            answer = json.loads(broadcast_text(mine, self._device))
+            if "error" in answer:
+                raise (FileNotFoundError if answer["kind"] == "FileNotFoundError" else ValueError)(answer["error"])
+            if answer["path"] is None:
+                return None
+            chosen, state = Path(answer["path"]), answer["state"]
+            problem = self._load_from(chosen, state["digests"])
+            if not problem:
+                break
+            if chosen == Path(path):
+                raise ValueError(problem)
+            if dist.get_rank() == 0:
+                self._damaged.append(chosen)
+                warn_of_damage(problem)
+        self.loaded_from = chosen
         if self._loss_scaler is not None and state.get("loss_scaler"):
             self._loss_scaler.load_state_dict(state["loss_scaler"])
         return TrainProgress(**state["progress"])
@@ -163,7 +191,7 @@ class Checkpointer:
         Raises:
             ValueError: the folder cannot be made or written, or holds some already.
         """
-        problem = self._on_rank_0(lambda: claim(self.folder, step))
+        problem = self._on_rank_0(lambda: claim(self.folder, step, self._damaged))
         if problem:
             raise ValueError(problem)
 
@@ -171,17 +199,58 @@ class Checkpointer:
         """Whether the checkpoint that was loaded lies in the folder to which this run saves."""
         return self.loaded_from is not None and self.loaded_from.resolve().parent == self.folder.resolve()
 
+    def _load_from(self, path: Path, digests: Mapping[str, str]) -> str:
+        """Load a checkpoint; returns on all ranks why that could not be done, or ""."""
+        saved: dict[str, Any] = {}
+        random: dict[str, torch.Tensor] = {}
+
+        def read() -> None:
+            for name in self._own_files(digests):
+                if digest_of(path / name).hex() != digests[name]:
+                    raise ValueError(f"{path} is damaged ({name} is not as it was written): load another checkpoint")
+            saved.update(read_entries(path))
+
+        problem = self._on_all_ranks(read) or self._on_all_ranks(
+            lambda: random.update(load_state(path, saved, self._model, self._optimizer))
+        )
+        if not problem:
+            set_random_state(random)
+        return problem
+
+    def _digests_of(self, folder: Path) -> tuple[dict[str, str], str]:
+        """Digests of a folder's files by name, and on all ranks what went wrong, or ""."""
+        found: list[str] = []
+        if problem := self._on_rank_0(lambda: found.extend(sorted(file.name for file in folder.iterdir()))):
+            return {}, problem
+        names = json.loads(broadcast_text(json.dumps(found), self._device))
+        table = torch.zeros(len(names), DIGEST_BYTES, dtype=torch.uint8)
+
+        def fill() -> None:
+            for name in self._own_files(names):
+                table[names.index(name)] = torch.frombuffer(bytearray(digest_of(folder / name)), dtype=torch.uint8)
+
+        problem = self._on_all_ranks(fill)
+        table = table.to(self._device)
+        dist.all_reduce(table)  # every row is one rank's
+        return {name: bytes(row).hex() for name, row in zip(names, table.tolist())}, problem
+
+    def _own_files(self, names: Iterable[str]) -> list[str]:
+        """The files that this rank reads to compute digests: those it wrote, where they are written now."""
+        ranks = dist.get_world_size()
+        written_by = [re.match(r"__(\d+)_", name) for name in names]
+        readers = [index if match is None else int(match[1]) for index, match in enumerate(written_by)]
+        return [name for name, reader in zip(names, readers) if reader % ranks == dist.get_rank()]
+
     def _choose(self, path: Path, may_be_empty: bool) -> dict[str, Any]:
         """The checkpoint to load and what its state file says; or the error, for all ranks to raise."""
-        is_checkpoint = (path / STATE_FILE).is_file()
-        if may_be_empty and not (is_checkpoint or path.is_file() or list_checkpoints(path)):
+        if may_be_empty and not (path.is_file() or holds_checkpoint(path)):
             return {"path": None}
         try:
-            chosen = path if is_checkpoint else latest_whole(path)
+            chosen = path if (path / STATE_FILE).is_file() else latest_whole(path, self._damaged)
             state = read_state(chosen)
             self._require_match(chosen, state)
             self._warn_of_other_order(chosen, state)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # the latter of a state file of odd types
             return {"error": str(error), "kind": type(error).__name__}
         return {"path": str(chosen), "state": state}
 
@@ -209,15 +278,10 @@ class Checkpointer:
             )
 
     def _require_finite(self, state: dict[str, Any], step: int) -> None:
-        mine = first_not_finite(state, self._model)
-        found = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=self._device)
-        found[dist.get_rank()] = int(bool(mine))
-        dist.all_reduce(found)
-        ranks = found.nonzero().flatten().tolist()
-        if ranks:
-            name = broadcast_text(mine, self._device, src=ranks[0])
+        rank, name = self._first_text(first_not_finite(state, self._model))
+        if name:
             raise ArithmeticError(
-                f"{name} of rank {ranks[0]} is not finite after step {step}; no checkpoint is made of that, those "
+                f"{name} of rank {rank} is not finite after step {step}; no checkpoint is made of that, those "
                 "before stay: go on from one of them with a lower learning rate or max_grad_norm"
             )
 
@@ -239,6 +303,23 @@ class Checkpointer:
             except (OSError, ValueError) as error:
                 problem = str(error)
         return broadcast_text(problem, self._device)
+
+    def _on_all_ranks(self, work: Callable[[], None]) -> str:
+        """Do something on every rank; returns on all ranks what went wrong on the first that failed, or ""."""
+        problem = ""
+        try:
+            work()
+        except Exception as error:  # a damaged file may end in any
+            problem = str(error) or type(error).__name__
+        return self._first_text(problem)[1]
+
+    def _first_text(self, mine: str) -> tuple[int, str]:
+        """The first rank whose text is not empty, and that text; called on all ranks together."""
+        found = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=self._device)
+        found[dist.get_rank()] = int(bool(mine))
+        dist.all_reduce(found)
+        ranks = found.nonzero().flatten().tolist()
+        return (ranks[0], broadcast_text(mine, self._device, src=ranks[0])) if ranks else (-1, "")
 
 
 def _differences(written: Any, here: Any, name: str = "") -> Any:

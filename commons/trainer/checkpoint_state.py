@@ -55,8 +55,28 @@ def first_not_finite(state: dict[str, Any], model: nn.Module) -> str:
     return ""
 
 
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Load what `state_to_save` gave, in place.
+def read_entries(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, by name: shapes, dtypes and where they lie; unpickles its metadata.
+
+    Raises:
+        ValueError: the metadata cannot be read.
+    """
+    try:
+        return dict(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    except Exception as error:  # whatever unpickling ends with
+        raise ValueError(f"{path} cannot be read (.metadata: {error}): load another checkpoint") from None
+
+
+def load_state(
+    path: Path, saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Load what `state_to_save` gave, in place; called on all ranks together.
+
+    Args:
+        path: of the checkpoint.
+        saved: what `read_entries` gives.
+        model: as it was saved; its values are spoilt by a checkpoint that cannot be read to the end.
+        optimizer: of the dense parameters.
 
     Returns:
         Random states of the rank that had this one's number, by generator; empty if there was none.
@@ -64,10 +84,6 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     Raises:
         ValueError: the checkpoint lacks something that the model has, or cannot be read.
     """
-    try:
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # whatever unpickling ends with
-        raise ValueError(f"{path} cannot be read (.metadata: {error}): load another checkpoint") from None
     model_state = model.state_dict()
     state: dict[str, Any] = {_MODEL + name: value for name, value in model_state.items()}
     tables = _tables_optimizer_state(model)

@@ -273,6 +273,68 @@ def test_a_damaged_checkpoint_is_passed_over(two_ranks, data, tmp_path, saved):
         two_ranks.run(run, data, str(tmp_path / "none"), **changes | {"ckpt_load_dir": str(tmp_path / "nowhere")})
 
 
+def _zero_block(path):
+    """4 KiB of zeros in the middle, as a disk may give them back; nothing of the size says so."""
+    content = bytearray(path.read_bytes())
+    begin = max(0, len(content) // 2 - 2048)
+    content[begin : begin + 4096] = bytes(min(4096, len(content) - begin))
+    path.write_bytes(content)
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+
+
+def _zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _forget_digests(checkpoint):
+    """Make it one of the version before."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["digests"], state["digest"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "keeps_digests", "said"),
+    [
+        ("__1_0.distcp", _zero_block, True, "is damaged (__1_0.distcp is not as it was written)"),
+        (".metadata", _flip, True, "is damaged (.metadata is not as it was written)"),
+        ("state.json", _zero, True, "is damaged (state.json: "),
+        ("__0_0.distcp", _zero, False, "cannot be read (rank "),
+        (".metadata", _zero, False, "cannot be read (.metadata: "),
+    ],
+)
+def test_what_the_disk_has_spoilt_is_passed_over(two_ranks, data, tmp_path, saved, name, damage, keeps_digests, said):
+    """The run goes on from the checkpoint before, saves to the same folder, and is the run that never stopped."""
+    damage(saved / "step_00000004" / name)
+    if not keeps_digests:
+        for checkpoint in list_checkpoints(saved):
+            _forget_digests(checkpoint)
+    changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved), ckpt_save_interval=2)
+    (steps, warned), (also, silent) = two_ranks.run(_warnings, data, str(tmp_path / "run"), **changes)
+    assert steps == also == 6 and not silent
+    assert [text for text in warned if "step_00000004" in text and said in text and "the one before" in text]
+    whole = two_ranks.run(run, data, str(tmp_path / "whole"), max_train_iters=6)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and whole
+    assert [path.name for path in list_checkpoints(saved)] == [f"step_0000000{step}" for step in (2, 4, 6)]
+    again = two_ranks.run(_warnings, data, str(tmp_path / "again"), **changes | {"max_train_iters": 7})
+    assert list(losses(tmp_path / "again")) == [7] and not again[0][1]
+
+
+def test_a_spoilt_checkpoint_that_is_named_is_an_error(rank_pools, data, tmp_path, saved):
+    _zero_block(saved / "step_00000004" / "__1_0.distcp")
+    changes = settings(tmp_path / "none", max_train_iters=6, ckpt_load_dir=str(saved / "step_00000004"))
+    with pytest.raises(RankFailure, match=r"step_00000004 is damaged \(__1_0.distcp is not as it was written\)"):
+        rank_pools[4].run(run, data, str(tmp_path / "named"), **changes)
+    changes["ckpt_load_dir"] = str(saved)
+    assert {steps for steps, _ in rank_pools[4].run(run, data, str(tmp_path / "other"), **changes)} == {6}
+    assert list(losses(tmp_path / "other")) == [3, 4, 5, 6]  # four ranks share the files of two
+
+
 def test_a_checkpoint_of_another_model_says_what_differs(two_ranks, data, tmp_path, saved):
     changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved))
     with pytest.raises(RankFailure, match="was written with hstu.num_attention_heads = 2, here it is 4"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 
@@ -13,6 +14,7 @@ from commons.trainer.checkpoint_folder import (
     checkpoint_path,
     claim,
     complete_checkpoint,
+    digest_of,
     latest_whole,
     list_checkpoints,
     make_empty,
@@ -104,6 +106,31 @@ def test_a_state_file_without_something(tmp_path, missing, caplog):
     with caplog.at_level(logging.WARNING):
         assert latest_whole(tmp_path) == first
     assert f"step_00000004 is damaged (state.json: '{missing}')" in caplog.text
+
+
+@pytest.mark.parametrize(("old", "new"), [('"step": 4', '"step": 5'), ('"digest": ', '"digesT": '), ('"size', '"sizf')])
+def test_a_flipped_byte_in_a_state_file(tmp_path, old, new, caplog):
+    first, second = save(tmp_path, 2), save(tmp_path, 4)
+    text = (second / "state.json").read_text()
+    changed = text.replace(old, new) if old in text else text[:-20] + "x" + text[-19:]
+    (second / "state.json").write_text(changed)
+    damaged = []
+    with caplog.at_level(logging.WARNING):
+        assert latest_whole(tmp_path, damaged) == first
+        assert latest_whole(tmp_path, damaged) == first
+    assert damaged == [second] and caplog.text.count("step_00000004 is damaged (state.json") == 1
+    claim(tmp_path, 2, damaged)
+
+
+def test_digests_are_those_of_the_files(tmp_path):
+    path = save(tmp_path, 3)
+    state = read_state(path)
+    assert state["digests"].keys() == {file.name for file in path.iterdir()} - {"state.json"}
+    for name, digest in state["digests"].items():
+        assert digest == hashlib.blake2b((path / name).read_bytes(), digest_size=32).hexdigest()
+    large = tmp_path / "large"
+    large.write_bytes(bytes(range(256)) * 12289)  # three blocks and a bit
+    assert digest_of(large) == hashlib.blake2b(large.read_bytes(), digest_size=32).digest()
 
 
 def test_where_there_is_none(tmp_path):
