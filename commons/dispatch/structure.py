@@ -9,7 +9,7 @@ from typing import Any
 
 from commons.sequence_batch.batch_tree import Constant, Node, Path, parse
 from commons.sequence_batch.fields import ROW_COUNT_FIELDS
-from commons.sequence_batch.plain_values import encode_plain
+from commons.sequence_batch.plain_values import canonical_plain, encode_plain
 
 
 def describe_structure(batch: Any, varying: Collection[Path] = ()) -> dict[str, Any]:
@@ -59,7 +59,8 @@ def _describe(node: Node, path: Path, varying: Collection[Path], described: dict
             traits["device"] = traits["device"].type
         described[name] = " ".join([type(value).__name__, *(f"{key} {trait}" for key, trait in traits.items())])
     elif node.kind is None:
-        described[name] = encode_plain(value.value if isinstance(value, Constant) else value, path)
+        plain = encode_plain(value.value if isinstance(value, Constant) else value, path)
+        described[name] = canonical_plain(plain)  # equal dicts are equal in any order
     else:
         described[name] = f"{type(value).__module__}.{type(value).__qualname__}"
         for key, child in node.children.items():

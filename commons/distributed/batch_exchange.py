@@ -7,7 +7,6 @@ one buffer would take the labels with them).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from commons.distributed.payload import (
     write_part,
 )
 from commons.distributed.row_routes import RowRoutes
-from commons.sequence_batch.fields import batch_device
+from commons.sequence_batch.fields import batch_device, copy_batch, row_count_values
 from commons.sequence_batch.jagged import permute_segments
 
 # What runs a collective: given a function of the group and of whether to return at once, and the payload's device, it
@@ -182,6 +181,4 @@ def _build_batch(
         )
     for dense in layout.schema.dense:
         fields[dense.name] = tensors[dense.name, False].view(rows, *dense.trailing)
-    names = {field.name for field in dataclasses.fields(batch)}
-    counts = {"batch_size": rows, "actual_batch_size": routes.result_real_rows}
-    return dataclasses.replace(batch, **fields, **{name: count for name, count in counts.items() if name in names})
+    return copy_batch(batch, fields | row_count_values(type(batch), rows, routes.result_real_rows))

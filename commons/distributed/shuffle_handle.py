@@ -11,10 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.shuffle_session import PreparedShuffle, ShuffleSession
 from commons.distributed.stats import ShuffleStats
-from commons.sequence_batch.fields import batch_device, row_counts, row_fields
-
-# Attribute of a started batch that its copies by BaseBatch.to and pin_memory inherit: the id of the batch.
-_STARTED_AS = "_shuffle_started_as"
+from commons.sequence_batch.fields import IDENTITY, batch_device, row_counts, row_fields
 
 
 class Described(NamedTuple):
@@ -67,7 +64,7 @@ class ShuffleHandle:
         self._future = future
         self._finished = False
         if batch is not None and hasattr(batch, "__dict__"):
-            vars(batch)[_STARTED_AS] = id(batch)
+            batch.__dict__[IDENTITY] = id(batch)
 
     @property
     def ended(self) -> bool:
@@ -132,14 +129,14 @@ class ShuffleHandle:
     def _belongs_to(self, batch: Any) -> bool:
         """Whether `batch` is the one that was started, or a copy of it.
 
-        Copies by BaseBatch's methods say of what. Another type's copy on the same device has the same memory; on
-        another device there is nothing to compare without waiting for it, beyond the sizes.
+        Copies by BaseBatch.to and pin_memory inherit its identity. Another type's copy on the same device has the same
+        memory; on another device there is nothing to compare without waiting for it, beyond the sizes.
         """
         if batch is self._batch or self._batch is None:
             return True
-        started_as = getattr(batch, "__dict__", {}).get(_STARTED_AS)
-        if started_as is not None:
-            return started_as == id(self._batch)
+        identity = getattr(batch, "__dict__", {}).get(IDENTITY)
+        if identity is not None:
+            return identity == id(self._batch)
         if batch_device(batch) != batch_device(self._batch):
             return True
         fields = zip(row_fields(self._batch), row_fields(batch))

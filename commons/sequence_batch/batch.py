@@ -7,7 +7,6 @@ a real user.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.sequence_batch.fields import RowField, batch_device, row_counts, row_fields
+from commons.sequence_batch.fields import IDENTITY, RowField, batch_device, copy_batch, row_counts, row_fields
 from commons.sequence_batch.jagged import select_kjt_rows
 
 B = TypeVar("B", bound="BaseBatch")
@@ -28,7 +27,8 @@ class BaseBatch(Pipelineable):
 
     Subclasses are dataclasses that add fields. Every KeyedJaggedTensor and every tensor among them must have
     `batch_size` rows and then moves, is selected and is exchanged without further code; any other field is a plain
-    value that must be the same on all ranks.
+    value that must be the same on all ranks: what depends on the rows is a property. `__init__` and `__post_init__` run
+    when a batch is loaded, and not again when its rows move.
 
     Attributes:
         features: sequences, `K` keys over `batch_size` rows.
@@ -120,7 +120,7 @@ class BaseBatch(Pipelineable):
                 selected[name] = select_kjt_rows(value, host.to(value.values().device))
             else:
                 selected[name] = value.index_select(0, host.to(value.device))
-        return dataclasses.replace(self, **selected, batch_size=host.numel(), actual_batch_size=num_real)
+        return copy_batch(self, {**selected, "batch_size": host.numel(), "actual_batch_size": num_real})
 
     def to(
         self: B,
@@ -166,11 +166,9 @@ class BaseBatch(Pipelineable):
             value.record_stream(stream)
 
     def _map(self: B, transform: Callable[[RowField], RowField]) -> B:
-        # Not dataclasses.replace: it would run the checks of __post_init__ again on an unchanged structure.
-        result = object.__new__(type(self))
-        result.__dict__.update(self.__dict__)
-        for name, value in row_fields(self):
-            setattr(result, name, transform(value))
+        result = copy_batch(self, {name: transform(value) for name, value in row_fields(self)})
+        if IDENTITY in self.__dict__:
+            result.__dict__[IDENTITY] = self.__dict__[IDENTITY]
         return result
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from commons.sequence_batch.fields import ROW_COUNT_FIELDS
+from commons.sequence_batch.fields import ROW_COUNT_FIELDS, batch_items, copy_batch, row_count_values
 from commons.sequence_batch.row_leaves import COLUMN, LeafType, tensor_leaf_type
 
 Path: TypeAlias = tuple[Any, ...]
@@ -59,7 +59,7 @@ def parse(value: Any, below_dataclass: bool = False) -> Node:
         below_dataclass: whether it is part of a dataclass, where lists are plain values.
 
     Raises:
-        TypeError: a tensorclass, or a dataclass that cannot be made again from its fields.
+        TypeError: a tensorclass.
         ValueError: a TensorDict without batch dimension, or whose rows differ in shape.
     """
     leaf_type = tensor_leaf_type(value)
@@ -76,8 +76,6 @@ def parse(value: Any, below_dataclass: bool = False) -> Node:
     # What holds no rows is metadata, of a type that need not be one that can be made again.
     if kind != "tensordict" and not any(child.has_rows for child in children.values()):
         return Node(value)
-    if kind == "dataclass":
-        _require_rebuildable(value, children)
     return Node(value, None, kind, children)
 
 
@@ -132,14 +130,9 @@ def rebuild(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: in
     if kind == "tensordict":
         return make_tensordict(children, [rows, *prototype.batch_size[1:]], prototype.device)
     if kind == "dataclass":
-        values = {
-            item.name: children[item.name]
-            for item in dataclasses.fields(prototype)
-            if item.init and item.name in children
-        }
-        return dataclasses.replace(prototype, **values, **row_count_values(type(prototype), rows, real))
+        return copy_batch(prototype, children | row_count_values(type(prototype), rows, real))
     if kind == "namedtuple":
-        return type(prototype)(**children)
+        return type(prototype)._make(children.values())
     if kind == "sequence":
         return type(prototype)(children.values())
     try:
@@ -153,12 +146,6 @@ def rebuild(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: in
             "the same type: pass a dict"
         ) from None
     return result
-
-
-def row_count_values(batch_type: type, rows: int, real: int) -> dict[str, int]:
-    """The fields of a dataclass that count rows, with their values."""
-    names = {item.name for item in dataclasses.fields(batch_type)}
-    return {name: count for name, count in zip(ROW_COUNT_FIELDS, (rows, real)) if name in names}
 
 
 def make_tensordict(children: dict[Any, Any], batch_size: Sequence[int], device: Any) -> Any:
@@ -205,7 +192,7 @@ def _children(value: Any) -> tuple[BranchKind | None, dict[Any, Any]]:
     if is_tensordict(value):
         return "tensordict", _tensordict_children(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return "dataclass", {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        return "dataclass", batch_items(value)
     if isinstance(value, Mapping):
         return "mapping", dict(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -248,30 +235,6 @@ def _holds_tensors(value: Any) -> bool:
         return True
     kind, children = _children(value)
     return kind == "tensordict" or any(_holds_tensors(child) for child in children.values())
-
-
-def _require_rebuildable(value: Any, children: dict[Any, Node]) -> None:
-    """Raise TypeError for a dataclass with rows that its __init__ does not take, or arguments that it does not keep."""
-    items = dataclasses.fields(value)
-    fixed = [item.name for item in items if not item.init and children[item.name].has_rows]
-    if fixed:
-        raise TypeError(
-            f"fields {fixed} of {type(value).__name__} hold rows and have init=False; a new batch is made from its "
-            "fields: let __init__ take them"
-        )
-    kept = {item.name for item in items}
-    init_only = [
-        name for name, item in type(value).__dataclass_fields__.items() if name not in kept and _is_init_var(item)
-    ]
-    if init_only:
-        raise TypeError(
-            f"{type(value).__name__} has the InitVar fields {init_only}; a new batch is made from its fields, and "
-            "these are not kept: make them ordinary fields"
-        )
-
-
-def _is_init_var(item: Any) -> bool:
-    return item._field_type.name == "_FIELD_INITVAR"
 
 
 def _is_equal(value: Any, other: Any) -> bool:

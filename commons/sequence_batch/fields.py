@@ -2,14 +2,19 @@
 
 Every field of a batch dataclass is either a *row field* (a KeyedJaggedTensor or a tensor whose first dimension is
 the batch) or a plain value. Selecting, exchanging and describing a batch are written against this one distinction, so
-that a subclass may add fields without further code.
+that a subclass may add fields without further code. Attributes that `__post_init__` sets beside the fields count as
+fields; what a cached_property has computed does not, and is computed anew.
+
+A batch of other rows is never made by the constructor: the constructor may change what it is given (labels that count
+from 1, say), and these values have been through it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+import functools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -19,9 +24,46 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 RowField: TypeAlias = "KeyedJaggedTensor | torch.Tensor"
+B = TypeVar("B")
 
 # Plain fields that count rows: they differ between ranks and are set, not compared, when rows move.
 ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
+
+# Attribute of a batch that copies of it as a whole inherit, so that they can be told from other batches like it.
+IDENTITY = "__batch_identity__"
+
+
+def batch_items(batch: Any) -> dict[str, Any]:
+    """All that a batch holds, by name: its fields in the order of declaration, then other attributes.
+
+    Left out are fields that have no value, names of Python itself, and what a cached_property has computed.
+    """
+    items = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch) if hasattr(batch, item.name)}
+    others = {
+        name: value
+        for name, value in getattr(batch, "__dict__", {}).items()
+        if name not in items
+        and not name.startswith("__")
+        and not isinstance(getattr(type(batch), name, None), functools.cached_property)
+    }
+    return items | dict(sorted(others.items()))
+
+
+def make_batch(batch_type: type[B], items: Mapping[str, Any]) -> B:
+    """A batch that holds what `batch_items` says, made without its constructor."""
+    try:
+        batch = object.__new__(batch_type)
+    except TypeError:  # kin of a built-in type, such as the outputs of transformers: a dict that its constructor fills
+        taken = {item.name for item in dataclasses.fields(batch_type) if item.init}  # type: ignore[arg-type]
+        return batch_type(**{name: value for name, value in items.items() if name in taken})
+    for name, value in items.items():
+        object.__setattr__(batch, name, value)  # of frozen dataclasses too
+    return batch
+
+
+def copy_batch(batch: B, changes: Mapping[str, Any]) -> B:
+    """A copy of a batch, made without its constructor, that holds other values under some names."""
+    return make_batch(type(batch), {**batch_items(batch), **changes})
 
 
 def is_row_field(value: Any) -> bool:
@@ -30,19 +72,16 @@ def is_row_field(value: Any) -> bool:
 
 
 def row_fields(batch: Any) -> Iterator[tuple[str, RowField]]:
-    """Name and value of every KeyedJaggedTensor and tensor field, in the order of declaration."""
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
+    """Name and value of every KeyedJaggedTensor and tensor, in the order of `batch_items`."""
+    for name, value in batch_items(batch).items():
         if is_row_field(value):
-            yield field.name, value
+            yield name, value
 
 
-def plain_fields(batch: Any) -> Iterator[tuple[str, Any]]:
-    """Name and value of every field that holds no rows and counts none."""
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        if not is_row_field(value) and field.name not in ROW_COUNT_FIELDS:
-            yield field.name, value
+def row_count_values(batch_type: type, rows: int, real: int) -> dict[str, int]:
+    """The fields of a dataclass that count rows, with their values."""
+    names = {item.name for item in dataclasses.fields(batch_type)}
+    return {name: count for name, count in zip(ROW_COUNT_FIELDS, (rows, real)) if name in names}
 
 
 def require_dataclass(batch: Any) -> None:
@@ -58,9 +97,17 @@ def num_rows_of(name: str, value: RowField) -> int:
     """Rows of one field.
 
     Raises:
-        ValueError: a 0-dimensional tensor, a KeyedJaggedTensor with variable batch per key, or one with duplicate keys.
+        ValueError: a tensor that is 0-dimensional, nested or sparse; a KeyedJaggedTensor with variable batch per key,
+            duplicate keys, values or weights of more than one dimension or of different numbers, lengths that are no
+            multiple of its rows, or offsets that do not begin at 0 (looked at on CPU only).
     """
     if isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout != torch.strided:
+            kind = "nested tensor" if value.is_nested else f"tensor of layout {value.layout}"
+            raise ValueError(
+                f"field {name!r} is a {kind}; rows that move are those of dense tensors and of KeyedJaggedTensors: "
+                "convert it to one of these"
+            )
         if value.dim() == 0:
             raise ValueError(
                 f"field {name!r} is a 0-dimensional tensor; a tensor field must have the batch as its first dimension: "
@@ -81,7 +128,37 @@ def num_rows_of(name: str, value: RowField) -> int:
     if len(set(keys)) != len(keys):
         repeated = sorted({key for key in keys if keys.count(key) > 1})
         raise ValueError(f"field {name!r} has duplicate keys {repeated}; keys must be unique: rename or merge them")
+    _require_flat(name, value)
     return value.stride()
+
+
+def _require_flat(name: str, jagged: KeyedJaggedTensor) -> None:
+    """Raise ValueError for a KeyedJaggedTensor whose values, weights, lengths or offsets do not belong together."""
+    values, weights = jagged.values(), jagged.weights_or_none()
+    for what, tensor in (("values", values), ("weights", weights)):
+        if tensor is not None and tensor.dim() != 1:
+            raise ValueError(
+                f"field {name!r} has {what} of shape {tuple(tensor.shape)}; those of a KeyedJaggedTensor have one "
+                "dimension: flatten them, or use one key per column"
+            )
+    if weights is not None and weights.numel() != values.numel():
+        raise ValueError(
+            f"field {name!r} has {weights.numel()} weights and {values.numel()} values; every value has one weight: "
+            "match them"
+        )
+    lengths, segments = jagged.lengths(), len(jagged.keys()) * jagged.stride()
+    if lengths.numel() != segments:
+        raise ValueError(
+            f"field {name!r} has {lengths.numel()} lengths for {len(jagged.keys())} keys and {jagged.stride()} rows; "
+            f"there is one per key and row, {segments} in all: match them"
+        )
+    offsets = jagged.offsets_or_none()
+    # On a device the look at the first offset would wait for everything before it.
+    if offsets is not None and offsets.device.type == "cpu" and offsets.numel() and int(offsets[0]):
+        raise ValueError(
+            f"field {name!r} has offsets that begin at {int(offsets[0])}; those of a KeyedJaggedTensor begin at 0: cut "
+            "off the values before, and subtract it"
+        )
 
 
 def batch_rows(batch: Any) -> int:

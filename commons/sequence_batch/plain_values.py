@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import base64
+import enum
+import json
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 import torch
 
 from commons.sequence_batch.batch_tree import Path, path_name
+from commons.sequence_batch.type_names import find_type, type_name, unknown_type
 
 # A JSON object has one entry: its key says what the value is. Lists and scalars stand for themselves.
 _TUPLE, _DICT, _BYTES, _DTYPE, _DEVICE, _NUMPY = "tuple", "dict", "bytes", "dtype", "device", "numpy"
+_SIZE, _ORDERED, _NAMED_TUPLE, _ENUM = "size", "ordered", "namedtuple", "enum"
 
 
 def encode_plain(value: Any, path: Path) -> Any:
     """A value that json.dumps takes.
 
     Args:
-        value: None, bool, int, float, str, bytes, numpy scalar, torch.dtype, torch.device, or a list, tuple or dict of
-            these.
+        value: None, bool, int, float, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a member of an
+            enum, or a list, tuple, namedtuple, dict or OrderedDict of these.
         path: where in the batch it is, for the error.
 
     Raises:
@@ -29,12 +34,17 @@ def encode_plain(value: Any, path: Path) -> Any:
         return value
     if type(value) is list:
         return [encode_plain(item, path) for item in value]
-    if type(value) is tuple:
-        return {_TUPLE: [encode_plain(item, path) for item in value]}
-    if type(value) is dict:
-        return {_DICT: [[encode_plain(key, path), encode_plain(item, path)] for key, item in value.items()]}
+    if type(value) is tuple or type(value) is torch.Size:
+        return {_TUPLE if type(value) is tuple else _SIZE: [encode_plain(item, path) for item in value]}
+    if type(value) is dict or type(value) is OrderedDict:
+        items = [[encode_plain(key, path), encode_plain(item, path)] for key, item in value.items()]
+        return {_DICT if type(value) is dict else _ORDERED: items}
     if type(value) is bytes:
         return {_BYTES: base64.b64encode(value).decode("ascii")}
+    if isinstance(value, enum.Enum):
+        return {_ENUM: [type_name(type(value), path_name(path)), encode_plain(value.value, path)]}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {_NAMED_TUPLE: [type_name(type(value), path_name(path)), *(encode_plain(item, path) for item in value)]}
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -42,27 +52,71 @@ def encode_plain(value: Any, path: Path) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in "biufSU":
         return {_NUMPY: [value.dtype.str, encode_plain(value.item(), path)]}
     raise TypeError(
-        f"{path_name(path)!r} holds a {type(value).__name__}; what is no tensor or array travels as JSON: use None, "
-        "numbers, strings, bytes, and lists, tuples and dicts of these"
+        f"{path_name(path)!r} holds a {type(value).__name__}; what is not moved with the rows travels as JSON: use "
+        "None, numbers, strings, bytes, enums, and lists, tuples and dicts of these, or a tensor of its own for rows"
     )
 
 
 def decode_plain(data: Any) -> Any:
-    """The value that `encode_plain` took."""
+    """The value that `encode_plain` took.
+
+    Raises:
+        KeyError: an enum or namedtuple that no imported module of this process has.
+    """
     if isinstance(data, list):
         return [decode_plain(item) for item in data]
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()
-    if kind == _TUPLE:
-        return tuple(decode_plain(item) for item in content)
-    if kind == _DICT:
-        return {decode_plain(key): decode_plain(item) for key, item in content}
+    if kind in (_TUPLE, _SIZE):
+        items = tuple(decode_plain(item) for item in content)
+        return items if kind == _TUPLE else torch.Size(items)
+    if kind in (_DICT, _ORDERED):
+        pairs = ((decode_plain(key), decode_plain(item)) for key, item in content)
+        return dict(pairs) if kind == _DICT else OrderedDict(pairs)
     if kind == _BYTES:
         return base64.b64decode(content)
+    if kind in (_ENUM, _NAMED_TUPLE):
+        name, *items = content
+        found: Any = find_type(name, (enum.Enum if kind == _ENUM else tuple,))
+        if found is None:
+            raise unknown_type(name)
+        values = [decode_plain(item) for item in items]
+        return found(values[0]) if kind == _ENUM else found._make(values)
     if kind == _DTYPE:
         return getattr(torch, content)
     if kind == _DEVICE:
         return torch.device(content)
     dtype, item = content
     return np.dtype(dtype).type(decode_plain(item))
+
+
+def canonical_plain(data: Any) -> Any:
+    """What `encode_plain` gave with the items of dicts in an order of their own: the same for equal dicts."""
+    if isinstance(data, list):
+        return [canonical_plain(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, content),) = data.items()
+    content = canonical_plain(content)
+    return {kind: sorted(content, key=json.dumps) if kind == _DICT else content}
+
+
+def show_plain(data: Any) -> str:
+    """What `encode_plain` gave as a reader of messages expects it; needs no class to be known."""
+    if isinstance(data, list):
+        return f"[{_listed(data)}]"
+    if not isinstance(data, dict):
+        return repr(data)
+    ((kind, content),) = data.items()
+    if kind == _TUPLE:
+        return f"({_listed(content)}{',' * (len(content) == 1)})"
+    if kind == _DICT:
+        return "{" + ", ".join(f"{show_plain(key)}: {show_plain(item)}" for key, item in content) + "}"
+    if kind in (_ENUM, _NAMED_TUPLE):
+        return f"{content[0].rpartition(':')[2]}({_listed(content[1:])})"
+    return f"{kind}({_listed(content) if isinstance(content, list) else content})"
+
+
+def _listed(items: list[Any]) -> str:
+    return ", ".join(map(show_plain, items))

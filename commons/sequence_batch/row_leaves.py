@@ -54,11 +54,6 @@ class _DenseTensor(LeafType[torch.Tensor]):
     """A tensor `(rows, ...)`."""
 
     def count(self, value: torch.Tensor, name: str) -> int:
-        if value.layout != torch.strided:
-            raise ValueError(
-                f"field {name!r} has the layout {value.layout}; rows are taken from dense and jagged tensors: convert "
-                "it with to_dense()"
-            )
         return num_rows_of(name, value)
 
     def select(self, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -176,7 +171,14 @@ class _KeyedJagged(LeafType["KeyedJaggedTensor"]):
     """A KeyedJaggedTensor with one number of rows for all keys."""
 
     def count(self, value: KeyedJaggedTensor, name: str) -> int:
-        return num_rows_of(name, value)
+        rows = num_rows_of(name, value)
+        total, num_values = sum(value.length_per_key()), value.values().numel()
+        if total != num_values:
+            raise ValueError(
+                f"field {name!r} has lengths that add up to {total} and {num_values} values; values must be exactly "
+                "those of the rows: remove the others"
+            )
+        return rows
 
     def select(self, value: KeyedJaggedTensor, rows: torch.Tensor) -> KeyedJaggedTensor:
         from commons.sequence_batch.jagged import select_kjt_rows  # fbgemm, for those who have such a tensor
@@ -229,10 +231,25 @@ class _KeyedJagged(LeafType["KeyedJaggedTensor"]):
 
 
 class _Jagged(LeafType["JaggedTensor"]):
-    """A JaggedTensor: values `(sum(lengths), ...)`, weights too, over lengths `(rows,)`."""
+    """A JaggedTensor: values `(sum(lengths), ...)`, weights too, over lengths `(rows,)`.
+
+    Its offsets may leave values out, before the first row and after the last; results have those of the rows alone.
+    """
 
     def count(self, value: JaggedTensor, name: str) -> int:
-        return value.lengths().numel()
+        values, weights, lengths = value.values(), value.weights_or_none(), value.lengths()
+        if weights is not None and weights.shape[0] != values.shape[0]:
+            raise ValueError(
+                f"field {name!r} has {weights.shape[0]} weights and {values.shape[0]} values; every value has one "
+                "weight: match them"
+            )
+        total, (first, last) = int(lengths.sum()), _ends(value)
+        if last - first != total or not 0 <= first <= last <= values.shape[0]:
+            raise ValueError(
+                f"field {name!r} has offsets from {first} to {last}, lengths that add up to {total}, and "
+                f"{values.shape[0]} values; offsets lie within the values and differ by the lengths: correct them"
+            )
+        return lengths.numel()
 
     def select(self, value: JaggedTensor, rows: torch.Tensor) -> JaggedTensor:
         lengths = value.lengths()
@@ -255,12 +272,8 @@ class _Jagged(LeafType["JaggedTensor"]):
         }
 
     def join(self, values: Sequence[JaggedTensor]) -> JaggedTensor:
-        weights = [weights for value in values if (weights := value.weights_or_none()) is not None]
-        return new_jagged(
-            values=torch.cat([value.values() for value in values]),
-            weights=torch.cat(weights) if weights else None,
-            lengths=torch.cat([value.lengths() for value in values]),
-        )
+        joined, lengths, *weights = (torch.cat(parts) for parts in zip(*map(self.tensors, values)))
+        return new_jagged(values=joined, weights=weights[0] if weights else None, lengths=lengths)
 
     def padding(self, value: JaggedTensor, num_rows: int) -> JaggedTensor:
         weights = value.weights_or_none()
@@ -271,8 +284,14 @@ class _Jagged(LeafType["JaggedTensor"]):
         )
 
     def tensors(self, value: JaggedTensor) -> list[torch.Tensor]:
-        weights = value.weights_or_none()
-        return [value.values(), value.lengths(), *([] if weights is None else [weights])]
+        weights, rows = value.weights_or_none(), slice(*_ends(value))
+        return [value.values()[rows], value.lengths(), *([] if weights is None else [weights[rows]])]
+
+
+def _ends(value: JaggedTensor) -> tuple[int, int]:
+    """Where the first row of a JaggedTensor begins and the last one ends."""
+    offsets = value.offsets()
+    return (int(offsets[0]), int(offsets[-1])) if offsets.numel() else (0, 0)
 
 
 DENSE_TENSOR, NESTED_TENSOR, ARRAY = _DenseTensor(), _NestedTensor(), _Array()

@@ -41,7 +41,7 @@ def count_rows(batch: Any) -> int:
 
     Raises:
         ValueError: leaves with different numbers of rows, a 0-dimensional tensor, or no leaf at all.
-        TypeError: a tensorclass, or a dataclass that cannot be made again from its fields.
+        TypeError: a tensorclass.
 
     >>> count_rows({"ids": torch.zeros(3, 5), "text": ["a", "b", "c"], "split": "train"})
     3

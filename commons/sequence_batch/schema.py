@@ -14,13 +14,23 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from commons.sequence_batch.fields import ROW_COUNT_FIELDS, batch_rows, is_row_field, require_dataclass
+from commons.sequence_batch.fields import (
+    ROW_COUNT_FIELDS,
+    batch_items,
+    batch_rows,
+    make_batch,
+    require_dataclass,
+    row_count_values,
+)
+from commons.sequence_batch.plain_values import canonical_plain, decode_plain, encode_plain, show_plain
 from commons.sequence_batch.torchrec_types import is_keyed_jagged, new_keyed_jagged
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _BATCH_TYPES: dict[str, type] = {}
+# Characters of a value in a message.
+_SHOWN = 200
 
 
 def register_batch_type(batch_type: type) -> type:
@@ -82,12 +92,33 @@ class DenseField:
         return torch.zeros(rows, *self.trailing, dtype=self.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlainField:
-    """A field that holds no rows, as JSON text: it must be the same on all ranks."""
+    """A field that holds no rows: it must be the same on all ranks.
+
+    Attributes:
+        name: of the field.
+        json: its value as `encode_plain` writes it, as JSON text.
+    """
 
     name: str
     json: str
+
+    def __eq__(self, other: object) -> bool:
+        """Whether name and value are the same, types included; dicts are equal in any order of their items."""
+        if not isinstance(other, PlainField):
+            return NotImplemented
+        return self.name == other.name and (self.json == other.json or self._canonical() == other._canonical())
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def value(self) -> Any:
+        """The value, equal to what was described; KeyError for an enum or namedtuple that is not imported here."""
+        return decode_plain(json.loads(self.json))
+
+    def _canonical(self) -> str:
+        return json.dumps(canonical_plain(json.loads(self.json)))  # as text: in Python, 1, 1.0 and True are equal
 
 
 Field: TypeAlias = JaggedField | DenseField | PlainField
@@ -95,7 +126,7 @@ Field: TypeAlias = JaggedField | DenseField | PlainField
 
 @dataclass(frozen=True)
 class BatchSchema:
-    """Type name and fields of a batch, in the order of declaration."""
+    """Type name and fields of a batch, in the order of declaration, with the attributes beside them."""
 
     type_name: str
     fields: tuple[Field, ...]
@@ -126,22 +157,27 @@ class BatchSchema:
 
         Raises:
             TypeError: not a dataclass, or a plain field that JSON cannot hold.
-            ValueError: fields that disagree on the number of rows, duplicate keys, a variable batch per key.
+            ValueError: fields that disagree on the number of rows, or as `num_rows_of`.
         """
         require_dataclass(batch)
         batch_rows(batch)
-        _require_rebuildable(batch)
-        fields = [_describe(item.name, getattr(batch, item.name)) for item in dataclasses.fields(batch) if item.init]
-        return cls(_type_name(type(batch)), tuple(field for field in fields if field is not None))
+        fields = [_describe(name, value) for name, value in batch_items(batch).items() if name not in ROW_COUNT_FIELDS]
+        return cls(_type_name(type(batch)), tuple(fields))
 
     def empty_batch(self, rows: int = 0) -> Any:
-        """A host batch of `rows` padding rows."""
+        """A host batch of `rows` padding rows, equal to the others' but for their rows.
+
+        It is made without its constructor, as every batch whose rows move: what the others hold has been through it,
+        and it may well refuse a batch without rows.
+
+        Raises:
+            KeyError: a class that is not imported on this rank.
+        """
         batch_type = _find_batch_type(self.type_name)
-        counts = {"batch_size": rows, "actual_batch_size": 0}
-        values: dict[str, Any] = {name: count for name, count in counts.items() if name in _field_names(batch_type)}
-        for field in self.fields:
-            values[field.name] = json.loads(field.json) if isinstance(field, PlainField) else field.empty(rows)
-        return batch_type(**values)
+        items: dict[str, Any] = {
+            field.name: field.value() if isinstance(field, PlainField) else field.empty(rows) for field in self.fields
+        }
+        return make_batch(batch_type, items | row_count_values(batch_type, rows, 0))
 
     def to_json(self) -> list[Any]:
         """Something that json.dumps takes; `from_json` reads it back."""
@@ -165,32 +201,11 @@ class BatchSchema:
         ]
 
 
-def _require_rebuildable(batch: Any) -> None:
-    """Raise TypeError for a dataclass that cannot be made again from its fields."""
-    for item in dataclasses.fields(batch):
-        if not item.init and is_row_field(getattr(batch, item.name, None)):
-            raise TypeError(
-                f"field {item.name!r} is a tensor with init=False; a shuffled batch is made from its fields: let "
-                "__init__ take it"
-            )
-    # dataclasses.fields leaves InitVar fields out; __init__ would ask for them.
-    init_only = [
-        name for name, item in type(batch).__dataclass_fields__.items() if item._field_type.name == "_FIELD_INITVAR"
-    ]
-    if init_only:
-        raise TypeError(
-            f"{type(batch).__name__} has the InitVar fields {init_only}; a shuffled batch is made from its fields, and "
-            "these are not kept: make them ordinary fields"
-        )
-
-
 def _field_names(batch_type: type) -> set[str]:
     return {field.name for field in dataclasses.fields(batch_type)}
 
 
-def _describe(name: str, value: Any) -> Field | None:
-    if name in ROW_COUNT_FIELDS:
-        return None
+def _describe(name: str, value: Any) -> Field:
     if is_keyed_jagged(value):
         weights = value.weights_or_none()
         return JaggedField(
@@ -202,20 +217,15 @@ def _describe(name: str, value: Any) -> Field | None:
         )
     if isinstance(value, torch.Tensor):
         return DenseField(name, value.dtype, tuple(value.shape[1:]))
-    try:
-        return PlainField(name, json.dumps(value, sort_keys=True))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"field {name!r} is a {type(value).__name__}; a field that is no tensor must be expressible as JSON, so "
-            "that ranks can compare it: use numbers, strings, lists and dicts, or keep it outside the batch"
-        ) from error
+    return PlainField(name, json.dumps(encode_plain(value, (name,))))
 
 
 def _summary(field: Field | None) -> str:
     if field is None:
         return "absent"
     if isinstance(field, PlainField):
-        return field.json
+        text = show_plain(json.loads(field.json))
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
     if isinstance(field, DenseField):
         return f"tensor {_dtype_name(field.dtype)} {list(field.trailing)}"
     weights = "" if field.weights_dtype is None else f", weights {_dtype_name(field.weights_dtype)}"

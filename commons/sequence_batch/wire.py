@@ -9,10 +9,8 @@ that the receiver has imported; nothing is imported on a sender's word.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 
 from commons.sequence_batch.batch_tree import Constant, Node, Path, make_tensordict, parse, path_name
+from commons.sequence_batch.fields import make_batch
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.row_leaves import (
     ARRAY,
@@ -34,6 +33,7 @@ from commons.sequence_batch.row_leaves import (
     ragged_axis,
 )
 from commons.sequence_batch.torchrec_types import new_jagged, new_keyed_jagged
+from commons.sequence_batch.type_names import find_type, type_name, unknown_type
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -157,12 +157,10 @@ class _Encoder:
 
     def branch(self, node: Node, path: Path) -> list[Any]:
         children, value = node.children, node.value
-        if node.kind == "dataclass":
-            children = {item.name: children[item.name] for item in dataclasses.fields(value) if item.init}
         nodes = [[encode_plain(key, path), self.node(child, (*path, key))] for key, child in children.items()]
         if node.kind == "tensordict":
             return ["tensordict", list(value.batch_size), _place(value.device), nodes]
-        return [node.kind, _type_name(type(value), path), nodes]
+        return [node.kind, type_name(type(value), path_name(path)), nodes]
 
     def leaf(self, leaf_type: LeafType[Any], value: Any, path: Path) -> list[Any]:
         if leaf_type is COLUMN:
@@ -258,7 +256,7 @@ class _Decoder:
         return make_tensordict(self.children(nodes), batch_size, None if place is None else _device_at(place))
 
     def make_dataclass(self, name: str, nodes: list[Any]) -> Any:
-        return _find_type(name)(**self.children(nodes))
+        return make_batch(_find_type(name), self.children(nodes))
 
     def make_mapping(self, name: str, nodes: list[Any]) -> Any:
         result = _find_type(name)()
@@ -267,7 +265,7 @@ class _Decoder:
         return result
 
     def make_namedtuple(self, name: str, nodes: list[Any]) -> Any:
-        return _find_type(name)(**self.children(nodes))
+        return _find_type(name)._make(self.children(nodes).values())
 
     def make_sequence(self, name: str, nodes: list[Any]) -> Any:
         return _find_type(name)(self.children(nodes).values())
@@ -285,32 +283,8 @@ def _device_at(place: int) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if place else torch.device("cpu")
 
 
-def _type_name(kept_type: type, path: Path) -> str:
-    name = f"{kept_type.__module__}:{kept_type.__qualname__}"
-    if _lookup(name) is not kept_type:
-        raise TypeError(
-            f"{path_name(path)!r} is a {kept_type.__qualname__}, which is not found under that name in module "
-            f"{kept_type.__module__}; receivers look classes up by name: define it at the top level of a module"
-        )
-    return name
-
-
 def _find_type(name: str) -> Any:
-    found = _lookup(name)
-    is_batch_type = isinstance(found, type) and (
-        dataclasses.is_dataclass(found) or issubclass(found, (Mapping, list, tuple))
-    )
-    if not is_batch_type:
-        module, _, qualname = name.partition(":")
-        raise KeyError(
-            f"class {qualname} of module {module} is unknown on this rank; a batch is made again from its classes: "
-            f"import {module} on every rank"
-        )
+    found = find_type(name, (object,))
+    if found is None or not (dataclasses.is_dataclass(found) or issubclass(found, (Mapping, list, tuple))):
+        raise unknown_type(name)
     return found
-
-
-def _lookup(name: str) -> Any:
-    module, _, qualname = name.partition(":")
-    return functools.reduce(
-        lambda found, part: getattr(found, part, None), qualname.split("."), sys.modules.get(module)
-    )

@@ -243,7 +243,7 @@ def mistaken_call(what):
         ("groups on one rank", "ValueError: group_ids are given on rank 1 and not on rank 0"),
         ("one group", "ValueError: the number of groups is 1, that of parts"),
         ("slack", "ValueError: rank 0: slack is -1; it must be finite and at least 0"),
-        ("an object", "TypeError: rank 1: 'meta' holds a object; what is no tensor or array travels as JSON"),
+        ("an object", "TypeError: rank 1: 'meta' holds a object; what is not moved with the rows travels as JSON"),
         ("two sides", "ValueError: rank 0: sequences of 'mask' are padded on both sides; rows of different"),
     ],
 )

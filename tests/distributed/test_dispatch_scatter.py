@@ -236,7 +236,7 @@ def mistaken_call(what):
         ("workloads too short", "ValueError: rank 0: workloads has 3 entries, there are 4 rows"),
         ("negative workloads", "ValueError: rank 0: workloads[2] is -3; values must be non-negative integers"),
         ("fractional workloads", "ValueError: rank 0: workloads[2] is 3.5; values must be non-negative integers"),
-        ("an object", "TypeError: rank 0: 'meta' holds a object; what is no tensor or array travels as JSON"),
+        ("an object", "TypeError: rank 0: 'meta' holds a object; what is not moved with the rows travels as JSON"),
         ("no such field", "KeyError: \"rank 0: the batch has no field 'mask' to trim by; its fields are 'a', 'b'"),
         ("numpy option", "TypeError: rank 0: equal_size is a bool; ranks compare their options as JSON"),
         ("wrong trim", "TypeError: rank 0: trim holds a str; it is a Trim or a list of them"),

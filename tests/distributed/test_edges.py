@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections import deque
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -135,37 +135,26 @@ class Loose:
     actual_batch_size: int
 
 
-@dataclass
-class WithInit:
-    features: KeyedJaggedTensor
-    scale: InitVar[int] = 1
-
-
-@dataclass
-class NotTaken:
-    features: KeyedJaggedTensor
-    made: torch.Tensor = field(init=False, default_factory=lambda: torch.zeros(3))
-
-
 def _loose(kind):
-    lengths = torch.tensor([2, 1, 1, 1, 1, 1])
-    features = KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(7), lengths=lengths)
     wrong = dist.get_rank() == 1
+    keys, values, lengths = ["a", "b"], torch.arange(7), torch.tensor([2, 1, 1, 1, 1, 1])
+
+    def features(**changes):
+        return KeyedJaggedTensor(**{"keys": keys, "values": values, "lengths": lengths, **(changes if wrong else {})})
+
     batch = {
-        "padding": lambda: Loose(features, 3, 2 if wrong else 3),
-        "too many": lambda: Loose(features, 3, 5 if wrong else 3),
-        "init": lambda: WithInit(features),
-        "not taken": lambda: NotTaken(features),
-        "inverse": lambda: Loose(
-            KeyedJaggedTensor(
-                keys=["a", "b"],
-                values=torch.arange(7),
-                lengths=lengths,
-                inverse_indices=(["a", "b"], torch.zeros(2, 3, dtype=torch.int64)),
-            ),
-            3,
-            3,
+        "padding": lambda: Loose(features(), 3, 2 if wrong else 3),
+        "too many": lambda: Loose(features(), 3, 5 if wrong else 3),
+        "nested": lambda: (
+            Loose(torch.nested.nested_tensor([values] * 3, layout=torch.jagged), 3, 3)
+            if wrong
+            else Loose(features(), 3, 3)
         ),
+        "columns": lambda: Loose(features(values=values[:, None]), 3, 3),
+        "weights": lambda: Loose(features(weights=torch.ones(6)), 3, 3),
+        "columns of weights": lambda: Loose(features(weights=torch.ones(7, 1)), 3, 3),
+        "offsets": lambda: Loose(features(lengths=None, offsets=1 + torch.arange(7)), 3, 3),
+        "inverse": lambda: Loose(features(inverse_indices=(keys, torch.zeros(2, 3, dtype=torch.int64))), 3, 3),
     }[kind]()
     shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
     shuffler.get_workloads = lambda batch: torch.ones(3, dtype=torch.int64)
@@ -183,8 +172,14 @@ def _loose(kind):
     [
         ("padding", "rank 1: field 'features' has values in padding rows [2, 3)"),
         ("too many", "rank 1: actual_batch_size is 5, batch_size is 3"),
-        ("init", "WithInit has the InitVar fields ['scale']"),
-        ("not taken", "field 'made' is a tensor with init=False"),
+        ("nested", "rank 1: field 'features' is a nested tensor; rows that move are those of"),
+        (
+            "columns",
+            "rank 1: field 'features' has values of shape (7, 1); those of a KeyedJaggedTensor have one dimension",
+        ),
+        ("columns of weights", "rank 1: field 'features' has weights of shape (7, 1); those of a KeyedJaggedTensor"),
+        ("weights", "rank 1: field 'features' has 6 weights and 7 values; every value has one"),
+        ("offsets", "rank 1: field 'features' has offsets that begin at 1; those of a KeyedJaggedTensor begin at 0"),
         ("inverse", "field 'features' has inverse_indices"),
     ],
 )

@@ -134,7 +134,7 @@ def test_what_cannot_be_sent():
         ({"p": Pair(dense([1]))}, "'p' is a Elsewhere, which is not found"),
         (
             {"x": dense([1]), "when": datetime.date(2024, 1, 1)},
-            "'when' holds a date; what is no tensor or array travels",
+            "'when' holds a date; what is not moved with the rows travels",
         ),
         ({"x": dense([1]), "lists": [object()]}, "'lists' holds a object"),
         ({"x": dense([1]), "o": np.array([object()], dtype=object)}, "'o' holds a object"),

@@ -1,0 +1,300 @@
+"""Batches of other rows are made without their constructor, and hold all else as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import math
+from collections import OrderedDict, namedtuple
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.sequence_batch.batch import BaseBatch
+from commons.sequence_batch.fields import copy_batch
+from commons.sequence_batch.rows import concat_rows, pad_rows, pin_rows, select_rows
+from commons.sequence_batch.schema import BatchSchema
+from commons.sequence_batch.wire import MessageBuffer, decode, encode
+from tests.unit.test_wire import plain
+
+
+@dataclass
+class FromOne(BaseBatch):
+    """Labels come counted from 1; the constructor makes them count from 0, and may not see them again."""
+
+    scale: InitVar[float] = 2.0
+    made: torch.Tensor = field(init=False)
+    unit: str = field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        super().__post_init__()
+        self.labels = self.labels - 1
+        self.made = self.labels * scale
+        self.unit = "s"
+        self.position = torch.arange(self.batch_size)  # an attribute beside the fields
+        self.key_index = {key: index for index, key in enumerate(self.features.keys())}
+
+    @functools.cached_property
+    def total(self) -> int:
+        return int(self.labels.sum())
+
+
+@dataclass(frozen=True)
+class Frozen:
+    ids: torch.Tensor
+    labels: torch.Tensor
+    names: tuple[str, ...] = ("kept",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", self.labels - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    ids: torch.Tensor
+    labels: torch.Tensor
+    names: tuple[str, ...] = ("kept",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", self.labels - 1)
+
+
+class Pair(namedtuple("Pair", ["ids", "labels"])):
+    """A tuple whose constructor changes what it is given."""
+
+    def __new__(cls, ids: torch.Tensor, labels: torch.Tensor) -> Pair:
+        return super().__new__(cls, ids, labels - 1)
+
+
+def from_one(rows: int = 4) -> FromOne:
+    features = KeyedJaggedTensor(["item"], torch.arange(rows), lengths=torch.ones(rows, dtype=torch.int64))
+    return FromOne(features, rows, {"item": 1}, labels=torch.arange(1, rows + 1))
+
+
+def small(batch_type: Any) -> Any:
+    return batch_type(torch.arange(4), torch.arange(1, 5))
+
+
+def sent(batch: Any) -> Any:
+    buffer = MessageBuffer(0, on_accelerator=False)
+    buffer.append(encode(batch))
+    return decode(buffer.bytes)[0][0]
+
+
+REBUILT = {
+    "select_rows": lambda batch: select_rows(batch, range(4)),
+    "concat_rows": lambda batch: concat_rows([select_rows(batch, [0, 1]), select_rows(batch, [2, 3])]),
+    "pad_rows": lambda batch: select_rows(pad_rows(batch, 6), range(4)),
+    "pin_rows": pin_rows,
+    "wire": sent,
+}
+
+
+@pytest.mark.parametrize("how", [*REBUILT, "index_select", "to", "to on a stream", "pin_memory", "copy"])
+def test_the_constructor_is_not_run_again(how, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    batch = from_one()
+    assert batch.total == 6
+    result = {
+        **REBUILT,
+        "index_select": lambda batch: batch.index_select([0, 1, 2, 3]),
+        "to": lambda batch: batch.to(torch.device("cpu")),
+        "to on a stream": lambda batch: batch.to(torch.device("cpu"), data_copy_stream=torch.cpu.Stream()),
+        "pin_memory": lambda batch: batch.pin_memory(),
+        "copy": lambda batch: copy_batch(batch, {}),
+    }[how](batch)
+    assert result.labels.tolist() == result.position.tolist() == [0, 1, 2, 3]
+    assert result.made.tolist() == [0, 2, 4, 6] and (result.unit, result.key_index) == ("s", {"item": 0})
+    assert "total" not in vars(result)  # it is of the rows, and asked for again
+
+
+@pytest.mark.parametrize("how", list(REBUILT))
+@pytest.mark.parametrize("batch_type", [Frozen, FrozenSlots, Pair])
+def test_frozen_and_slotted_batches(batch_type, how, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    result = REBUILT[how](small(batch_type))
+    assert type(result) is batch_type and result.labels.tolist() == [0, 1, 2, 3]
+    assert getattr(result, "names", ("kept",)) == ("kept",)
+
+
+def test_what_depends_on_the_rows_moves_with_them():
+    result = select_rows(from_one(), [3, 1])
+    assert result.position.tolist() == result.labels.tolist() == [3, 1] and result.total == 4
+
+
+def test_a_dataclass_that_is_a_dict_is_filled_by_its_constructor():
+    """As the outputs of transformers, whose items are their fields."""
+
+    @dataclass
+    class Output(OrderedDict):
+        logits: torch.Tensor
+        names: tuple[str, ...] = ("kept",)
+
+        def __post_init__(self) -> None:
+            self["logits"] = self.logits
+
+    result = select_rows(Output(torch.arange(3)), [2, 0])
+    assert result["logits"].tolist() == result.logits.tolist() == [2, 0]
+
+
+def learned(batch: Any) -> BatchSchema:
+    return BatchSchema.from_json(json.loads(json.dumps(BatchSchema.of(batch).to_json())))
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_an_empty_batch_is_the_others_without_their_rows(rows):
+    batch = from_one()
+    empty = learned(batch).empty_batch(rows)
+    assert vars(empty).keys() | {"total"} == vars(batch).keys() | {"total"}
+    assert (empty.batch_size, empty.actual_batch_size, empty.unit) == (rows, 0, "s")
+    assert empty.key_index == {"item": 0} and empty.labels.tolist() == empty.made.tolist() == [0] * rows
+    assert BatchSchema.of(empty) == BatchSchema.of(batch)
+
+
+@dataclass
+class NeedsRows:
+    values: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not len(self.values):
+            raise ValueError("a batch without rows makes no sense")
+
+
+def test_a_type_that_refuses_batches_without_rows():
+    assert learned(NeedsRows(torch.ones(2, 3))).empty_batch().values.shape == (0, 3)
+
+
+class Color(enum.Enum):
+    RED = (1, "r")
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclass
+class Noted:
+    values: torch.Tensor
+    note: Any
+
+
+def noted(note: Any) -> Noted:
+    return Noted(torch.ones(2), note)
+
+
+@given(plain)
+def test_a_rank_without_data_holds_the_same_plain_values(value):
+    again = learned(noted(value)).empty_batch().note
+    assert again == value and repr(again) == repr(value)
+    assert learned(noted(value)) == BatchSchema.of(noted(value))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1: ("a", ["b", (2,)]), "1": {True: None}},
+        (math.inf, -math.inf),
+        Color.RED,
+        Level.LOW,
+        [Access.READ | Access.WRITE],
+        {Color.RED: Point(1, (2,))},
+        OrderedDict(b=1, a=2),
+        torch.Size([2, 3]),
+        torch.bfloat16,
+        np.float32(0.1),
+        "lone \ud800",
+    ],
+    ids=repr,
+)
+def test_values_of_every_kind(value):
+    schema = learned(noted(value))
+    again = schema.empty_batch().note
+    assert again == value and type(again) is type(value) and repr(again) == repr(value)
+    assert schema == BatchSchema.of(noted(value))
+    (difference,) = schema.differences(BatchSchema.of(noted("other")))
+    assert difference.endswith(" and 'other'") and "\ud800" not in difference
+
+
+def test_not_a_number_is_equal_to_itself():
+    schema = learned(noted({"a": [math.nan]}))
+    assert schema == BatchSchema.of(noted({"a": [math.nan]})) and math.isnan(schema.empty_batch().note["a"][0])
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        ({1: 2}, {"1": 2}),
+        ({1: 2}, {1.0: 2}),
+        ((1, 2), [1, 2]),
+        ([(1,)], [[1]]),
+        (1, True),
+        (1, 1.0),
+        (None, "None"),
+        (Level.LOW, 1),
+        (Point(1, 2), (1, 2)),
+        (torch.Size([1]), (1,)),
+        (OrderedDict(a=1), {"a": 1}),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+        (math.inf, -math.inf),
+        (b"a", "a"),
+    ],
+)
+def test_values_that_differ(value, other):
+    first, second = BatchSchema.of(noted(value)), learned(noted(other))
+    assert first != second
+    (difference,) = first.differences(second)
+    assert difference.startswith("field 'note': ") and "\n" not in difference
+    shown = difference.removeprefix("field 'note': ").split(" and ")
+    assert shown[0] != shown[1]
+
+
+def test_dicts_are_equal_in_any_order_and_keep_their_own():
+    first, second = noted({"b": 1, "a": {2: 0, 1: 0}}), noted({"a": {1: 0, 2: 0}, "b": 1})
+    assert BatchSchema.of(first) == BatchSchema.of(second) and not BatchSchema.of(first).differences(learned(second))
+    assert list(learned(first).empty_batch().note) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ({1, 2}, "set"),
+        ([lambda: 0], "function"),
+        ({"a": (torch.ones(1),)}, "Tensor"),
+        (np.ones(2), "ndarray"),
+        (object(), "object"),
+        (1j, "complex"),
+    ],
+)
+def test_what_an_empty_rank_could_not_hold_is_refused(value, kind):
+    with pytest.raises(TypeError, match=f"^'note' holds a {kind}; .* travels as JSON: use ") as caught:
+        BatchSchema.of(noted(value))
+    assert "\n" not in str(caught.value)
+    batch = noted(None)
+    batch.beside = value  # an attribute that is no field is no other
+    with pytest.raises(TypeError, match=f"^'beside' holds a {kind}"):
+        BatchSchema.of(batch)
+
+
+def test_an_enum_that_this_rank_does_not_know(monkeypatch):
+    schema = learned(noted(Color.RED))
+    monkeypatch.delattr(f"{__name__}.Color")
+    with pytest.raises(KeyError, match="class Color of module .* is unknown on this rank; .* import"):
+        schema.empty_batch()
+    assert schema.differences(dataclasses.replace(schema, fields=schema.fields[:1])) == [
+        "field 'note': Color((1, 'r')) and absent"
+    ]
