@@ -17,13 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.distributed.agreement import describe_error, raise_first_error
 from commons.distributed.control import ControlChannel
 from commons.distributed.group_pool import payload_device
 from commons.distributed.process_group import all_gather_single, resolve_process_group
 
 # Seconds after which a rank that does not take part is reported.
 DEFAULT_TIMEOUT = 600.0
+# What messages call the collectives that carry rows.
+EXCHANGE, GATHER = "exchange of rows", "gather of results"
 # What a rank says of itself at the start of a call; 0 is that all is well.
 _FAILED, _WRONG_OPTIONS = 1, 2
 
@@ -39,6 +40,7 @@ class DispatchChannel(ControlChannel):
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         super().__init__(group, timeout)
+        self.names = range(self.world_size)  # as src counts them
         self.step = 0
         self._in_collective = False
 
@@ -81,13 +83,13 @@ class DispatchChannel(ControlChannel):
         if (heard[:, 1] != digest).any() and not (states == _WRONG_OPTIONS).any():
             raise_for_difference([json.loads(text) for text in self.gather_text(said, self.step)])
         if states.any():
-            self._raise_all(error)
+            self.raise_on_all(error, self.step)
         return heard[:, 3].tolist(), heard[:, 2].tolist()
 
     def confirm(self, error: Exception | None) -> None:
         """End a call: raise on all ranks what went wrong on any of them with what it received."""
         if self.gather(np.array([error is not None]), self.step, "end of the call").any():
-            self._raise_all(error)
+            self.raise_on_all(error, self.step)
 
     def send_bytes(self, outgoing: torch.Tensor, sizes: Sequence[int], incoming: Sequence[int]) -> torch.Tensor:
         """Send each rank its own bytes.
@@ -103,21 +105,22 @@ class DispatchChannel(ControlChannel):
         Raises:
             RankMissingError: a rank did not take part.
         """
-        received = outgoing.new_empty(sum(incoming))
+        with self.failures_posted(self.step, EXCHANGE):
+            received = outgoing.new_empty(sum(incoming))
         if self.world_size == 1:
             return received.copy_(outgoing)
         if outgoing.device.type == "cpu":
             work = dist.all_to_all_single(
                 received, outgoing, list(incoming), list(sizes), group=self._group, async_op=True
             )
-            self._wait(work, self.step, "exchange of rows")
+            self._wait(work, self.step, EXCHANGE)
             return received
         try:
             self._in_collective = True
             dist.all_to_all_single(received, outgoing, list(incoming), list(sizes), group=self.payload_group)
             self._in_collective = False
         except RuntimeError as error:  # of the collective: a peer has ended or stalls
-            raise self.name_missing(self.step, "exchange of rows") from error
+            raise self.name_missing(self.step, EXCHANGE) from error
         return received
 
     def gather_bytes(self, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -132,19 +135,20 @@ class DispatchChannel(ControlChannel):
         """
         if self.world_size == 1:
             return [own]
-        block = own.new_empty(max(sizes))  # the collective gathers equal sizes
-        block[: own.numel()] = own
-        received = own.new_empty(self.world_size * block.numel())
+        with self.failures_posted(self.step, GATHER):
+            block = own.new_empty(max(sizes))  # the collective gathers equal sizes
+            block[: own.numel()] = own
+            received = own.new_empty(self.world_size * block.numel())
         if own.device.type == "cpu":
             work = all_gather_single(received, block, group=self._group, async_op=True)
-            self._wait(work, self.step, "gather of results")
+            self._wait(work, self.step, GATHER)
         else:
             try:
                 self._in_collective = True
                 all_gather_single(received, block, group=self.payload_group)
                 self._in_collective = False
             except RuntimeError as error:
-                raise self.name_missing(self.step, "gather of results") from error
+                raise self.name_missing(self.step, GATHER) from error
         return [part[:size] for part, size in zip(received.view(self.world_size, -1), sizes)]
 
     def can_send_from_device(self) -> bool:
@@ -171,10 +175,6 @@ class DispatchChannel(ControlChannel):
         self._in_collective = True
         super()._wait(work, step, what)
         self._in_collective = False
-
-    def _raise_all(self, error: Exception | None) -> None:
-        said = self.gather_text("" if error is None else json.dumps(describe_error(error)), self.step)
-        raise_first_error([json.loads(text) if text else None for text in said], error)
 
 
 @contextmanager

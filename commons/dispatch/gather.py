@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from commons.dispatch.channel import DispatchChannel
+from commons.dispatch.channel import EXCHANGE, GATHER, DispatchChannel
 from commons.sequence_batch.rows import concat_rows, count_rows, select_rows
 from commons.sequence_batch.wire import Message, MessageBuffer, decode, encode
 
@@ -58,8 +58,9 @@ def gather_results(
         "gather_back", {"src": src, "to_all": bool(to_all)}, error, sizes, note=int(can_send)
     )
     assert message is not None  # noqa: S101  begin raised the error
-    outgoing = MessageBuffer(size, on_accelerator=all(notes))
-    outgoing.append(message)
+    with channel.failures_posted(channel.step, GATHER if to_all else EXCHANGE):
+        outgoing = MessageBuffer(size, on_accelerator=all(notes))
+        outgoing.append(message)
     if to_all:
         received = channel.gather_bytes(outgoing.bytes, incoming)
     else:

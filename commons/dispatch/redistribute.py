@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel, as_json_options, open_channel
+from commons.dispatch.channel import DEFAULT_TIMEOUT, EXCHANGE, DispatchChannel, as_json_options, open_channel
 from commons.dispatch.moves import Moves, as_int64_ids, plan_moves
 from commons.dispatch.structure import describe_structure, raise_for_difference, structure_digest
 from commons.dispatch.trim import (
@@ -372,9 +372,10 @@ def _exchange_pieces(
     if sent and channel.can_send_from_device() and any(message.on_accelerator for message in sent):
         place = _ON_DEVICE
     incoming, places = channel.begin(call, {}, error, sizes, place)
-    outgoing = MessageBuffer(sum(sizes), on_accelerator=_ON_DEVICE in places and _ON_HOST not in places)
-    for message in messages:
-        outgoing.append(message)
+    with channel.failures_posted(channel.step, EXCHANGE):
+        outgoing = MessageBuffer(sum(sizes), on_accelerator=_ON_DEVICE in places and _ON_HOST not in places)
+        for message in messages:
+            outgoing.append(message)
     received = channel.send_bytes(outgoing.bytes, sizes, incoming).split(incoming)
     result: list[Any] = list(pieces)
     try:

@@ -339,9 +339,9 @@ class BaseTaskBalancedBatchShuffler(ABC):
         """Exchange and, if asked for, verify; returns the batch to train and the bytes sent."""
         session, layout = handle.session, planned.layout
         group = session.channel.payload_group
-        before = checksums(batch, layout) if self.options.verify else None
         transfer = functools.partial(session.transfer, handle.step)
         try:
+            before = checksums(batch, layout) if self.options.verify else None
             result, bytes_sent = exchange_rows(batch, layout, planned.routes, planned.arrays, transfer)
         except RankMissingError:
             raise

@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from commons.distributed.errors import describe_error, raise_first_error
 from commons.distributed.group_pool import GroupPair, acquire_groups, payload_device, release_groups
 from commons.distributed.process_group import all_gather_single, describe_group
 
@@ -25,6 +28,8 @@ _LISTEN_SECONDS = 1.0
 _ROLL_CALL_SECONDS = 4.0
 # How many missing ranks a message names.
 _NAMED = 16
+# Bytes of text that travel as one integer.
+_WORD = 8
 
 # Numbers the channels over the same ranks, in the one order in which all of them make these.
 _GENERATIONS: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
@@ -45,6 +50,8 @@ class ControlChannel:
         world_size: ranks in the group.
         payload_group: the group for rows; None for a group of one.
         remedy: what the message about a missing rank advises.
+        members: global ranks of the group.
+        names: how messages call the ranks: by their global numbers.
         generation: how many channels over the same ranks there were before; the same on all of them.
     """
 
@@ -57,7 +64,9 @@ class ControlChannel:
         self.payload_group: dist.ProcessGroup | None = None
         self._group: dist.ProcessGroup | None = None
         self._groups: GroupPair | None = None
+        self._has_posted = False
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
+        self.names: Sequence[int] = self.members
         self.generation = next(_GENERATIONS[tuple(self.members)])
         self._members_digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
         if self.world_size > 1:
@@ -80,21 +89,34 @@ class ControlChannel:
 
     def gather_text(self, text: str, step: int) -> list[str]:
         """Gather one string per rank."""
-        encoded = np.frombuffer(text.encode(), dtype=np.uint8)
+        encoded = text.encode(errors="backslashreplace")  # of a lone surrogate, which UTF-8 has no bytes for
         sizes = self.gather(np.array([len(encoded)]), step, "gather of text sizes")[:, 0]
-        padded = np.zeros(max(int(sizes.max()), 1), dtype=np.int64)
-        padded[: len(encoded)] = encoded
-        rows = self.gather(padded, step, "gather of texts")
-        return [rows[rank, :size].astype(np.uint8).tobytes().decode() for rank, size in enumerate(sizes)]
+        words = max(-(-int(sizes.max()) // _WORD), 1)
+        rows = self.gather(np.frombuffer(encoded.ljust(words * _WORD), dtype=np.int64), step, "gather of texts")
+        return [rows[rank].tobytes()[:size].decode() for rank, size in enumerate(sizes)]
 
-    def min_max(self, value: int, step: int) -> tuple[int, int]:
-        """Smallest and largest value over the ranks, in one collective."""
+    def raise_on_all(self, error: Exception | None, step: int) -> None:
+        """Raise what went wrong on any rank; called by all ranks together, once they know that there is something.
+
+        Args:
+            error: what went wrong on this rank, if anything.
+            step: number of the step.
+
+        Raises:
+            ValueError, TypeError, KeyError: where the first failing rank's error is one.
+            RuntimeError: for any other error.
+        """
+        said = self.gather_text("" if error is None else json.dumps(describe_error(error)), step)
+        raise_first_error([json.loads(text) if text else None for text in said], error, self.names)
+
+    def min_max(self, value: int, failed: bool, step: int) -> tuple[int, int, bool]:
+        """Smallest and largest value over the ranks, and whether any of them has failed, in one collective."""
         if self._group is None:
-            return value, value
-        pair = torch.tensor([value, -value], dtype=torch.int64)
-        work = dist.all_reduce(pair, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+            return value, value, failed
+        said = torch.tensor([value, -value, -int(failed)], dtype=torch.int64)
+        work = dist.all_reduce(said, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
         self._wait(work, step, "comparison of plans")
-        return int(pair[0]), -int(pair[1])
+        return int(said[0]), -int(said[1]), bool(said[2])
 
     def gather_on_main(self, values: list[int]) -> list[list[int]]:
         """Gather a few integers per rank over the payload group, on the main thread; waits for the device."""
@@ -170,12 +192,24 @@ class ControlChannel:
         """Whether rows can be sent to their receivers alone."""
         return self._groups is None or self._groups.has_all_to_all is not False
 
+    @contextlib.contextmanager
+    def failures_posted(self, step: int, what: str) -> Iterator[None]:
+        """Around what this rank does alone before a collective: tells those that wait there if it fails."""
+        try:
+            yield
+        except RankMissingError:
+            raise
+        except Exception as error:
+            self.post_failure(step, what, error)
+            raise
+
     def post_failure(self, step: int, what: str, error: Exception) -> None:
         """Tell the ranks that wait in a collective that this one will not come, and why."""
         if self._group is None:
             return
+        self._has_posted = True
         prefix = self._key(step, what)
-        text = f"rank {dist.get_rank()} failed in the {what} of step {step}: {type(error).__name__}: {error}"
+        text = f"rank {dist.get_rank()} failed in the {what} of step {step}: {': '.join(describe_error(error))}"
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
             store = dist.distributed_c10d._get_default_store()
             store.set(f"{prefix}/failure", " ".join(text.split()))
@@ -195,7 +229,7 @@ class ControlChannel:
         return RankMissingError(self._roll_call(step, what))
 
     def close(self, intact: bool) -> None:
-        """Give both groups back; only if no collective has failed in them."""
-        if self._groups is not None and intact:
+        """Give both groups back; only if no collective has failed in them, on this rank or for want of it."""
+        if self._groups is not None and intact and not self._has_posted:
             release_groups(self.members, self._groups)
         self._groups = self._group = self.payload_group = None

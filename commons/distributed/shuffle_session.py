@@ -7,6 +7,7 @@ raised on every rank.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.distributed.agreement import agree, describe_error, raise_first_error
+from commons.distributed.agreement import agree
 from commons.distributed.batch_exchange import Collective, ExchangeArrays, prepare_arrays
 from commons.distributed.control import ControlChannel, RankMissingError
 from commons.distributed.group_pool import payload_device
@@ -81,7 +82,7 @@ class PlannedExchange:
     layout: PayloadLayout
     routes: RowRoutes
     arrays: ExchangeArrays
-    plan_ms: float
+    plan_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -205,12 +206,21 @@ class ShuffleSession:
 
     def _plan_exchange(self, step: int, agreed: _Agreed, table: np.ndarray, mine: RankInput) -> PlannedExchange:
         started = time.perf_counter()
-        gathered, lengths = _unpack(agreed.schema, table, mine.token_features)
-        plan = self._plan(agreed, gathered, 1 if mine.calibrated is None else mine.calibrated.units_per_ms)
-        self._compare(step, plan)
-        routes = route_rows(plan, lengths, agreed.layout, self.channel.rank, self._all_gather)
-        arrays = prepare_arrays(routes, agreed.layout, self._pin_memory)
-        return PlannedExchange(plan, agreed.layout, routes, arrays, (time.perf_counter() - started) * 1e3)
+        planned, digest, error = None, 0, None
+        try:
+            gathered, lengths = _unpack(agreed.schema, table, mine.token_features)
+            plan = self._plan(gathered, agreed.pads, 1 if mine.calibrated is None else mine.calibrated.units_per_ms)
+            routes = route_rows(plan, lengths, agreed.layout, self.channel.rank, self._all_gather)
+            arrays = prepare_arrays(routes, agreed.layout, self._pin_memory)
+            planned, digest = PlannedExchange(plan, agreed.layout, routes, arrays), plan.digest()
+        except Exception as caught:  # of this rank alone, such as too little memory: the comparison tells the others
+            error = caught
+        self._compare(step, digest, error)
+        assert planned is not None  # noqa: S101  the comparison raised the error
+        without = np.flatnonzero(planned.plan.result_real_rows == 0)
+        if len(without) and self._options.mode == "balance" and not agreed.pads:
+            raise self._cannot_pad(agreed.schema, without)
+        return dataclasses.replace(planned, plan_ms=(time.perf_counter() - started) * 1e3)
 
     def _agree(self, step: int, mine: RankInput) -> _Agreed | None:
         error, calibration = mine.error, None if mine.calibrated is None else mine.calibrated.calibration
@@ -237,7 +247,8 @@ class ShuffleSession:
             if mine.schema != schema:
                 raise ValueError(
                     f"this batch differs from the first: {'; '.join(schema.differences(mine.schema))}; type, "
-                    "keys, dtypes and plain values stay the same: make every batch alike"
+                    "keys, dtypes and plain values stay the same: make every batch alike, or a property what depends "
+                    "on the rows"
                 )
             if columns == 0:
                 return nothing, None
@@ -259,9 +270,7 @@ class ShuffleSession:
             message[_HEADER : _HEADER + len(sent)] = sent
             table = self.channel.gather(message, step)
             if (table[:, 1] == _ERROR).any():
-                texts = self.channel.gather_text("" if error is None else "\n".join(describe_error(error)), step)
-                said = [text.split("\n", 1) if text else None for text in texts]
-                raise_first_error(said, error, self.channel.members)
+                self.channel.raise_on_all(error, step)
             if (table[:, 0] != step).any():
                 raise RuntimeError(
                     f"ranks are at steps {table[:, 0].tolist()} ({self.channel.description}); every rank must call the "
@@ -272,9 +281,9 @@ class ShuffleSession:
                 return table
             self._capacity = largest + largest // 4
 
-    def _plan(self, agreed: _Agreed, gathered: GatheredRows, units_per_ms: int) -> ShufflePlan:
+    def _plan(self, gathered: GatheredRows, pads: bool, units_per_ms: int) -> ShufflePlan:
         options = self._options
-        plan = plan_shuffle(
+        return plan_shuffle(
             gathered,
             method=options.partitioner,
             equal_size=options.equal_size,
@@ -284,12 +293,8 @@ class ShuffleSession:
             min_gain=options.min_gain,
             min_gain_load=round(options.min_gain_ms * units_per_ms),
             carry_out=options.mode == "balance",
-            pads=agreed.pads,
+            pads=pads,
         )
-        without = np.flatnonzero(plan.result_real_rows == 0)
-        if len(without) and options.mode == "balance" and not agreed.pads:
-            raise self._cannot_pad(agreed.schema, without)
-        return plan
 
     def _ends_early(self, agreed: _Agreed, table: np.ndarray) -> bool:
         """Whether the data ends for all: a rank has none, its batches cannot be empty, and no rows may move."""
@@ -316,10 +321,11 @@ class ShuffleSession:
             "least one row on every rank: give it a field actual_batch_size, or derive it from BaseBatch"
         )
 
-    def _compare(self, step: int, plan: ShufflePlan) -> None:
-        """Stop, on all ranks, if the ranks did not make the same plan."""
-        digest = plan.digest()
-        low, high = self.channel.min_max(digest, step)
+    def _compare(self, step: int, digest: int, error: Exception | None) -> None:
+        """Stop, on all ranks, if one of them has failed or the ranks did not make the same plan."""
+        low, high, failed = self.channel.min_max(digest, error is not None, step)
+        if failed:
+            self.channel.raise_on_all(error, step)
         if low == high:
             return
         digests = self.channel.gather(np.array([digest]), step, "gather of digests")[:, 0].tolist()

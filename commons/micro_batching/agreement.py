@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from commons.distributed.agreement import describe_error, raise_first_error
 from commons.distributed.control import ControlChannel, RankMissingError
 from commons.distributed.process_group import resolve_process_group
 
@@ -77,8 +76,7 @@ def exchange_needs(
     if (heard[:, 1] != digest).any():
         _raise_for_difference([json.loads(text) for text in channel.gather_text(said, 0)], channel.members)
     if heard[:, 0].any():
-        texts = channel.gather_text("" if error is None else json.dumps(describe_error(error)), 0)
-        raise_first_error([json.loads(text) if text else None for text in texts], error, channel.members)
+        channel.raise_on_all(error, 0)
     return [Needs(*row) for row in heard[:, 2:].tolist()]
 
 

@@ -1,0 +1,58 @@
+"""Errors that travel: what went wrong on one rank, raised on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# The exception types that travel by name: a user's mistake raises the same type on every rank.
+_USER_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "KeyError": KeyError}
+# Characters of an error's text that travel; how many different errors, and ranks of each, a message names.
+_LONGEST = 4000
+_NAMED = 16
+
+
+def describe_error(error: Exception) -> list[str]:
+    """Type name and text of an error, for the other ranks; never fails, whatever the error is."""
+    try:
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    except Exception as broken:
+        text = f"its text cannot be had: str() of it raises {type(broken).__name__}"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}… and {len(text) - _LONGEST} more characters"
+    # A lone surrogate, as a file name may hold, has no UTF-8 and could not be printed.
+    return [part.encode(errors="backslashreplace").decode() for part in (type(error).__name__, text)]
+
+
+def raise_first_error(
+    described: Sequence[list[str] | None], own: Exception | None, names: Sequence[int] | None = None
+) -> None:
+    """Raise the errors of all ranks as one, of the first failing rank's type where that is a user's mistake.
+
+    The error's attribute `failed_ranks` lists these ranks; its cause is this rank's own error.
+
+    Args:
+        described: what `describe_error` says of each rank's error; None or nothing for a rank without one.
+        own: this rank's error, if it has one.
+        names: how the ranks are called; 0, 1, … if not given.
+    """
+    ranks_with: dict[tuple[str, str], list[int]] = {}
+    for rank, item in zip(range(len(described)) if names is None else names, described):
+        if item:
+            ranks_with.setdefault((item[0], item[1]), []).append(rank)
+    if not ranks_with:
+        return
+    raised = _USER_ERRORS.get(next(iter(ranks_with))[0])
+    parts = [
+        f"{_name(ranks)}: {text if raised and text else f'{kind}: {text}' if text else kind}"
+        for (kind, text), ranks in list(ranks_with.items())[:_NAMED]
+    ]
+    if len(ranks_with) > _NAMED:
+        parts.append(f"and {len(ranks_with) - _NAMED} other errors")
+    error = (raised or RuntimeError)("; ".join(parts))
+    error.failed_ranks = [rank for ranks in ranks_with.values() for rank in ranks]  # type: ignore[attr-defined]
+    raise error from own
+
+
+def _name(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"

@@ -1,0 +1,151 @@
+"""Whatever goes wrong on one rank, wherever, and whatever its text: all ranks raise it and stay in step."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commons.dispatch import redistribute, redistribute_balanced
+from commons.distributed import agreement, shuffle_session
+from commons.distributed.errors import describe_error, raise_first_error
+from commons.distributed.options import ShufflerOptions
+from commons.sequence_batch.schema import BatchSchema
+from tests.distributed.test_faults import my_batch
+from tests.distributed.test_pipelines import CubicShuffler
+from tests.rank_pool import RankPool
+
+# Far beyond the pools' own limit: a rank that waits for another one fails its test.
+PATIENT = ShufflerOptions(timeout=600.0)
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise OSError("no text")
+
+
+def _fails(error):
+    return mock.Mock(side_effect=error)
+
+
+def _nested(batch):
+    batch.target = torch.nested.nested_tensor([torch.ones(2)] * batch.batch_size, layout=torch.jagged)
+    return batch
+
+
+def _said(work):
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _every_failure():
+    """What each rank raises where rank 1 fails alone, case by case; the ranks go on together after each."""
+    wrong, said = dist.get_rank() == 1, {}
+    errors = {
+        "empty text": ValueError(""),
+        "empty text of another kind": OSError(),
+        "no text": UnprintableError(),
+        "lone surrogate": ValueError("file \udcff.parquet"),
+        "two lines": KeyError("first\nsecond"),
+        "huge text": ValueError("x" * 1_000_000),
+    }
+    shuffler = CubicShuffler(PATIENT)
+    for name, error in errors.items():
+        with mock.patch.object(shuffler, "get_workloads", _fails(error) if wrong else shuffler.get_workloads):
+            said[name] = _said(lambda: shuffler.shuffle(my_batch()))
+    said["nested"] = _said(lambda: shuffler.shuffle(_nested(my_batch()) if wrong else my_batch()))
+    for name in ("_unpack", "plan_shuffle", "route_rows", "prepare_arrays"):
+        broken = _fails(MemoryError("no room")) if wrong else getattr(shuffle_session, name)
+        with mock.patch.object(shuffle_session, name, broken):
+            said[name] = _said(lambda: shuffler.shuffle(my_batch()))
+    with mock.patch.object(BatchSchema, "differences" if not wrong else "__ne__", lambda *_: 1 // 0):
+        said["comparing schemas"] = _said(lambda: shuffler.shuffle(my_batch()))
+    said["then"] = _said(lambda: shuffler.shuffle(my_batch()))
+    shuffler.close()
+    said |= _before_the_agreement(wrong)
+    return said
+
+
+def _before_the_agreement(wrong):
+    said = {}
+    shuffler = CubicShuffler(PATIENT)
+    for name, owner, error in (
+        ("version", agreement, PackageNotFoundError("evenrank")),
+        ("to_json", BatchSchema, ValueError("\ud800")),
+    ):
+        with mock.patch.object(owner, name, _fails(error) if wrong else getattr(owner, name)):
+            said[name] = _said(lambda: shuffler.shuffle(my_batch()))
+    said["finally"] = _said(lambda: shuffler.shuffle(my_batch()))
+    shuffler.close()
+    return said
+
+
+def test_every_failure_is_raised_on_every_rank(ranks):
+    expected = {
+        "empty text": "ValueError: rank 1: ValueError",
+        "empty text of another kind": "RuntimeError: rank 1: OSError",
+        "no text": "RuntimeError: rank 1: UnprintableError: its text cannot be had: str() of it raises OSError",
+        "lone surrogate": r"ValueError: rank 1: file \udcff.parquet",
+        "two lines": r"KeyError: 'rank 1: first\nsecond'",
+        "huge text": f"ValueError: rank 1: {'x' * 4000}… and 996000 more characters",
+        "nested": "ValueError: rank 1: field 'target' is a nested tensor; rows that move are those of dense tensors "
+        "and of KeyedJaggedTensors: convert it to one of these",
+        **dict.fromkeys(
+            ("_unpack", "plan_shuffle", "route_rows", "prepare_arrays"), "RuntimeError: rank 1: MemoryError: no room"
+        ),
+        "comparing schemas": "RuntimeError: rank 1: ZeroDivisionError: integer division or modulo by zero",
+        "then": "no error",
+        "version": "RuntimeError: rank 1: PackageNotFoundError: No package metadata was found for evenrank",
+        "to_json": r"ValueError: rank 1: \ud800",
+        "finally": "no error",
+    }
+    for said in ranks.run(_every_failure, timeout=60):
+        assert said == expected
+
+
+def _fails_in_dispatch():
+    """Rank 1 cannot pack its rows, once all have agreed to exchange them; the next call goes well."""
+    rows = {"ids": torch.arange(8) + 100 * dist.get_rank()}
+    workloads = torch.arange(8) * (100 if dist.get_rank() else 1)
+    original = redistribute.MessageBuffer.append
+    broken = _fails(MemoryError("no room for \ud800")) if dist.get_rank() == 1 else original
+    with mock.patch.object(redistribute.MessageBuffer, "append", broken):
+        said = _said(lambda: redistribute_balanced(rows, workloads))
+    return said, redistribute_balanced(rows, workloads).batch["ids"].tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_cannot_pack_its_rows(world_size):
+    pool = RankPool(world_size)  # of its own: the groups of a broken exchange are not used again
+    try:
+        answers = pool.run(_fails_in_dispatch, timeout=60)
+    finally:
+        pool.stop()
+    for rank, (said, _) in enumerate(answers):
+        if rank == 1:
+            assert said == "MemoryError: no room for \ud800"
+        else:
+            assert said.startswith("RankMissingError: rank 1 failed in the exchange of rows of step")
+            assert said.endswith(r"MemoryError: no room for \ud800")
+    assert sorted(row for _, ids in answers for row in ids) == [
+        r * 100 + i for r in range(world_size) for i in range(8)
+    ]
+
+
+def test_the_same_mistake_of_many_ranks_is_told_once():
+    mistakes = [describe_error(ValueError("no column 'item'"))] * 40
+    mistakes[7] = describe_error(OSError("disk"))
+    mistakes[8] = None
+    named = ", ".join(str(rank) for rank in range(18) if rank not in (7, 8))
+    with pytest.raises(ValueError) as caught:
+        raise_first_error(mistakes, None)
+    assert str(caught.value) == f"ranks {named} and 22 more: no column 'item'; rank 7: disk"
+    with pytest.raises(RuntimeError) as caught:
+        raise_first_error([describe_error(OSError(str(rank))) for rank in range(20)], None)
+    assert str(caught.value).endswith("rank 15: OSError: 15; and 4 other errors")
