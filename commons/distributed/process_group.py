@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,8 +22,10 @@ def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.Pro
 
     Raises:
         ValueError: this process is no member of `pg_group`.
+        TypeError: `pg_group` is no process group.
     """
     if pg_group is not None:
+        require_process_group(pg_group)
         if pg_group == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(pg_group) < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the process group that it was given; every rank passes the group "
@@ -36,6 +39,15 @@ def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.Pro
     if parallel_state is not None and parallel_state.model_parallel_is_initialized():
         return parallel_state.get_data_parallel_group()
     return dist.group.WORLD
+
+
+def require_process_group(pg_group: Any) -> None:
+    """Raise TypeError unless this is a process group, or what `new_group` returns to those outside it."""
+    if not isinstance(pg_group, dist.ProcessGroup) and pg_group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"pg_group is a {type(pg_group).__name__}; it must be a process group: pass the result of new_group, or of "
+            "get_group of a DeviceMesh"
+        )
 
 
 def describe_group(group: dist.ProcessGroup | None) -> str:
