@@ -11,15 +11,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run(*command):
+def run(*command, folder=ROOT, paths=str(ROOT)):
     done = subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        env=os.environ | {"PYTHONPATH": paths, "COLUMNS": "120"},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -41,3 +41,14 @@ def test_single_controller():
     assert 0 < received < 0.7 * whole
     logprobs = [float(value) for value in re.findall(r"mean log-probability │ (-[\d.]+)", shown)]
     assert len(logprobs) == 2 and all(-8 < value < -5 for value in logprobs)  # of 500 tokens by chance: -6.2
+
+
+def test_torchrec_dlrm_outside_the_checkout(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text((ROOT / "examples" / "torchrec_dlrm.py").read_text(encoding="utf-8"), encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    shown = run(*launcher, script.name, folder=tmp_path, paths="")
+    steps = re.findall(r"loss ([\d.]+), imbalance ([\d.]+)% → ([\d.]+)%", shown)
+    losses, before, after = zip(*(map(float, step) for step in steps))
+    assert len(steps) == 10 and losses[-1] < losses[0]
+    assert sum(before) > 5 * sum(after) and max(after) <= 2
