@@ -41,13 +41,15 @@ def global_mean_loss(
         TypeError: `local_count` is a bool or no number, or `pg_group` no process group.
     """
     group = resolve_process_group(pg_group)
-    # By name: a tracer would keep the group itself as an attribute of the user's model, which then cannot be copied.
-    return _scale_to_global_mean(local_sum, local_count, None if group is None else group.group_name)
+    if group is not None and (isinstance(local_sum, torch.fx.Proxy) or isinstance(local_count, torch.fx.Proxy)):
+        # By name: the tracer would keep the group as an attribute of the user's model, which could not be copied then.
+        return _scale_to_global_mean(local_sum, local_count, group.group_name)
+    return _scale_to_global_mean(local_sum, local_count, group)
 
 
 @torch.fx.wrap
 def _scale_to_global_mean(
-    local_sum: torch.Tensor, local_count: SupportsFloat | torch.Tensor, group_name: str | None
+    local_sum: torch.Tensor, local_count: SupportsFloat | torch.Tensor, group: dist.ProcessGroup | str | None
 ) -> torch.Tensor:
     """What `global_mean_loss` returns; symbolic tracers do not look inside."""
     if local_sum.dim() != 0 or not local_sum.is_floating_point():
@@ -57,8 +59,9 @@ def _scale_to_global_mean(
         )
     count = _as_float64(local_count, local_sum.device)
     world_size = 1
-    if group_name is not None:
-        group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    if group is not None:
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
         world_size = dist.get_world_size(group)
         dist.all_reduce(count, group=group)
     # where, not clamp: a division by zero must not happen even in the branch that is not taken (its gradient is NaN).

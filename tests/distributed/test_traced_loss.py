@@ -211,6 +211,17 @@ def test_a_traced_graph_runs_by_itself(two_ranks):
     assert [own_0, own_1] == [pytest.approx((6 / 2, 3 / 2)), pytest.approx((8 / 3, 4 / 3))]
 
 
+def _compiled():
+    model = torch.compile(Reduction(), backend="eager", fullgraph=True)
+    loss = model(torch.tensor([1.0, 2.0 + dist.get_rank()]), torch.tensor(2 + dist.get_rank()))
+    loss.backward()
+    return loss.item(), model.weight.grad.item()
+
+
+def test_torch_compile_finds_no_break_in_the_loss(two_ranks):
+    assert two_ranks.run(_compiled) == [pytest.approx((2 * 6 / 5, 2 * 3 / 5)), pytest.approx((2 * 8 / 5, 2 * 4 / 5))]
+
+
 def test_mistakes_are_told_when_a_traced_model_runs():
     class Unsummed(nn.Module):
         def forward(self, terms, count):
