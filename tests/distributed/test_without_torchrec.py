@@ -5,6 +5,7 @@ The ranks of `tests/rank_pool.py` have imported TorchRec, so this file runs itse
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -111,6 +112,10 @@ def _one_rank(rank):
 
     loss = evenrank.global_mean_loss(torch.tensor(3.0 + rank, requires_grad=True).sum(), 2)
     assert loss.item() == (3.0 + rank) / 2
+
+    # What the examples for such batches import besides.
+    for module in ("commons.trainer.config", "commons.trainer.errors", "commons.trainer.launch", "commons.cli.console"):
+        importlib.import_module(module)
 
     imported = sorted(name for name in sys.modules if name.partition(".")[0] in BLOCKED)
     assert not imported, imported
