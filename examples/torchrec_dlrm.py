@@ -28,10 +28,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from commons.distributed import global_mean_loss
-from commons.distributed.options import ShufflerOptions
-from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
-from commons.pipeline import balanced
+from evenrank import ShufflerOptions, TokensBalancedBatchShuffler, balanced, global_mean_loss
 
 NUM_ITEMS, NUM_DENSE, WIDTH = 10_000, 13, 64
 ROWS, STEPS = 32, 10  # per rank

@@ -74,9 +74,14 @@ def blocks_in(page: str, text: str) -> list[Block]:
 
 
 def is_excerpt(text: str, source: str) -> bool:
-    """Whether the lines of a text are consecutive lines of a source, however far the whole is indented there."""
-    wanted = [line.rstrip() for line in textwrap.dedent(text).strip("\n").splitlines()]
+    """Whether the lines of a text are consecutive lines of a source, however far the whole is indented there.
+
+    Imports, which a text begins with, are lines of the source too, wherever they stand in it.
+    """
     lines = [line.rstrip() for line in source.splitlines()]
+    stated = [line.rstrip() for line in textwrap.dedent(text).strip("\n").splitlines()]
+    body = [line for line in stated if not (line.startswith(("import ", "from ")) and line in lines)]
+    wanted = "\n".join(body).strip("\n").splitlines()
     windows = (lines[start : start + len(wanted)] for start in range(len(lines) - len(wanted) + 1))
     return bool(wanted) and any(textwrap.dedent("\n".join(window)).splitlines() == wanted for window in windows)
 
