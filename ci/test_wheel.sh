@@ -14,7 +14,7 @@ case "${1:-}" in
 esac
 checkout=$PWD
 python=$checkout/.venv/bin/python
-script=$checkout/examples/single_controller.py
+script=$checkout/examples/torchrec_dlrm.py
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 pip() {
