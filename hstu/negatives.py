@@ -8,7 +8,6 @@ and the row's place in the data set alone: ranks, workers and a resumed run draw
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.datasets.resumable_loader import ResumableLoader
 from commons.datasets.samplers import EpochSampler
+from commons.sequence_batch.fields import copy_batch
 
 RowKey = int | Sequence[int]
 
@@ -80,7 +80,7 @@ def with_negatives(batch: HSTUBatch, feature_name: str, negatives: torch.Tensor)
         length_per_key=[*features.length_per_key(), negatives.numel()],
     )
     longest = batch.feature_to_max_seqlen | {feature_name: num_negatives}
-    return dataclasses.replace(batch, features=extended, feature_to_max_seqlen=longest)
+    return copy_batch(batch, {"features": extended, "feature_to_max_seqlen": longest})
 
 
 class NegativeSampling(Dataset[HSTUBatch]):

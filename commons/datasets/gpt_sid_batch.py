@@ -79,7 +79,7 @@ class GPTSIDBatch(BaseBatch):
                 f"num_hierarchies is {self.num_hierarchies}; an item has at least one code: give 1 or more"
             )
         if self.codebook_sizes is not None:
-            self.codebook_sizes = list(self.codebook_sizes)  # as JSON, by which ranks compare it, gives it back
+            self.codebook_sizes = list(self.codebook_sizes)  # ranks compare it: a tuple is no list there
             if len(self.codebook_sizes) != self.num_hierarchies or min(self.codebook_sizes) < 1:
                 raise ValueError(
                     f"codebook_sizes is {self.codebook_sizes}, num_hierarchies is {self.num_hierarchies}; every "

@@ -43,7 +43,7 @@ def raise_first_error(
         return
     raised = _USER_ERRORS.get(next(iter(ranks_with))[0])
     parts = [
-        f"{_name(ranks)}: {text if raised and text else f'{kind}: {text}' if text else kind}"
+        f"rank {ranks[0]}: {text if raised and text else f'{kind}: {text}' if text else kind}{_others(ranks[1:])}"
         for (kind, text), ranks in list(ranks_with.items())[:_NAMED]
     ]
     if len(ranks_with) > _NAMED:
@@ -53,6 +53,8 @@ def raise_first_error(
     raise error from own
 
 
-def _name(ranks: list[int]) -> str:
+def _others(ranks: list[int]) -> str:
+    if not ranks:
+        return ""
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"
+    return f" (and on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more})"

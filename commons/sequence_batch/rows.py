@@ -15,6 +15,9 @@ list without tensors, below a dataclass            metadata: fields of a datacla
 tuple without tensors, str, number, None, other    metadata
 =================================================  =================================================================
 
+A dataclass is made again without its constructor, which may change what it is given; attributes that it has beside its
+fields count as fields. What depends on the rows and is no entry per row is a property there.
+
 So names that belong to the batch as a whole are written as a tuple, and in a dataclass objects per row are written as a
 numpy array of dtype object. No decision is made by a length that happens to equal the number of rows.
 
