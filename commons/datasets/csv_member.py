@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pcsv
 
-from commons.datasets.raw_archive import RawArchive
+from commons.datasets.raw_archive import RawArchive, bounded_line
 
 _BLOCK = 8 << 20
 _NUMBER = {True: re.compile(r"\d{1,18}"), False: re.compile(r"\d{1,9}(\.\d{1,9})?")}
@@ -82,12 +83,12 @@ def read_csv_member(
         The line number of the batch's first row, and the columns by name, each `(num_rows,)`.
 
     Raises:
-        ValueError: a missing column, or a malformed line, which is named by its number.
+        ValueError: a missing column, or a malformed or overlong line, which is named by its number.
 
     """
     where = f"{archive.path}: {name}"
     counting = _CountingStream(stream, on_bytes)
-    header = _fields(counting.first_line(), f"{where} line 1")
+    header = _fields(counting.first_line(f"{where} line 1"), f"{where} line 1")
     _check_header(header, where, layout.title, [column.name for column in layout.columns])
     line, problem = 2, ""
     try:
@@ -136,7 +137,8 @@ def _raise_for_line(stream: io.RawIOBase, where: str, layout: CsvLayout, problem
     """Raise ValueError for the first malformed line."""
     header: list[str] = []
     number = 0
-    for number, fields in enumerate(_lines(stream, where), start=1):
+    for number, line in enumerate(_lines(io.BufferedReader(stream, _BLOCK), where), start=1):
+        fields = _fields(line, f"{where} line {number}")
         if number == 1:
             header = fields
         elif len(fields) != len(header):
@@ -159,10 +161,13 @@ def _raise_for_line(stream: io.RawIOBase, where: str, layout: CsvLayout, problem
     raise ValueError(f"{where} cannot be read ({problem}); it is to be {layout.title}: download the archive again")
 
 
-def _lines(stream: io.RawIOBase, where: str) -> Iterator[list[str]]:
-    text = io.TextIOWrapper(io.BufferedReader(stream, _BLOCK), encoding="utf-8-sig", errors="replace", newline="")
-    for number, line in enumerate(text, start=1):
-        yield _fields(line, f"{where} line {number}")
+def _lines(reader: Any, where: str) -> Iterator[str]:
+    """Lines of a buffered reader."""
+    for number in itertools.count(1):
+        line = bounded_line(reader, f"{where} line {number}")
+        if not line:
+            return
+        yield line.decode("utf-8-sig" if number == 1 else "utf-8", errors="replace")
 
 
 def _fields(line: str, where: str) -> list[str]:
@@ -189,10 +194,10 @@ def read_text_columns(data: bytes, names: Sequence[str], where: str, title: str)
         title: what the file is, for errors.
 
     Raises:
-        ValueError: a missing column, or a line with another number of fields than the header.
+        ValueError: a missing column, a line with another number of fields than the header, or one of more than 64 KiB.
 
     """
-    rows = csv.reader(io.StringIO(data.decode("utf-8-sig", errors="replace"), newline=""))
+    rows = csv.reader(_lines(io.BytesIO(data), where))
     columns: dict[str, list[str]] = {name: [] for name in names}
     try:
         _fill_columns(columns, rows, where, title)
@@ -204,15 +209,17 @@ def read_text_columns(data: bytes, names: Sequence[str], where: str, title: str)
 def _fill_columns(columns: dict[str, list[str]], rows: Any, where: str, title: str) -> None:
     header: list[str] = next(rows, [])
     _check_header(header, where, title, list(columns))
-    places = [header.index(name) for name in columns]
+    # One string for all rows that hold it.
+    known: dict[str, dict[str, str]] = {name: {} for name in columns}
+    places = [(header.index(name), values, known[name]) for name, values in columns.items()]
     for fields in rows:
         if len(fields) != len(header):
             raise ValueError(
                 f"{where} line {rows.line_num} is {_shorten(','.join(fields))}, {len(fields)} fields; the header has "
                 f"{len(header)}: mend it or download the archive again"
             )
-        for name, place in zip(columns, places):
-            columns[name].append(fields[place])
+        for place, values, texts in places:
+            values.append(texts.setdefault(fields[place], fields[place]))
 
 
 def _shorten(text: str) -> str:
@@ -228,8 +235,8 @@ class _CountingStream(io.RawIOBase):
         self._on_bytes = on_bytes
         self.is_empty = True  # below the header
 
-    def first_line(self) -> str:
-        line = self._buffered.readline(_BLOCK)  # a file without line ends may be large
+    def first_line(self, where: str) -> str:
+        line = bounded_line(self._buffered, where)
         self._on_bytes(len(line))
         return line.decode("utf-8-sig", errors="replace")
 

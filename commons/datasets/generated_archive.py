@@ -121,10 +121,16 @@ def _is_generated(path: Path, form: ArchiveForm) -> bool:
         if not is_file:
             found = {str(PurePosixPath(entry.relative_to(path))) for entry in path.rglob("*") if not entry.is_dir()}
             known = {form.readme, *form.file_names}
-            return found <= known and (not found or (path / form.readme).read_bytes().startswith(mark))
+            if not found:
+                return True
+            with (path / form.readme).open("rb") as file:
+                return found <= known and file.read(len(mark)) == mark
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:
-                return archive.read(f"{form.folder}/{form.readme}").startswith(mark)
+                if archive.getinfo(f"{form.folder}/{form.readme}").compress_type != zipfile.ZIP_DEFLATED:
+                    return False
+                with archive.open(f"{form.folder}/{form.readme}") as readme:
+                    return readme.read(len(mark)) == mark
         with tarfile.open(path) as members:
             first = members.next()
             stream = members.extractfile(first) if first is not None and first.isfile() else None

@@ -62,19 +62,20 @@ SCHEMA_20M = SequenceSchema(
 )
 # Ratings are used as they are: an embedding table for them has a row 0 that nothing uses.
 _RATINGS_1M, _RATINGS_20M = 6, 11
+_BYTES_PER_RATING_1M = 21
 
 
 def _open_1m(source: str | Path, show_progress: bool) -> OpenedArchive:
     archive = read_movielens_archive(source)
 
     def read(folder: Path, on_bytes: Callable[[int], object]) -> SequenceSource:
-        ratings = {name: archive.ratings[name].to_numpy() for name in archive.ratings.column_names}
-        partitions = UserPartitions(folder, partitions_for(len(ratings["user_id"])))
-        partitions.add(ratings["user_id"], ratings["movie_id"], ratings["rating"], ratings["timestamp"])
-        on_bytes(archive.ratings.nbytes)
+        partitions = UserPartitions(folder, partitions_for(archive.num_bytes / _BYTES_PER_RATING_1M))
+        for num_bytes, ratings in archive.rating_batches():
+            partitions.add(*(ratings[name].to_numpy() for name in ("user_id", "movie_id", "rating", "timestamp")))
+            on_bytes(num_bytes)
         user_ids = archive.users["user_id"].to_numpy()
         order = np.argsort(user_ids)
-        encoded = {name: encode(archive.users[name].to_pylist()) for name in _CONTEXTUAL[1:]}
+        encoded = {name: encode(archive.users[name]) for name in _CONTEXTUAL[1:]}
         return SequenceSource(
             interactions=partitions,
             users=UserTable(
@@ -85,10 +86,10 @@ def _open_1m(source: str | Path, show_progress: bool) -> OpenedArchive:
             items=IdMap(np.sort(archive.movies["movie_id"].to_numpy())),
             action_vocabulary_size=_RATINGS_1M,
             generated=archive.generated,
-            sha256=archive.sha256,
+            sha256=archive.checksum(),
         )
 
-    return OpenedArchive(SCHEMA, archive.ratings.nbytes, read)
+    return OpenedArchive(SCHEMA, archive.num_bytes, read)
 
 
 preprocess_movielens = Preprocessor(_open_1m)

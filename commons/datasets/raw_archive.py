@@ -2,6 +2,10 @@
 
 Members go by their name without folders. A folder and a zip file are read in any order; a tar file is read from front
 to back: once to list and to check it, once for its contents.
+
+Archives come from elsewhere, so what they may ask for is limited, far above what published ones do: an archive expands
+at most 100-fold (and always may to 64 MiB), a line has at most 64 KiB, a member that is held in memory at most 256 MiB,
+and there are at most 10,000 members.
 """
 
 from __future__ import annotations
@@ -21,6 +25,12 @@ from typing import Any
 from tqdm import tqdm
 
 _BLOCK = 1 << 20
+_MOST_EXPANSION, _ALWAYS_ALLOWED = 100, 64 << 20
+_LONGEST_LINE = 64 << 10
+_MOST_IN_MEMORY = 256 << 20
+_MOST_MEMBERS = 10_000
+_README_BYTES = 1 << 20
+_LARGEST_TAR_HEADER = 1 << 20
 _READMES = ("README", "README.txt")
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK"
 # What damaged archives raise while they are listed or read.
@@ -34,11 +44,13 @@ class RawArchive(ABC):
         path: the archive.
         sizes: bytes of every member, by its name without folders.
         folder: the folder within the archive that holds the members; "" where there is none.
+        most_bytes: to which the archive may expand; None for a folder.
 
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
         self.path = path
+        self.most_bytes = most_bytes
         self.sizes: dict[str, int] = {}
         self.folder = ""
 
@@ -54,17 +66,30 @@ class RawArchive(ABC):
         """SHA-256 in hex: of the archive; of a folder, that of the lines `sha256sum` prints for `names`, sorted."""
 
     def read(self, name: str) -> bytes:
-        """Contents of a small member."""
+        """Contents of a small member.
+
+        Raises:
+            ValueError: a member of more than 256 MiB.
+
+        """
+        if self.sizes[name] > _MOST_IN_MEMORY:
+            raise ValueError(
+                f"{self.path}: {name} has {self.sizes[name]:,} bytes; it is held in memory, and may have "
+                f"{_MOST_IN_MEMORY:,}: give the archive as published"
+            )
         with contextlib.closing(self.streams([name])) as streams:
             return next(streams)[1].readall()
 
     def readme(self) -> bytes:
-        """Contents of README or README.txt; nothing where there is none."""
+        """The first MiB of README or README.txt; nothing where there is none."""
         found = [name for name in _READMES if name in self.sizes]
-        return self.read(found[0]) if found else b""
+        if not found:
+            return b""
+        with contextlib.closing(self.streams(found[:1])) as streams:
+            return io.BufferedReader(next(streams)[1], _BLOCK).read(_README_BYTES)
 
     def require(self, names: Sequence[str], title: str, remedy: str) -> None:
-        """Raise ValueError unless all of `names` are members."""
+        """Raise ValueError unless all of `names` are members, and together expand to no more than they may."""
         missing = [name for name in names if name not in self.sizes]
         if missing:
             found = [f"{self.folder}/{name}" if self.folder else name for name in self.sizes]
@@ -72,6 +97,22 @@ class RawArchive(ABC):
             raise ValueError(
                 f"{self.path} has no {', '.join(missing)}; {title} has {', '.join(names)}, found: "
                 f"{shown or 'nothing'}: {remedy}"
+            )
+        self._require_room(sum(self.sizes[name] for name in names), f"{', '.join(names)} expand")
+
+    def _require_room(self, num_bytes: int, subject: str = "it expands") -> None:
+        if self.most_bytes is not None and num_bytes > self.most_bytes:
+            raise ValueError(
+                f"{self.path} has {self.path.stat().st_size:,} bytes and {subject} to {num_bytes:,} or more; an "
+                f"archive may expand to {_MOST_EXPANSION} times its size, and always to {_ALWAYS_ALLOWED:,}: download "
+                "it again or, if you trust it, unpack it and give the folder"
+            )
+
+    def _require_few(self, num_members: int) -> None:
+        if num_members > _MOST_MEMBERS:
+            raise ValueError(
+                f"{self.path} has more than {_MOST_MEMBERS:,} members; the data sets have a few each: give the archive "
+                "as published"
             )
 
     def _add(self, member: str, size: int) -> bool:
@@ -137,7 +178,10 @@ class _Folder(RawArchive):
         root = self._root.resolve()
         inside = [folder for folder in (root, *root.parents) if folder.is_relative_to(self._top)]
         found = [folder / name for folder in inside for name in _READMES if (folder / name).is_file()]
-        return found[0].read_bytes() if found else b""
+        if not found:
+            return b""
+        with found[0].open("rb") as file:
+            return file.read(_README_BYTES)
 
     def checksum(self, names: Sequence[str]) -> str:
         lines = "".join(f"{_sha256_of(self._root / name)}  {name}\n" for name in sorted(names))
@@ -146,12 +190,19 @@ class _Folder(RawArchive):
 
 class _Zip(RawArchive):
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, _most_bytes(path))
         self._members: dict[str, str] = {}
         with _damage_named(path, "zip file"), zipfile.ZipFile(path) as archive:
+            self._require_few(len(archive.infolist()))
             for info in archive.infolist():
                 if not info.is_dir() and self._add(info.filename, info.file_size):
                     self._members[PurePosixPath(info.filename).name] = info.filename
+                # Other methods expand a block as a whole, whatever its size; a password is asked for by no data set.
+                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
+                    raise ValueError(
+                        f"{path}: {info.filename} is encrypted or compressed by method {info.compress_type}; zip files "
+                        "are read where members are stored or deflated: pack it again, or unpack it and give the folder"
+                    )
 
     def streams(self, names: Sequence[str]) -> Generator[tuple[str, io.RawIOBase], None, None]:
         with contextlib.ExitStack() as stack:
@@ -169,7 +220,7 @@ class _Zip(RawArchive):
 
 class _Tar(RawArchive):
     def __init__(self, path: Path, show_progress: bool) -> None:
-        super().__init__(path)
+        super().__init__(path, _most_bytes(path))
         with (
             path.open("rb") as file,
             tqdm(
@@ -182,8 +233,9 @@ class _Tar(RawArchive):
             _damage_named(path, "tar file"),
         ):
             hashing = _HashingReader(file, progress.update)
-            with _decompressed(path, hashing) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
-                for info in archive:
+            with self._plain(hashing) as plain, _open_tar(plain) as archive:
+                for number, info in enumerate(archive, start=1):
+                    self._require_few(number)
                     if info.isfile():
                         self._add(info.name, info.size)
                 # To the end of the file: gzip compares its checksum there.
@@ -197,8 +249,8 @@ class _Tar(RawArchive):
         wanted = set(names)
         with contextlib.ExitStack() as stack:
             with _damage_named(self.path, "tar file"):
-                plain = stack.enter_context(_decompressed(self.path, stack.enter_context(self.path.open("rb"))))
-                archive = stack.enter_context(tarfile.open(fileobj=plain, mode="r|"))
+                plain = stack.enter_context(self._plain(stack.enter_context(self.path.open("rb"))))
+                archive = stack.enter_context(_open_tar(plain))
             while wanted:
                 with _damage_named(self.path, "tar file"):
                     info = archive.next()
@@ -212,6 +264,53 @@ class _Tar(RawArchive):
 
     def checksum(self, names: Sequence[str]) -> str:
         return self._checksum
+
+    def _plain(self, file: Any) -> Any:
+        """The tar file, which may be compressed, as a stream."""
+        with self.path.open("rb") as start:
+            is_gzip = start.read(2) == _GZIP_MAGIC
+        return io.BufferedReader(_LimitedStream(gzip.open(file), self._require_room) if is_gzip else file, _BLOCK)
+
+
+class _PlainTarInfo(tarfile.TarInfo):
+    """A member of a tar file, refused where it would be assembled in memory: huge headers, files with holes."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str | None, errors: str) -> tarfile.TarInfo:  # type: ignore[override]
+        info = super().frombuf(buf, encoding, errors)  # type: ignore[arg-type]
+        if info.type not in (*tarfile.REGULAR_TYPES, tarfile.DIRTYPE) and info.size > _LARGEST_TAR_HEADER:
+            raise tarfile.ReadError(f"a header of {info.size:,} bytes; {_LARGEST_TAR_HEADER:,} are allowed")
+        if info.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError(f"{info.name} is a file with holes, which no data set has")
+        return info
+
+    def _proc_gnusparse_10(self, *arguments: Any) -> None:
+        raise tarfile.ReadError(f"{self.name} is a file with holes, which no data set has")
+
+
+def _open_tar(plain: Any) -> tarfile.TarFile:
+    return tarfile.open(fileobj=plain, mode="r|", tarinfo=_PlainTarInfo)
+
+
+class _LimitedStream(io.RawIOBase):
+    """What a file expands to; `check` is called with the number of bytes so far."""
+
+    def __init__(self, file: Any, check: Callable[[int], object]) -> None:
+        super().__init__()
+        self._file, self._check, self._num_bytes = file, check, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        self._num_bytes += count
+        self._check(self._num_bytes)
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _MemberStream(io.RawIOBase):
@@ -249,10 +348,24 @@ class _HashingReader(io.RawIOBase):
         return count
 
 
-def _decompressed(path: Path, file: Any) -> Any:
-    with path.open("rb") as start:
-        is_gzip = start.read(2) == _GZIP_MAGIC
-    return gzip.open(file) if is_gzip else io.BufferedReader(file, _BLOCK)
+def _most_bytes(path: Path) -> int:
+    return max(_MOST_EXPANSION * path.stat().st_size, _ALWAYS_ALLOWED)
+
+
+def bounded_line(reader: Any, where: str) -> bytes:
+    """The next line of a buffered reader with its end, nothing behind the last one.
+
+    Raises:
+        ValueError: a line of more than 64 KiB; `where` says which one.
+
+    """
+    line = reader.readline(_LONGEST_LINE + 1)
+    if len(line) > _LONGEST_LINE:
+        raise ValueError(
+            f"{where} has more than {_LONGEST_LINE:,} bytes, which is the most that a line may have: mend it or "
+            "download the archive again"
+        )
+    return line
 
 
 @contextlib.contextmanager

@@ -7,13 +7,14 @@ Ids are the ranks of the raw values among the sorted ones. Memory holds one part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from commons.datasets.sequence_file import SequenceSchema
@@ -302,7 +303,11 @@ def _row_groups(lengths: np.ndarray) -> list[int]:
     return groups
 
 
-def encode(values: Iterable[Any]) -> tuple[np.ndarray, list[Any]]:
+def encode(values: list[Any] | pa.ChunkedArray) -> tuple[np.ndarray, list[Any]]:
     """Ids of raw values, int32 `(n,)`, and the raw value of each id, sorted."""
-    vocabulary, ids = np.unique(np.asarray(list(values)), return_inverse=True)
-    return ids.astype(np.int32), vocabulary.tolist()
+    encoded = pa.chunked_array([values] if isinstance(values, list) else values.chunks).combine_chunks()
+    encoded = encoded.dictionary_encode()
+    order = pc.sort_indices(encoded.dictionary).to_numpy()
+    ids = np.empty(len(order), np.int32)
+    ids[order] = np.arange(len(order), dtype=np.int32)
+    return ids[encoded.indices.to_numpy()], encoded.dictionary.take(pa.array(order)).to_pylist()

@@ -142,7 +142,7 @@ class TestWholeFolder:
 
 
 class TestPlantedLinks:
-    """Somebody may have put a link at the names that a writer passes through; nothing is written or deleted there."""
+    """Somebody may have put links at the names that a writer passes through; nothing is written or deleted there."""
 
     @pytest.fixture
     def foreign(self, tmp_path):
@@ -162,8 +162,9 @@ class TestPlantedLinks:
             write(output / "data", "before")
         output.mkdir(exist_ok=True)
         (output / f".data.{place}").symlink_to(foreign)
-        refusal = f"data.{place} is a symbolic link; .* links are not followed: remove"
-        with pytest.raises(FileExistsError, match=refusal):
+        with pytest.raises(
+            FileExistsError, match=f"data.{place} is a symbolic link; .* links are not followed: remove"
+        ):
             write(output / "data", "x")
         assert (output / "data").exists() == is_there
 

@@ -238,10 +238,10 @@ class TestBadArchives:
                 "users",
                 "\n5,",
                 "\n5" + "5" * 200_000 + ",",
-                "user_features_pure.csv line 4 is no line of a CSV file (field",
+                "user_features_pure.csv line 4 has more than 65,536 bytes, which is the most",
             ),
             ("early", "\n", "\r", "4_08_to_4_21_pure.csv line 1 is no line of a CSV file (new-line character"),
-            ("late", "3,7,", '3,7"' + "7" * 200_000 + ",", "line 3 is no line of a CSV file (field larger"),
+            ("late", "3,7,", '3,7"' + "7" * 200_000 + ",", "line 3 has more than 65,536 bytes"),
         ],
     )
     def test_malformed_line(self, tmp_path, log, old, new, message):

@@ -177,7 +177,7 @@ class TestPreprocess:
 
 def _error_of(source: Path, kind: type[Exception] = ValueError) -> str:
     with pytest.raises(kind) as caught:
-        read_movielens_archive(source)
+        list(read_movielens_archive(source).rating_batches())
     message = str(caught.value)
     assert "\n" not in message
     assert str(source) in message

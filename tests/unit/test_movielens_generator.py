@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -38,7 +39,8 @@ def test_lengths_follow_the_published_statistics():
 
 def test_archive_has_the_published_format(archive, archive_path):
     assert archive.generated
-    lengths = np.bincount(archive.ratings["user_id"].to_numpy())[1:]
+    ratings = pa.concat_tables([batch for _, batch in archive.rating_batches()])
+    lengths = np.bincount(ratings["user_id"].to_numpy())[1:]
     assert sorted(lengths) == _user_lengths(900).tolist()
     assert lengths.mean() == pytest.approx(165.6, rel=0.001)
     assert archive.users["user_id"].to_pylist() == list(range(1, 901))
@@ -46,7 +48,6 @@ def test_archive_has_the_published_format(archive, archive_path):
     assert set(archive.users["age"].to_pylist()) == {1, 18, 25, 35, 45, 50, 56}
     assert archive.movies.num_rows == 3883
     assert archive.movies["movie_id"].to_pylist()[-1] == 3952
-    ratings = archive.ratings
     assert len(set(ratings["movie_id"].to_pylist())) > 3000
     pairs = ratings["user_id"].to_numpy() * 10_000 + ratings["movie_id"].to_numpy()
     assert len(np.unique(pairs)) == len(pairs)  # nobody rates a movie twice

@@ -1,0 +1,227 @@
+"""Archives that were made to do harm: they are answered with one line, in memory that does not grow with them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+from commons.datasets import raw_archive
+from commons.datasets.kuairand import VERSIONS
+from commons.datasets.kuairand_generator import generate_kuairand
+from commons.datasets.movielens import preprocess_movielens, preprocess_movielens_20m
+from commons.datasets.public_datasets import PUBLIC_DATASETS
+from tests.unit.test_movielens import MOVIES, RATINGS, USERS
+from tests.unit.test_movielens_20m import MOVIES as MOVIES_20M
+from tests.unit.test_movielens_20m import RATINGS as RATINGS_20M
+
+PURE = VERSIONS["kuairand-pure"]
+LOGS = [f"KuaiRand-Pure/data/{name}" for name in PURE.log_names]
+BOMB = 192 << 20
+# Peak of the process's own memory in MiB, reset before each; what getrusage says includes the parent of an exec.
+PREPROCESS = """
+import contextlib, io, json, sys
+from commons.cli.main import main
+from commons.datasets.movielens_archive import read_movielens_archive
+from commons.datasets.public_datasets import PUBLIC_DATASETS
+
+def memory(kind):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) >> 10
+
+def measure(function, *arguments):
+    with contextlib.suppress(OSError):
+        open("/proc/self/clear_refs", "w").write("5")
+    before = memory("VmRSS")
+    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
+        status = function(*arguments)
+    return status, memory("VmHWM") - before, errors.getvalue()
+
+def read(source):
+    return sum(batch.num_rows for _, batch in read_movielens_archive(source).rating_batches())
+
+cases, large, output = json.loads(sys.argv[1])
+print(json.dumps([
+    *(measure(main, ["preprocess", name, "--source", source, "--output", output]) for name, source in cases),
+    measure(read, large),
+]))
+"""
+
+
+def write_zip(path, members, method=zipfile.ZIP_DEFLATED):
+    """A zip file of members: contents, or the number of bytes of one line."""
+    with zipfile.ZipFile(path, "w", method, compresslevel=1) as archive:
+        for name, content in members.items():
+            with archive.open(name, "w", force_zip64=True) as member:
+                write_content(member, content)
+    return path
+
+
+def write_content(member, content):
+    if isinstance(content, str):
+        member.write(content.encode("latin-1"))
+        return
+    zeros = bytes(1 << 20)
+    for _ in range(content >> 20):
+        member.write(zeros)
+
+
+def write_tar(path, members):
+    with gzip.open(path, "wb", compresslevel=1) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = content if isinstance(content, int) else len(content)
+            source = _Zeros(content) if isinstance(content, int) else io.BytesIO(content.encode())
+            archive.addfile(info, source)
+    return path
+
+
+class _Zeros(io.RawIOBase):
+    def __init__(self, size):
+        self._left = size
+
+    def read(self, size=-1):
+        size = min(size, self._left)
+        self._left -= size
+        return bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        ("ml-1m", {"ml-1m/ratings.dat": 1, "ml-1m/users.dat": USERS, "ml-1m/movies.dat": MOVIES}),
+        ("ml-1m", {"ml-1m/ratings.dat": RATINGS, "ml-1m/users.dat": 1, "ml-1m/movies.dat": MOVIES}),
+        ("ml-20m", {"ml-20m/ratings.csv": 1, "ml-20m/movies.csv": MOVIES_20M}),
+        ("kuairand-pure", {LOGS[0]: 1, LOGS[1]: "a", f"KuaiRand-Pure/data/{PURE.user_file}": "b"}),
+        ("kuairand-pure", {LOGS[0]: "a", LOGS[1]: "a", f"KuaiRand-Pure/data/{PURE.user_file}": 1}),
+    ],
+)
+@pytest.mark.parametrize("write", [write_zip, write_tar])
+def test_a_bomb(tmp_path, monkeypatch, name, members, write):
+    monkeypatch.setattr(raw_archive, "_ALWAYS_ALLOWED", 1 << 20)
+    members = {member: 8 << 20 if content == 1 else content for member, content in members.items()}
+    source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
+    with pytest.raises(ValueError, match=r"a\.[a-z.]* has [\d,]+ bytes and .* expands? to [\d,]+ or more;") as caught:
+        PUBLIC_DATASETS[name].preprocess(source, tmp_path / "output")
+    assert "; an archive may expand to 100 times its size, and always to 1,048,576: download it" in str(caught.value)
+    assert "\n" not in str(caught.value) and not (tmp_path / "output").exists()
+
+
+def write_folder(folder, contents, endless):
+    """Files of a data set; one ends with a line of 2 GiB, which takes no room on the disk."""
+    folder.mkdir()
+    for name, text in contents.items():
+        (folder / name).write_text(text, encoding="latin-1")
+    with (folder / endless).open("r+b") as file:
+        file.truncate(2 << 30)
+
+
+def test_memory_does_not_grow_with_them(tmp_path):
+    ml_1m = {"ratings.dat": RATINGS, "users.dat": USERS, "movies.dat": MOVIES}
+    ml_20m = {"ratings.csv": RATINGS_20M, "movies.csv": MOVIES_20M}
+    write_zip(tmp_path / "bomb.zip", ml_1m | {"ratings.dat": BOMB})
+    write_zip(tmp_path / "readme.zip", ml_20m | {"README.txt": BOMB})
+    write_tar(tmp_path / "bomb.tar.gz", ml_20m | {"ratings.csv": BOMB})
+    write_folder(tmp_path / "line", ml_20m, "ratings.csv")
+    write_folder(tmp_path / "first_line", ml_20m | {"ratings.csv": ""}, "ratings.csv")
+    write_folder(tmp_path / "ratings", ml_1m, "ratings.dat")
+    write_folder(tmp_path / "users", ml_1m, "users.dat")
+    write_zip(tmp_path / "large.zip", ml_1m | {"ratings.dat": "7::50::5::200\n" * (5 << 20)}, zipfile.ZIP_STORED)
+    expected = [
+        ("ml-1m", "bomb.zip", "expand to 201,3"),
+        ("ml-20m", "bomb.tar.gz", "expands to"),
+        ("ml-20m", "line", "ratings.csv line 7 has more than 65,536 bytes, which is the most"),
+        ("ml-20m", "first_line", "ratings.csv line 1 has more than 65,536 bytes"),
+        ("ml-1m", "ratings", "ratings.dat line 6 has more than 65,536 bytes"),
+        ("ml-1m", "users", "users.dat has 2,147,483,648 bytes; it is held in memory, and may have 268,435,456"),
+        ("ml-20m", "readme.zip", ""),
+    ]
+    cases = [(name, str(tmp_path / source)) for name, source, _ in expected]
+    arguments = json.dumps([cases, str(tmp_path / "large.zip"), str(tmp_path / "output")])
+    result = subprocess.run(
+        [sys.executable, "-c", PREPROCESS, arguments], capture_output=True, text=True, timeout=120, check=True
+    )
+    *found, (num_rows, grown, _) = json.loads(result.stdout)
+    assert num_rows == 5 << 20 and grown < 160, grown
+    for (_, source, message), (status, grown, error) in zip(expected, found):
+        assert (status, error.count("\n")) == ((2, 1) if message else (0, 0)), error
+        assert message in error
+        assert grown < 160, (source, grown)
+
+
+class TestZip:
+    @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+    def test_methods_that_expand_at_once(self, tmp_path, method):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
+            archive.writestr("ratings.csv", RATINGS_20M)
+        with pytest.raises(ValueError, match=f"ratings.csv is encrypted or compressed by method {method}; zip"):
+            preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
+
+    def test_encrypted(self, tmp_path):
+        data = bytearray(write_zip(tmp_path / "a.zip", {"ratings.csv": RATINGS_20M}).read_bytes())
+        entry = data.index(b"PK\x01\x02")
+        data[entry + 8] |= 1
+        (tmp_path / "a.zip").write_bytes(bytes(data))
+        with pytest.raises(ValueError, match="is encrypted or"):
+            preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
+
+    def test_members_that_share_their_bytes(self, tmp_path):
+        """Each expands 1,000 times, and there are several."""
+        write_zip(tmp_path / "a.zip", dict.fromkeys(("ratings.dat", "users.dat", "movies.dat"), 30 << 20))
+        with pytest.raises(ValueError, match=r"ratings.dat, users.dat, movies.dat expand to 94,371,840 or more"):
+            preprocess_movielens(tmp_path / "a.zip", tmp_path / "output")
+
+    def test_many_members(self, tmp_path):
+        write_zip(tmp_path / "a.zip", dict.fromkeys(map(str, range(10_001)), ""))
+        with pytest.raises(ValueError, match="has more than 10,000 members"):
+            preprocess_movielens(tmp_path / "a.zip", tmp_path / "output")
+
+
+class TestTar:
+    def archive_of(self, path, *infos):
+        with gzip.open(path, "wb", compresslevel=1) as packed:
+            for info, contents in infos:
+                packed.write(info.tobuf(tarfile.GNU_FORMAT) + contents + bytes(-len(contents) % 512))
+            packed.write(bytes(1024))
+        return path
+
+    def info(self, name, kind, size):
+        info = tarfile.TarInfo(name)
+        info.type, info.size = kind, size
+        return info
+
+    @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE])
+    def test_a_header_that_would_be_held_in_memory(self, tmp_path, kind):
+        path = self.archive_of(tmp_path / "a.tar.gz", (self.info("x", kind, 1 << 40), b""))
+        with pytest.raises(ValueError, match=r"a header of 1,099,511,627,776 bytes; 1,048,576 are allowed"):
+            preprocess_movielens_20m(path, tmp_path / "output")
+
+    def test_files_with_holes(self, tmp_path):
+        records = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
+        for infos in (
+            [(self.info("ratings.csv", tarfile.GNUTYPE_SPARSE, 0), b"")],
+            [
+                (self.info("x", tarfile.XHDTYPE, len(records)), records),
+                (self.info("ratings.csv", tarfile.REGTYPE, 512), b"0\n" + bytes(510)),
+            ],
+        ):
+            with pytest.raises(ValueError, match="is a file with holes, which no data set has"):
+                preprocess_movielens_20m(self.archive_of(tmp_path / "a.tar.gz", *infos), tmp_path / "output")
+
+    def test_many_members(self, tmp_path):
+        infos = [(self.info(f"d{index}", tarfile.DIRTYPE, 0), b"") for index in range(10_001)]
+        with pytest.raises(ValueError, match="has more than 10,000 members"):
+            preprocess_movielens_20m(self.archive_of(tmp_path / "a.tar.gz", *infos), tmp_path / "output")
+
+
+def test_generated_archives_stay_far_below_the_limit(tmp_path):
+    generate_kuairand(PURE, tmp_path / "a.tar.gz", num_users=2_000)
+    with gzip.open(tmp_path / "a.tar.gz") as packed:
+        expanded = sum(map(len, iter(lambda: packed.read(1 << 20), b"")))
+    assert expanded < 10 * (tmp_path / "a.tar.gz").stat().st_size
