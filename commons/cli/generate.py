@@ -31,7 +31,7 @@ class Generate:
     """A path that ends in .zip or .tar.gz becomes such a file, any other a folder."""
 
     num_users: int | None = None
-    """Users; the published number if not given. KuaiRand-27K then takes 25 GB."""
+    """Users; the published number if not given. KuaiRand-27K then takes 25 GB on disk; ml-1m 33 kB of memory a user."""
 
     seed: int = 0
     """The same seed gives the same archive."""

@@ -43,10 +43,10 @@ class MakeSids:
     """The map: a .parquet file."""
 
     codebook_sizes: tuple[int, ...] = (500, 500, 500, 500)
-    """Codes of each hierarchy, the first one coarsest."""
+    """Codes of each hierarchy, the first one coarsest; at most 65,536, or as many as there are items."""
 
     vector_size: int = 64
-    """Width of the item vectors that are quantised."""
+    """Width of the item vectors that are quantised, at most 1,024."""
 
     window: int = 10
     """Items of a history co-occur if they stand at most this many places apart."""

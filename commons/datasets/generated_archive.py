@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from commons.datasets.memory import require_memory
 from commons.datasets.whole_folder import check_replaceable, owned_folder, parents_of, require_there, whole_folder
 
 # First words of the README of an archive that a generator wrote; published READMEs begin otherwise.
@@ -20,6 +21,7 @@ GENERATED_MARK = "GENERATED DATA"
 _ZIP_TIME = (2000, 1, 1, 0, 0, 0)
 _TAR_TIME = 946_684_800
 _ENDINGS = (".zip", ".tar.gz")
+_MOST_USERS = 99_999_999
 
 
 @dataclass(frozen=True)
@@ -87,16 +89,27 @@ def generated_archive(output: Path, form: ArchiveForm) -> Iterator[Path]:
         packed.replace(output)
 
 
-def check_request(output: Path, form: ArchiveForm, *, num_users: int, seed: int) -> None:
+def check_request(output: Path, form: ArchiveForm, *, num_users: int, seed: int, bytes_per_user: int) -> None:
     """Look at what a generator is asked for, before it draws anything.
+
+    Args:
+        output: where the archive goes.
+        form: of the archive.
+        num_users: that are to be drawn.
+        seed: of what is drawn.
+        bytes_per_user: memory that the generator takes.
 
     Raises:
         FileExistsError: something at `output` that is not an earlier generated archive of the same kind.
-        ValueError: `num_users` below 1 or a negative seed.
+        ValueError: `num_users` below 1, above 99,999,999 or more than there is memory for, or a negative seed.
 
     """
-    if num_users < 1:
-        raise ValueError(f"num_users is {num_users}; an archive has at least one user: give 1 or more")
+    if not 1 <= num_users <= _MOST_USERS:
+        raise ValueError(
+            f"num_users is {num_users}; an archive has at least one user, and user ids have at most eight digits: give "
+            f"1 to {_MOST_USERS:,}"
+        )
+    require_memory(num_users * bytes_per_user, f"num_users is {num_users:,}", "give fewer")
     if seed < 0:
         raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
     _check_output(output, form)

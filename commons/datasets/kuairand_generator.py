@@ -55,6 +55,7 @@ _USER_VALUES: dict[str, tuple[str, ...]] = {
 }
 # Values of the encrypted features, 0 to size − 1.
 _ONEHOT_SIZES = (2, 7, 50, 1471, 15, 34, 3, 118, 454, 7, 5, 5, 2, 2, 2, 2, 2, 2)
+_BYTES_PER_USER = 700  # memory: their lengths and features
 _ROWS_PER_WRITE = 1_000_000
 _LOG_HEADER = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
@@ -116,12 +117,12 @@ def generate_kuairand(
 
     Raises:
         FileExistsError: something at `output` that is not an earlier archive of the same kind.
-        ValueError: `num_users` below 1 or a negative seed.
+        ValueError: `num_users` below 1 or more than there is memory for, or a negative seed.
 
     """
     output, size, form = Path(output), _SIZES[version.name], _form_of(version)
     num_users = size.num_users if num_users is None else num_users
-    check_request(output, form, num_users=num_users, seed=seed)
+    check_request(output, form, num_users=num_users, seed=seed, bytes_per_user=_BYTES_PER_USER)
     rng = np.random.default_rng(seed)
     lengths = lengths_with(num_users, size.quantiles, size.num_interactions / size.num_users)
     num_rows, longest = int(lengths.sum()), int(lengths.max())

@@ -33,6 +33,7 @@ _GENRES = (
     *("Action", "Adventure", "Animation", "Children", "Comedy", "Crime", "Documentary", "Drama", "Fantasy"),
     *("Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
 )
+_BYTES_PER_USER = 80  # memory: their lengths
 _FORM = ArchiveForm("ml-20m", "README.txt", ("links.csv", "movies.csv", "ratings.csv", "tags.csv"))
 _README = f"""{GENERATED_MARK}: this is not MovieLens-20M.
 
@@ -62,11 +63,11 @@ def generate_movielens_20m(
 
     Raises:
         FileExistsError: something at `output` that is not an earlier archive of the same kind.
-        ValueError: `num_users` below 1 or a negative seed.
+        ValueError: `num_users` below 1 or more than there is memory for, or a negative seed.
 
     """
     output = Path(output)
-    check_request(output, _FORM, num_users=num_users, seed=seed)
+    check_request(output, _FORM, num_users=num_users, seed=seed, bytes_per_user=_BYTES_PER_USER)
     rng = np.random.default_rng(seed)
     lengths = lengths_with(num_users, _QUANTILES, _NUM_RATINGS / NUM_USERS)
     num_ratings, longest = int(lengths.sum()), int(lengths.max())

@@ -55,6 +55,7 @@ _TASTE_SCALE = 1.5  # standard deviation of taste · vector over the movies: how
 _DRIFT = 0.8  # how far the end of a taste is from its start: 0 is none, 1 is independent of it
 _SHARED_OPINION = 0.5  # correlation of opinion and taste
 _QUALITY_SCALE, _OPINION_SCALE, _MILDNESS_SCALE, _NOISE_SCALE = 0.6, 1.0, 0.4, 0.6
+_BYTES_PER_USER = 33_000  # memory: drawn ratings, which are all held until they are sorted
 _USERS_PER_CHUNK = 128
 
 _README = f"""{GENERATED_MARK}: this is not MovieLens-1M.
@@ -84,11 +85,11 @@ def generate_movielens(
 
     Raises:
         FileExistsError: something at `output` that is not an earlier archive of the same kind.
-        ValueError: `num_users` below 1 or a negative seed.
+        ValueError: `num_users` below 1 or more than there is memory for, or a negative seed.
 
     """
     output = Path(output)
-    check_request(output, _FORM, num_users=num_users, seed=seed)
+    check_request(output, _FORM, num_users=num_users, seed=seed, bytes_per_user=_BYTES_PER_USER)
     rng = np.random.default_rng(seed)
     genres = _draw_genres(rng)
     movies = _draw_movies(genres, rng)

@@ -17,6 +17,7 @@ The same histories and seed give the same map.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,15 @@ from sklearn.decomposition import TruncatedSVD
 from sklearn.preprocessing import normalize
 from threadpoolctl import threadpool_limits
 
+from commons.datasets.memory import require_memory
 from commons.datasets.sid_histories import Histories, history_chunks
 from commons.datasets.sid_map import SIDMap
+
+# A hierarchy may have more codes only where there are more items.
+_MOST_CODES = 65_536
+_LARGEST_VECTOR = 1_024
+# Memory, in float64: vectors with what the SVD and k-means make of them; distances with what they are computed from.
+_BYTES_PER_NUMBER, _BYTES_PER_DISTANCE = 6 * 8, 3 * 8
 
 
 def assign_sids(
@@ -108,7 +116,7 @@ def count_cooccurrences(histories: Histories, item_ids: np.ndarray, window: int)
                 f"{items[unknown[0]]}: list all items"
             )
         owner = np.repeat(users, lengths)
-        for distance in range(1, window + 1):
+        for distance in range(1, min(window, int(lengths.max(initial=1)) - 1) + 1):
             together = np.flatnonzero(owner[distance:] == owner[:-distance])
             pairs = (position[together], position[together + distance])
             total += scipy.sparse.csr_array((np.ones(len(together)), pairs), shape=total.shape)
@@ -178,7 +186,13 @@ class _Codebook:
 
         """
         codes = self.nearest.copy()
+        num_codes = len(self.centroids)
         for items in _crowded_groups(parents, codes, room):
+            require_memory(
+                _BYTES_PER_DISTANCE * len(items) * num_codes,
+                f"a codebook has {num_codes:,} codes, and {len(items):,} items that begin alike are to share them",
+                "give smaller codebooks, or more of them",
+            )
             distances = self._distances(vectors[items])
             if room == 1:
                 codes[items] = linear_sum_assignment(distances)[1]
@@ -221,8 +235,12 @@ def _move_excess(codes: np.ndarray, distances: np.ndarray, room: int) -> np.ndar
 
 
 def _check(item_ids: np.ndarray, codebook_sizes: Sequence[int], vector_size: int, window: int, seed: int) -> None:
-    if not codebook_sizes or min(codebook_sizes) < 1:
-        raise ValueError(f"codebook_sizes is {list(codebook_sizes)}; every hierarchy has a code: give 1 or more each")
+    most_codes = max(_MOST_CODES, len(item_ids))
+    if not codebook_sizes or not 1 <= min(codebook_sizes) <= max(codebook_sizes) <= most_codes:
+        raise ValueError(
+            f"codebook_sizes is {list(codebook_sizes)}; every hierarchy has a code, and none has use for more than "
+            f"{most_codes:,} with {len(item_ids):,} items: give 1 to {most_codes:,} each"
+        )
     if len(item_ids) < 2 or len(np.unique(item_ids)) != len(item_ids):
         raise ValueError(
             f"item_ids has {len(item_ids)} entries, {len(np.unique(item_ids))} of them different; a map tells at least "
@@ -233,6 +251,14 @@ def _check(item_ids: np.ndarray, codebook_sizes: Sequence[int], vector_size: int
             f"codebook_sizes is {list(codebook_sizes)}, which makes {math.prod(codebook_sizes)} SIDs for "
             f"{len(item_ids)} items; items have different SIDs: enlarge the codebooks"
         )
+    # k-means takes seeds of 32 bits, one for each codebook.
+    most = {"vector_size": _LARGEST_VECTOR, "window": sys.maxsize, "seed": 2**32 - 1 - len(codebook_sizes)}
     for name, value, least in (("vector_size", vector_size, 1), ("window", window, 1), ("seed", seed, 0)):
-        if value < least:
-            raise ValueError(f"{name} is {value}; the smallest possible value is {least}: raise it")
+        if not least <= value <= most[name]:
+            raise ValueError(f"{name} is {value}; it is a number from {least} to {most[name]:,}: correct it")
+    width = min(vector_size, len(item_ids))
+    require_memory(
+        _BYTES_PER_NUMBER * width * (len(item_ids) + max(codebook_sizes)),
+        f"vector_size is {vector_size:,} for {len(item_ids):,} items, codebook_sizes is {list(codebook_sizes)}",
+        "give a smaller vector_size or smaller codebooks",
+    )

@@ -70,6 +70,11 @@ def test_help_lists_the_commands(capsys):
         ),
         (["generate", "ml-1m", "--output", "bad.zip/a.zip", "--num-users", "2"], "bad.zip cannot be made a folder"),
         (["generate", "ml-20m", "--output", "new/a.zip", "--num-users", "-1"], "num_users is -1"),
+        (["generate", "ml-20m", "--output", "new/a.zip", "--num-users", "1" + "0" * 30], "give 1 to 99,999,999"),
+        (
+            ["generate", "ml-1m", "--output", "new/a.zip", "--num-users", "99999999"],
+            "that takes about 3,073.4 GiB of mem",
+        ),
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, capsys, arguments, message):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons.cli.main import main
+from commons.datasets import memory
 from commons.datasets.movielens import preprocess_movielens
 from commons.datasets.movielens_generator import generate_movielens
 from commons.datasets.sid_assignment import _Codebook, assign_sids, count_cooccurrences, embed_items
@@ -116,6 +117,39 @@ def test_mistakes(changes, message):
     with pytest.raises(ValueError) as caught:
         assign_sids(**arguments)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codebook_sizes": [8, 10**12]}, "none has use for more than 65,536 with 48 items: give 1 to 65,536 each"),
+        ({"codebook_sizes": [10**30, 8]}, "codebook_sizes is [10000"),
+        ({"vector_size": 10**9}, "vector_size is 1000000000; it is a number from 1 to 1,024"),
+        ({"seed": 2**32}, "seed is 4294967296; it is a number from 0 to 4,294,967,293"),
+    ],
+)
+def test_sizes_are_bounded(changes, message):
+    with pytest.raises(ValueError) as caught:
+        assign_sids(**{"item_ids": np.arange(48), "codebook_sizes": [8, 8], "histories": grouped_users()} | changes)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
+    arguments = {"item_ids": np.arange(50), "codebook_sizes": [8, 4, 16], "histories": grouped_users()}
+    monkeypatch.setattr(memory, "available_memory", lambda: 30_000)
+    with pytest.raises(
+        ValueError, match=r"vector_size is 64 for 50 items, codebook_sizes is \[8, 4, 16\]; that takes ab"
+    ):
+        assign_sids(**arguments)
+    monkeypatch.setattr(memory, "available_memory", lambda: 4_000_000)
+    with pytest.raises(ValueError, match=r"65,536 codes, and 50 items that begin alike are to share them; that takes"):
+        assign_sids(**arguments | {"codebook_sizes": [1, 65_536], "vector_size": 1, "item_ids": np.arange(50)})
+
+
+def test_a_window_beyond_the_longest_history_changes_nothing():
+    users = grouped_users()
+    expected = count_cooccurrences(users, np.arange(48), 8).toarray()
+    assert np.array_equal(count_cooccurrences(users, np.arange(48), 10**12).toarray(), expected)
 
 
 class TestCommand:
