@@ -126,7 +126,7 @@ class HSTUCostTarget:
             num_tasks=dataset.num_tasks,
             shuffle=dataset.shuffle,
             seed=trainer.seed,
-            **dataset.random_options(),
+            **dataset.loader_options(),
             **data_options(self._config.model),
         )
 

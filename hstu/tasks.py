@@ -75,6 +75,11 @@ class RankingTask(Task):
     config: RankingConfig
 
     def _model_config(self, model: ModelArgs, dataset: DatasetArgs, data: Any, tables: dict[str, int]) -> RankingConfig:
+        if data.num_tasks == 0:
+            raise ValueError(
+                "task is 'ranking' and the data have no actions; ranking predicts them: set dataset.columns.actions, "
+                "or task to 'retrieval'"
+            )
         return model.ranking_config(
             max_sequence_length=data.max_sequence_length,
             tables=tables,

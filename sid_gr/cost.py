@@ -101,7 +101,7 @@ class SIDGRCostTarget:
             max_num_candidates=dataset.max_num_candidates,
             shuffle=dataset.shuffle,
             seed=trainer.seed,
-            **dataset.random_options(),
+            **dataset.loader_options(),
             **options,
         )
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import tyro
 
 from commons.cli.console import print_summary
+from commons.datasets.event_columns import EventColumns
+from commons.datasets.own_parquet import preprocess_parquet
 from commons.datasets.public_datasets import PUBLIC_DATASETS
 from commons.datasets.sequence_file import SequenceFile
 
 
 @dataclass
 class Preprocess:
-    """Turn a raw archive into the columnar files that training reads.
+    """Turn a raw archive, or parquet files of your own, into the columnar files that training reads.
 
     The data set becomes the folder <output>/<name>.parquet, which appears when it is complete.
 
@@ -24,13 +28,20 @@ class Preprocess:
       evenrank preprocess ml-1m --source ml-1m.zip --output data
       evenrank preprocess ml-20m --source unpacked/ml-20m --output data --test-fraction 0.2
       evenrank preprocess kuairand-27k --source KuaiRand-27K.tar.gz --output data
+      evenrank preprocess parquet --source events --output data --columns.user uid --columns.item iid --columns.time ts
+
+    An archive may expand to 100 times its size, and always to 64 MiB; one that expands more is unpacked first, if you
+    trust it. A line may have 64 KiB, and a file of users or movies 256 MiB.
     """
 
-    dataset_name: tyro.conf.Positional[Literal["ml-1m", "ml-20m", "kuairand-pure", "kuairand-1k", "kuairand-27k"]]
-    """The data set."""
+    dataset_name: tyro.conf.Positional[
+        Literal["ml-1m", "ml-20m", "kuairand-pure", "kuairand-1k", "kuairand-27k", "parquet"]
+    ]
+    """The data set; parquet for files of your own, one row per event, or one row per user with lists."""
 
     source: Path
-    """The archive as published (ml-1m.zip, KuaiRand-1K.tar.gz), or its unpacked folder."""
+    """The archive as published (ml-1m.zip, KuaiRand-1K.tar.gz), or its unpacked folder; of your own files, one or a
+    folder of them."""
 
     output: Path
     """Folder for the data set, made if missing."""
@@ -41,10 +52,17 @@ class Preprocess:
     seed: int = 0
     """Seed of the split."""
 
+    columns: EventColumns = field(default_factory=EventColumns)
+    """Of your own files: which column plays which part."""
+
+    config: Path | None = None
+    """A training config, whose [dataset.columns] says the same."""
+
     def run(self) -> None:
         """Preprocess, then print what was written."""
+        preprocess = self._preprocessor()
         start = time.monotonic()
-        path = PUBLIC_DATASETS[self.dataset_name].preprocess(
+        path = preprocess(
             self.source, self.output, test_fraction=self.test_fraction, seed=self.seed, show_progress=True
         )
         seconds = time.monotonic() - start
@@ -61,3 +79,26 @@ class Preprocess:
                 "folder": str(path),
             },
         )
+
+    def _preprocessor(self) -> Callable[..., Path]:
+        if self.dataset_name == "parquet":
+            return partial(preprocess_parquet, self._columns())
+        if self.columns.is_given or self.config is not None:
+            raise ValueError(
+                f"columns or a config are given for {self.dataset_name}, whose columns are known; they are for files "
+                "of your own: remove them, or preprocess 'parquet'"
+            )
+        return PUBLIC_DATASETS[self.dataset_name].preprocess
+
+    def _columns(self) -> EventColumns:
+        if self.config is None:
+            return self.columns
+        if self.columns.is_given:
+            raise ValueError(
+                f"columns are given by flags and by config {self.config}; one of them is enough: remove the other"
+            )
+        # Reading a config takes torch, which the flags do without.
+        from commons.trainer.args import DatasetArgs
+        from commons.trainer.config import load_config_file
+
+        return load_config_file(DatasetArgs, self.config, section="dataset").columns

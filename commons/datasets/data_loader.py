@@ -12,12 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from commons.datasets.event_columns import EventColumns
+from commons.datasets.own_parquet import DATASET_NAME as OWN_DATASET
+from commons.datasets.own_parquet import columns_of, schema_of
 from commons.datasets.public_datasets import PUBLIC_DATASETS
 from commons.datasets.random_dataset import RandomHSTUDataset, user_like_dataset
 from commons.datasets.resumable_loader import ResumableLoader
 from commons.datasets.samplers import EpochSampler, RankShare
 from commons.datasets.sequence_dataset import SequenceDataset
-from commons.datasets.sequence_file import SequenceSchema
+from commons.datasets.sequence_file import SequenceFile, SequenceSchema
+from commons.datasets.sequence_metadata import MANIFEST
 from commons.datasets.sequence_writer import SPLITS
 from commons.datasets.sid_builders import build_random_sids, sid_builder
 from commons.datasets.sid_dataset import SIDDataset
@@ -50,25 +54,62 @@ def _sequence_builder(schema: SequenceSchema) -> Builder:
         contextual_feature_names: Sequence[str] | None = None,
         **options: Any,
     ) -> tuple[BatchDataset, EpochSampler[Any]]:
-        if dataset_path is None:
-            raise ValueError(
-                f"dataset_path is not set; {schema.dataset_name!r} is read from files: set dataset_path to the output "
-                f"folder of `evenrank preprocess {schema.dataset_name}`"
-            )
+        path = _require_path(dataset_path, schema.dataset_name)
         chosen = schema
         if contextual_feature_names is not None:
             # A name given twice would be two tokens of one feature.
             chosen = dataclasses.replace(
                 schema, contextual_feature_names=tuple(dict.fromkeys(contextual_feature_names))
             )
-        dataset = SequenceDataset(dataset_path, chosen, split=split, batch_size=batch_size, **options)
+        dataset = SequenceDataset(path, chosen, split=split, batch_size=batch_size, **options)
         return dataset, share.of_rows(len(dataset), batch_size)
 
     return build
 
 
+def _build_own(
+    *,
+    split: str,
+    batch_size: int,
+    share: RankShare,
+    dataset_path: str | Path | None,
+    columns: EventColumns | None = None,
+    **options: Any,
+) -> tuple[BatchDataset, EpochSampler[Any]]:
+    asked = columns or EventColumns()
+    path = _require_path(dataset_path, OWN_DATASET)
+    _require_preprocessed(path, asked)
+    file = SequenceFile(path, OWN_DATASET, [])
+    made_with, timestamps_per_second = columns_of(file.metadata)
+    schema = schema_of(asked.chosen_from(made_with, str(file.path)), made_with, timestamps_per_second)
+    return _sequence_builder(schema)(
+        split=split, batch_size=batch_size, share=share, dataset_path=dataset_path, **options
+    )
+
+
+def _require_path(path: str | Path | None, name: str) -> Path:
+    if path is None:
+        raise ValueError(
+            f"dataset_path is not set; {name!r} is read from files: set dataset_path to the output folder of `evenrank "
+            f"preprocess {name}`"
+        )
+    return Path(path)
+
+
+def _require_preprocessed(folder: Path, columns: EventColumns) -> None:
+    """Raise ValueError for raw parquet files, with the command that makes a data set of them."""
+    is_made = any((own / MANIFEST).is_file() for own in (folder, folder / f"{OWN_DATASET}.parquet"))
+    if not is_made and (folder.is_file() or any(folder.rglob("*.parquet"))):
+        raise ValueError(
+            f"dataset_path {folder} holds parquet files as they are; tables need dense ids, which are made once: run "
+            f"`evenrank preprocess parquet --source {folder} --output FOLDER {columns.as_flags()}".rstrip()
+            + "` and give FOLDER as dataset_path"
+        )
+
+
 _BUILDERS: dict[str, Builder] = {
     "random": _random_builder,
+    OWN_DATASET: _build_own,
     **{name: _sequence_builder(dataset.schema) for name, dataset in PUBLIC_DATASETS.items()},
     # Semantic IDs: random items, any parquet file of item-id histories, and preprocessed data sets.
     "sid-random": build_random_sids,
@@ -77,7 +118,7 @@ _BUILDERS: dict[str, Builder] = {
 }
 
 # By the kind of their batches: HSTUBatch and GPTSIDBatch.
-HSTU_DATASETS = ("random", *PUBLIC_DATASETS)
+HSTU_DATASETS = ("random", *PUBLIC_DATASETS, OWN_DATASET)
 SID_DATASETS = tuple(name for name in _BUILDERS if name not in HSTU_DATASETS)
 
 # Data sets without a file, as long as one asks for: they take `num_batches`.
@@ -130,8 +171,8 @@ def get_data_loader(
         num_workers: processes that assemble batches; 0 for none.
         pin_memory: put batches in pinned host memory.
         options: further arguments of the data set, such as `num_batches` and `length_distribution` of random
-            data, `contextual_feature_names` and `table_sizes` of public data, `timestamps` of both, or the `sid_map` of
-            semantic IDs.
+            data, `contextual_feature_names` and `table_sizes` of public data, `columns` of own parquet files, `timestamps`
+            of all three, or the `sid_map` of semantic IDs.
 
     Raises:
         KeyError: an unknown data set.

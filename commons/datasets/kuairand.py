@@ -23,7 +23,7 @@ from commons.datasets.csv_member import CsvColumn, CsvLayout, read_csv_member, r
 from commons.datasets.generated_archive import GENERATED_MARK
 from commons.datasets.preprocessing import OpenedArchive, Preprocessor
 from commons.datasets.raw_archive import RawArchive, open_archive
-from commons.datasets.sequence_file import SequenceSchema
+from commons.datasets.sequence_file import HasAction, SequenceSchema
 from commons.datasets.sequence_writer import IdMap, SeenIds, SequenceSource, UserTable, encode
 from commons.datasets.user_partitions import UserPartitions, partitions_for
 
@@ -69,17 +69,6 @@ _BYTES_PER_ROW = 70
 
 
 @dataclass(frozen=True)
-class HasFeedback:
-    """Labels of one kind of feedback: whether the action weight contains it."""
-
-    weight: int
-
-    def __call__(self, action_weights: np.ndarray) -> np.ndarray:
-        """Bool `(n,)` for integers `(n,)`."""
-        return action_weights & self.weight != 0
-
-
-@dataclass(frozen=True)
 class KuaiRandVersion:
     """One of the three data sets.
 
@@ -119,7 +108,7 @@ class KuaiRandVersion:
             contextual_feature_names=_CONTEXTUAL,
             item_feature_name="video_id",
             action_feature_name="action_weights",
-            tasks=tuple(HasFeedback(weight) for weight in FEEDBACK_WEIGHTS.values()),
+            tasks=tuple(HasAction(weight) for weight in FEEDBACK_WEIGHTS.values()),
             timestamps_per_second=1_000,
         )
 

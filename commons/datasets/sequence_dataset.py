@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
 from commons.datasets.samplers import check_rows
@@ -31,7 +32,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
         batch_size: rows of every batch; batches of fewer rows are padded.
         max_history_seqlen: the most items of the history; older ones are cut off.
         max_num_candidates: the most candidates. A user of n items has at most n − 1, so that a history remains.
-        num_tasks: labels, the first of the schema's tasks.
+        num_tasks: labels, the first of the schema's tasks; batches of a schema without tasks have none.
         table_sizes: rows of the embedding tables that the batches are meant for, by feature, where they are given and
             not made from `vocabulary_sizes`.
         timestamps: batches have one more feature, "timestamp": the second of every item, whatever the unit of the
@@ -64,7 +65,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; the smallest possible value is {least}: raise it")
-        if not 1 <= num_tasks <= len(schema.tasks):
+        if schema.tasks and not 1 <= num_tasks <= len(schema.tasks):
             raise ValueError(
                 f"num_tasks is {num_tasks}, {schema.dataset_name!r} has labels for {len(schema.tasks)} tasks: give a "
                 f"number between 1 and {len(schema.tasks)}"
@@ -72,9 +73,14 @@ class SequenceDataset(Dataset[HSTUBatch]):
         self.schema = schema
         self.max_history_seqlen = max_history_seqlen
         self.max_num_candidates = max_num_candidates
-        self.num_tasks = num_tasks
+        self.num_tasks = num_tasks if schema.tasks else 0
         self.timestamps = timestamps
         self._batch_size = batch_size
+        if timestamps and schema.timestamps_per_second is None:
+            raise ValueError(
+                f"timestamps are asked for, which {schema.dataset_name!r} was made without: name columns.time and "
+                "preprocess the data again, or leave out what needs them (time_bias)"
+            )
         self._file = SequenceFile(path, schema.dataset_name, list(self.feature_to_max_seqlen))
         self.metadata = self._file.metadata
         self._require_plain(schema.contextual_feature_names)
@@ -118,12 +124,12 @@ class SequenceDataset(Dataset[HSTUBatch]):
         return {
             **dict.fromkeys(self.schema.contextual_feature_names, 1),
             self.schema.item_feature_name: longest,
-            self.schema.action_feature_name: longest,
+            **({} if self.schema.action_feature_name is None else {self.schema.action_feature_name: longest}),
         }
 
     @property
     def max_sequence_length(self) -> int:
-        """The most tokens of a row: contextual features, items and, interleaved, their actions."""
+        """The most tokens of a row: contextual features, items and, interleaved, their actions if there are any."""
         return sum(self._token_lengths.values())
 
     def __getitem__(self, rows: int | Sequence[int]) -> HSTUBatch:
@@ -142,42 +148,47 @@ class SequenceDataset(Dataset[HSTUBatch]):
         lengths = users.lengths(schema.item_feature_name)  # (num_rows,)
         num_candidates = np.clip(lengths - 1, 0, self.max_num_candidates)
         kept = np.minimum(lengths, self.max_history_seqlen + num_candidates)
-        actions = users.tails(schema.action_feature_name, kept)  # (sum(kept),)
         values = {name: users.values(name) for name in schema.contextual_feature_names}
         values[schema.item_feature_name] = users.tails(schema.item_feature_name, kept)
-        values[schema.action_feature_name] = actions
         feature_lengths = {
             **dict.fromkeys(schema.contextual_feature_names, np.ones_like(kept)),
             schema.item_feature_name: kept,
-            schema.action_feature_name: kept,
         }
+        actions = np.empty(0, np.int64)
+        if schema.action_feature_name is not None:
+            actions = values[schema.action_feature_name] = users.tails(schema.action_feature_name, kept)  # (sum(kept),)
+            feature_lengths[schema.action_feature_name] = kept
         if self.timestamps:
-            values[TIMESTAMP] = users.tails(TIMESTAMP, kept) // schema.timestamps_per_second
+            values[TIMESTAMP] = users.tails(TIMESTAMP, kept) // (schema.timestamps_per_second or 1)
             feature_lengths[TIMESTAMP] = kept
-        if self.max_num_candidates > 0:
-            targets = num_candidates
-            # The candidates of a row are the last of its actions: those at most num_candidates from the row's end.
-            from_end = np.repeat(np.cumsum(kept), kept) - np.arange(len(actions))
-            target_actions = actions[from_end <= np.repeat(num_candidates, kept)]
-        else:
-            targets, target_actions = kept, actions
-        tasks = {f"task_{index}": task for index, task in enumerate(schema.tasks[: self.num_tasks])}
         padding = (0, self._batch_size - len(rows))
         return HSTUBatch(
             features=padded_kjt(_tensors(values), _tensors(feature_lengths), self._batch_size),
             batch_size=self._batch_size,
             feature_to_max_seqlen=self.feature_to_max_seqlen,
             contextual_feature_names=list(schema.contextual_feature_names),
-            labels=padded_kjt(
-                {name: torch.from_numpy(task(target_actions).astype(np.float32)) for name, task in tasks.items()},
-                _tensors(dict.fromkeys(tasks, targets)),
-                self._batch_size,
-            ),
+            labels=self._labels(actions, kept, num_candidates),
             actual_batch_size=len(rows),
             item_feature_name=schema.item_feature_name,
             action_feature_name=schema.action_feature_name,
             max_num_candidates=self.max_num_candidates,
             num_candidates=torch.from_numpy(np.pad(num_candidates, padding)) if self.max_num_candidates > 0 else None,
+        )
+
+    def _labels(self, actions: np.ndarray, kept: np.ndarray, num_candidates: np.ndarray) -> KeyedJaggedTensor | None:
+        """One per candidate or, without candidates, per item."""
+        tasks = {f"task_{index}": task for index, task in enumerate(self.schema.tasks[: self.num_tasks])}
+        if not tasks:
+            return None
+        targets = kept
+        if self.max_num_candidates > 0:
+            # The candidates of a row are the last of its actions: those at most num_candidates from the row's end.
+            from_end = np.repeat(np.cumsum(kept), kept) - np.arange(len(actions))
+            actions, targets = actions[from_end <= np.repeat(num_candidates, kept)], num_candidates
+        return padded_kjt(
+            {name: torch.from_numpy(task(actions).astype(np.float32)) for name, task in tasks.items()},
+            _tensors(dict.fromkeys(tasks, targets)),
+            self._batch_size,
         )
 
 

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from commons.datasets.sequence_metadata import MANIFEST, VOCABULARIES, SequenceFileMetadata, load_metadata
 
-__all__ = ["RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSchema"]
+__all__ = ["HasAction", "RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSchema"]
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,37 @@ class SequenceSchema:
         dataset_name: the data set.
         contextual_feature_names: plain columns, one token per user.
         item_feature_name: list column of item ids.
-        action_feature_name: list column of actions, one per item.
+        action_feature_name: list column of actions, one per item; None where batches are to have none.
         tasks: for each label, a function that can be pickled, from actions, int64 `(n,)`, to labels, bool `(n,)`.
-        timestamps_per_second: what a second counts in the list column "timestamp": 1,000 for milliseconds.
+        timestamps_per_second: what a second counts in the list column "timestamp": 1,000 for milliseconds; None where
+            that has no times.
+        user_feature_name: plain column of user ids.
 
     """
 
     dataset_name: str
     contextual_feature_names: tuple[str, ...]
     item_feature_name: str
-    action_feature_name: str
+    action_feature_name: str | None
     tasks: tuple[Callable[[np.ndarray], np.ndarray], ...]
-    timestamps_per_second: int = 1
+    timestamps_per_second: int | None = 1
+    user_feature_name: str = "user_id"
+
+
+@dataclass(frozen=True)
+class HasAction:
+    """Labels of one kind of action, where an entry is the sum of a weight for each: whether it has this one.
+
+    Attributes:
+        weight: a power of two.
+
+    """
+
+    weight: int
+
+    def __call__(self, actions: np.ndarray) -> np.ndarray:
+        """Bool `(n,)` for integers `(n,)`."""
+        return actions & self.weight != 0
 
 
 class SequenceFile:

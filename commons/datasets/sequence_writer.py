@@ -8,7 +8,7 @@ Ids are the ranks of the raw values among the sorted ones. Memory holds one part
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +95,16 @@ class UserTable:
         user_ids: int32 `(num_users,)`, ascending.
         columns: for each contextual feature other than the user id, the ids of its values, int32 `(num_users,)`.
         vocabularies: for each of these, the raw value of each id.
+        raw_ids: the raw value of each user, where `user_ids` are not these.
+        split_keys: integers `(num_users,)` by which users are split, where `user_ids` are not these.
 
     """
 
     user_ids: np.ndarray
     columns: Mapping[str, np.ndarray]
-    vocabularies: Mapping[str, Sequence[Any]]
+    vocabularies: Mapping[str, Sequence[Any] | pa.Array]
+    raw_ids: pa.Array | None = None
+    split_keys: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,8 @@ class SequenceSource:
         action_vocabulary_size: actions lie in `[0, action_vocabulary_size)`.
         generated: the archive says that it was generated.
         sha256: of the archive.
+        raw_items: the raw value of each item, where `items` are not these.
+        options: of the preprocessor, besides the split's.
 
     """
 
@@ -123,6 +129,8 @@ class SequenceSource:
     action_vocabulary_size: int
     generated: bool
     sha256: str
+    raw_items: pa.Array | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_sequences(
@@ -149,12 +157,13 @@ def write_sequences(
 
     """
     writer = _Writer(folder, schema, source)
-    is_test = split_hash(source.users.user_ids, seed) < test_fraction
+    users = source.users
+    is_test = split_hash(users.user_ids if users.split_keys is None else users.split_keys, seed) < test_fraction
     partition = source.interactions.partition_of(source.users.user_ids)
     for index in range(source.interactions.num_partitions):
         writer.write_partition(source.interactions.read(index), np.flatnonzero(partition == index), is_test, index)
         on_rows(writer.rows_of_last)
-    return writer.finish({"test_fraction": test_fraction, "seed": seed}, is_test)
+    return writer.finish({"test_fraction": test_fraction, "seed": seed, **source.options}, is_test)
 
 
 def split_hash(user_ids: np.ndarray, seed: int) -> np.ndarray:
@@ -183,6 +192,7 @@ class _Writer:
 
     def __init__(self, folder: Path, schema: SequenceSchema, source: SequenceSource) -> None:
         self._folder, self._schema, self._source = folder, schema, source
+        self._action_column = str(schema.action_feature_name)
         self._shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
         self._histogram = np.zeros(33, np.int64)
         self._shortest, self._longest = np.iinfo(np.int64).max, 0
@@ -190,10 +200,10 @@ class _Writer:
         action_type = pa.int8() if source.action_vocabulary_size <= 127 else pa.int16()
         self._list_types = {
             schema.item_feature_name: pa.int32(),
-            schema.action_feature_name: action_type,
+            self._action_column: action_type,
             TIMESTAMP: pa.int64(),
         }
-        fields = [("user_id", pa.int32()), *((name, pa.int32()) for name in source.users.columns)]
+        fields = [(schema.user_feature_name, pa.int32()), *((name, pa.int32()) for name in source.users.columns)]
         fields += [(name, pa.list_(pa.field("element", kind))) for name, kind in self._list_types.items()]
         self._arrow_schema = pa.schema([*fields, ("split", pa.string())])
 
@@ -213,7 +223,7 @@ class _Writer:
         self.rows_of_last = int(lengths.sum())
         flat = {
             self._schema.item_feature_name: self._source.items.ids(histories.item_ids),
-            self._schema.action_feature_name: histories.actions,
+            self._action_column: histories.actions,
             TIMESTAMP: histories.timestamps,
         }
         if len(lengths):
@@ -250,7 +260,7 @@ class _Writer:
             self._folder / file,
             self._arrow_schema,
             write_page_checksum=True,
-            use_dictionary=["split", f"{self._schema.action_feature_name}.list.element"],
+            use_dictionary=["split", f"{self._action_column}.list.element"],
         ) as writer:
             start = 0
             for rows in groups:
@@ -262,13 +272,14 @@ class _Writer:
         """Write vocabularies and manifest."""
         source, schema = self._source, self._schema
         vocabularies: dict[str, Any] = {
-            "user_id": source.users.user_ids,
+            schema.user_feature_name: source.users.user_ids if source.users.raw_ids is None else source.users.raw_ids,
             **source.users.vocabularies,
-            schema.item_feature_name: source.items.values,
+            schema.item_feature_name: source.items.values if source.raw_items is None else source.raw_items,
         }
         (self._folder / VOCABULARIES).mkdir()
         for name, values in vocabularies.items():
-            pq.write_table(pa.table({"value": pa.array(values)}), self._folder / VOCABULARIES / f"{name}.parquet")
+            column = values if isinstance(values, pa.Array) else pa.array(values)
+            pq.write_table(pa.table({"value": column}), self._folder / VOCABULARIES / f"{name}.parquet")
         shards = [shard for split in SPLITS for shard in self._shards[split]]
         num_users, num_test = len(is_test), int(is_test.sum())
         sizes = {name: len(values) for name, values in vocabularies.items()}
@@ -280,7 +291,7 @@ class _Writer:
             min_length=int(self._shortest) if num_users else 0,
             max_length=int(self._longest),
             splits={"train": num_users - num_test, "test": num_test},
-            vocabulary_sizes={**sizes, schema.action_feature_name: source.action_vocabulary_size},
+            vocabulary_sizes={**sizes, self._action_column: source.action_vocabulary_size},
             columns={entry.name: str(entry.type) for entry in self._arrow_schema},
             length_histogram=histogram_keys(self._histogram),
             source_sha256=source.sha256,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from commons.datasets.data_loader import RANDOM_DATASETS
+from commons.datasets.event_columns import EventColumns
 from commons.datasets.random_distribution import LengthDistribution
 from commons.distributed.options import ShufflerOptions
 
@@ -221,7 +222,8 @@ class DatasetArgs:
     """
 
     dataset_name: str
-    """ml-1m, ml-20m, kuairand-pure, kuairand-1k, kuairand-27k or random; SID-GR takes sid and sid-<one of them>."""
+    """ml-1m, ml-20m, kuairand-pure, kuairand-1k, kuairand-27k, random, or parquet for files of your own; SID-GR takes
+    sid and sid-<one of the first five>."""
 
     max_history_seqlen: int
     """The most items of a history; older ones are cut off. Random data draw history and candidates together, at most
@@ -251,6 +253,9 @@ class DatasetArgs:
     length_distribution: LengthDistribution = field(default_factory=LengthDistribution)
     """How long the rows of random data are; files have the lengths that they have."""
 
+    columns: EventColumns = field(default_factory=EventColumns)
+    """With dataset_name "parquet": which column plays which part."""
+
     def __post_init__(self) -> None:
         if not self.dataset_name:
             raise ValueError("dataset_name is empty; it names a data set: give 'random' or another known one")
@@ -263,12 +268,17 @@ class DatasetArgs:
                 f"length_distribution is set and dataset_name is {self.dataset_name!r}; a file has the lengths that it "
                 f"has: remove it, or choose {' or '.join(map(repr, RANDOM_DATASETS))}"
             )
+        if self.columns.is_given and self.dataset_name != "parquet":
+            raise ValueError(
+                f"columns are given and dataset_name is {self.dataset_name!r}; they say what the parquet files of "
+                "dataset_name 'parquet' hold: remove them, or set dataset_name to 'parquet'"
+            )
 
-    def random_options(self) -> dict[str, Any]:
-        """Further arguments of `get_data_loader` where the data are random; none where they are a file."""
-        if self.dataset_name not in RANDOM_DATASETS:
-            return {}
-        return {"num_batches": self.num_batches, "length_distribution": self.length_distribution}
+    def loader_options(self) -> dict[str, Any]:
+        """Further arguments of `get_data_loader` for this kind of data."""
+        if self.dataset_name in RANDOM_DATASETS:
+            return {"num_batches": self.num_batches, "length_distribution": self.length_distribution}
+        return {"columns": self.columns} if self.columns.is_given else {}
 
 
 def require_at_least(name: str, value: Any, least: int) -> None:

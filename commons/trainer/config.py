@@ -51,7 +51,7 @@ def load_config(
     if path is not None:
         # What is imported may register what the file names.
         imports = _values_of("--import", flags)
-        options["default"] = load_config_file(config_class, path, **({"imports": imports} if imports else {}))
+        options["default"] = load_config_file(config_class, path, replaced={"imports": imports} if imports else None)
     about = (
         f"{description or ''}\n\n--config FILE is a TOML, YAML or JSON file of the fields below, such as a run's "
         "config.json; flags replace its values."
@@ -67,20 +67,28 @@ def load_config(
         ) from None
 
 
-def load_config_file(config_class: type[C], path: str | Path, **replaced: Any) -> C:
+def load_config_file(
+    config_class: type[C], path: str | Path, *, section: str | None = None, replaced: Mapping[str, Any] | None = None
+) -> C:
     """Build a config from a TOML, YAML or JSON file, such as the config.json that a run leaves in its folder.
 
     Args:
         config_class: a dataclass; its fields may be dataclasses.
         path: of the file.
-        **replaced: values of top-level fields that replace those of the file.
+        section: the field whose value is the config, such as "dataset"; None for the whole file.
+        replaced: values of fields that replace those of the file.
 
     Raises:
         FileNotFoundError: no file.
         ValueError: a file that cannot be read, unknown fields, a missing or wrong value.
     """
     path = find_config(path)
-    content: Mapping[str, Any] = {**read_config_file(path), **replaced}
+    content = read_config_file(path)
+    if section is not None:
+        if not isinstance(content.get(section), Mapping):
+            raise ValueError(f"{path} has no [{section}]: add it, or give another config")
+        content = content[section]
+    content = {**content, **(replaced or {})}
     try:
         require_known_fields(config_class, content)
         return dacite.from_dict(config_class, content, dacite.Config(strict=True, cast=[tuple]))

@@ -46,7 +46,7 @@ def train_and_eval_loaders(
         "num_workers": dataset.num_workers,
         "pin_memory": device.type == "cuda",
     }
-    options |= dataset.random_options()
+    options |= dataset.loader_options()
     name = dataset.dataset_name
     train_options, batch_size = options, trainer.train_batch_size
     if trainer.single_rank_load:

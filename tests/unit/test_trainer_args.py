@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from commons.datasets.event_columns import EventColumns
 from commons.datasets.random_distribution import LengthDistribution
 from commons.distributed.options import ShufflerOptions
 from commons.trainer import DatasetArgs, TrainerArgs
@@ -52,6 +53,7 @@ def test_defaults():
             "std": None,
             "alpha": None,
         },
+        "columns": dataclasses.asdict(EventColumns()),
     }
 
 

@@ -1,0 +1,374 @@
+"""Parquet files of events as a stream of checked batches: users, items, times, actions and context.
+
+Every file is read in small batches from front to back, also within a row group, so that memory does not depend on how
+large the files or their row groups are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from commons.datasets.event_columns import Action, EventColumns
+from commons.datasets.vocabulary import plain_values
+
+_EVENTS = 1 << 16
+_READ_AHEAD = 1 << 20
+_PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+_YEAR_3000 = 32_503_680_000
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "==": pc.equal,
+    "!=": pc.not_equal,
+    ">=": pc.greater_equal,
+    "<=": pc.less_equal,
+    ">": pc.greater,
+    "<": pc.less,
+}
+
+
+@dataclass(frozen=True)
+class EventBatch:
+    """Some rows.
+
+    Attributes:
+        users: `(num_rows,)`, plain values; see vocabulary.
+        lengths: int64 `(num_rows,)`, events of each row; None where a row is an event.
+        items: `(num_events,)`, plain values.
+        times: int64 `(num_events,)`, zeros where there are none; empty where only ids were asked for.
+        actions: int16 `(num_events,)`, the sum of a bit for each action; empty where only ids were asked for.
+        context: by name, `(num_rows,)`, plain values.
+
+    """
+
+    users: pa.Array
+    lengths: np.ndarray | None
+    items: pa.Array
+    times: np.ndarray
+    actions: np.ndarray
+    context: dict[str, pa.Array]
+
+    def row_times(self) -> np.ndarray:
+        """The time of every row, of a user's row the latest of its events: int64 `(num_rows,)`."""
+        if self.lengths is None:
+            return self.times
+        latest = np.full(len(self.lengths), np.iinfo(np.int64).min)
+        rows = np.flatnonzero(self.lengths)
+        if len(rows):
+            starts = np.cumsum(self.lengths[rows]) - self.lengths[rows]
+            latest[rows] = np.maximum.reduceat(self.times, starts)
+        return latest
+
+
+class EventFiles:
+    """Parquet files whose columns have been checked.
+
+    Args:
+        source: a file, or a folder of files.
+        columns: which column plays which part.
+
+    Attributes:
+        source: as given.
+        num_bytes: of all files.
+        timestamps_per_second: what a second counts in the times of batches; None where there are none.
+
+    Raises:
+        FileNotFoundError: nothing at `source`, or no file in it.
+        ValueError: no parquet file, a column that is missing, of another type, or a list where it may not be one.
+
+    """
+
+    def __init__(self, source: Path, columns: EventColumns) -> None:
+        self.source = source
+        self._columns = columns
+        self._paths = _find(source)
+        self.num_bytes = sum(path.stat().st_size for path in self._paths)
+        self._schema = _open(self._paths[0]).schema_arrow
+        columns.require_complete(self._schema.names, str(source))
+        self._actions = columns.parse_actions(self._schema.names)
+        self._is_lists = _is_list(self._type(columns.item))
+        self._check_lists()
+        self.timestamps_per_second = self._unit_of_times()
+
+    def batches(
+        self, on_bytes: Callable[[int], object], *, rows: int = 0, only_ids: bool = False
+    ) -> Iterator[EventBatch]:
+        """All rows, in the order of the files' names.
+
+        Args:
+            on_bytes: called with the number of bytes read.
+            rows: at least so many events at a time; fewer at the end.
+            only_ids: leave out times and actions.
+
+        Raises:
+            ValueError: a damaged file, one with other columns, a null, or a value that is none of its column.
+
+        """
+        gathered: list[EventBatch] = []
+        num_events = 0
+        for batch in self._small_batches(on_bytes, only_ids):
+            gathered.append(batch)
+            num_events += len(batch.items)
+            if num_events >= rows:
+                yield _joined(gathered)
+                gathered, num_events = [], 0
+        if gathered:
+            yield _joined(gathered)
+
+    def _small_batches(self, on_bytes: Callable[[int], object], only_ids: bool) -> Iterator[EventBatch]:
+        columns = self._columns
+        wanted = [columns.user, columns.item, *(columns.context or ())]
+        if not only_ids:
+            wanted += [columns.time] if columns.time else []
+            wanted += [action.column for action in self._actions]
+        names = list(dict.fromkeys(map(str, wanted)))
+        for path in self._paths:
+            file = _open(path)
+            missing = [name for name in names if name not in file.schema_arrow.names]
+            if missing:
+                raise ValueError(
+                    f"{path} has no column {missing[0]!r}, which other files of {self.source} have; its columns are "
+                    f"{', '.join(file.schema_arrow.names)}: write it again, or take it out"
+                )
+            first, share = 0, path.stat().st_size / max(file.metadata.num_rows, 1)
+            try:
+                for batch in file.iter_batches(self._rows_at_once(file), columns=names, use_threads=False):
+                    yield self._checked(batch, _Place(path, first), only_ids)
+                    first += batch.num_rows
+                    on_bytes(int(share * batch.num_rows))
+            except (pa.ArrowInvalid, OSError) as error:
+                raise ValueError(f"{path} is damaged ({_one_line(error)}): write it again") from error
+
+    def _rows_at_once(self, file: pq.ParquetFile) -> int:
+        """So many that they have about as many events as are read at a time."""
+        if not self._is_lists:
+            return _EVENTS
+        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+        columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+        events = sum(own.num_values for own in columns if own.path_in_schema.startswith(f"{self._columns.item}."))
+        return max(_EVENTS * file.metadata.num_rows // max(events, file.metadata.num_rows, 1), 1)
+
+    def _checked(self, batch: pa.RecordBatch, place: _Place, only_ids: bool) -> EventBatch:
+        columns, lengths = self._columns, None
+        if self._is_lists:
+            lists = place.without_nulls(batch, columns.item)
+            lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
+
+        def entries(name: str | None, *, has_nulls: bool = False) -> pa.Array:
+            if lengths is None:
+                return batch.column(name) if has_nulls else place.without_nulls(batch, name)
+            values = place.without_nulls(batch, name)
+            if not _is_list(values.type):
+                raise ValueError(
+                    f"{place.column(name)} is of type {values.type}; it is a list, as the items are: convert"
+                )
+            own = pc.list_value_length(values).to_numpy(zero_copy_only=False)
+            if not np.array_equal(own, lengths):
+                row = int(np.flatnonzero(own != lengths)[0])
+                raise ValueError(
+                    f"{place.column(name)} has {own[row]} entries in row {place.first + row}, {columns.item!r} has "
+                    f"{lengths[row]}; lists of a row belong together: make them equally long"
+                )
+            return values.flatten() if has_nulls else place.flat(values, name)
+
+        items = entries(columns.item)
+        times = np.zeros(0 if only_ids else len(items), np.int64)
+        actions = np.zeros(len(times), np.int16)
+        if not only_ids:
+            if columns.time:
+                times = self._times(entries(columns.time), place)
+            for bit, action in enumerate(self._actions):
+                # A condition does not hold for a null.
+                values = entries(action.column, has_nulls=action.operator is not None)
+                actions += _holds(action, values, place).astype(np.int16) << np.int16(bit)
+        return EventBatch(
+            plain_values(place.without_nulls(batch, columns.user), place.column(columns.user)),
+            lengths,
+            plain_values(items, place.column(columns.item)),
+            times,
+            actions,
+            {name: plain_values(batch.column(name), place.column(name)) for name in columns.context or ()},
+        )
+
+    def _type(self, name: str | None) -> pa.DataType:
+        return self._schema.field(name).type
+
+    def _check_lists(self) -> None:
+        columns = self._columns
+        plain = [columns.user, *(columns.context or ())]
+        if not self._is_lists:
+            plain += [columns.time, *(action.column for action in self._actions)]
+        for name in plain:
+            if name is not None and _is_list(self._type(name)):
+                others = "one row per user with lists" if self._is_lists else f"{columns.item!r} is not"
+                raise ValueError(
+                    f"column {name!r} of {self.source} is a list, and {others}; users and context are single values, "
+                    "and items, times and actions are all lists or none: name another column"
+                )
+        if not self._is_lists and columns.time is None:
+            raise ValueError(
+                f"columns.time is not given, and a row of {self.source} is an event; events are sorted by time: name "
+                "the column of times with --columns.time"
+            )
+
+    def _unit_of_times(self) -> int | None:
+        """What a second counts in the column of times once it is int64."""
+        if self._columns.time is None:
+            return None
+        kind = self._type(self._columns.time)
+        kind = kind.value_type if _is_list(kind) else kind
+        if pa.types.is_timestamp(kind):
+            return _PER_SECOND[kind.unit]
+        if pa.types.is_date(kind):
+            return 1
+        if pa.types.is_integer(kind):
+            return _PER_SECOND[self._columns.time_unit]
+        if pa.types.is_floating(kind):
+            # Fractions of a second are kept, others have none that matter.
+            return max(_PER_SECOND[self._columns.time_unit], 1_000)
+        raise ValueError(
+            f"column {self._columns.time!r} of {self.source} is of type {kind}; times are timestamps, dates or numbers "
+            "since 1970: convert it"
+        )
+
+    def _times(self, values: pa.Array, place: _Place) -> np.ndarray:
+        name, unit = self._columns.time, self.timestamps_per_second or 1
+        if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
+            units = {number: unit for unit, number in _PER_SECOND.items()}
+            return values.cast(pa.timestamp(units[unit]), safe=False).cast(pa.int64()).to_numpy()
+        numbers = values.to_numpy(zero_copy_only=False)
+        stated, most = _PER_SECOND[self._columns.time_unit], _YEAR_3000 * _PER_SECOND[self._columns.time_unit]
+        first, last = numbers.min(initial=0), numbers.max(initial=0)
+        if not last <= most:  # NaN is not
+            raise ValueError(
+                f"{place.column(name)} has the time {last:.15g}, which is no number or lies beyond the year 3000 in "
+                f"{self._columns.time_unit!r}: set columns.time_unit to 'ms', 'us' or 'ns', or correct the times"
+            )
+        if first < -most:
+            raise ValueError(f"{place.column(name)} has the time {first:.15g}, long before 1970: correct it")
+        if np.issubdtype(numbers.dtype, np.floating):
+            numbers = np.floor(numbers.astype(np.float64) * (unit // stated))
+        return numbers.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a batch is: its file, and the number of its first row there."""
+
+    path: Path
+    first: int
+
+    def column(self, name: str | None) -> str:
+        return f"column {name!r} of {self.path}"
+
+    def without_nulls(self, batch: pa.RecordBatch, name: str | None) -> pa.Array:
+        values = batch.column(name)
+        if values.null_count:
+            row = self.first + int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+            raise self._null(name, f"row {row}")
+        return values
+
+    def flat(self, lists: pa.Array, name: str | None) -> pa.Array:
+        values = lists.flatten()
+        if values.null_count:
+            raise self._null(name, f"a list of the rows from {self.first} on")
+        return values
+
+    def _null(self, name: str | None, where: str) -> ValueError:
+        return ValueError(
+            f"{self.column(name)} has a null in {where}; every event has a user, an item, a time and its actions: fill "
+            "or remove such rows"
+        )
+
+
+def _find(source: Path) -> list[Path]:
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{source} does not exist; the source is a parquet file or a folder of them: correct it"
+        )
+    if source.is_file():
+        return [source]
+    # Names that begin with a dot or an underscore are left out, as those of marks and logs.
+    files = sorted(ds.dataset(source, format="parquet").files) if source.is_dir() else []
+    if not files:
+        raise FileNotFoundError(f"{source} has no parquet file; the source is one, or a folder of them: correct it")
+    return list(map(Path, files))
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path, pre_buffer=False, buffer_size=_READ_AHEAD, page_checksum_verification=True)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is no parquet file, or damaged ({_one_line(error)}): write it again") from error
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _holds(action: Action, values: pa.Array, place: _Place) -> np.ndarray:
+    """Whether an action was done: bool `(num_events,)`."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if action.operator is None:
+        if pa.types.is_boolean(values.type):
+            return values.to_numpy(zero_copy_only=False)
+        is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+        numbers = values.to_numpy(zero_copy_only=False) if is_number else np.empty(0)
+        outside = (numbers != 0) & (numbers != 1)
+        if not is_number or outside.any():
+            found = f"has {numbers[outside][0]}" if is_number else f"is of type {values.type}"
+            raise ValueError(
+                f"{place.column(action.column)} {found}; an action is 0 or 1, or a condition: write for example "
+                f'"{action.column} >= 4" or "{action.column} == buy"'
+            )
+        return numbers == 1
+    try:
+        return (
+            _OPERATORS[action.operator](values, _like(values.type, action))
+            .fill_null(False)
+            .to_numpy(zero_copy_only=False)
+        )
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+        raise ValueError(
+            f"{place.column(action.column)} is of type {values.type}, and cannot be compared as {action.text!r} says "
+            f"({_one_line(error)}): correct the condition"
+        ) from error
+
+
+def _like(kind: pa.DataType, action: Action) -> pa.Scalar:
+    """What an action's column is compared with."""
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return pa.scalar(action.value_text, kind)
+    if pa.types.is_boolean(kind) and str(action.value).lower() in ("true", "false"):
+        return pa.scalar(str(action.value).lower() == "true")
+    return pa.scalar(action.value)
+
+
+def _joined(parts: list[EventBatch]) -> EventBatch:
+    if len(parts) == 1:
+        return parts[0]
+    lengths = [part.lengths for part in parts if part.lengths is not None]
+    return EventBatch(
+        _concat(part.users for part in parts),
+        np.concatenate(lengths) if lengths else None,
+        _concat(part.items for part in parts),
+        np.concatenate([part.times for part in parts]),
+        np.concatenate([part.actions for part in parts]),
+        {name: _concat(part.context[name] for part in parts) for name in parts[0].context},
+    )
+
+
+def _concat(arrays: Iterable[pa.Array]) -> pa.Array:
+    return pa.concat_arrays(list(arrays))
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

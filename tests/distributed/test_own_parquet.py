@@ -1,0 +1,94 @@
+"""HSTU on parquet files of one's own, from the example config: weights change, and what is learnt is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from commons.cli.main import main
+from commons.trainer.config import load_config
+from hstu import train as hstu_train
+from hstu.train_config import TrainConfig
+from tests.distributed.test_hstu_train import ROOT
+
+CONFIG = ROOT / "hstu" / "configs" / "parquet.toml"
+SMALL = [
+    *("--trainer.device", "cpu", "--trainer.no-tensorboard", "--trainer.train-batch-size", "4"),
+    *("--trainer.num-epochs", "5", "--dataset.max-history-seqlen", "24"),
+    *("--model.hidden-size", "16", "--model.num-layers", "1", "--model.num-attention-heads", "2"),
+]
+
+
+def write_log(folder: Path) -> None:
+    """Events in two files, in no order; a click tells by the item, a like by the user's gender."""
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    users = 1 + (rng.pareto(1.2, 2_000) * 5).astype(int) % 60
+    items = rng.integers(0, 40, len(users))
+    table = pa.table(
+        {
+            "uid": [f"user-{user}" for user in users],
+            "iid": items * 10**9 - 3,
+            "ts": pa.array(rng.integers(0, 10**9, len(users)), pa.timestamp("s")),
+            "click": items % 2 == 0,
+            "like": (users % 3 == 0).astype(np.int8),
+            "gender": [[None, "f", "m"][user % 3] for user in users],
+        }
+    )
+    pq.write_table(table[:1_000], folder / "0.parquet")
+    pq.write_table(table[1_000:], folder / "1.parquet")
+
+
+def train(tmp_path: Path, *flags: str) -> tuple[int, dict[str, float], float, list[str]]:
+    """Steps, metrics, how far dense weights came, and the features that have a table."""
+    arguments = ["--config", str(CONFIG), "--dataset.dataset-path", str(tmp_path / "data"), *SMALL, *flags]
+    config = load_config(TrainConfig, [*arguments, "--trainer.run-dir", str(tmp_path / f"run-{len(flags)}")])
+    build, seen = hstu_train.build_model, []
+
+    def note_weights(*args, **options):
+        model = build(*args, **options)
+        seen.append((model, {name: weight.detach().clone() for name, weight in dense(model)}))
+        return model
+
+    hstu_train.build_model = note_weights
+    try:
+        summary = hstu_train.train(config, torch.device("cpu"))
+    finally:
+        hstu_train.build_model = build
+    ((model, before),) = seen
+    moved = min((weight.detach() - before[name]).abs().max().item() for name, weight in dense(model) if weight.ndim > 1)
+    tables = sorted({name.split(".")[-2] for name in model.state_dict() if "embeddings" in name})
+    return summary.steps, summary.metrics, moved, tables
+
+
+def dense(model):
+    return [(name, weight) for name, weight in model.named_parameters() if "embedding" not in name]
+
+
+def test_ranking_and_retrieval(two_ranks, tmp_path):
+    write_log(tmp_path / "log")
+    arguments = ["--config", str(CONFIG), "--source", str(tmp_path / "log"), "--output", str(tmp_path / "data")]
+    assert main(["preprocess", "parquet", *arguments, "--test-fraction", "0.3"]) == 0
+    steps, metrics, moved, tables = two_ranks.run(train, tmp_path)[0]
+    assert steps > 10 and moved > 0 and tables == ["actions", "gender", "iid"]
+    assert metrics["eval_auc_task_0"] > 0.9 and metrics["eval_auc_task_1"] > 0.9
+    retrieval = ["--task", "retrieval", "--trainer.eval-metrics", "HR@10", "--trainer.max-train-iters", "3"]
+    steps, metrics, moved, _ = two_ranks.run(train, tmp_path, *retrieval)[0]
+    assert steps == 3 and moved > 0 and 0 < metrics["eval_HR@10"] <= 1
+    # Without actions: half as many tokens, and no table for them.
+    *_, moved, tables = two_ranks.run(train, tmp_path, *retrieval, "--dataset.columns.actions")[0]
+    assert moved > 0 and tables == ["gender", "iid"]
+    (error,) = set(two_ranks.run(error_of, tmp_path, "--dataset.columns.actions"))
+    assert "task is 'ranking' and the data have no actions; ranking predicts them: set dataset.columns" in error
+
+
+def error_of(tmp_path: Path, *flags: str) -> str:
+    try:
+        train(tmp_path, *flags)
+    except ValueError as error:
+        return str(error)
+    return ""
