@@ -171,8 +171,8 @@ def get_data_loader(
         num_workers: processes that assemble batches; 0 for none.
         pin_memory: put batches in pinned host memory.
         options: further arguments of the data set, such as `num_batches` and `length_distribution` of random
-            data, `contextual_feature_names` and `table_sizes` of public data, `columns` of own parquet files, `timestamps`
-            of all three, or the `sid_map` of semantic IDs.
+            data, `contextual_feature_names` and `table_sizes` of public data, `columns` of own parquet files,
+            `timestamps` of all three, or the `sid_map` of semantic IDs.
 
     Raises:
         KeyError: an unknown data set.
