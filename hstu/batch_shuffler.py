@@ -10,7 +10,7 @@ import torch.distributed as dist
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import register_batch_shuffler
-from commons.distributed.options import ShufflerOptions
+from commons.distributed.options import ShufflerOptions, reject_options_as, require_names
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from hstu.lengths import workload_lengths
 
@@ -53,6 +53,19 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         options: ShufflerOptions | None = None,
         pg_group: dist.ProcessGroup | None = None,
     ) -> None:
+        reject_options_as(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_layers=num_layers,
+            causal=causal,
+            action_interleaved=action_interleaved,
+            contextual_mask=contextual_mask,
+            target_group_size=target_group_size,
+            token_feature_names=token_feature_names,
+        )
+        if token_feature_names is not None:
+            token_feature_names = require_names("token_feature_names", token_feature_names)
         self.task = HSTUAttentionTask(
             hidden_size, num_heads, head_dim, num_layers, causal=causal, target_group_size=target_group_size
         )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import register_batch_shuffler
-from commons.distributed.options import ShufflerOptions
+from commons.distributed.options import ShufflerOptions, reject_options_as
 from commons.perf_model.calibration import CalibratedTask
 from commons.perf_model.task_estimator import SelfAttentionTask, vocabulary_head_flops
 
@@ -43,6 +43,13 @@ class SIDGRBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         options: ShufflerOptions | None = None,
         pg_group: dist.ProcessGroup | None = None,
     ) -> None:
+        reject_options_as(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_layers=num_layers,
+            ffn_hidden_size=ffn_hidden_size,
+        )
         # The width is stated, as a calibration does.
         width = 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size
         self.task = SelfAttentionTask(hidden_size, num_heads, head_dim, num_layers, ffn_hidden_size=width)

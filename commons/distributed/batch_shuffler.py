@@ -25,7 +25,7 @@ from commons.distributed.batch_exchange import exchange_rows
 from commons.distributed.control import RankMissingError
 from commons.distributed.group_pool import payload_device
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.process_group import resolve_process_group
+from commons.distributed.process_group import require_process_group, resolve_process_group
 from commons.distributed.shuffle_handle import Described, ShuffleHandle
 from commons.distributed.shuffle_session import PlannedExchange, RankInput, ShuffleSession
 from commons.distributed.stats import ShuffleStats, ShuffleTimes, stats_of_plan
@@ -72,6 +72,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
     def __init__(self, options: ShufflerOptions | None = None, pg_group: dist.ProcessGroup | None = None) -> None:
         if options is not None and not isinstance(options, ShufflerOptions):
             raise TypeError(f"options is a {type(options).__name__}; it must be ShufflerOptions: build one")
+        if pg_group is not None:
+            require_process_group(pg_group)
         self.options = options or ShufflerOptions()
         self.last_stats: ShuffleStats | None = None
         self.num_cap_exceeded = 0

@@ -17,7 +17,7 @@ S = TypeVar("S", bound=type[BaseTaskBalancedBatchShuffler])
 
 
 class BatchShufflerFactory:
-    """Registry of shuffler classes.
+    """Registry of shuffler classes; used through its class methods, never instantiated.
 
     "identity" and "tokens" are built in; "hstu" and "sid_gr" appear when those packages are imported, those of
     other installed packages, entry points of the group "evenrank.shufflers", when they are looked up.
@@ -26,7 +26,13 @@ class BatchShufflerFactory:
     True
     """
 
-    _classes: dict[str, type[BaseTaskBalancedBatchShuffler]] = {}
+    _registry: dict[str, type[BaseTaskBalancedBatchShuffler]] = {}
+
+    def __init__(self) -> None:
+        raise TypeError(
+            f"{type(self).__name__} has class methods only and should not be instantiated: call "
+            f"{type(self).__name__}.create(name)"
+        )
 
     @classmethod
     def register(cls, name: str, shuffler_class: type[BaseTaskBalancedBatchShuffler]) -> None:
@@ -41,12 +47,12 @@ class BatchShufflerFactory:
                 f"{shuffler_class!r} is no batch shuffler; a shuffler derives from BaseTaskBalancedBatchShuffler: make "
                 "it the base class"
             )
-        if name in cls._classes:
+        if name in cls._registry:
             raise ValueError(
-                f"batch shuffler {name!r} is already registered as {cls._classes[name].__name__}; names are unique: "
+                f"batch shuffler {name!r} is already registered as {cls._registry[name].__name__}; names are unique: "
                 "choose another or unregister it first"
             )
-        cls._classes[name] = shuffler_class
+        cls._registry[name] = shuffler_class
 
     @classmethod
     def unregister(cls, name: str) -> None:
@@ -56,7 +62,7 @@ class BatchShufflerFactory:
             KeyError: the name is unknown.
         """
         cls._get(name)
-        del cls._classes[name]
+        del cls._registry[name]
 
     @classmethod
     def create(cls, name: str, **kwargs: Any) -> BaseTaskBalancedBatchShuffler:
@@ -76,11 +82,10 @@ class BatchShufflerFactory:
         """Construct a shuffler from `{"type": name, ...arguments}`.
 
         Raises:
-            ValueError: the config has no "type".
-            KeyError: the type is unknown.
+            KeyError: the config has no "type", or the type is unknown.
         """
         if "type" not in config:
-            raise ValueError(
+            raise KeyError(
                 f"the shuffler config has the keys {sorted(config)}; the name of the shuffler is under 'type': add it"
             )
         arguments = {key: value for key, value in config.items() if key != "type"}
@@ -89,7 +94,7 @@ class BatchShufflerFactory:
     @classmethod
     def list_available(cls) -> dict[str, type[BaseTaskBalancedBatchShuffler]]:
         """All registered classes by name."""
-        return dict(cls._classes)
+        return dict(cls._registry)
 
     @classmethod
     def is_registered(cls, name: str) -> bool:
@@ -98,16 +103,32 @@ class BatchShufflerFactory:
         Raises:
             ImportError: the package that brings it cannot be imported.
         """
-        return name in cls._classes or cls._load_entry_point(name)
+        return name in cls._registry or cls._load_entry_point(name)
+
+    @classmethod
+    def clear_registry(cls) -> None:
+        """Remove every name, those of the built-in shufflers and of imported packages too, as a test may want to.
+
+        Importing them again registers nothing. What `list_available` returned before brings them back:
+
+        >>> before = BatchShufflerFactory.list_available()
+        >>> BatchShufflerFactory.clear_registry()
+        >>> BatchShufflerFactory.list_available()
+        {}
+        >>> for name, shuffler_class in before.items():
+        ...     BatchShufflerFactory.register(name, shuffler_class)
+        """
+        cls._registry.clear()
 
     @classmethod
     def _get(cls, name: str) -> type[BaseTaskBalancedBatchShuffler]:
         if not cls.is_registered(name):
+            available = ", ".join(sorted(cls._registry)) or "none"
             raise KeyError(
-                f"batch shuffler {name!r} is not registered; registered are {', '.join(sorted(cls._classes))}: import "
-                "the package that registers it (import hstu brings 'hstu', import sid_gr 'sid_gr'), or register it"
+                f"batch shuffler {name!r} is not registered. Available shufflers: {available}; import the package that "
+                "registers it (import hstu brings 'hstu', import sid_gr 'sid_gr'), or register it"
             )
-        return cls._classes[name]
+        return cls._registry[name]
 
     @classmethod
     def _load_entry_point(cls, name: str) -> bool:
@@ -120,9 +141,9 @@ class BatchShufflerFactory:
                     f"batch shuffler {name!r} is {entry_point.value} of an installed package, which cannot be imported "
                     f"({type(error).__name__}: {error}): mend or uninstall it"
                 ) from error
-            if name not in cls._classes and isinstance(loaded, type):
+            if name not in cls._registry and isinstance(loaded, type):
                 cls.register(name, loaded)
-        return name in cls._classes
+        return name in cls._registry
 
 
 def register_batch_shuffler(name: str) -> Callable[[S], S]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -84,6 +85,23 @@ class ShufflerOptions:
     def to_json(self) -> str:
         """The options as sorted JSON, for the comparison between ranks."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+def reject_options_as(**arguments: Any) -> None:
+    """Raise TypeError where a shuffler was given its options in the place of another argument."""
+    for name, value in arguments.items():
+        if isinstance(value, ShufflerOptions):
+            raise TypeError(f"{name} is a ShufflerOptions; a shuffler's settings have a keyword: pass options=...")
+
+
+def require_names(argument: str, names: Any) -> list[str]:
+    """The names as a list; raises TypeError for one string, which would be taken for its letters, and for no names."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"{argument} is {names!r}; it must be a list of names, or None: put it into a list")
+    listed = list(names)
+    if not all(isinstance(name, str) for name in listed):
+        raise TypeError(f"{argument} is {listed!r}; names are strings: correct it")
+    return listed
 
 
 def _require_one_of(name: str, value: Any, allowed: Any) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.distributed.options import ShufflerOptions
+from commons.distributed.options import ShufflerOptions, reject_options_as, require_names
 from commons.sequence_batch.fields import row_fields
 
 
@@ -21,6 +21,9 @@ class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         feature_names: keys whose lengths are added up; all keys of all KeyedJaggedTensors but `labels` if not given.
         options: settings; the defaults balance.
         pg_group: ranks that share a global batch.
+
+    Raises:
+        TypeError: an argument of another type, such as options in the first place: `options=` names them.
     """
 
     def __init__(
@@ -29,8 +32,9 @@ class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         options: ShufflerOptions | None = None,
         pg_group: dist.ProcessGroup | None = None,
     ) -> None:
+        reject_options_as(feature_names=feature_names)
+        self.feature_names = None if feature_names is None else require_names("feature_names", feature_names)
         super().__init__(options, pg_group)
-        self.feature_names = None if feature_names is None else list(feature_names)
         self.token_feature_names = self.feature_names
 
     def get_workloads(self, batch: Any) -> torch.Tensor:

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hstu
+import sid_gr
 from commons.distributed import global_mean_loss
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory, register_batch_shuffler
@@ -36,6 +38,9 @@ from tests.batches import random_batch, rows_as_values
 def test_options_are_validated_when_made(changes, message):
     with pytest.raises(ValueError, match=message):
         ShufflerOptions(**changes)
+
+
+OPTIONS = ShufflerOptions()
 
 
 def test_options_are_frozen_and_have_the_documented_defaults():
@@ -66,19 +71,35 @@ def test_the_registry():
     finally:
         BatchShufflerFactory.unregister("mine")
     for call in (BatchShufflerFactory.create, BatchShufflerFactory.unregister):
-        with pytest.raises(KeyError, match="'mine' is not registered; registered are .*identity.*import hstu"):
+        with pytest.raises(KeyError, match="'mine' is not registered. Available shufflers: .*identity.*import hstu"):
             call("mine")
     with pytest.raises(TypeError, match="no batch shuffler"):
         BatchShufflerFactory.register("dict", dict)
     shuffler = BatchShufflerFactory.create_from_config({"type": "tokens", "feature_names": ["item"]})
     assert isinstance(shuffler, TokensBalancedBatchShuffler) and shuffler.feature_names == ["item"]
-    with pytest.raises(ValueError, match="'type'"):
+    with pytest.raises(KeyError, match="'type'"):
         BatchShufflerFactory.create_from_config({"name": "tokens"})
 
 
-def test_hstu_appears_on_import():
-    import hstu
+def test_the_registry_can_be_cleared_and_is_no_object():
+    before = BatchShufflerFactory.list_available()
+    try:
+        BatchShufflerFactory.clear_registry()
+        assert BatchShufflerFactory.list_available() == {} and not BatchShufflerFactory.is_registered("identity")
+        with pytest.raises(KeyError, match="'identity' is not registered. Available shufflers: none"):
+            BatchShufflerFactory.create("identity")
+        BatchShufflerFactory.register("identity", TokensBalancedBatchShuffler)
+        assert BatchShufflerFactory.list_available() == {"identity": TokensBalancedBatchShuffler}
+    finally:
+        BatchShufflerFactory.clear_registry()
+        for name, shuffler_class in before.items():
+            BatchShufflerFactory.register(name, shuffler_class)
+    assert BatchShufflerFactory.list_available() == before
+    with pytest.raises(TypeError, match="class methods only and should not be instantiated: call .*create"):
+        BatchShufflerFactory()
 
+
+def test_hstu_appears_on_import():
     assert BatchShufflerFactory.list_available()["hstu"] is hstu.HSTUBalancedBatchShuffler
 
 
@@ -87,6 +108,28 @@ def test_a_shuffler_must_say_what_a_row_costs():
         BaseTaskBalancedBatchShuffler()
     with pytest.raises(TypeError, match="options is a dict"):
         IdentityBalancedBatchShuffler({"mode": "off"})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokensBalancedBatchShuffler(OPTIONS), "feature_names is a ShufflerOptions.*: pass options=..."),
+        (lambda: TokensBalancedBatchShuffler("item"), "feature_names is 'item'; it must be a list of names"),
+        (lambda: TokensBalancedBatchShuffler(7), "feature_names is 7; it must be a list"),
+        (lambda: TokensBalancedBatchShuffler([7]), r"feature_names is \[7\]; names are strings"),
+        (lambda: TokensBalancedBatchShuffler(None, OPTIONS, "dp"), "pg_group is a str; it must be a process group"),
+        (lambda: IdentityBalancedBatchShuffler(OPTIONS, OPTIONS), "pg_group is a ShufflerOptions"),
+        (lambda: IdentityBalancedBatchShuffler(["item"]), "options is a list; it must be ShufflerOptions"),
+        (lambda: BatchShufflerFactory.create("hstu", hidden_size=OPTIONS, num_heads=2, head_dim=4), "hidden_size is a"),
+        (lambda: hstu.HSTUBalancedBatchShuffler(8, 2, 4, OPTIONS), "num_layers is a ShufflerOptions.*options="),
+        (lambda: hstu.HSTUBalancedBatchShuffler(8, 2, 4, causal=OPTIONS), "causal is a ShufflerOptions.*options="),
+        (lambda: hstu.HSTUBalancedBatchShuffler(8, 2, 4, token_feature_names="item"), "token_feature_names is 'item'"),
+        (lambda: sid_gr.SIDGRBalancedBatchShuffler(8, 2, 4, OPTIONS), "num_layers is a ShufflerOptions.*options="),
+    ],
+)
+def test_arguments_in_the_wrong_place_are_named(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
 
 
 def test_the_tokens_shuffler_counts_what_it_is_told_to():
