@@ -22,12 +22,13 @@ from torch import nn
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.trainer.config import load_config
 from commons.trainer.data import train_and_eval_loaders
-from commons.trainer.errors import log_to_file, run_main
+from commons.trainer.errors import run_main
 from commons.trainer.launch import initialize_ranks, seed_all
-from commons.trainer.logging import TrainSummary, write_config
+from commons.trainer.logging import TrainSummary
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.optimizers import build_optimizer
 from commons.trainer.run import run_training
+from commons.trainer.run_folder import open_run_folder
 from commons.trainer.shuffler import make_shuffler
 from hstu.flops import batch_training_flops, count_tokens, hstu_task
 from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
@@ -41,8 +42,7 @@ def main() -> None:
     """One rank of a run."""
     config = load_config(TrainConfig, sys.argv[1:], prog="hstu.train", description=__doc__)
     device = initialize_ranks(config.trainer.world_size, config.trainer.device)
-    log_to_file(config.trainer.run_dir)
-    write_config(config, config.trainer.run_dir)
+    open_run_folder(config, device)
     train(config, device)
 
 

@@ -28,11 +28,12 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.trainer.config import load_config
 from commons.trainer.data import train_and_eval_loaders
-from commons.trainer.errors import log_to_file, run_main
+from commons.trainer.errors import run_main
 from commons.trainer.launch import initialize_ranks, seed_all
-from commons.trainer.logging import TrainSummary, write_config
+from commons.trainer.logging import TrainSummary
 from commons.trainer.optimizers import OptimizerArgs, build_optimizer
 from commons.trainer.run import run_training
+from commons.trainer.run_folder import open_run_folder
 from commons.trainer.shuffler import make_shuffler
 from sid_gr.flops import batch_training_flops, sid_task
 from sid_gr.metrics import GenerationMetrics
@@ -47,8 +48,7 @@ def main() -> None:
     config = load_config(TrainConfig, sys.argv[1:], prog="sid_gr.train", description=__doc__)
     device = initialize_ranks(config.trainer.world_size, config.trainer.device)
     initialize_model_parallel(config.model.tensor_model_parallel_size)
-    log_to_file(config.trainer.run_dir)
-    write_config(config, config.trainer.run_dir)
+    open_run_folder(config, device)
     train(config, device)
 
 

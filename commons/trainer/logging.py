@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,15 @@ from tqdm import tqdm
 
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
+from commons.trainer.run_files import (
+    LOG_FILE,
+    SUMMARY_FILE,
+    TENSORBOARD_FOLDER,
+    evaluation_in,
+    keep_lines_until,
+    without_nan,
+    write_summary,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +162,22 @@ class StepSums:
         return 0.0 if self.loss_sum is None or self.loss_terms == 0 else float(self.loss_sum) / self.loss_terms
 
 
+def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
+    """Largest load divided by the mean, minus 1, of every step that had one; called on all ranks together.
+
+    Args:
+        loads: of this rank, one per step; as many on all data-parallel ranks.
+        device: of this rank.
+    """
+    total = torch.tensor(loads, dtype=torch.float64, device=device)
+    largest = total.clone()
+    group = resolve_process_group()
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    ratios = largest * dist.get_world_size(group) / total
+    return (ratios[total > 0] - 1.0).tolist()
+
+
 @dataclass
 class TrainSummary:
     """What came out of a run.
@@ -164,7 +189,8 @@ class TrainSummary:
         step_ms: median over all steps of this run; 0 without any, as after resuming a run that was complete.
         tokens_per_s: over all steps, evaluations left out.
         metrics: of the last evaluation.
-        shuffle: means of the shuffler's numbers over all steps; empty without one.
+        shuffle: means of the shuffler's numbers over all steps; without one that looks at the rows, the imbalance of
+            the operations, if they are known.
     """
 
     steps: int = 0
@@ -174,6 +200,15 @@ class TrainSummary:
     tokens_per_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     shuffle: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; where no step was trained without what says how they went."""
+        content = dataclasses.asdict(self)
+        content["metrics"] = without_nan(self.metrics)
+        if not self.step_ms:
+            for name in ("loss", "step_ms", "tokens_per_s", "shuffle"):
+                del content[name]
+        return content
 
 
 class TrainLog:
@@ -185,6 +220,10 @@ class TrainLog:
         tensorboard: whether scalars are written to `<run_dir>/tensorboard` too.
         first_step: steps that a resumed run has behind it; its log is then continued, without the lines of later steps
             that a run which was ended may have written.
+
+    Attributes:
+        evaluated: what an earlier part of a resumed run has logged of its evaluation after `first_step` steps; empty
+            for none, and on other ranks than 0.
     """
 
     def __init__(
@@ -202,11 +241,12 @@ class TrainLog:
             mininterval=0.2 if sys.stderr.isatty() else 10.0,  # in a file every refresh is a line
         )
         self._shown: dict[str, str] = {}
+        self.evaluated: dict[str, float] = {}
         if self._enabled:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            path = self.run_dir / "log.jsonl"
+            path = self.run_dir / LOG_FILE
             if first_step and path.exists():
-                _keep_lines_until(path, first_step)
+                self.evaluated = evaluation_in(keep_lines_until(path, first_step), first_step)
             self._file = path.open("a" if first_step else "w", encoding="utf-8")
         self._has_failed = False
         self._scalars = self._open_scalars(first_step) if self._enabled and tensorboard else None
@@ -221,16 +261,16 @@ class TrainLog:
         """Write a line and show its loss and rate."""
         if not self._enabled:
             return
-        # JSON has no NaN, which is the AUC of a single class.
-        numbers = {name: None if value != value else value for name, value in record.items()}
         with self._unless_disk_full():
-            self._file.write(json.dumps(numbers) + "\n")
+            self._file.write(json.dumps(without_nan(record)) + "\n")
             self._file.flush()
         with self._unless_disk_full():
             for name, value in record.items():
                 if self._scalars is not None:
                     self._scalars.add_scalar(_scalar_tag(name), value, record["step"])
         if "loss" in record:
+            if "imbalance_before" in record and "moved" not in record:
+                self._show(imbalance=f"{record['imbalance_before']:.2f}")
             self._show(loss=f"{record['loss']:.4f}", tokens=f"{_short(record['tokens_per_s'])}/s")
 
     def _show(self, **values: str) -> None:
@@ -267,12 +307,14 @@ class TrainLog:
         from torch.utils.tensorboard import SummaryWriter
 
         # What an earlier run has written from here on is hidden.
-        return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step + 1 if first_step else 0)
+        return SummaryWriter(str(self.run_dir / TENSORBOARD_FOLDER), purge_step=first_step + 1 if first_step else 0)
 
     def summary(self, title: str, summary: TrainSummary) -> None:
-        """Print the table at the end of a run."""
+        """Print the table at the end of a run, and write summary.json."""
         if not self._enabled:
             return
+        with self._unless_disk_full():
+            write_summary(self.run_dir / SUMMARY_FILE, summary.to_dict(), trained=summary.step_ms > 0)
         table = Table(title=title, title_justify="left", show_header=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
@@ -284,35 +326,17 @@ class TrainLog:
         if summary.step_ms:
             table.add_row("median step", f"{summary.step_ms:.1f} ms")
             table.add_row("tokens per second", f"{summary.tokens_per_s:,.0f}")
-        if summary.shuffle:
+        if "moved" not in summary.shuffle:
+            if "imbalance_before" in summary.shuffle:
+                table.add_row("imbalance (max ÷ mean − 1)", f"{summary.shuffle['imbalance_before']:.1%}, not balanced")
+        else:
             before, after = summary.shuffle["imbalance_before"], summary.shuffle["imbalance_after"]
             would = "" if summary.shuffle["moved"] or before == after else " (observed, not carried out)"
             table.add_row("imbalance (max ÷ mean − 1)", f"{before:.1%} → {after:.2%}{would}")
             table.add_row("tokens moved", f"{summary.shuffle['token_fraction_moved']:.1%}")
             table.add_row("would save" if would else "largest load saved", _saving(summary.shuffle))
-        table.add_row("log", str(self.run_dir / "log.jsonl"))
+        table.add_row("log", str(self.run_dir / LOG_FILE))
         Console().print(table)
-
-
-def _keep_lines_until(path: Path, last_step: int) -> None:
-    """Leave out what a log says of later steps, and a line that was not finished."""
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line + "\n")
-    shortened = path.with_name(path.name + ".tmp")
-    shortened.write_text("".join(kept), encoding="utf-8")
-    shortened.replace(path)
-
-
-def write_config(config: Any, run_dir: str | Path) -> None:
-    """Write a dataclass to `<run_dir>/config.json`; rank 0 does."""
-    if dist.get_rank() != 0:
-        return
-    path = Path(run_dir) / "config.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
 
 
 def _scalar_tag(name: str) -> str:

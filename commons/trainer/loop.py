@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +32,12 @@ from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.args import TrainerArgs
+from commons.trainer.broadcast import broadcast_text
 from commons.trainer.checkpoint import Checkpointer, TrainProgress
 from commons.trainer.epochs import open_epoch, order_of
 from commons.trainer.evaluation import Metrics, StepOutput, evaluate
 from commons.trainer.launch import describe_ranks
-from commons.trainer.logging import StatsMean, StepClock, StepSums, TrainLog, TrainSummary
+from commons.trainer.logging import StatsMean, StepClock, StepSums, TrainLog, TrainSummary, step_imbalances
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.profiling import StepProfiler
@@ -144,6 +146,10 @@ class TrainingLoop:
         self._all_stats = StatsMean()
         # Rows, tokens and operations of batches that are loaded but not trained.
         self._loaded: deque[tuple[int, int, int]] = deque()
+        # Operations of this rank in the steps since the last line, and the imbalance of all steps, where the shuffler
+        # says nothing of it.
+        self._step_flops: list[int] = []
+        self._imbalances: list[float] = []
         self._saving = MeasuredSaving()
         self._guard = FiniteLossGuard(device, in_float16=loss_scaler is not None)
         self._profiler = StepProfiler(args, device)
@@ -173,6 +179,10 @@ class TrainingLoop:
             self._log.say(resumed)
         self._profiler.step(self._step)
         self._summary = TrainSummary(epochs=self._first_epoch + (self._step > 0))
+        # A run that was complete is not evaluated once more.
+        evaluated = json.loads(broadcast_text(json.dumps(self._log.evaluated), self._device))
+        if evaluated:
+            self._evaluated_at, self._summary.metrics = self._step, evaluated
         try:
             for epoch in self._epochs():
                 self._summary.epochs = epoch + 1
@@ -188,7 +198,7 @@ class TrainingLoop:
             self._profiler.close()
             self._log.close()
         self._summary.steps = self._step
-        self._summary.shuffle = self._all_stats.means()
+        self._summary.shuffle = self._all_stats.means() or _not_balanced(self._imbalances)
         if self._all_step_ms:
             self._summary.step_ms = statistics.median(self._all_step_ms)
             self._summary.tokens_per_s = self._all_tokens / sum(self._all_step_ms) * 1e3
@@ -298,6 +308,7 @@ class TrainingLoop:
         self._sums.rows += rows
         self._sums.tokens += tokens
         self._sums.flops += flops
+        self._step_flops.append(flops)
         self._sums.add(output.loss_sum, output.num_loss_tokens)
         stats = self._pipeline.last_stats
         self._stats.append(stats)
@@ -324,6 +335,7 @@ class TrainingLoop:
                 "step_ms": statistics.median(step_ms),
                 **self._rates(sums.flops, sum(step_ms)),
                 **({} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.value()}),
+                **self._take_imbalance(),
                 **self._take_stats(step_ms).means(),
             }
         )
@@ -335,6 +347,15 @@ class TrainingLoop:
         rate = flops / dist.get_world_size() / total_ms * 1e3
         utilisation = {} if self._peak_flops is None else {"mfu": rate / self._peak_flops}
         return {"tflops_per_rank": rate / 1e12, **utilisation}
+
+    def _take_imbalance(self) -> dict[str, float]:
+        """Mean imbalance of the operations since the last line, where no shuffler has looked at the rows."""
+        step_flops, self._step_flops = self._step_flops, []
+        if self._flops is None or any(stats is not None for stats in self._stats):
+            return {}
+        found = step_imbalances(step_flops, self._device)
+        self._imbalances += found
+        return _not_balanced(found)
 
     def _take_stats(self, step_ms: list[float]) -> StatsMean:
         """Means of the shuffler's numbers since the last line, completed by the time of the step that trained each."""
@@ -405,3 +426,11 @@ class TrainingLoop:
             self._log.line({"step": self._step, **self._summary.metrics})
         if hasattr(self._pipeline, "attach"):
             self._pipeline.attach(self._model)
+
+
+def _not_balanced(imbalances: list[float]) -> dict[str, float]:
+    """The mean as the shuffler's numbers say it of rows that stay where they are."""
+    if not imbalances:
+        return {}
+    mean = statistics.fmean(imbalances)
+    return {"imbalance_before": mean, "imbalance_after": mean}

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from commons.trainer.config import load_config_file
+from hstu.train_config import TrainConfig
+
 ROOT = Path(__file__).parents[2]
 QUIET_TORCHRUN = "commons.trainer.torchrun"
 TINY = [
@@ -117,7 +120,8 @@ def test_a_run_under_torchrun(tmp_path):
     assert [event.step for event in logged] == [2, 4, 6]
     assert [event.value for event in logged] == pytest.approx([line["imbalance_before"] for line in trained])
     assert {"train/loss", "train/mfu", "eval/auc_task_0"} <= set(scalars.Tags()["scalars"])
-    assert json.loads((tmp_path / "config.json").read_text())["trainer"]["enable_balanced_shuffler"] is True
+    assert load_config_file(TrainConfig, tmp_path / "config.json").trainer.enable_balanced_shuffler is True
+    assert json.loads((tmp_path / "summary.json").read_text())["metrics"]["eval_rows"] == 16
 
 
 def test_a_mistake_that_every_rank_makes_is_said_once(tmp_path):
@@ -134,11 +138,13 @@ def test_a_mistake_that_every_rank_makes_is_said_once(tmp_path):
 
 
 def test_the_quiet_torchrun_ends_with_that_line(tmp_path):
-    status, _, errors = run(QUIET_TORCHRUN, "-m", "hstu.train", *TINY, "--trainer.train-batch-size", "0")
+    (tmp_path / "summary.json").touch()  # of a run
+    status, _, errors = run(QUIET_TORCHRUN, "-m", "hstu.train", *TINY, "--trainer.run-dir", tmp_path)
     assert status == 2
     assert [line for line in errors.splitlines() if line.startswith("error:")] == [errors.splitlines()[-1]]
-    assert "train_batch_size is 0; it is an integer of at least 1: correct it" in errors
+    assert f"run_dir {tmp_path} holds a run already; " in errors
     assert "Traceback" not in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_the_failing_rank_is_the_one_that_speaks(tmp_path):

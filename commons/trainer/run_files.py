@@ -1,0 +1,74 @@
+"""The files of a run's folder: how they are called, written and read again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+CONFIG_FILE, LOG_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER = "config.json", "log.jsonl", "summary.json", "tensorboard"
+
+
+def write_config(config: Any, run_dir: str | Path) -> None:
+    """Write a dataclass to `<run_dir>/config.json`, which is a config too; rank 0 does."""
+    if dist.get_rank() != 0:
+        return
+    path = Path(run_dir) / CONFIG_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def write_summary(path: Path, summary: Mapping[str, Any], *, trained: bool) -> None:
+    """Write what came out of a run.
+
+    Args:
+        path: of the file.
+        summary: JSON-ready.
+        trained: False for a part of the run that trained no step, which keeps what the parts before say of theirs.
+    """
+    content: dict[str, Any] = {}
+    if not trained and path.is_file():
+        with contextlib.suppress(ValueError):
+            content = json.loads(path.read_text(encoding="utf-8"))
+    write_whole(path, json.dumps({**content, **summary}, indent=2) + "\n")
+
+
+def keep_lines_until(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Leave out what a log says of later steps, and a line that was not finished; returns what is kept."""
+    kept, records = [], []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            if record["step"] <= last_step:
+                kept.append(line + "\n")
+                records.append(record)
+    write_whole(path, "".join(kept))
+    return records
+
+
+def evaluation_in(records: list[dict[str, Any]], step: int) -> dict[str, float]:
+    """The last evaluation of a step, its numbers as they were before they became JSON."""
+    found = [
+        {name: math.nan if value is None else value for name, value in record.items() if name.startswith("eval_")}
+        for record in records
+        if record["step"] == step
+    ]
+    return next((each for each in reversed(found) if each), {})
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and give it its name, so that it is never half there."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+def without_nan(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers with None for NaN, which JSON does not have; the AUC of a single class is one."""
+    return {name: None if value != value else value for name, value in numbers.items()}

@@ -1,0 +1,91 @@
+"""A run's folder holds one run, which a resumed run goes on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commons.trainer.args import TrainerArgs
+from commons.trainer.broadcast import broadcast_text
+from commons.trainer.checkpoint_folder import holds_checkpoint
+from commons.trainer.errors import log_to_file
+from commons.trainer.run_files import CONFIG_FILE, LOG_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER, write_config
+
+
+def open_run_folder(config: Any, device: torch.device) -> None:
+    """Let a run have its folder: from here on logging goes there, and config.json is written; called on all ranks.
+
+    Args:
+        config: a dataclass with `trainer`, the settings of the run.
+        device: of this rank.
+
+    Raises:
+        ValueError: the folder holds a run, or cannot be written.
+    """
+    require_run_folder(config.trainer, device)
+    log_to_file(config.trainer.run_dir)
+    write_config(config, config.trainer.run_dir)
+
+
+def require_run_folder(args: TrainerArgs, device: torch.device) -> None:
+    """Raise ValueError on all ranks if the folder holds a run that this one does not go on with.
+
+    A run that resumes (ckpt_load_dir) goes on with the run in the folder; with `overwrite` that run is removed. Called
+    on all ranks together, rank 0 looks.
+    """
+    problem = broadcast_text(_make_room(args) if dist.get_rank() == 0 else "", device)
+    if problem:
+        raise ValueError(problem)
+
+
+def _make_room(args: TrainerArgs) -> str:
+    """See that the folder may take the run; returns why it may not, or ""."""
+    folder = Path(args.run_dir)
+    try:
+        if args.overwrite:
+            _remove_run(folder)
+        if not _holds_run(folder) or _goes_on(folder, args):
+            return ""
+    except OSError as error:
+        return f"run_dir is {args.run_dir!r}, which cannot be looked through ({error}): give a folder of yours"
+    empty = f", and ckpt_load_dir {args.ckpt_load_dir} no checkpoint" if args.ckpt_load_dir else ""
+    return (
+        f"run_dir {args.run_dir} holds a run already{empty}; two runs in one folder would be taken for one: give "
+        "another --trainer.run-dir, remove that run with --trainer.overwrite, or go on with it from its checkpoints, "
+        "--trainer.ckpt-load-dir"
+    )
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run has left results; one that ended before its first line has not."""
+    log = folder / LOG_FILE
+    return (log.is_file() and log.stat().st_size > 0) or (folder / SUMMARY_FILE).is_file()
+
+
+def _goes_on(folder: Path, args: TrainerArgs) -> bool:
+    """Whether the run that the settings describe is a later part of the one in the folder."""
+    if not args.ckpt_load_dir or holds_checkpoint(args.ckpt_load_dir):
+        return bool(args.ckpt_load_dir)
+    # Given again, a command whose run ended before its first checkpoint begins it anew.
+    try:
+        before = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["trainer"]["ckpt_save_dir"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return Path(before).resolve() == Path(args.ckpt_save_dir).resolve()
+
+
+def _remove_run(folder: Path) -> None:
+    """Remove what a run writes, and nothing else."""
+    for pattern in (LOG_FILE, CONFIG_FILE, SUMMARY_FILE, "rank[0-9]*.log", "trace-rank[0-9]*.json"):
+        for path in folder.glob(pattern):
+            path.unlink()
+    scalars = folder / TENSORBOARD_FOLDER
+    if scalars.is_symlink():
+        scalars.unlink()  # what it leads to is not the run's alone
+        return
+    for path in scalars.glob("events.out.tfevents.*"):
+        path.unlink()

@@ -1,0 +1,124 @@
+"""A run's folder holds one run: what a command given twice does to it, and what it says of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from commons.trainer.config import load_config
+from commons.trainer.run_files import write_config
+from commons.trainer.run_folder import require_run_folder
+from hstu.train import train
+from hstu.train_config import TrainConfig
+
+CPU = torch.device("cpu")
+RUN = (
+    "--trainer.train-batch-size 4 --trainer.eval-batch-size 4 --trainer.log-interval 1 --trainer.eval-interval 2 "
+    "--trainer.max-eval-iters 1 --trainer.device cpu --dataset.dataset-name random --dataset.num-batches 6 "
+    "--dataset.max-history-seqlen 16 --model.hidden-size 8 --model.num-layers 1 --model.num-attention-heads 2 "
+    "--model.kv-channels 4 --model.prediction-head-arch 1 --optimizer.sharding row_wise"
+)
+
+
+def command(*flags):
+    """What a run of hstu.train returns on this rank: its summary, or the one line that it ends with."""
+    config = load_config(TrainConfig, [*RUN.split(), *flags])
+    try:
+        require_run_folder(config.trainer, CPU)
+    except ValueError as error:
+        return str(error)
+    write_config(config, config.trainer.run_dir)
+    return train(config, CPU).to_dict()
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def steps_of(folder, name):
+    """Steps of a number in log.jsonl, which are those that TensorBoard shows."""
+    logged = [line["step"] for line in lines(folder) if name in line]
+    tag = name.replace("eval_", "eval/") if name.startswith("eval_") else f"train/{name}"
+    assert [event.step for event in EventAccumulator(str(folder / "tensorboard")).Reload().Scalars(tag)] == logged
+    return logged
+
+
+def test_a_command_given_twice(two_ranks, tmp_path):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    first = two_ranks.run(command, "--trainer.run-dir", str(folder))
+    written = json.loads((folder / "summary.json").read_text())
+    assert written == first[0] and written["steps"] == 6 and written["metrics"]["eval_rows"] == 8
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    said = two_ranks.run(command, "--trainer.run-dir", str(folder), "--trainer.seed", "5")
+    assert said[0] == said[1] and "\n" not in said[0]
+    for remedy in ("--trainer.run-dir", "--trainer.overwrite", "--trainer.ckpt-load-dir"):
+        assert f"run_dir {folder} holds a run already; " in said[0] and remedy in said[0]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+    # What an unbalanced run says of its imbalance is what the shuffler finds in the same rows, which it then moves.
+    balanced = two_ranks.run(command, "--trainer.run-dir", str(other), "--trainer.enable-balanced-shuffler")[0]
+    pairs = [each for each in zip(lines(folder), lines(other)) if "loss" in each[0]]
+    assert len(pairs) == 6 and written["shuffle"].keys() == {"imbalance_before", "imbalance_after"}
+    for unbalanced_line, balanced_line in pairs:
+        assert unbalanced_line["imbalance_before"] == pytest.approx(balanced_line["imbalance_before"])
+        assert unbalanced_line["imbalance_after"] == unbalanced_line["imbalance_before"] > 0
+        assert unbalanced_line["loss"] == pytest.approx(balanced_line["loss"], rel=1e-4)
+        assert "moved" not in unbalanced_line
+    assert written["shuffle"]["imbalance_before"] == pytest.approx(balanced["shuffle"]["imbalance_before"])
+    assert json.loads((other / "summary.json").read_text())["shuffle"]["moved"] > 0
+
+    (folder / "mine.txt").write_text("not of the run")
+    for name in ("rank3.log", "trace-rank1.json", "rank_of_mine.log"):
+        (folder / name).touch()
+    two_ranks.run(
+        command,
+        "--trainer.run-dir",
+        str(folder),
+        "--trainer.overwrite",
+        "--trainer.no-tensorboard",
+        "--trainer.seed",
+        "5",
+    )
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == [
+        "config.json",
+        "log.jsonl",
+        "mine.txt",
+        "rank_of_mine.log",
+        "summary.json",
+    ]
+    assert [line["step"] for line in lines(folder) if "loss" in line] == list(range(1, 7))
+    assert json.loads((folder / "config.json").read_text())["trainer"]["seed"] == 5
+
+
+def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
+    folder, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
+    flags = ["--trainer.run-dir", str(folder), "--trainer.ckpt-save-interval", "2"]
+    flags += ["--trainer.ckpt-save-dir", str(checkpoints), "--trainer.ckpt-load-dir", str(checkpoints)]
+    two_ranks.run(command, *flags, "--trainer.max-train-iters", "3")
+    # Ended before its first checkpoint, it begins anew.
+    shutil.rmtree(checkpoints)
+    two_ranks.run(command, *flags, "--trainer.max-train-iters", "3")
+    assert steps_of(folder, "loss") == [1, 2, 3] and steps_of(folder, "eval_loss") == [2, 3]
+    two_ranks.run(command, *flags)
+    assert steps_of(folder, "loss") == [1, 2, 3, 4, 5, 6] and steps_of(folder, "eval_loss") == [2, 3, 4, 6]
+    # Once more, though it is complete: nothing is trained and nothing evaluated, and the results stay.
+    log, summary = (folder / "log.jsonl").read_bytes(), json.loads((folder / "summary.json").read_text())
+    again = two_ranks.run(command, *flags)[0]
+    assert (folder / "log.jsonl").read_bytes() == log and steps_of(folder, "eval_loss") == [2, 3, 4, 6]
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert again["metrics"] == summary["metrics"] and "loss" not in again and math.isfinite(summary["loss"])
+    # The folder of another run, and no checkpoint of that to go on from.
+    empty = str(tmp_path / "empty")
+    said = two_ranks.run(command, *flags[:4], "--trainer.ckpt-save-dir", empty, "--trainer.ckpt-load-dir", empty)
+    assert said[0] == said[1] and f"holds a run already, and ckpt_load_dir {empty} no checkpoint; " in said[0]
+    assert (folder / "log.jsonl").read_bytes() == log
+
+
+def test_overwriting_and_going_on_exclude_each_other():
+    with pytest.raises(ValueError, match=r"overwrite is True and ckpt_load_dir is 'x'; .*: give one of them"):
+        load_config(TrainConfig, [*RUN.split(), "--trainer.overwrite", "--trainer.ckpt-load-dir", "x"])
