@@ -63,27 +63,21 @@ def test_a_command_given_twice(two_ranks, tmp_path):
     # What an unbalanced run says of its imbalance is what the shuffler finds in the same rows, which it then moves.
     balanced = two_ranks.run(command, "--trainer.run-dir", str(other), "--trainer.enable-balanced-shuffler")[0]
     pairs = [each for each in zip(lines(folder), lines(other)) if "loss" in each[0]]
-    assert len(pairs) == 6 and written["shuffle"].keys() == {"imbalance_before", "imbalance_after"}
+    assert len(pairs) == 6 and written["shuffle"].keys() == {"imbalance_before"}
     for unbalanced_line, balanced_line in pairs:
         assert unbalanced_line["imbalance_before"] == pytest.approx(balanced_line["imbalance_before"])
-        assert unbalanced_line["imbalance_after"] == unbalanced_line["imbalance_before"] > 0
         assert unbalanced_line["loss"] == pytest.approx(balanced_line["loss"], rel=1e-4)
-        assert "moved" not in unbalanced_line
+        assert unbalanced_line["imbalance_before"] > 0 and unbalanced_line.keys().isdisjoint(
+            {"moved", "imbalance_after"}
+        )
     assert written["shuffle"]["imbalance_before"] == pytest.approx(balanced["shuffle"]["imbalance_before"])
     assert json.loads((other / "summary.json").read_text())["shuffle"]["moved"] > 0
 
     (folder / "mine.txt").write_text("not of the run")
     for name in ("rank3.log", "trace-rank1.json", "rank_of_mine.log"):
         (folder / name).touch()
-    two_ranks.run(
-        command,
-        "--trainer.run-dir",
-        str(folder),
-        "--trainer.overwrite",
-        "--trainer.no-tensorboard",
-        "--trainer.seed",
-        "5",
-    )
+    anew = "--trainer.overwrite --trainer.no-tensorboard --trainer.seed 5"
+    two_ranks.run(command, "--trainer.run-dir", str(folder), *anew.split())
     assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == [
         "config.json",
         "log.jsonl",
