@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.control import ControlChannel
-from commons.distributed.group_pool import payload_device
+from commons.distributed.group_pool import sends_from_cuda
 from commons.distributed.process_group import all_gather_single, resolve_process_group
 
 # Seconds after which a rank that does not take part is reported.
@@ -153,13 +153,11 @@ class DispatchChannel(ControlChannel):
 
     def can_send_from_device(self) -> bool:
         """Whether bytes on this rank's CUDA device can be sent from there."""
-        return (
-            self.payload_group is not None and self.has_all_to_all and payload_device(self.payload_group).type == "cuda"
-        )
+        return self.payload_group is not None and self.has_all_to_all and sends_from_cuda(self.payload_group)
 
-    def close(self, intact: bool = True) -> None:
+    def close(self, intact: bool = True, *, collected: bool = False) -> None:
         """Give the groups back, unless a collective has failed or was interrupted in them."""
-        super().close(intact and not self._in_collective)
+        super().close(intact and not self._in_collective, collected=collected)
 
     def _swap(self, rows: np.ndarray, call: str) -> np.ndarray:
         """int64 `(world_size, n)`: row r goes to rank r; returns what each rank had for this one."""

@@ -7,6 +7,7 @@ earlier batches compute. `finish_shuffle` takes the same batch on its device, ri
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -23,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.batch_exchange import exchange_rows
 from commons.distributed.control import RankMissingError
-from commons.distributed.group_pool import payload_device
+from commons.distributed.group_pool import only_device
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import require_process_group, resolve_process_group
 from commons.distributed.shuffle_handle import Described, ShuffleHandle
@@ -88,9 +89,11 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self._when_collected.atexit = False
         self._calibrated: CalibratedTask | None = None
         self._calibration_error: Exception | None = None
+        self._device: torch.device | None = None
+        self._calibrated_device: torch.device | None = None
         self.connect()
 
-    def connect(self, pg_group: dist.ProcessGroup | None = None) -> None:
+    def connect(self, pg_group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         """Make the process groups for a data-parallel group now, rather than with its first shuffle.
 
         All ranks of the group call this together, on the main thread; pipelines do so when they are made. Without
@@ -98,10 +101,13 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
         Args:
             pg_group: the group, if not the shuffler's own.
+            device: where batches are trained. Not given, and where the group serves the host and CUDA, the shuffler
+                learns it from the first batch that it finishes.
 
         Raises:
             ValueError: this process is no member of the group.
         """
+        self._device = device or self._device
         if dist.is_available() and dist.is_initialized():
             self._session(pg_group)
 
@@ -120,8 +126,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
         """What a subclass computes its workloads with: measured times if `options.calibration` is set, else the task.
 
         To be called once, by the subclass' constructor after that of this class. A file that cannot be read, or was
-        measured on another model or device, is reported by the first shuffle, on every rank, since the ranks of other
-        machines may have a good one.
+        measured on another model, is reported by the first shuffle, on every rank, since the ranks of other machines
+        may have a good one; so is one that was measured on another device, as soon as the batches' is known.
 
         Args:
             task: operations of the model.
@@ -129,9 +135,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if self.options.calibration is None or self.options.mode == "off":
             return task
         try:
-            calibration = load_calibration(self.options.calibration)
-            calibration.require_match(None, describe_device(self._device()))
-            self._calibrated = CalibratedTask(task, calibration)
+            self._calibrated = CalibratedTask(task, load_calibration(self.options.calibration))
         except (OSError, ValueError) as error:
             self._calibration_error = ValueError(f"calibration {self.options.calibration!r}: {error}")
             return task
@@ -160,6 +164,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
             ValueError, TypeError, KeyError: a mistake on any rank, on all of them.
             RankMissingError: a rank did not take part in time.
         """
+        with contextlib.suppress(TypeError, ValueError):  # which are raised on all ranks below
+            self._device = batch_device(batch)
         handle = self.start_shuffle(batch, pg_group)
         workloads = self.get_workloads(batch) if return_workloads and self.options.mode == "off" else None
         result = self.finish_shuffle(batch, handle)
@@ -193,12 +199,13 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if self._closed:
             raise RuntimeError("the shuffler is closed; it cannot start another shuffle: make a new one")
         session = self._session(pg_group)
-        mine, described = RankInput(error=error or self._calibration_problem()), None
+        device = self._device or only_device(self._group(pg_group))
+        mine, described = RankInput(error=error or self._calibration_problem(device)), None
         if batch is not None and mine.error is None:
             mine, described = self._describe(batch)
         names = self.token_feature_names
         mine = dataclasses.replace(
-            mine, calibrated=self._calibrated, token_features=None if names is None else tuple(names)
+            mine, calibrated=self._calibrated, token_features=None if names is None else tuple(names), device=device
         )
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
@@ -235,6 +242,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             raise
         if prepared.schema is None:
             raise ValueError(f"no rank has a batch at step {handle.step}; the data has ended: check handle.ended first")
+        self._device = batch_device(batch)
         started = time.perf_counter()
         planned = prepared.planned
         if planned is None:
@@ -291,25 +299,29 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if self._worker.stop(timeout=min(_CLOSE_SECONDS, self.options.timeout)):
             _close_sessions(self._sessions)
 
-    def _device(self) -> torch.device:
-        """Where the group's batches are trained."""
-        group = resolve_process_group(self._pg_group)
-        if group is not None:
-            return payload_device(group)
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def _calibration_problem(self) -> Exception | None:
-        """Why the workloads are not the measured ones that were asked for."""
-        if self.options.calibration is None or self.options.mode == "off" or self._calibrated is not None:
+    def _calibration_problem(self, device: torch.device | None) -> Exception | None:
+        """Why the workloads are not the measured ones that were asked for, on the device if it is known."""
+        if self.options.calibration is None or self.options.mode == "off":
             return None
+        if self._calibrated is not None:
+            if self._calibration_error is None and device is not None and device != self._calibrated_device:
+                self._calibrated_device = device
+                try:
+                    self._calibrated.calibration.require_match(None, describe_device(device))
+                except ValueError as error:
+                    self._calibration_error = ValueError(f"calibration {self.options.calibration!r}: {error}")
+            return self._calibration_error
         return self._calibration_error or ValueError(
             f"calibration is {self.options.calibration!r}, but {type(self).__name__} does not compute its workloads "
             "with self.calibrated(task); its costs stay as they are: remove the option, or use calibrated() in its "
             "constructor"
         )
 
+    def _group(self, pg_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        return resolve_process_group(pg_group if pg_group is not None else self._pg_group)
+
     def _session(self, pg_group: dist.ProcessGroup | None) -> ShuffleSession:
-        group = resolve_process_group(pg_group if pg_group is not None else self._pg_group)
+        group = self._group(pg_group)
         if group not in self._sessions:
             self._sessions[group] = ShuffleSession(group, self.options, type(self).__name__)
         return self._sessions[group]
@@ -396,12 +408,12 @@ class IdentityBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
 
 
 def _close_unused(worker: DaemonWorker, sessions: dict[dist.ProcessGroup | None, ShuffleSession]) -> None:
-    worker.finish(functools.partial(_close_sessions, sessions))
+    worker.finish(functools.partial(_close_sessions, sessions, collected=True))
 
 
-def _close_sessions(sessions: dict[dist.ProcessGroup | None, ShuffleSession]) -> None:
+def _close_sessions(sessions: dict[dist.ProcessGroup | None, ShuffleSession], collected: bool = False) -> None:
     for session in sessions.values():
-        session.close()
+        session.close(collected=collected)
 
 
 def _padding_batch(schema: BatchSchema, batch: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.errors import describe_error, raise_first_error
-from commons.distributed.group_pool import GroupPair, acquire_groups, payload_device, release_groups
+from commons.distributed.group_pool import GroupPair, acquire_groups, numbers_device, release_groups
 from commons.distributed.process_group import all_gather_single, describe_group
 
 # How often a waiting rank listens for the alarm, and how long one that sounds it waits for the others' names.
@@ -119,10 +119,10 @@ class ControlChannel:
         return int(said[0]), -int(said[1]), bool(said[2])
 
     def gather_on_main(self, values: list[int]) -> list[list[int]]:
-        """Gather a few integers per rank over the payload group, on the main thread; waits for the device."""
+        """Gather a few integers per rank over the payload group, on the main thread; waits for a device."""
         if self.payload_group is None:
             return [values]
-        source = torch.tensor(values, dtype=torch.int64, device=payload_device(self.payload_group))
+        source = torch.tensor(values, dtype=torch.int64, device=numbers_device(self.payload_group))
         result = source.new_empty(self.world_size * len(values))
         all_gather_single(result, source, group=self.payload_group)
         return result.view(self.world_size, -1).tolist()
@@ -228,8 +228,13 @@ class ControlChannel:
         """The error for a collective of the main thread that failed, once the ranks have been called."""
         return RankMissingError(self._roll_call(step, what))
 
-    def close(self, intact: bool) -> None:
-        """Give both groups back; only if no collective has failed in them, on this rank or for want of it."""
+    def close(self, intact: bool, *, collected: bool = False) -> None:
+        """Give both groups back; only if no collective has failed in them, on this rank or for want of it.
+
+        Args:
+            intact: whether none has failed.
+            collected: whether this happens because nobody uses the channel any more, at another time on every rank.
+        """
         if self._groups is not None and intact and not self._has_posted:
-            release_groups(self.members, self._groups)
+            release_groups(self.members, self._groups, collected=collected)
         self._groups = self._group = self.payload_group = None

@@ -8,6 +8,7 @@ an old name, and with it the old addresses in the store.
 from __future__ import annotations
 
 import datetime
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -34,19 +35,30 @@ class GroupPair(NamedTuple):
 
 
 class _Pool:
-    """Pairs by members and number, None for those in use; valid for one default group."""
+    """Pairs that are not in use, by members, valid for one default group.
+
+    Attributes:
+        closed: given back by close(), in the same order on all ranks.
+        collected: given back when a shuffler was collected, by number; at another time on every rank.
+        made: how many there are.
+    """
 
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
-        self.pairs: dict[tuple[int, ...], list[GroupPair | None]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        self.closed: defaultdict[tuple[int, ...], list[GroupPair]] = defaultdict(list)
+        self.collected: defaultdict[tuple[int, ...], dict[int, GroupPair]] = defaultdict(dict)
+        self.made: defaultdict[tuple[int, ...], int] = defaultdict(int)
         # Every group made here had fewer groups before it; names are unique from this count on.
         self.names_used = 0
 
-    def over(self, members: list[int]) -> list[GroupPair | None]:
-        """The pairs over these ranks in the present world."""
+    def of_this_world(self) -> _Pool:
         if self.world is not dist.group.WORLD:
-            self.world, self.pairs, self.names_used = dist.group.WORLD, {}, 0
-        return self.pairs.setdefault(tuple(members), [])
+            self.world = dist.group.WORLD
+            self.reset()
+        return self
 
 
 _POOL = _Pool()
@@ -62,11 +74,9 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float, *, moves_rows: bool
     """
     members = dist.get_process_group_ranks(group)
     limit = datetime.timedelta(seconds=timeout)
-    pairs = _POOL.over(members)
-    number = _free_on_all(pairs, group)
-    if number is not None:
-        pair, pairs[number] = pairs[number], None
-        assert pair is not None  # noqa: S101  it is free on this rank too
+    closed = _POOL.of_this_world().closed[tuple(members)]
+    pair = closed.pop() if closed else _collected_on_all(tuple(members), group)
+    if pair is not None:
         for each in (pair.control, pair.payload):
             if each is not group:  # which is the user's own, with a timeout of its own
                 dist.distributed_c10d._set_pg_timeout(limit, each)
@@ -82,34 +92,66 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float, *, moves_rows: bool
     else:
         payload = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup)
     _POOL.names_used = _num_groups()
-    pairs.append(None)
-    return _connect(GroupPair(control, payload, None, len(pairs) - 1), moves_rows)
+    number = _POOL.made[tuple(members)]
+    _POOL.made[tuple(members)] += 1
+    return _connect(GroupPair(control, payload, None, number), moves_rows)
 
 
-def release_groups(members: list[int], pair: GroupPair) -> None:
-    """Keep a pair for the next shuffler over the same ranks; not one in which a collective has failed."""
-    # Groups of a world that has been destroyed are gone with it.
-    if dist.is_initialized() and pair.control in dist.distributed_c10d._world.pg_names:
-        _POOL.over(members)[pair.number] = pair
+def release_groups(members: list[int], pair: GroupPair, *, collected: bool = False) -> None:
+    """Keep a pair for the next shuffler over the same ranks; not one in which a collective has failed.
 
-
-def _free_on_all(pairs: list[GroupPair | None], group: dist.ProcessGroup) -> int | None:
-    """The first pair that is free on all ranks; None if there is none.
-
-    Ranks are asked, since a shuffler that nobody closes is collected at another time on every rank.
+    Args:
+        members: the ranks.
+        pair: what `acquire_groups` returned.
+        collected: nobody closed its shuffler, so that other ranks may give it back later.
     """
-    if not pairs:
+    # Groups of a world that has been destroyed are gone with it.
+    if not dist.is_initialized() or pair.control not in dist.distributed_c10d._world.pg_names:
+        return
+    pool = _POOL.of_this_world()
+    if collected:
+        pool.collected[tuple(members)][pair.number] = pair
+    else:
+        pool.closed[tuple(members)].append(pair)
+
+
+def _collected_on_all(members: tuple[int, ...], group: dist.ProcessGroup) -> GroupPair | None:
+    """A pair whose shuffler has been collected on all ranks, which are asked; None if there is none."""
+    if not _POOL.made[members]:
         return None
-    free = torch.tensor([pair is not None for pair in pairs], dtype=torch.int32, device=payload_device(group))
+    own = _POOL.collected[members]
+    flags = [int(number in own) for number in range(_POOL.made[members])]
+    free = torch.tensor(flags, dtype=torch.int32, device=numbers_device(group))
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=group)
-    return next((number for number, is_free in enumerate(free.tolist()) if is_free), None)
+    number = next((number for number, is_free in enumerate(free.tolist()) if is_free), None)
+    return None if number is None else own.pop(number)
 
 
-def payload_device(group: dist.ProcessGroup) -> torch.device:
-    """Where the rows of a group lie: on CUDA for a group that has a backend there, else on the host."""
-    if torch.cuda.is_available() and any(device.type == "cuda" for device in group._device_types):
+def only_device(group: dist.ProcessGroup | None) -> torch.device | None:
+    """Where all batches of a group lie; None where only a batch can tell.
+
+    NCCL serves CUDA alone. gloo serves the host and CUDA, and so do "cpu:gloo,cuda:nccl" and a single process: ranks of
+    theirs may train on the CPU of a machine that has GPUs, and must not touch these.
+    """
+    if group is not None and not _serves(group, "cpu"):
         return torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.is_available() and (group is None or _serves(group, "cuda")):
+        return None
     return torch.device("cpu")
+
+
+def numbers_device(group: dist.ProcessGroup) -> torch.device:
+    """Where a few numbers lie that cross the group: on the host unless its backend serves CUDA alone."""
+    return torch.device("cpu") if _serves(group, "cpu") else torch.device("cuda", torch.cuda.current_device())
+
+
+def sends_from_cuda(group: dist.ProcessGroup) -> bool:
+    """Whether the group has a backend for tensors on CUDA."""
+    return _serves(group, "cuda")
+
+
+def _serves(group: dist.ProcessGroup, kind: str) -> bool:
+    return any(device.type == kind for device in group._device_types)
 
 
 def _num_groups() -> int:
@@ -122,7 +164,7 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
     Members may know different numbers: groups of node leaders, of loggers, of pipeline stages. Those behind make groups
     of their own, with themselves as the only member.
     """
-    mine = torch.tensor([max(_num_groups(), _POOL.names_used)], device=payload_device(group))
+    mine = torch.tensor([max(_num_groups(), _POOL.names_used)], device=numbers_device(group))
     counts = mine.new_empty(dist.get_world_size(group))
     all_gather_single(counts, mine, group=group)
     target = int(counts.max())
@@ -132,15 +174,20 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
 
 def _connect(pair: GroupPair, moves_rows: bool) -> GroupPair:
     """Run the collectives of a step once, so that the first one does not pay for the connections."""
-    # Ranks whose settings differ are told so later; here they must agree on what they run.
-    any_moves = torch.tensor(int(moves_rows))
-    dist.all_reduce(any_moves, op=dist.ReduceOp.MAX, group=pair.control)
-    return pair._replace(has_all_to_all=_connect_payload(pair.payload) if any_moves else None)
+    # Ranks whose settings differ are told so later; here they must agree on what they run, and on which device: where
+    # the group leaves that open, on CUDA if all of them have it in use already. (Another device connects at first use.)
+    said = torch.tensor([int(moves_rows), int(not torch.cuda.is_initialized())])
+    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=pair.control)
+    any_moves, any_without_cuda = said.tolist()
+    if not any_moves:
+        return pair
+    device = only_device(pair.payload) or torch.device("cpu" if any_without_cuda else "cuda")
+    return pair._replace(has_all_to_all=_connect_payload(pair.payload, device))
 
 
-def _connect_payload(payload: dist.ProcessGroup) -> bool:
+def _connect_payload(payload: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the payload group has an all-to-all; the same on all ranks, which share a backend."""
-    device, world_size = payload_device(payload), dist.get_world_size(payload)
+    world_size = dist.get_world_size(payload)
     words = torch.zeros(world_size, dtype=torch.int32, device=device)
     all_gather_single(words.new_empty(world_size * world_size), words, group=payload)
     try:

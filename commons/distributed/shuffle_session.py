@@ -20,7 +20,6 @@ import torch.distributed as dist
 from commons.distributed.agreement import agree
 from commons.distributed.batch_exchange import Collective, ExchangeArrays, prepare_arrays
 from commons.distributed.control import ControlChannel, RankMissingError
-from commons.distributed.group_pool import payload_device
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
 from commons.distributed.peer_calibration import require_equal_among_peers
@@ -52,6 +51,7 @@ class RankInput:
         error: what went wrong on this rank so far.
         calibrated: what makes times of the workloads; None where they are operations.
         token_features: keys that count as tokens; None for all but the labels'.
+        device: where its batch is trained; None if that is not known yet.
     """
 
     schema: BatchSchema | None = None
@@ -64,6 +64,7 @@ class RankInput:
     error: Exception | None = None
     calibrated: CalibratedTask | None = None
     token_features: tuple[str, ...] | None = None
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,6 @@ class ShuffleSession:
         self.steps = 0
         self._has_told_end = False
         self._broken: RankMissingError | None = None
-        payload = self.channel.payload_group
-        self._pin_memory = payload is not None and payload_device(payload).type == "cuda"
         self._all_gather = options.transport == "all_gather" or (
             options.transport == "auto" and not self.channel.has_all_to_all
         )
@@ -186,9 +185,9 @@ class ShuffleSession:
         """Tell the others, who may wait in the exchange of a step, that this rank failed before it."""
         self.channel.post_failure(step, _EXCHANGE, error)
 
-    def close(self) -> None:
-        """Give the groups back; called when the worker thread has ended."""
-        self.channel.close(intact=self._broken is None)
+    def close(self, *, collected: bool = False) -> None:
+        """Give the groups back; called when the worker thread has ended, or collected, by it."""
+        self.channel.close(intact=self._broken is None, collected=collected)
 
     def _prepare(self, step: int, mine: RankInput) -> PreparedShuffle:
         started = time.perf_counter()
@@ -211,7 +210,8 @@ class ShuffleSession:
             gathered, lengths = _unpack(agreed.schema, table, mine.token_features)
             plan = self._plan(gathered, agreed.pads, 1 if mine.calibrated is None else mine.calibrated.units_per_ms)
             routes = route_rows(plan, lengths, agreed.layout, self.channel.rank, self._all_gather)
-            arrays = prepare_arrays(routes, agreed.layout, self._pin_memory)
+            on_cuda = mine.device is not None and mine.device.type == "cuda"
+            arrays = prepare_arrays(routes, agreed.layout, on_cuda and self.channel.world_size > 1)
             planned, digest = PlannedExchange(plan, agreed.layout, routes, arrays), plan.digest()
         except Exception as caught:  # of this rank alone, such as too little memory: the comparison tells the others
             error = caught

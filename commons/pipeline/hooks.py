@@ -41,7 +41,7 @@ class BalancedPipeline:
             raise ValueError(
                 "execute_all_batches is False; it would drop batches whose rows are on other ranks then: leave it out"
             )
-        batch_shuffler.connect(pg_group)
+        batch_shuffler.connect(pg_group, self._device)
         self.batch_shuffler = batch_shuffler
         self._pg_group = pg_group
         self._look_ahead: LookAhead | None = None

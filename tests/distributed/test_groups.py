@@ -173,7 +173,7 @@ def test_shufflers_can_be_made_and_closed_again_and_again(ranks):
 
 def _collectives_on_payload_groups():
     """Collectives that the payload group of shufflers has run: when they are made, and after a step."""
-    pairs = group_pool._POOL.pairs
+    pairs = group_pool._POOL.closed
     connected = dict(pairs)
     pairs.clear()  # those of the tests before
     counts = []

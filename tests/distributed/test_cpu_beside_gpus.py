@@ -1,0 +1,150 @@
+"""Ranks that train on the CPU of a machine with GPUs: nothing of CUDA is touched.
+
+A GPU is pretended: torch says that CUDA is available, and whoever then uses it, or pins memory, fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import closing, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
+
+from commons.dispatch import redistribute_balanced, scatter_balanced
+from commons.distributed.group_pool import numbers_device, only_device
+from commons.distributed.options import ShufflerOptions
+from commons.pipeline import TrainPipelineFactory, balanced
+from tests.distributed.test_calibrated_shuffler import MeasuredShuffler, attempt, write_calibration
+from tests.distributed.test_pipelines import CubicShuffler
+from tests.models import build_sharded, head_of, make_batch, rank_batches
+from tests.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+USES = ("_lazy_init", "current_device", "set_device", "current_stream", "Stream", "Event", "get_device_name")
+
+
+@contextlib.contextmanager
+def pretended_gpu():
+    """torch.cuda.is_available() is true, and everything that would need the GPU fails."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError("a rank that trains on the CPU uses CUDA")
+
+    def no_stream(stream):  # TorchRec's pipelines on the CPU enter torch.cuda.stream(None)
+        return nullcontext() if stream is None else fail()
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(torch.cuda, "stream", no_stream))
+        patches.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
+        for name in USES:
+            patches.enter_context(mock.patch.object(torch.cuda, name, fail))
+        patches.enter_context(mock.patch.object(torch.Tensor, "pin_memory", fail))
+        yield
+
+
+def _shuffle(group):
+    rank = dist.get_rank()
+    batch = make_batch(list(range(1 + 100 * rank, 7 + 100 * rank)), 6, longest=40 if rank == 0 else 2)
+    with closing(CubicShuffler(pg_group=group)) as shuffler:
+        shuffler.shuffle(batch)
+        return shuffler.last_stats.moved
+
+
+def _train(pipeline, calibration):
+    """Batches trained, by a shuffler that has been calibrated on the CPU; then an evaluation left half way."""
+    model, optimizer = build_sharded()
+    with closing(MeasuredShuffler(ShufflerOptions(calibration=calibration))) as shuffler:
+        trainer = TrainPipelineFactory.create(
+            pipeline, model=model, optimizer=optimizer, device=CPU, batch_shuffler=shuffler
+        )
+        source = rank_batches(dist.get_rank(), 3, [6])
+        for _ in range(3):
+            trainer.progress(source)
+    trained = len(head_of(model).seen)
+    model.eval()
+    with closing(CubicShuffler()) as shuffler:
+        evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, CPU, batch_shuffler=shuffler)
+        evaluator.progress(rank_batches(dist.get_rank(), 4, [6]))
+        evaluator.reset()  # gathers numbers on the main thread
+    return trained
+
+
+def _dispatch():
+    """Sums of rows that came to this rank, and those that came back to rank 0."""
+    rank = dist.get_rank()
+    rows, work = torch.arange(8.0).view(8, 1) + 100 * rank, torch.arange(8)
+    moved = redistribute_balanced({"x": rows}, work + 50 * rank)
+    share = scatter_balanced(*(({"x": rows}, work) if rank == 0 else (None, None)))
+    back = share.gather_back(share.batch["x"])
+    return float(moved.batch["x"].sum()), None if back is None else back.flatten().tolist()
+
+
+def _without_cuda(calibration):
+    rank = dist.get_rank()
+    with pretended_gpu():
+        if rank == 0:  # its groups count one more, which the members of a subgroup have to settle
+            dist.new_group([0], backend="gloo", use_local_synchronization=True)
+        pair = dist.new_group([0, 1], backend="gloo")
+        moved = _shuffle(None), rank > 1 or _shuffle(pair)
+        said = attempt(MeasuredShuffler(ShufflerOptions(calibration=calibration)))
+        return moved, said, [_train(name, calibration) for name in ("none", "native")], _dispatch()
+
+
+def test_gloo_ranks_train_on_the_cpu(tmp_path):
+    pool = RankPool(4)  # fresh ranks: groups that were connected before would hide a use
+    try:
+        answers = pool.run(_without_cuda, write_calibration(tmp_path / "c.toml"))
+    finally:
+        pool.stop()
+    for moved, said, trained, _ in answers:
+        assert moved == (True, True) and said == "no error" and trained == [3, 3]
+    assert sum(dealt for *_, (dealt, _) in answers) == sum(28 + 800 * rank for rank in range(4))
+    assert answers[0][-1][1] == list(range(8))
+
+
+def test_a_single_process_on_the_cpu(tmp_path):
+    """Its batch tells where it trains: a calibration of this CPU is taken, one of another device is refused."""
+    batch = make_batch([1, 2, 3], 3)
+    with pretended_gpu():
+        for options in ({}, {"name": "another processor"}):
+            shuffler = MeasuredShuffler(ShufflerOptions(calibration=write_calibration(tmp_path / "c.toml", **options)))
+            with closing(shuffler), pytest.raises(ValueError, match="another pr") if options else nullcontext():
+                assert shuffler.shuffle(batch) is batch
+
+
+def _group(*kinds):
+    return SimpleNamespace(_device_types=[torch.device(kind) for kind in kinds])
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_the_device_of_a_group_is_known_where_it_serves_one(monkeypatch, available):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    gloo, nccl, both = _group("cuda", "cpu"), _group("cuda"), _group("cpu", "cuda")
+    assert only_device(_group("cpu")) == CPU and only_device(nccl) == torch.device("cuda", 3)
+    for either in (gloo, both, None):
+        assert only_device(either) == (None if available else CPU)
+    assert numbers_device(nccl) == torch.device("cuda", 3)
+    assert numbers_device(gloo) == numbers_device(both) == numbers_device(_group("cpu")) == CPU
+
+
+def _pinned(device):
+    """How many arrays of a shuffle are pinned, by a shuffler that a pipeline has told its device."""
+    count = []
+    pretended = mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: count.append(1) or tensor)
+    with pretended, closing(CubicShuffler()) as shuffler:
+        shuffler.connect(device=device)
+        handle = shuffler.start_shuffle(make_batch([1 + dist.get_rank(), 9], 2))
+        handle.prepared()
+        handle.drain()
+    return len(count)
+
+
+def test_index_arrays_are_pinned_for_cuda_alone(two_ranks):
+    assert two_ranks.run(_pinned, CPU) == [0, 0]
+    assert min(two_ranks.run(_pinned, torch.device("cuda", 0))) > 0
