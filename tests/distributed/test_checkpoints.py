@@ -216,6 +216,7 @@ def test_sigterm_on_one_rank_saves_and_ends_all(two_ranks, data, tmp_path):
     (stopped_at, _), (also_at, _) = killed
     assert stopped_at == also_at < STEPS - 2
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [f"step_{stopped_at:08d}"]
+    assert json.loads((tmp_path / "parts" / "summary.json").read_text())["steps"] == stopped_at
     resumed = two_ranks.run(run, data, str(tmp_path / "parts"), **changes, ckpt_load_dir=str(tmp_path / "checkpoints"))
     assert resumed == whole
 
