@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import textwrap
@@ -83,15 +84,24 @@ def is_excerpt(text: str, source: str) -> bool:
     body = [line for line in stated if not (line.startswith(("import ", "from ")) and line in lines)]
     wanted = "\n".join(body).strip("\n").splitlines()
     windows = (lines[start : start + len(wanted)] for start in range(len(lines) - len(wanted) + 1))
-    return bool(wanted) and any(textwrap.dedent("\n".join(window)).splitlines() == wanted for window in windows)
+    found = any(textwrap.dedent("\n".join(window)).splitlines() == wanted for window in windows)
+    return bool(stated) and (not wanted or found)
 
 
 def commands_in(text: str) -> list[str]:
-    """The commands of a shell block: continued lines as one, without comments and blank lines.
+    """The commands of a shell block: continued lines as one, without comments and blank lines; <<'END' as it stands.
 
     >>> commands_in('make demo   # a table\\n\\nevenrank simulate \\\\\\n    --ranks 8')
     ['make demo', 'evenrank simulate --ranks 8']
 
     """
-    joined = re.sub(r"\\\n\s*", "", text)
-    return [shlex.join(words) for line in joined.splitlines() if (words := shlex.split(line, comments=True))]
+    commands = []
+    lines = iter(re.sub(r"\\\n\s*", "", text).splitlines())
+    for line in lines:
+        here = re.search(r"<<'(\w+)'", line)
+        if here:
+            inside = itertools.takewhile(lambda each: each != here[1], lines)
+            commands.append("\n".join([line, *inside, here[1]]))
+        elif words := shlex.split(line, comments=True):
+            commands.append(shlex.join(words))
+    return commands

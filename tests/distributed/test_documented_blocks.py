@@ -77,6 +77,14 @@ TRAIN = (
     "--dataset.dataset-path data --trainer.enable-balanced-shuffler"
 )
 
+TRAIN_PARQUET = (
+    ".venv/bin/torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/parquet.toml "
+    "--dataset.dataset-path data"
+)
+
+DRY_RUN = "pip install --quiet --no-index --no-deps --no-build-isolation --dry-run"
+INSTALLED_ELSEWHERE = "downloads for minutes; ci/test_wheel.sh installs so in a clean environment"
+
 BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("README.md", "evenrank", 0): Picture(),
     ("README.md", "Tree", 0): Picture(),
@@ -86,6 +94,15 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
             "make test": ("make -n test", "is this suite"),
         },
         shows=r"ci/demo\.sh [\s\S]*-m pytest",
+    ),
+    ("README.md", "Install", 0): Shell(
+        instead={"pip install '.[cuda]'": (f"{DRY_RUN} '.[cuda]'", INSTALLED_ELSEWHERE)}
+    ),
+    ("README.md", "Install", 1): Shell(
+        instead={
+            "pip install '.[cpu]'": (f"{DRY_RUN} '.[cpu]'", INSTALLED_ELSEWHERE),
+            "pip install --no-deps torchrec==1.8.0": (f"{DRY_RUN} torchrec==1.8.0", INSTALLED_ELSEWHERE),
+        },
     ),
     ("README.md", "Use it in your own TorchRec script", 0): Python(
         given.torchrec_script, given.all_rows_were_trained, excerpt_of="examples/torchrec_dlrm.py"
@@ -111,6 +128,17 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         prepare=("evenrank generate ml-1m --output ml-1m.zip --num-users 80",),  # in the place of the published archive
         more={TRAIN: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "an epoch takes minutes")},
         files=("data/ml-1m.parquet/_manifest.json", "runs/train/log.jsonl"),
+    ),
+    ("README.md", "Train on your data", 1): Shell(
+        more={TRAIN_PARQUET: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "an epoch takes a while")},
+        files=("data/parquet.parquet/_manifest.json",),
+    ),
+    ("CONTRIBUTING.md", "Run", 0): Shell(
+        instead={
+            "pip install -e '.[cpu,megatron,dev]'": (f"{DRY_RUN} -e '.[cpu,megatron,dev]'", INSTALLED_ELSEWHERE),
+            "pip install --no-deps torchrec==1.8.0": (f"{DRY_RUN} torchrec==1.8.0", INSTALLED_ELSEWHERE),
+            "python -m pytest tests/unit": ("python -m pytest --version", "is part of this suite"),
+        },
     ),
     ("CONTRIBUTING.md", "Test", 0): Python(dict, given.ranks_add_up),
     ("CONTRIBUTING.md", "Add a model", 0): Python(dict, given.mine_is_registered),
@@ -174,15 +202,14 @@ def test_shell_blocks_run_as_printed(two_ranks, blocks, key, tmp_path, monkeypat
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name not in ("data", "runs", "build", "dist"):
             (tmp_path / entry.name).symlink_to(entry)
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv/bin").symlink_to(Path(sys.executable).parent)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(measurement, "time_step", _time_by_size)
     shown = ""
     for command in (*listed.prepare, *printed):
         equivalent, _ = listed.instead.get(command, (command, ""))
         flags, _ = listed.more.get(command, ("", ""))
-        shown += _run_command(f"{equivalent} {flags}", two_ranks)
+        shown += _run_command(f"{equivalent} {flags}".strip(), two_ranks)
     assert re.search(listed.shows, shown), shown
     assert not [name for name in listed.files if not (tmp_path / name).is_file()], shown
 
@@ -200,7 +227,7 @@ def _run_command(command: str, two_ranks: Any) -> str:
     `evenrank` and a training under torchrun run in processes that have TorchRec already, which takes seconds to
     import: by what the command's script calls, with what torchrun would hand on. test_hstu_train.py launches them.
     """
-    program, *arguments = shlex.split(command)
+    program, *arguments = command.split("<<")[:1] if "<<" in command else shlex.split(command)
     name = Path(program).name
     if name == "evenrank":
         output, threads = io.StringIO(), torch.get_num_threads()
