@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
 from unittest import mock
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch import redistribute, redistribute_balanced
-from commons.distributed import agreement, shuffle_session
+from commons.distributed import shuffle_session
 from commons.distributed.errors import describe_error, raise_first_error
 from commons.distributed.options import ShufflerOptions
 from commons.sequence_batch.schema import BatchSchema
@@ -75,12 +74,9 @@ def _every_failure():
 def _before_the_agreement(wrong):
     said = {}
     shuffler = CubicShuffler(PATIENT)
-    for name, owner, error in (
-        ("version", agreement, PackageNotFoundError("evenrank")),
-        ("to_json", BatchSchema, ValueError("\ud800")),
-    ):
-        with mock.patch.object(owner, name, _fails(error) if wrong else getattr(owner, name)):
-            said[name] = _said(lambda: shuffler.shuffle(my_batch()))
+    for owner, error in ((ShufflerOptions, OSError("no room")), (BatchSchema, ValueError("\ud800"))):
+        with mock.patch.object(owner, "to_json", _fails(error) if wrong else owner.to_json):
+            said[owner.__name__] = _said(lambda: shuffler.shuffle(my_batch()))
     said["finally"] = _said(lambda: shuffler.shuffle(my_batch()))
     shuffler.close()
     return said
@@ -101,8 +97,8 @@ def test_every_failure_is_raised_on_every_rank(ranks):
         ),
         "comparing schemas": "RuntimeError: rank 1: ZeroDivisionError: integer division or modulo by zero",
         "then": "no error",
-        "version": "RuntimeError: rank 1: PackageNotFoundError: No package metadata was found for evenrank",
-        "to_json": r"ValueError: rank 1: \ud800",
+        "ShufflerOptions": "RuntimeError: rank 1: OSError: no room",
+        "BatchSchema": r"ValueError: rank 1: \ud800",
         "finally": "no error",
     }
     for said in ranks.run(_every_failure, timeout=60):
