@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from commons.datasets.data_loader import RANDOM_DATASETS
+from commons.datasets.random_distribution import RANDOM_DATASETS
 from commons.datasets.sid_builders import DEFAULT_HISTORY_COLUMN
 from commons.datasets.sid_map import SIDMap
 from commons.datasets.sid_random_dataset import random_sid_map

@@ -17,6 +17,7 @@ from commons.datasets.own_parquet import DATASET_NAME as OWN_DATASET
 from commons.datasets.own_parquet import columns_of, schema_of
 from commons.datasets.public_datasets import PUBLIC_DATASETS
 from commons.datasets.random_dataset import RandomHSTUDataset, user_like_dataset
+from commons.datasets.random_distribution import RANDOM_DATASETS
 from commons.datasets.resumable_loader import ResumableLoader
 from commons.datasets.samplers import EpochSampler, RankShare
 from commons.datasets.sequence_dataset import SequenceDataset
@@ -120,9 +121,6 @@ _BUILDERS: dict[str, Builder] = {
 # By the kind of their batches: HSTUBatch and GPTSIDBatch.
 HSTU_DATASETS = ("random", *PUBLIC_DATASETS, OWN_DATASET)
 SID_DATASETS = tuple(name for name in _BUILDERS if name not in HSTU_DATASETS)
-
-# Data sets without a file, as long as one asks for: they take `num_batches`.
-RANDOM_DATASETS = ("random", "sid-random")
 
 
 def list_datasets() -> list[str]:

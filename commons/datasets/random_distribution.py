@@ -8,6 +8,9 @@ from typing import Literal
 
 import torch
 
+# Data sets without a file, as long as one asks for: they take `num_batches`.
+RANDOM_DATASETS = ("random", "sid-random")
+
 # Draws are rounded and become int64: below its limit (9.2e18), and exact in float64 as a power of two.
 _LARGEST = float(2**62)
 

@@ -6,9 +6,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from commons.datasets.data_loader import RANDOM_DATASETS
 from commons.datasets.event_columns import EventColumns
-from commons.datasets.random_distribution import LengthDistribution
+from commons.datasets.random_distribution import RANDOM_DATASETS, LengthDistribution
 from commons.distributed.options import ShufflerOptions
 
 # What 64-bit counters, torch's seeds among them, can hold.
