@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from commons.dispatch import redistribute, redistribute_balanced
 from commons.distributed import shuffle_session
+from commons.distributed.control import ControlChannel
 from commons.distributed.errors import describe_error, raise_first_error
 from commons.distributed.options import ShufflerOptions
 from commons.sequence_batch.schema import BatchSchema
@@ -103,6 +106,28 @@ def test_every_failure_is_raised_on_every_rank(ranks):
     }
     for said in ranks.run(_every_failure, timeout=60):
         assert said == expected
+
+
+def _warned_of():
+    """What torch and numpy warn of while ranks tell each other numbers and texts."""
+    channel = ControlChannel(dist.group.WORLD, timeout=30.0, moves_rows=False)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else only the first one of a process is told
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            texts = channel.gather_text(f"rank {dist.get_rank()}", 0)
+            numbers = channel.gather(np.arange(6)[::2] + dist.get_rank(), 0)
+    finally:
+        torch.set_warn_always(always)
+        channel.close(intact=True)
+    return texts, numbers.tolist(), [str(warning.message) for warning in caught]
+
+
+def test_what_ranks_tell_each_other_warns_of_nothing(ranks):
+    size = len(answers := ranks.run(_warned_of))
+    told = [f"rank {rank}" for rank in range(size)], [[rank, rank + 2, rank + 4] for rank in range(size)], []
+    assert answers == [told] * size
 
 
 def _fails_in_dispatch():
