@@ -101,6 +101,17 @@ class ShufflingBatch(Pipelineable):
             setattr(self.batch, name, value)
 
 
+def _require_pipelineable(batch: Any) -> None:
+    """Refuse a batch that TorchRec cannot copy here, where the mistake still reaches every rank."""
+    missing = [name for name in ("to", "record_stream") if not callable(getattr(batch, name, None))]
+    if missing:
+        raise TypeError(
+            f"the batch is a {type(batch).__name__}, without {' and '.join(missing)}; a pipeline trains dataclasses "
+            "that are also torchrec.streamable.Pipelineable: add its to, record_stream and pin_memory, or derive the "
+            "class from BaseBatch, which has them"
+        )
+
+
 class LookAhead(Iterator[ShufflingBatch]):
     """Host batches of one rank, each with its shuffle under way.
 
@@ -215,6 +226,8 @@ class LookAhead(Iterator[ShufflingBatch]):
             try:
                 batch = next(self.source, None)
                 self._exhausted = batch is None
+                if batch is not None:
+                    _require_pipelineable(batch)
             except Exception as caught:  # travels to every rank, which raises it instead of waiting for this one
                 error = caught
         return batch, self._shuffler.start_shuffle(batch, self._pg_group, error=error)

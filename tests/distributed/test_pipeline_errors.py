@@ -251,6 +251,41 @@ def test_a_loader_that_fails_for_good_fails_every_time(two_ranks):
     assert sorted(seen) == sorted(int(i) for pair in expected for i in named_batch(*pair).sample_id)
 
 
+@dataclasses.dataclass
+class PlainBatch:
+    features: KeyedJaggedTensor
+    sample_id: torch.Tensor
+    target: torch.Tensor
+    batch_size: int
+
+
+def _not_pipelineable():
+    """A batch that TorchRec cannot copy, on both ranks and on rank 1 alone; the pipeline goes on with the next ones."""
+    run, said, rank = Run("sparse"), [], dist.get_rank()
+    for step, plain in enumerate((True, rank == 1)):
+        batch: Any = named_batch(rank, step)
+        if plain:
+            batch = PlainBatch(batch.features, batch.sample_id, batch.target, ROWS)
+        try:
+            run.progress(iter([batch]))
+        except TypeError as error:
+            said.append(str(error))
+    run.to_the_end(Source(1, first=2))
+    answer = said, run.seen
+    run.close()
+    return answer
+
+
+def test_a_batch_that_is_not_pipelineable_is_refused_on_every_rank(two_ranks):
+    answers = two_ranks.run(_not_pipelineable)
+    for (both, one), _ in answers:
+        assert both == one.replace("rank 1:", "rank 0:") + " (and on rank 1)"
+        assert one.startswith("rank 1: the batch is a PlainBatch, without to and record_stream; a pipeline trains")
+    seen = [(0, 1), (0, 2), (1, 2)]  # rank 0 keeps the batch that was not the reason
+    expected = sorted(int(i) for pair in seen for i in named_batch(*pair).sample_id)
+    assert sorted(i for _, ids in answers for i in ids) == expected
+
+
 def _other_batches():
     """Batches of equal sizes, finished with each other's handles, as they are and copied."""
     shuffler = CubicShuffler(ShufflerOptions(timeout=30.0))
