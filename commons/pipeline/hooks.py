@@ -77,9 +77,10 @@ class BalancedPipeline:
                 "what was in flight may be half trained: call reset() on every rank, which drops it, or make a new "
                 "pipeline"
             )
-        if self._look_ahead is None or self._look_ahead.source is not dataloader_iter or self._look_ahead.spent:
+        if self._must_change_iterator(dataloader_iter):
             drive(self, self.batch_shuffler)
             self._look_ahead = self._change_iterator(dataloader_iter)
+        assert self._look_ahead is not None  # noqa: S101  the first call changes it
         output = self._advance(self._look_ahead)
         if not self._stats:
             raise RuntimeError(
@@ -112,6 +113,10 @@ class BalancedPipeline:
         self._broken_by = None
         self._stats.clear()
         super().reset()  # type: ignore[misc]
+
+    def _must_change_iterator(self, dataloader_iter: Iterator[Any]) -> bool:
+        look_ahead = self._look_ahead
+        return look_ahead is None or look_ahead.source is not dataloader_iter or look_ahead.spent
 
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
         return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._look_ahead)
@@ -168,6 +173,13 @@ class HookAtEnqueue(BalancedPipeline):
         super().attach(model, sparse_dist)  # type: ignore[misc]
         if self.contexts and sparse_dist:
             self.wait_sparse_data_dist(self.contexts[0])  # type: ignore[attr-defined]
+
+    def _must_change_iterator(self, dataloader_iter: Iterator[Any]) -> bool:
+        # What is left of an iterator that has ended comes first: TorchRec, with fewer batches in flight than it needs,
+        # would enqueue the first of the next one and never start its input distribution.
+        if self._look_ahead is not None and self._look_ahead.ended and self.batches:
+            return False
+        return super()._must_change_iterator(dataloader_iter)
 
 
 class HookAtEnqueueWithEvents(HookAtEnqueue):

@@ -186,6 +186,24 @@ def test_an_iterator_left_half_way_trains_what_was_read_ahead(ranks, pipeline):
     assert 2 <= read <= 5 and seen == sorted(first + second)
 
 
+def _left_near_the_end(pipeline, runs):
+    """The user goes on to another iterator when all batches but one or two have been trained."""
+    answers = []
+    for count, steps in runs:
+        counts = [count] * dist.get_world_size()
+        answers.append(_train(("build_sharded",), pipeline, "balance", [(counts, 0), (counts, 10)], steps)["seen"])
+    return answers
+
+
+@pytest.mark.parametrize("pipeline", ["base", "sparse", "lite", "fused", "semi-sync, before it starts", "prefetch"])
+def test_an_iterator_left_with_its_last_batches_in_flight(two_ranks, pipeline):
+    runs = [(2, 1), (3, 1), (3, 2)]
+    for (count, steps), *seen in zip(runs, *two_ranks.run(_left_near_the_end, pipeline, runs)):
+        read = count if pipeline not in ("base", "lite") else min(count, steps + 2)  # these read less far ahead
+        expected = expected_ids([read] * 2, 2) + expected_ids([count] * 2, 2, 10)
+        assert sorted(i for rank in seen for step in rank for i in step) == sorted(expected)
+
+
 @pytest.mark.parametrize("kind", ["balance", "identity"])
 def test_no_rank_has_data(two_ranks, kind):
     results = two_ranks.run(_train, ("build_sharded",), "sparse", kind, [([0, 0], 0), ([2, 1], 0)])
