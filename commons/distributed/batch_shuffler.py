@@ -63,6 +63,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         num_cap_exceeded: batches in which no plan could keep `max_tokens_per_rank`.
         look_ahead: the iterator of a StagedTrainPipeline that starts this shuffler's shuffles; it is the pipeline's,
             and kept here to live as long as the shuffler.
+        drivers: the pipelines that may start more shuffles of it; kept here by the pipelines as well.
         token_feature_names: keys of KeyedJaggedTensors whose values are tokens, for that cap and the stats: a subclass
             may name them, the same on all ranks. None counts all but the labels', and so whatever else comes with a
             row, such as times or drawn negatives.
@@ -79,6 +80,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self.last_stats: ShuffleStats | None = None
         self.num_cap_exceeded = 0
         self.look_ahead: Any = None
+        self.drivers: list[Any] = []
         self._pg_group = pg_group
         self._sessions: dict[dist.ProcessGroup | None, ShuffleSession] = {}
         self._worker = DaemonWorker(f"evenrank-{type(self).__name__}")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.stats import ShuffleStats
-from commons.pipeline.look_ahead import LookAhead, ShufflingBatch, drive
+from commons.pipeline.look_ahead import Driver, LookAhead, ShufflingBatch, drive
 
 
 class BalancedPipeline:
@@ -48,16 +48,12 @@ class BalancedPipeline:
         self._stats: deque[ShuffleStats | None] = deque()
         self._last_stats: ShuffleStats | None = None
         self._broken_by: str | None = None
+        self._driver = Driver(type(self).__name__, self.starts_on_thread)
 
     @property
     def last_stats(self) -> ShuffleStats | None:
         """Stats of the batch that the last `progress` trained; None in mode "off"."""
         return self._last_stats
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether the pipeline may start more shuffles."""
-        return self._look_ahead is not None and self._look_ahead.in_flight
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train one batch, as TorchRec's `progress` does.
@@ -78,7 +74,7 @@ class BalancedPipeline:
                 "pipeline"
             )
         if self._must_change_iterator(dataloader_iter):
-            drive(self, self.batch_shuffler)
+            drive(self._driver, self.batch_shuffler)
             self._look_ahead = self._change_iterator(dataloader_iter)
         assert self._look_ahead is not None  # noqa: S101  the first call changes it
         output = self._advance(self._look_ahead)
@@ -91,7 +87,10 @@ class BalancedPipeline:
         return output
 
     def _advance(self, look_ahead: LookAhead) -> Any:
-        return self._progress_from(look_ahead)
+        try:
+            return self._progress_from(look_ahead)
+        finally:
+            self._driver.in_flight = not look_ahead.ended
 
     def _progress_from(self, look_ahead: LookAhead) -> Any:
         try:
@@ -111,6 +110,7 @@ class BalancedPipeline:
             self._look_ahead.drain()
         self._look_ahead = None
         self._broken_by = None
+        self._driver.in_flight = False
         self._stats.clear()
         super().reset()  # type: ignore[misc]
 
@@ -119,6 +119,7 @@ class BalancedPipeline:
         return look_ahead is None or look_ahead.source is not dataloader_iter or look_ahead.spent
 
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
+        self._driver.in_flight = True
         return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._look_ahead)
 
     def _finish(self, shuffling: ShufflingBatch) -> Any:
@@ -213,12 +214,6 @@ class HookAtDataDist(BalancedPipeline):
         super().__init__(*args, **kwargs)
         # Iterators that the user has left, with batches still to come; each has its own loading thread.
         self._leaving: deque[LookAhead] = deque()
-        self._is_over = True
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether the pipeline may start more shuffles, as far as the main thread of every rank knows."""
-        return not self._is_over
 
     def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
         """Finish the batch's shuffle, once (TorchRec comes here twice with the first batch), then go on as TorchRec."""
@@ -240,16 +235,14 @@ class HookAtDataDist(BalancedPipeline):
             self.batch_shuffler.realign(self._pg_group, until=lambda: loader not in threading.enumerate())
         super().reset()
         self._leaving.clear()
-        self._is_over = True
 
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
-        if self._look_ahead is not None and not self._is_over:
+        if self._look_ahead is not None and self._driver.in_flight:
             self._look_ahead.abandon()
             self._leaving.append(self._look_ahead)
         # A loading thread serves one iterator; the next step starts one, after those that are left.
         if not self._leaving:
             self._batch_loader = None
-        self._is_over = False
         return super()._change_iterator(dataloader_iter)
 
     def _advance(self, look_ahead: LookAhead) -> Any:
@@ -262,5 +255,6 @@ class HookAtDataDist(BalancedPipeline):
         try:
             return self._progress_from(look_ahead)
         except BaseException as error:
-            self._is_over = isinstance(error, StopIteration) or look_ahead.spent
+            # Not look_ahead.ended, which a loading thread sets at its own pace.
+            self._driver.in_flight = not (isinstance(error, StopIteration) or look_ahead.spent)
             raise

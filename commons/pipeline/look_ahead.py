@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,21 +20,22 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, Sh
 from commons.distributed.control import RankMissingError
 
 
-class Driver(Protocol):
+@dataclass(eq=False)
+class Driver:
     """What starts the shuffles of a shuffler: a pipeline, or the iterator of a staged one.
 
+    The shuffler keeps it, and not the pipeline: when a pipeline that was left half way is collected differs between
+    ranks, and what they may do next must not.
+
     Attributes:
+        name: of the pipeline's class.
         starts_on_thread: whether it does so on a thread of its own, in no fixed order with the main thread.
+        in_flight: whether it may start more shuffles; the same on every rank.
     """
 
-    starts_on_thread: bool
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether it may start more shuffles; the same on every rank."""
-
-
-_DRIVERS: WeakKeyDictionary[BaseTaskBalancedBatchShuffler, WeakSet[Any]] = WeakKeyDictionary()
+    name: str
+    starts_on_thread: bool = False
+    in_flight: bool = False
 
 
 def drive(driver: Driver, shuffler: BaseTaskBalancedBatchShuffler) -> None:
@@ -47,15 +47,16 @@ def drive(driver: Driver, shuffler: BaseTaskBalancedBatchShuffler) -> None:
     Raises:
         ValueError: another one has not ended, and one of the two starts shuffles on a thread.
     """
-    drivers = _DRIVERS.setdefault(shuffler, WeakSet())
-    for other in drivers:
-        if other is not driver and other.in_flight and (other.starts_on_thread or driver.starts_on_thread):
+    shuffler.drivers = [other for other in shuffler.drivers if other.in_flight]
+    for other in shuffler.drivers:
+        if other is not driver and (other.starts_on_thread or driver.starts_on_thread):
             raise ValueError(
-                f"this shuffler already drives a {type(other).__name__} whose data has not ended, and cannot drive a "
-                f"{type(driver).__name__} beside it: ranks would start their shuffles in different orders; give each "
+                f"this shuffler already drives a {other.name} whose data has not ended, and cannot drive a "
+                f"{driver.name} beside it: ranks would start their shuffles in different orders; give each "
                 "pipeline a shuffler of its own, or call reset() on the other one first"
             )
-    drivers.add(driver)
+    if driver not in shuffler.drivers:
+        shuffler.drivers.append(driver)
 
 
 @dataclass(eq=False)
@@ -131,8 +132,6 @@ class LookAhead(Iterator[ShufflingBatch]):
         spent: it has ended by an error, which has been raised.
     """
 
-    starts_on_thread = False
-
     def __init__(
         self,
         source: Iterator[Any],
@@ -187,11 +186,6 @@ class LookAhead(Iterator[ShufflingBatch]):
             handle.follow(batch)
         self._next = self._read_ahead()
         return ShufflingBatch(batch, handle)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether it may start more shuffles."""
-        return not self.ended
 
     def take_error(self) -> Exception | None:
         """Why the iterator has ended before the data; None if it has not, and when it has been asked before."""

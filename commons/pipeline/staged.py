@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import PipelineStage
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.pipeline.look_ahead import LookAhead, ShufflingBatch, drive
+from commons.pipeline.look_ahead import Driver, LookAhead, ShufflingBatch, drive
 
 
 class _BalancedIterator(LookAhead):
     """A LookAhead that raises errors where they come: a staged pipeline has no other place for them."""
+
+    driver: Driver
 
     def __next__(self) -> ShufflingBatch:
         try:
@@ -30,6 +32,8 @@ class _BalancedIterator(LookAhead):
             error = self.take_error()
             if error is None:
                 raise
+        finally:
+            self.driver.in_flight = not self.ended
         raise error
 
 
@@ -56,9 +60,11 @@ def balanced_iter(
         ValueError: the shuffler drives a pipeline with a loading thread.
     """
     shuffler.connect(pg_group)
+    driver = Driver("StagedTrainPipeline")
+    drive(driver, shuffler)
+    driver.in_flight = True
     look_ahead = _BalancedIterator(iterator, shuffler, pg_group, shuffler.look_ahead)
-    drive(look_ahead, shuffler)
-    shuffler.look_ahead = look_ahead
+    look_ahead.driver, shuffler.look_ahead = driver, look_ahead
     return look_ahead
 
 

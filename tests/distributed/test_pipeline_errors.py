@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -395,6 +397,40 @@ def test_a_shuffler_does_not_serve_a_loading_thread_beside_another_pipeline(two_
         assert len(messages) == 3
         assert "already drives a BalancedTrainPipelineSparseDist whose data has not ended" in messages[0]
         assert all("already drives a BalancedEvalPipelineSparseDist" in text for text in messages[1:])
+
+
+@dataclasses.dataclass
+class _Comparable(CubicShuffler):
+    """A user's shuffler as a dataclass, which compares by value and so has no hash."""
+
+    name: str = ""
+
+    def __post_init__(self):
+        super().__init__(ShufflerOptions(timeout=20.0))
+
+
+def _left_and_dropped(first, second):
+    """A pipeline is left half way and dropped; rank 0 happens to hold on to it."""
+    model, optimizer = models.build_sharded()
+    shuffler, device = _Comparable(), torch.device("cpu")
+    kept = [balanced(first)(model, optimizer, device, batch_shuffler=shuffler)]
+    model.train(first is not EvalPipelineSparseDist)
+    kept[0].progress(Source(4))
+    if dist.get_rank() == 1:
+        kept.clear()
+        gc.collect()
+    try:
+        balanced(second)(model, optimizer, device, batch_shuffler=shuffler).progress(Source(2, first=20))
+    except ValueError as error:
+        return str(error)
+    finally:
+        shuffler.close()
+
+
+def test_what_a_dropped_pipeline_leaves_behind_is_the_same_on_every_rank(two_ranks):
+    for first, second in itertools.permutations([TrainPipelineBase, EvalPipelineSparseDist]):
+        for message in two_ranks.run(_left_and_dropped, first, second, timeout=60):
+            assert f"already drives a Balanced{first.__name__} whose data has not ended" in message
 
 
 @dataclasses.dataclass
