@@ -83,7 +83,13 @@ class BatchShufflerFactory:
 
         Raises:
             KeyError: the config has no "type", or the type is unknown.
+            TypeError: the config is no dictionary.
         """
+        if not isinstance(config, Mapping):
+            raise TypeError(
+                f"the shuffler config is a {type(config).__name__}; it is a dictionary with the shuffler's name under "
+                "'type': write {\"type\": name}, or call create(name)"
+            )
         if "type" not in config:
             raise KeyError(
                 f"the shuffler config has the keys {sorted(config)}; the name of the shuffler is under 'type': add it"

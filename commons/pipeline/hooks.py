@@ -32,8 +32,10 @@ class BalancedPipeline:
         **kwargs: Any,
     ) -> None:
         if not isinstance(batch_shuffler, BaseTaskBalancedBatchShuffler):
+            kind = "the class " if isinstance(batch_shuffler, type) else "a "
+            name = (batch_shuffler if isinstance(batch_shuffler, type) else type(batch_shuffler)).__name__
             raise TypeError(
-                f"batch_shuffler is a {type(batch_shuffler).__name__}; it must derive from "
+                f"batch_shuffler is {kind}{name}; it must be an object of a class that derives from "
                 "BaseTaskBalancedBatchShuffler: create one with BatchShufflerFactory"
             )
         super().__init__(*args, **kwargs)

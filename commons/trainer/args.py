@@ -171,6 +171,10 @@ class TrainerArgs:
                     f"{self.optimization.accumulation_steps}; a checkpoint holds no half-accumulated gradient: give a "
                     "multiple"
                 )
+        if not self.ckpt_save_dir:
+            raise ValueError(
+                "ckpt_save_dir is empty; it names a folder: for no checkpoints, leave ckpt_save_interval -1"
+            )
         if self.overwrite and self.ckpt_load_dir:
             raise ValueError(
                 f"overwrite is True and ckpt_load_dir is {self.ckpt_load_dir!r}; one removes the run in run_dir, the "

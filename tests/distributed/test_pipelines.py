@@ -480,6 +480,8 @@ def test_what_cannot_be_hooked_is_refused():
         balanced(Mine)(*arguments, batch_shuffler=IdentityBalancedBatchShuffler(), execute_all_batches=False)
     with pytest.raises(TypeError, match="batch_shuffler is a str"):
         balanced(Mine)(*arguments, batch_shuffler="hstu")
+    with pytest.raises(TypeError, match="batch_shuffler is the class CubicShuffler; it must be an object"):
+        balanced(Mine)(*arguments, batch_shuffler=CubicShuffler)
 
 
 def test_pipelines_by_name():

@@ -79,6 +79,8 @@ def test_the_registry():
     assert isinstance(shuffler, TokensBalancedBatchShuffler) and shuffler.feature_names == ["item"]
     with pytest.raises(KeyError, match="'type'"):
         BatchShufflerFactory.create_from_config({"name": "tokens"})
+    with pytest.raises(TypeError, match="the shuffler config is a str; it is a dictionary"):
+        BatchShufflerFactory.create_from_config("tokens")
 
 
 def test_the_registry_can_be_cleared_and_is_no_object():

@@ -79,6 +79,7 @@ def test_defaults():
         ),
         ({"ckpt_save_interval": 0}, "ckpt_save_interval is 0; it is an integer of at least 1"),
         ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
+        ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it names a folder"),
         ({"ckpt_keep": 0}, "ckpt_keep is 0; it is an integer of at least 1"),
         ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
     ],
