@@ -313,6 +313,10 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
 def _holds(action: Action, values: pa.Array, place: _Place) -> np.ndarray:
     """Whether an action was done: bool `(num_events,)`."""
     if pa.types.is_dictionary(values.type):
@@ -330,6 +334,12 @@ def _holds(action: Action, values: pa.Array, place: _Place) -> np.ndarray:
                 f'"{action.column} >= 4" or "{action.column} == buy"'
             )
         return numbers == 1
+    if _is_text(values.type) and isinstance(action.value, (int, float)) and action.operator not in ("==", "!="):
+        raise ValueError(
+            f"{place.column(action.column)} is of type {values.type}, {action.text!r} compares with a number; texts "
+            "have the order of the alphabet, in which 10 is less than 9: make the column numbers, or correct the "
+            "condition"
+        )
     try:
         return (
             _OPERATORS[action.operator](values, _like(values.type, action))
@@ -345,7 +355,7 @@ def _holds(action: Action, values: pa.Array, place: _Place) -> np.ndarray:
 
 def _like(kind: pa.DataType, action: Action) -> pa.Scalar:
     """What an action's column is compared with."""
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if _is_text(kind):
         return pa.scalar(action.value_text, kind)
     if pa.types.is_boolean(kind) and str(action.value).lower() in ("true", "false"):
         return pa.scalar(str(action.value).lower() == "true")

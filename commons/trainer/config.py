@@ -88,18 +88,19 @@ def load_config_file(
         if not isinstance(content.get(section), Mapping):
             raise ValueError(f"{path} has no [{section}]: add it, or give another config")
         content = content[section]
+    where = path if section is None else f"{path} [{section}]"
     content = {**content, **(replaced or {})}
     try:
         require_known_fields(config_class, content)
         return dacite.from_dict(config_class, content, dacite.Config(strict=True, cast=[tuple]))
     except dacite.MissingValueError as error:
-        raise ValueError(f"{path}: {error.field_path} is missing; it has no default: add it") from None
+        raise ValueError(f"{where}: {error.field_path} is missing; it has no default: add it") from None
     except dacite.WrongTypeError as error:
         raise ValueError(
-            f"{path}: {error.field_path} is {error.value!r}; it must be {_type_name(error.field_type)}: correct it"
+            f"{where}: {error.field_path} is {error.value!r}; it must be {_type_name(error.field_type)}: correct it"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: {error.args[0] if error.args else error}") from None
+        raise ValueError(f"{where}: {error.args[0] if error.args else error}") from None
 
 
 def _take_config_flag(argv: list[str]) -> tuple[Path | None, list[str]]:

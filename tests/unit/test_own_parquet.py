@@ -320,6 +320,10 @@ class TestMistakes:
                 EventColumns("uid", "iid", "ts", actions=("stars >= many",)),
                 "cannot be compared as 'stars >= many' says",
             ),
+            (
+                EventColumns("uid", "iid", "ts", actions=("gender >= 3",)),
+                "is of type string, 'gender >= 3' compares with a number; texts have the order of the alphabet",
+            ),
             (EventColumns("gender", "iid", "ts"), "column 'gender' of"),
             (EventColumns("stars", "iid", "ts"), "has a null in row 2"),
             (
@@ -427,6 +431,9 @@ class TestConfig:
         (tmp_path / "empty.toml").write_text("")
         assert main(["preprocess", "parquet", *arguments, "--config", str(tmp_path / "empty.toml")]) == 2
         assert "empty.toml has no [dataset]" in capsys.readouterr().err
+        (tmp_path / "short.toml").write_text("[dataset]\ndataset_name = 'parquet'\n")
+        assert main(["preprocess", "parquet", *arguments, "--config", str(tmp_path / "short.toml")]) == 2
+        assert "short.toml [dataset]: max_history_seqlen is missing; it has no default" in capsys.readouterr().err
 
     def test_columns_are_for_parquet_alone(self, tmp_path):
         (tmp_path / "a.toml").write_text(
