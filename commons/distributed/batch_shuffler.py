@@ -15,8 +15,9 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,11 @@ T = TypeVar("T")
 
 # How long close() waits for the worker thread.
 _CLOSE_SECONDS = 5.0
+
+_Sessions: TypeAlias = "dict[dist.ProcessGroup | None, ShuffleSession]"
+# What collected shufflers leave behind. Not theirs to close: the last reference to a process group, were it that of a
+# daemon thread when the program ends, would abort the program.
+_ABANDONED: deque[tuple[DaemonWorker, _Sessions]] = deque()
 
 
 class BaseTaskBalancedBatchShuffler(ABC):
@@ -82,12 +88,12 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self.look_ahead: Any = None
         self.drivers: list[Any] = []
         self._pg_group = pg_group
-        self._sessions: dict[dist.ProcessGroup | None, ShuffleSession] = {}
+        self._sessions: _Sessions = {}
         self._worker = DaemonWorker(f"evenrank-{type(self).__name__}")
         self._order = threading.Lock()
         self._closed = False
         # Whoever drops a shuffler without close() closes it; without waiting, since that can happen at any line.
-        self._when_collected = weakref.finalize(self, _close_unused, self._worker, self._sessions)
+        self._when_collected = weakref.finalize(self, _abandon, self._worker, self._sessions)
         self._when_collected.atexit = False
         self._calibrated: CalibratedTask | None = None
         self._calibration_error: Exception | None = None
@@ -325,6 +331,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
     def _session(self, pg_group: dist.ProcessGroup | None) -> ShuffleSession:
         group = self._group(pg_group)
         if group not in self._sessions:
+            _close_abandoned()
             self._sessions[group] = ShuffleSession(group, self.options, type(self).__name__)
         return self._sessions[group]
 
@@ -409,11 +416,22 @@ class IdentityBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         return torch.ones(batch_rows(batch), dtype=torch.int64, device=batch_device(batch))
 
 
-def _close_unused(worker: DaemonWorker, sessions: dict[dist.ProcessGroup | None, ShuffleSession]) -> None:
-    worker.finish(functools.partial(_close_sessions, sessions, collected=True))
+def _abandon(worker: DaemonWorker, sessions: _Sessions) -> None:
+    worker.finish()
+    _ABANDONED.append((worker, sessions))
 
 
-def _close_sessions(sessions: dict[dist.ProcessGroup | None, ShuffleSession], collected: bool = False) -> None:
+def _close_abandoned() -> None:
+    """Give back the groups of collected shufflers whose work has ended; called where groups are made."""
+    for _ in range(len(_ABANDONED)):
+        worker, sessions = _ABANDONED.popleft()
+        if worker.has_ended:
+            _close_sessions(sessions, collected=True)
+        else:
+            _ABANDONED.append((worker, sessions))
+
+
+def _close_sessions(sessions: _Sessions, collected: bool = False) -> None:
     for session in sessions.values():
         session.close(collected=collected)
 

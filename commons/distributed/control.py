@@ -92,7 +92,8 @@ class ControlChannel:
         encoded = text.encode(errors="backslashreplace")  # of a lone surrogate, which UTF-8 has no bytes for
         sizes = self.gather(np.array([len(encoded)]), step, "gather of text sizes")[:, 0]
         words = max(-(-int(sizes.max()) // _WORD), 1)
-        rows = self.gather(np.frombuffer(encoded.ljust(words * _WORD), dtype=np.int64), step, "gather of texts")
+        padded = bytearray(encoded.ljust(words * _WORD))  # torch warns of memory that it could not write to
+        rows = self.gather(np.frombuffer(padded, dtype=np.int64), step, "gather of texts")
         return [rows[rank].tobytes()[:size].decode() for rank, size in enumerate(sizes)]
 
     def raise_on_all(self, error: Exception | None, step: int) -> None:

@@ -37,13 +37,15 @@ class DaemonWorker:
         self._jobs.put((future, job))
         return future
 
-    def finish(self, then: Callable[[], None]) -> None:
-        """Let queued jobs finish, then run `then` and end the thread; does not wait."""
-        if self._thread is None:
-            then()
-            return
-        self.submit(then)
-        self._jobs.put(None)
+    def finish(self) -> None:
+        """Let queued jobs finish and end the thread; does not wait."""
+        if self._thread is not None:
+            self._jobs.put(None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no thread runs."""
+        return self._thread is None or not self._thread.is_alive()
 
     def stop(self, timeout: float) -> bool:
         """Let queued jobs finish and end the thread; False if it still runs after `timeout` seconds."""
