@@ -71,7 +71,10 @@ class ControlChannel:
         self._members_digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
         if self.world_size > 1:
             assert group is not None  # noqa: S101  there are several ranks
-            self._groups = acquire_groups(group, timeout, moves_rows=moves_rows)
+            try:
+                self._groups = acquire_groups(group, timeout, moves_rows=moves_rows)
+            except RuntimeError as error:
+                raise RankMissingError(self._roll_call(0, "connection")) from error
             self._group, self.payload_group = self._groups.control, self._groups.payload
 
     def gather(self, values: np.ndarray, step: int, what: str = "gather") -> np.ndarray:
