@@ -61,6 +61,9 @@ class RandomDistribution:
             raise ValueError(
                 f"dist_type is {self.dist_type!r}; known distributions are {', '.join(_SAMPLERS)}: choose one of them"
             )
+        for name, bound in (("low", self.low), ("high", self.high)):
+            if isinstance(bound, bool):
+                raise ValueError(f"{name} is {bound}; it is an integer of at least 0: correct it")
         if self.low < 0:
             raise ValueError(f"low is {self.low}; lengths are not negative: set low to 0 or more")
         if self.high is not None and self.high < self.low:
@@ -131,6 +134,8 @@ class LengthDistribution:
     """Exponent of Zipf lengths, above 1: a row has k items more than the shortest with probability ∝ (k + 1)^-alpha."""
 
     def __post_init__(self) -> None:
+        if self.mean is not None and self.mean < 0:  # std follows from it where none is given
+            raise ValueError(f"mean is {self.mean}; lengths are not negative: raise it")
         largest = max(self.low, 1 << 31) if self.high is None else self.high
         takes = _NEEDS[self._over(largest).dist_type]
         for name in ("mean", "std", "alpha"):

@@ -129,6 +129,8 @@ class TestLengthDistribution:
             ({"dist_type": "zipf", "alpha": 1.2, "mean": 3.0}, "mean is 3.0 and dist_type is 'zipf'"),
             ({"low": 5, "high": 3}, "high is 3, low is 5"),
             ({"low": -1}, "low is -1"),
+            ({"low": True}, "low is True; it is an integer"),
+            ({"mean": -0.5}, "^mean is -0.5"),
             ({"std": -1.0}, "std is -1.0"),
         ],
     )
