@@ -121,7 +121,14 @@ __all__ = ["__version__", *_MODULE_OF]
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    try:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{__name__}.{name} needs {error.name}, which is not installed: install the extra 'cuda', or 'cpu' and then "
+            "torchrec with --no-deps, as README says",
+            name=error.name,
+        ) from error
     globals()[name] = value  # found at once from now on
     return value
 

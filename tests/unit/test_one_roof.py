@@ -90,3 +90,13 @@ def test_importing_it_brings_nothing_until_a_name_is_used_and_needs_no_installat
         [sys.executable, "-c", NOT_INSTALLED], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert shown.stdout.splitlines() == [f"{evenrank.__version__} False", "True False"], shown.stderr
+
+
+def test_a_name_that_needs_torchrec_says_so(monkeypatch):
+    def missing(_):
+        raise ModuleNotFoundError("No module named 'torchrec'", name="torchrec")
+
+    monkeypatch.setattr(evenrank, "import_module", missing)
+    monkeypatch.delitem(vars(evenrank), "balanced", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"^evenrank\.balanced needs torchrec, .* the extra 'cuda', or 'cpu'"):
+        _ = evenrank.balanced
