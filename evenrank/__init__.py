@@ -125,8 +125,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_MODULE_OF[name]), name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{__name__}.{name} needs {error.name}, which is not installed: install the extra 'cuda', or 'cpu' and then "
-            "torchrec with --no-deps, as README says",
+            f"{__name__}.{name} needs {error.name}, which is not installed: install the extra 'cuda', or 'cpu' and "
+            "then torchrec with --no-deps, as README says",
             name=error.name,
         ) from error
     globals()[name] = value  # found at once from now on
