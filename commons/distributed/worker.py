@@ -67,3 +67,5 @@ class DaemonWorker:
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
+            # Nothing is kept while waiting: the last reference to a process group must not be that of a daemon thread.
+            del item, future, job
