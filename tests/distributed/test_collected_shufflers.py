@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -81,29 +78,3 @@ def _collected():
 
 def test_a_shuffler_and_its_iterator_are_collected_together(two_ranks):
     assert two_ranks.run(_collected) == [True, True]
-
-
-_PROGRAM = """
-    import sys
-    import torch.distributed as dist
-    from tests.distributed.test_collected_shufflers import _used_shuffler
-
-    def main(rank, store):
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-        shuffler, _ = _used_shuffler(None, 0)
-        dist.destroy_process_group()
-
-    main(int(sys.argv[1]), sys.argv[2])
-"""
-
-
-def test_a_program_that_closes_nothing_ends_well(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(_PROGRAM)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        said = rank.communicate(timeout=100)[1]
-        assert rank.returncode == 0, said
-        assert "commons/" not in said, said  # no warning of ours either

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, Id
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory, register_batch_shuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
+from commons.distributed.worker import DaemonWorker
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 from tests.batches import random_batch, rows_as_values
 
@@ -206,3 +210,18 @@ def test_the_loss_of_a_single_process_is_the_mean():
     for wrong, count in ((terms, 3), (torch.tensor(3), 3), (terms.sum(), terms)):
         with pytest.raises(ValueError, match="scalar"):
             global_mean_loss(wrong, count)
+
+
+def test_an_idle_worker_keeps_nothing_of_its_last_job():
+    class Held:
+        pass
+
+    held, worker = Held(), DaemonWorker("idle")
+    gone = weakref.ref(held)
+    assert worker.submit(functools.partial(id, held)).result() == id(held)
+    del held
+    deadline = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone() is None and not worker.has_ended
+    assert worker.stop(timeout=10) and worker.has_ended
