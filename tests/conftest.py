@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.rank_pool import RankPool
+from tests.helpers.rank_pool import RankPool
 
 torch.set_num_threads(1)  # the machine's cores are shared with the ranks
 settings.register_profile("evenrank", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -11,23 +11,9 @@ import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.perf_model.calibration import CalibratedTask, Calibration, FitQuality, describe_device, describe_task
-from commons.perf_model.task_estimator import HSTUAttentionTask
-from tests.models import make_batch
-from tests.rank_pool import RankPool
-
-TASK = HSTUAttentionTask(8, 2, 4, 2)
-
-
-class MeasuredShuffler(BaseTaskBalancedBatchShuffler):
-    """Costs of the tests' batches, by the length of their first key."""
-
-    def __init__(self, options=None, pg_group=None):
-        super().__init__(options, pg_group)
-        self.cost = self.calibrated(TASK)
-
-    def get_workloads(self, batch):
-        return self.cost.get_workloads(batch.features.lengths().view(-1, batch.batch_size)[0])
+from commons.perf_model.calibration import CalibratedTask
+from tests.helpers.calibrated_shufflers import TASK, MeasuredShuffler, attempt, my_batch, write_calibration
+from tests.helpers.rank_pool import RankPool
 
 
 class UnawareShuffler(MeasuredShuffler):
@@ -36,28 +22,6 @@ class UnawareShuffler(MeasuredShuffler):
     def __init__(self, options=None, pg_group=None):
         BaseTaskBalancedBatchShuffler.__init__(self, options, pg_group)
         self.cost = TASK
-
-
-def write_calibration(path, per_token=0.5, task=TASK, **device):
-    here = dataclasses.replace(describe_device(torch.device("cpu")), **device)
-    quality = FitQuality(60, 0.99, 0.99, 0.01, 0.05, 0.08)
-    Calibration(describe_task(task), here, 2.0, 0.25, per_token, 0.0, quality).save(path)
-    return str(path)
-
-
-def my_batch():
-    rank = dist.get_rank()
-    return make_batch(list(range(1 + 100 * rank, 7 + 100 * rank)), 6, longest=40 if rank == 0 else 4)
-
-
-def attempt(shuffler):
-    try:
-        shuffler.shuffle(my_batch())
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        shuffler.close()
-    return "no error"
 
 
 def _calibrated(path):

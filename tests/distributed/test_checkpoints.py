@@ -26,8 +26,8 @@ from hstu import HSTUBalancedBatchShuffler
 from hstu.metrics import RankingMetrics
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.sharding import build_distributed_model, dense_parameters
-from tests.models import build_sharded, weights_of
-from tests.rank_pool import RankFailure
+from tests.helpers.models import build_sharded, weights_of
+from tests.helpers.rank_pool import RankFailure
 
 CPU = torch.device("cpu")
 SAVE_AT = 4  # at an evaluation, too

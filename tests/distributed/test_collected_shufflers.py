@@ -13,8 +13,8 @@ import torch.distributed as dist
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
 from commons.pipeline import balanced_iter
-from tests.distributed.test_pipelines import CubicShuffler
-from tests.models import rank_batches
+from tests.helpers.models import rank_batches
+from tests.helpers.pipelines import CubicShuffler
 
 
 def _used_shuffler(group, step):

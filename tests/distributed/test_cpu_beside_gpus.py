@@ -19,10 +19,10 @@ from commons.dispatch import redistribute_balanced, scatter_balanced
 from commons.distributed.group_pool import numbers_device, only_device
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import TrainPipelineFactory, balanced
-from tests.distributed.test_calibrated_shuffler import MeasuredShuffler, attempt, write_calibration
-from tests.distributed.test_pipelines import CubicShuffler
-from tests.models import build_sharded, head_of, make_batch, rank_batches
-from tests.rank_pool import RankPool
+from tests.helpers.calibrated_shufflers import MeasuredShuffler, attempt, write_calibration
+from tests.helpers.models import build_sharded, head_of, make_batch, rank_batches
+from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 USES = ("_lazy_init", "current_device", "set_device", "current_stream", "Stream", "Event", "get_device_name")

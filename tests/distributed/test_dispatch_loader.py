@@ -14,8 +14,8 @@ from commons.datasets.resumable_loader import ResumableLoader
 from commons.datasets.samplers import BatchOrderSampler
 from commons.dispatch import SingleRankLoader, Trim
 from commons.sequence_batch.rows import count_real_rows
-from tests.any_batches import as_values, length_of, padded_batch
-from tests.rank_pool import RankFailure
+from tests.helpers.any_batches import as_values, length_of, padded_batch
+from tests.helpers.rank_pool import RankFailure
 
 
 def dict_batches(sizes):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from commons.dispatch import Trim, redistribute_balanced
 from commons.sequence_batch.rows import batch_nbytes, count_real_rows, count_rows, select_rows
-from tests.any_batches import KINDS, as_values, dense, length_of, padded_batch
-from tests.rank_pool import RankFailure
+from tests.helpers.any_batches import KINDS, as_values, dense, length_of, padded_batch
+from tests.helpers.rank_pool import RankFailure
 
 
 def move_and_send_home(kind, ids_per_rank, none_for_none, options):

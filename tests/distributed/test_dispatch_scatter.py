@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from commons.dispatch import Trim, scatter_balanced
 from commons.sequence_batch.rows import batch_nbytes, count_real_rows, count_rows, select_rows
-from tests.any_batches import KINDS, as_values, dense, length_of, padded_batch
-from tests.rank_pool import RankFailure
+from tests.helpers.any_batches import KINDS, as_values, dense, length_of, padded_batch
+from tests.helpers.rank_pool import RankFailure
 
 
 def scatter_and_gather(kind, ids, src, options):

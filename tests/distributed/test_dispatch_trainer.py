@@ -19,10 +19,10 @@ from commons.trainer.loop import TrainingLoop
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.sharding import build_distributed_model
-from tests.batches import rows_as_values
-from tests.distributed.test_hstu_train import TINY, run
-from tests.models import AveragedSGD, weights_of
-from tests.rank_pool import RankFailure
+from tests.helpers.batches import rows_as_values
+from tests.helpers.hstu_jobs import TINY, run
+from tests.helpers.models import AveragedSGD, weights_of
+from tests.helpers.rank_pool import RankFailure
 
 CPU = torch.device("cpu")
 OWN, IN_TURN, BALANCED = "own", "in turn", "balanced"

@@ -26,8 +26,8 @@ from torch.distributed.run import get_args_parser
 from commons.cli.main import main as evenrank_main
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model import measurement
-from tests import documented_names as given
-from tests.documented import ROOT, Block, blocks_in, commands_in, documented_blocks, is_excerpt
+from tests.helpers import documented_names as given
+from tests.helpers.documented import ROOT, Block, blocks_in, commands_in, documented_blocks, is_excerpt
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from commons.pipeline.look_ahead import LookAhead
 from commons.sequence_batch import schema
-from tests import models
-from tests.cpu_pipelines import CpuStaged, HostStream
-from tests.distributed.test_faults import my_batch
-from tests.distributed.test_pipelines import SIZES, CubicShuffler, expected_ids, host_count
-from tests.models import head_of, rank_batches
-from tests.rank_pool import RankFailure, RankPool
+from tests.helpers import models
+from tests.helpers.cpu_pipelines import CpuStaged, HostStream
+from tests.helpers.faults import my_batch
+from tests.helpers.models import head_of, rank_batches
+from tests.helpers.pipelines import SIZES, CubicShuffler, expected_ids, host_count
+from tests.helpers.rank_pool import RankFailure, RankPool
 
 
 def _uneven_groups():

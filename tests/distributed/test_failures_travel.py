@@ -16,9 +16,9 @@ from commons.distributed.control import ControlChannel
 from commons.distributed.errors import describe_error, raise_first_error
 from commons.distributed.options import ShufflerOptions
 from commons.sequence_batch.schema import BatchSchema
-from tests.distributed.test_faults import my_batch
-from tests.distributed.test_pipelines import CubicShuffler
-from tests.rank_pool import RankPool
+from tests.helpers.faults import my_batch
+from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.rank_pool import RankPool
 
 # Far beyond the pools' own limit: a rank that waits for another one fails its test.
 PATIENT = ShufflerOptions(timeout=600.0)

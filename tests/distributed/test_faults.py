@@ -13,15 +13,10 @@ import torch.distributed as dist
 
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.shuffle_plan import ShufflePlan
-from tests.distributed.test_pipelines import CubicShuffler
-from tests.models import make_batch
-from tests.rank_pool import RankFailure, RankPool
-
-
-def my_batch(step=0, rows=6):
-    longest = 40 if dist.get_rank() == 0 else 2
-    first = 1 + 1000 * dist.get_rank() + 100 * step
-    return make_batch(list(range(first, first + rows)), rows, longest=longest)
+from tests.helpers.faults import my_batch
+from tests.helpers.models import make_batch
+from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.rank_pool import RankFailure, RankPool
 
 
 def _other_plan():

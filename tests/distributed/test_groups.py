@@ -12,10 +12,10 @@ from commons.distributed import global_mean_loss, group_pool
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.process_group import describe_group, resolve_process_group
 from commons.pipeline import TrainPipelineFactory
-from tests.batches import rows_as_values
-from tests.distributed.test_pipelines import CubicShuffler, largest_difference
-from tests.models import build_plain, build_sharded, head_of, make_batch, rank_batches, weights_of
-from tests.rank_pool import RankPool
+from tests.helpers.batches import rows_as_values
+from tests.helpers.models import build_plain, build_sharded, head_of, make_batch, rank_batches, weights_of
+from tests.helpers.pipelines import CubicShuffler, largest_difference
+from tests.helpers.rank_pool import RankPool
 
 
 def _digest(batch):

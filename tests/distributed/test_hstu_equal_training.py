@@ -21,7 +21,7 @@ from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
 from hstu.negatives import draw_negatives, with_negatives
 from hstu.sharding import build_distributed_model, dense_parameters
-from tests.models import AveragedSGD, weights_of
+from tests.helpers.models import AveragedSGD, weights_of
 
 STEPS = 10
 SIZES = {"hidden_size": 8, "num_layers": 2, "kv_channels": 4}

@@ -16,8 +16,7 @@ from commons.trainer import TrainerArgs
 from commons.trainer.args import OptimizationArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.loss_scaling import LossScaler
-from tests.distributed.test_trainer_loop import CubicShuffler, Output
-from tests.models import (
+from tests.helpers.models import (
     KEYS,
     LEARNING_RATE,
     Head,
@@ -28,7 +27,8 @@ from tests.models import (
     rank_batches,
     weights_of,
 )
-from tests.rank_pool import RankFailure
+from tests.helpers.rank_pool import RankFailure
+from tests.helpers.trainer_loops import CubicShuffler, Output
 
 CPU = torch.device("cpu")
 SIZES = [6, 1, 3, 2, 5]  # steps differ in their number of terms

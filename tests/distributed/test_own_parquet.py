@@ -13,7 +13,7 @@ from commons.cli.main import main
 from commons.trainer.config import load_config
 from hstu import train as hstu_train
 from hstu.train_config import TrainConfig
-from tests.distributed.test_hstu_train import ROOT
+from tests.helpers.hstu_jobs import ROOT
 
 CONFIG = ROOT / "hstu" / "configs" / "parquet.toml"
 SMALL = [

@@ -23,10 +23,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
-from tests import models
-from tests.cpu_pipelines import CpuStaged, HostStream
-from tests.distributed.test_pipelines import PIPELINES, CubicShuffler
-from tests.models import KEYS, SampleBatch, head_of
+from tests.helpers import models
+from tests.helpers.cpu_pipelines import CpuStaged, HostStream
+from tests.helpers.models import KEYS, SampleBatch, head_of
+from tests.helpers.pipelines import PIPELINES, CubicShuffler
 
 # One of each way to schedule batches, and the evaluation with a loading thread.
 SCHEDULES = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -17,38 +16,14 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
     TrainPipelineBase,
     TrainPipelinePT2,
     TrainPipelineSparseDist,
-    TrainPipelineSparseDistLite,
 )
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
-from commons.distributed.options import ShufflerOptions
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage
-from tests import models
-from tests.cpu_pipelines import CpuFusedSparseDist, CpuPrefetch, CpuSemiSync, CpuStaged, HostStream
-from tests.models import head_of, rank_batches, weights_of
-
-PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
-    "base": (TrainPipelineBase, {}),
-    "base in place": (TrainPipelineBase, {"enable_inplace_copy_batch": True}),
-    "sparse": (TrainPipelineSparseDist, {}),
-    "sparse in place": (TrainPipelineSparseDist, {"enable_inplace_copy_batch": True}),
-    "sparse after forward": (TrainPipelineSparseDist, {"enqueue_batch_after_forward": True}),
-    "sparse free early": (TrainPipelineSparseDist, {"free_features_storage_early": True}),
-    "lite": (TrainPipelineSparseDistLite, {}),
-    "fused": (CpuFusedSparseDist, {}),
-    "semi-sync, before it starts": (CpuSemiSync, {"start_batch": 1000}),
-    "prefetch": (CpuPrefetch, {}),
-}
-SIZES = [6, 0, 3, 1, 6, 2]
-
-
-class CubicShuffler(BaseTaskBalancedBatchShuffler):
-    def get_workloads(self, batch):
-        return batch.features.lengths().view(2, batch.batch_size).sum(0).to(torch.int64) ** 2 + 5
-
-
-def make_shuffler(kind):
-    return IdentityBalancedBatchShuffler() if kind == "identity" else CubicShuffler(ShufflerOptions(mode=kind))
+from tests.helpers import models
+from tests.helpers.cpu_pipelines import CpuSemiSync, CpuStaged, HostStream
+from tests.helpers.models import head_of, rank_batches, weights_of
+from tests.helpers.pipelines import PIPELINES, SIZES, CubicShuffler, expected_ids, largest_difference, make_shuffler
 
 
 def _train(build, pipeline, kind, iterators, steps_of_first=None):
@@ -78,24 +53,6 @@ def _train(build, pipeline, kind, iterators, steps_of_first=None):
         "stats_steps": [each.step for each in stats if each is not None],
         "imbalance": [(each.imbalance_before, each.imbalance_after) for each in stats if each is not None],
     }
-
-
-def expected_ids(counts, world_size, first=0):
-    return sorted(
-        int(sample)
-        for rank in range(world_size)
-        for batch in rank_batches(rank + first, counts[rank], SIZES)
-        for sample in batch.sample_id[: batch.actual_batch_size]
-    )
-
-
-def host_count(iterator):
-    """How many batches an iterator hands out."""
-    return sum(1 for _ in iterator)
-
-
-def largest_difference(first, second):
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 @pytest.mark.parametrize("pipeline", list(PIPELINES))

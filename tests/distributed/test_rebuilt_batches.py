@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.dispatch import redistribute_balanced
 from commons.distributed.options import ShufflerOptions
-from tests.distributed.test_pipelines import CubicShuffler
+from tests.helpers.pipelines import CubicShuffler
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -22,7 +22,7 @@ from commons.distributed.options import ShufflerOptions
 from commons.perf_model.partitioner import METHODS
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.fields import batch_rows
-from tests.batches import random_batch, rows_as_values
+from tests.helpers.batches import random_batch, rows_as_values
 
 
 class SquareShuffler(BaseTaskBalancedBatchShuffler):
@@ -550,7 +550,7 @@ def _late(timeout):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_that_does_not_take_part_is_named(world_size):
-    from tests.rank_pool import RankPool
+    from tests.helpers.rank_pool import RankPool
 
     pool = RankPool(world_size)
     try:

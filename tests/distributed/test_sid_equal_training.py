@@ -15,8 +15,8 @@ from commons.distributed.process_group import resolve_process_group
 from commons.pipeline import TrainPipelineFactory
 from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.sharding import build_distributed_model, dense_parameters
-from tests.models import weights_of
-from tests.sid_models import CPU, MAX_CANDIDATES, MAX_HISTORY, SID_MAP, make_model, model_parallel
+from tests.helpers.models import weights_of
+from tests.helpers.sid_models import CPU, MAX_CANDIDATES, MAX_HISTORY, SID_MAP, make_model, model_parallel
 
 STEPS = 12
 

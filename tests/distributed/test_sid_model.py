@@ -14,7 +14,16 @@ from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import SIDDecoder, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel
 from sid_gr.sharding import build_distributed_model, dense_parameters
-from tests.sid_models import CPU, SID_MAP, SIZES, PlainDecoder, codes_of_rows, make_batch, make_model, model_parallel
+from tests.helpers.sid_models import (
+    CPU,
+    SID_MAP,
+    SIZES,
+    PlainDecoder,
+    codes_of_rows,
+    make_batch,
+    make_model,
+    model_parallel,
+)
 
 METRICS = ["HitRate@1", "HitRate@5", "NDCG@5", "Recall@3"]
 

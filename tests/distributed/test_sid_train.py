@@ -31,8 +31,8 @@ from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.metrics import GenerationMetrics
 from sid_gr.train import build_model, train
 from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
-from tests.models import weights_of
-from tests.sid_models import CPU, model_parallel
+from tests.helpers.models import weights_of
+from tests.helpers.sid_models import CPU, model_parallel
 
 ROOT = Path(__file__).parents[2]
 TINY = {

@@ -28,8 +28,8 @@ from commons.distributed import global_mean_loss
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced
-from tests.cpu_pipelines import CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
-from tests.models import weights_of
+from tests.helpers.cpu_pipelines import CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
+from tests.helpers.models import weights_of
 
 PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
     "base": (TrainPipelineBase, {}),  # does not trace: the others come to its weights

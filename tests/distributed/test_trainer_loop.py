@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,24 +13,18 @@ from torch.utils.data import DataLoader
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.movielens import preprocess_movielens
 from commons.datasets.movielens_generator import generate_movielens
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.run import run_training
-from tests import models
-from tests.models import Head, head_of, rank_batches, weights_of
-from tests.rank_pool import RankFailure
+from tests.helpers import models
+from tests.helpers.models import Head, head_of, rank_batches, weights_of
+from tests.helpers.rank_pool import RankFailure
+from tests.helpers.trainer_loops import CubicShuffler, Output
 
 SIZES = [6, 3, 1, 2]
 CPU = torch.device("cpu")
-
-
-@dataclass
-class Output:
-    loss_sum: torch.Tensor
-    num_loss_tokens: int
-    ids: list[int]
 
 
 class StatedHead(Head):
@@ -63,11 +56,6 @@ class SeenRows:
 
     def reset(self):
         self.ids = []
-
-
-class CubicShuffler(BaseTaskBalancedBatchShuffler):
-    def get_workloads(self, batch):
-        return batch.features.lengths().view(2, batch.batch_size).sum(0).to(torch.int64) ** 2 + 5
 
 
 def loader(count, first):

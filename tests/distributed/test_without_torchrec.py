@@ -1,6 +1,6 @@
 """Planner, micro-batches and dispatch where TorchRec, fbgemm and megatron-core cannot be imported, on two gloo ranks.
 
-The ranks of `tests/rank_pool.py` have imported TorchRec, so this file runs itself.
+The ranks of `tests/helpers/rank_pool.py` have imported TorchRec, so this file runs itself.
 """
 
 from __future__ import annotations

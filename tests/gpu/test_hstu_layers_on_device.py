@@ -11,8 +11,8 @@ from hstu.model import ExecutionConfig, HSTURankingModel, HSTURetrievalModel, Ra
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.train_config import ModelArgs
-from tests.models import rank_device
-from tests.unit.test_hstu_model import TABLES, random_batch
+from tests.helpers.hstu_models import TABLES, random_batch
+from tests.helpers.models import rank_device
 
 CONFIGS = {
     "ranking": lambda hstu: RankingConfig(hstu, TABLES, (8, 2), 2, embedding_dims={"item": 4}),

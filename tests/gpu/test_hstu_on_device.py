@@ -9,7 +9,7 @@ import pytest
 from commons.trainer.config import load_config
 from hstu.train import train
 from hstu.train_config import TrainConfig
-from tests.models import rank_device
+from tests.helpers.models import rank_device
 
 RUN = [
     *("--trainer.train-batch-size", "6", "--trainer.eval-batch-size", "6", "--trainer.enable-balanced-shuffler"),

@@ -13,9 +13,9 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.pipeline import balanced
 from hstu import HSTUBalancedBatchShuffler
-from tests import models
-from tests.distributed.test_pipelines import CubicShuffler
-from tests.models import rank_batches, rank_device
+from tests.helpers import models
+from tests.helpers.models import rank_batches, rank_device
+from tests.helpers.pipelines import CubicShuffler
 
 
 @contextmanager

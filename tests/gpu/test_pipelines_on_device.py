@@ -21,9 +21,9 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
-from tests import cpu_pipelines, models
-from tests.distributed.test_pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler
-from tests.models import head_of, rank_batches, rank_device, weights_of
+from tests.helpers import cpu_pipelines, models
+from tests.helpers.models import head_of, rank_batches, rank_device, weights_of
+from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler
 
 STOCK = {
     "base": (TrainPipelineBase, {}),

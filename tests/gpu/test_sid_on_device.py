@@ -14,8 +14,8 @@ from commons.pipeline import TrainPipelineFactory
 from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.metrics import GenerationMetrics
 from sid_gr.sharding import build_distributed_model, dense_parameters
-from tests.models import rank_device, weights_of
-from tests.sid_models import MAX_CANDIDATES, MAX_HISTORY, SID_MAP, make_batch, make_model, model_parallel
+from tests.helpers.models import rank_device, weights_of
+from tests.helpers.sid_models import MAX_CANDIDATES, MAX_HISTORY, SID_MAP, make_batch, make_model, model_parallel
 
 STEPS = 6
 

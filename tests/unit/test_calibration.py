@@ -13,25 +13,14 @@ from hypothesis import strategies as st
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import (
     CalibratedTask,
-    Calibration,
-    DeviceShape,
-    FitQuality,
     describe_device,
-    describe_task,
     load_calibration,
 )
 from commons.perf_model.calibration_fit import StepMeasurement, fit_calibration, judge_calibration
 from commons.perf_model.measurement import RowTokens, draw_mixes, measure_steps
 from commons.perf_model.partitioner import partition
-from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask
-
-TASK = HSTUAttentionTask(64, 4, 16, 2)
-DEVICE = DeviceShape("cpu", "some processor", 1)
-QUALITY = FitQuality(60, 0.99, 0.99, 0.01, 0.05, 0.08)
-
-
-def make_calibration(per_step=3.0, per_row=0.01, per_token=0.008, per_pair=4e-5, task=TASK):
-    return Calibration(describe_task(task), DEVICE, per_step, per_row, per_token, per_pair, QUALITY)
+from commons.perf_model.task_estimator import SelfAttentionTask
+from tests.helpers.calibrations import DEVICE, TASK, make_calibration
 
 
 def measured(cost, num=80, noise=0.0, seed=0):

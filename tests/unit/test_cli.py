@@ -11,7 +11,7 @@ import pytest
 from commons.cli.generate import Generate
 from commons.cli.main import main
 from commons.datasets.sequence_file import SequenceFile
-from tests.unit.test_movielens import RATINGS, write_zip
+from tests.helpers.movielens import RATINGS, write_zip
 
 
 def test_generate_then_preprocess(tmp_path, capsys):

@@ -22,9 +22,9 @@ from commons.datasets.random_dataset import user_like_dataset
 from commons.perf_model import measurement
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.user_package import import_user_module
-from tests.unit.test_calibration import make_calibration
-from tests.unit.test_cli_cost import CONFIG
-from tests.unit.test_movielens import write_zip
+from tests.helpers.calibrations import make_calibration
+from tests.helpers.movielens import write_zip
+from tests.helpers.training_configs import CONFIG
 
 # Lengths of rows come from lengths.txt: a line is a batch.
 COST = """

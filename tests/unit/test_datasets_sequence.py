@@ -22,7 +22,7 @@ from commons.datasets.movielens import SCHEMA, preprocess_movielens
 from commons.datasets.movielens_generator import generate_movielens
 from commons.datasets.sequence_dataset import SequenceDataset
 from commons.datasets.sequence_file import SequenceFile
-from tests.unit.test_movielens import MOVIES, write_zip
+from tests.helpers.movielens import MOVIES, write_zip
 
 _MOVIE_IDS = [9, 50, 1193]  # as in MOVIES, sorted: a movie's id in batches is its place here
 

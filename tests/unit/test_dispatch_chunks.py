@@ -15,7 +15,7 @@ from commons.dispatch import redistribute_balanced, scatter_balanced, split_bala
 from commons.dispatch.moves import as_int64_ids, plan_moves
 from commons.perf_model.partitioner import partition
 from commons.sequence_batch.rows import count_real_rows, count_rows, select_rows
-from tests.any_batches import KINDS, as_values, dense, everything, padded_batch
+from tests.helpers.any_batches import KINDS, as_values, dense, everything, padded_batch
 
 samples = st.lists(st.integers(0, 30), min_size=1, max_size=12)
 weights = st.integers(0, 1000)

@@ -16,7 +16,7 @@ from commons.distributed.row_routes import route_rows
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
 from commons.sequence_batch.fields import row_fields
 from commons.sequence_batch.schema import BatchSchema
-from tests.batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
 
 
 def lengths_of(batch):

@@ -16,7 +16,7 @@ from commons.perf_model.peak_rates import peak_flops, peak_flops_of
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 from commons.perf_model.simulation import RowCosts, simulate_steps
 from commons.perf_model.task_estimator import HSTUAttentionTask
-from tests.unit.test_calibration import make_calibration
+from tests.helpers.calibrations import make_calibration
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,9 +17,9 @@ from commons.datasets.kuairand import VERSIONS
 from commons.datasets.kuairand_generator import generate_kuairand
 from commons.datasets.movielens import preprocess_movielens, preprocess_movielens_20m
 from commons.datasets.public_datasets import PUBLIC_DATASETS
-from tests.unit.test_movielens import MOVIES, RATINGS, USERS
-from tests.unit.test_movielens_20m import MOVIES as MOVIES_20M
-from tests.unit.test_movielens_20m import RATINGS as RATINGS_20M
+from tests.helpers.movielens import MOVIES, RATINGS, USERS
+from tests.helpers.movielens_20m import MOVIES as MOVIES_20M
+from tests.helpers.movielens_20m import RATINGS as RATINGS_20M
 
 PURE = VERSIONS["kuairand-pure"]
 LOGS = [f"KuaiRand-Pure/data/{name}" for name in PURE.log_names]

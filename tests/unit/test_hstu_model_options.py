@@ -19,8 +19,8 @@ from commons.trainer.config import load_config_file
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, fused_attention, interleave_tokens, layer
 from hstu.train import require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
-from tests.unit.test_hstu_model import CONFIG, HSTU, numbered, plain_model, random_batch, with_timestamps
-from tests.unit.test_jagged_attention import reference_attention
+from tests.helpers.hstu_models import CONFIG, HSTU, numbered, plain_model, random_batch, with_timestamps
+from tests.helpers.reference_attention import reference_attention
 
 TIMED = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, time_bias=True))
 FUSED = dataclasses.replace(

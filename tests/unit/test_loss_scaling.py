@@ -13,7 +13,7 @@ from commons.trainer.args import OptimizationArgs
 from commons.trainer.loss_scaling import LossScaler, unscaled_gradients
 from hstu.model import ExecutionConfig, HSTURankingModel, HSTURetrievalModel, RetrievalConfig
 from hstu.negatives import draw_negatives, with_negatives
-from tests.unit.test_hstu_model import CONFIG, random_batch
+from tests.helpers.hstu_models import CONFIG, random_batch
 
 CPU = torch.device("cpu")
 

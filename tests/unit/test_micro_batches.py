@@ -16,7 +16,7 @@ from commons.micro_batching import MicroBatchSpec, block_packing, pack_micro_bat
 from commons.micro_batching.block_packing import BlockPacking, budget_of
 from commons.sequence_batch.rows import concat_rows
 from commons.trainer.config import load_config, load_config_file
-from tests.any_batches import KINDS, as_values, padded_batch
+from tests.helpers.any_batches import KINDS, as_values, padded_batch
 
 ALGORITHMS = ("ffd", "kk", "refined")
 

@@ -18,21 +18,7 @@ from commons.datasets.latent_histories import lengths_with
 from commons.datasets.movielens import SCHEMA_20M, preprocess_movielens_20m
 from commons.datasets.movielens_20m_generator import _QUANTILES, NUM_USERS, generate_movielens_20m
 from commons.datasets.sequence_file import SequenceFile
-
-HEADER = "userId,movieId,rating,timestamp\n"
-RATINGS = HEADER + "7,50,5.0,200\n7,9,4.0,100\n3,9,0.5,5\n7,1193,2.5,100\n7,50,3.0,99\n"
-MOVIES = (
-    'movieId,title,genres\n50,Plain (1999),War\n9,"Comma, The ""x"" (1995)",Drama|Musical\n1193,Ñandú (1975),Drama\n'
-)
-
-
-def write_archive(path: Path, *, ratings=RATINGS, movies=MOVIES, readme="Summary (ml-20m)", folder="ml-20m/") -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in (("ratings.csv", ratings), ("movies.csv", movies), ("README.txt", readme)):
-            archive.writestr(folder + name, text)
-        for name in ("links.csv", "tags.csv", "genome-scores.csv", "genome-tags.csv"):
-            archive.writestr(folder + name, "a,b\n")
-    return path
+from tests.helpers.movielens_20m import HEADER, MOVIES, RATINGS, write_archive
 
 
 def rows_of(path: Path) -> dict[int, dict]:

@@ -22,7 +22,7 @@ from commons.sequence_batch.fields import copy_batch
 from commons.sequence_batch.rows import concat_rows, pad_rows, pin_rows, select_rows
 from commons.sequence_batch.schema import BatchSchema
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
-from tests.unit.test_wire import plain
+from tests.helpers.plain import plain
 
 
 @dataclass

@@ -25,7 +25,7 @@ from commons.sequence_batch.rows import (
     select_rows,
     states_padding,
 )
-from tests.any_batches import KINDS, as_values, dense, everything, kjt, nested, padded_batch, plain_batch
+from tests.helpers.any_batches import KINDS, as_values, dense, everything, kjt, nested, padded_batch, plain_batch
 
 samples = st.lists(st.integers(0, 30), min_size=1, max_size=6)
 kinds = pytest.mark.parametrize("kind", list(KINDS))

@@ -22,7 +22,7 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.distributed.worker import DaemonWorker
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
-from tests.batches import random_batch, rows_as_values
+from tests.helpers.batches import random_batch, rows_as_values
 
 
 @pytest.mark.parametrize(

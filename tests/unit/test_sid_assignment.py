@@ -17,7 +17,7 @@ from commons.datasets.movielens import preprocess_movielens
 from commons.datasets.movielens_generator import generate_movielens
 from commons.datasets.sid_assignment import _Codebook, assign_sids, count_cooccurrences, embed_items
 from commons.datasets.sid_map import SIDMap
-from tests.unit.test_sid_dataset import Users
+from tests.helpers.sid_users import Users
 
 
 def grouped_users(num_groups=4, items_per_group=12, num_users=80, seed=0):

@@ -22,29 +22,11 @@ from commons.datasets.sid_dataset import SIDDataset
 from commons.datasets.sid_histories import ParquetHistories, PreprocessedHistories
 from commons.datasets.sid_map import SIDMap
 from commons.datasets.sid_random_dataset import RandomSIDDataset, random_sid_map
+from tests.helpers.sid_users import Users
 
 SIZES = (4, 3, 5)
 ITEMS = [2, 3, 5, 7, 11, 13, 17]
 SID_MAP = SIDMap(np.array(ITEMS), random_sid_map(len(ITEMS), SIZES).codes, SIZES)
-
-
-class Users:
-    """Histories from lists of items."""
-
-    source = "a list"
-
-    def __init__(self, users):
-        self.users = users
-
-    def __len__(self):
-        return len(self.users)
-
-    def lengths(self, users):
-        return np.array([len(self.users[user]) for user in users], np.int64)
-
-    def tails(self, users, lengths):
-        parts = [self.users[user][len(self.users[user]) - length :] for user, length in zip(users, lengths)]
-        return np.array([item for part in parts for item in part], np.int64)
 
 
 def write(path, users, splits=None, column="item_id"):

@@ -17,8 +17,8 @@ from hstu.cost import HSTUCostTarget
 from hstu.flops import count_tokens
 from hstu.lengths import workload_lengths
 from hstu.train_config import ModelArgs, TrainConfig
-from tests.unit.test_kuairand import PURE, files_of, write_tar
-from tests.unit.test_movielens_20m import write_archive
+from tests.helpers.kuairand import PURE, files_of, write_tar
+from tests.helpers.movielens_20m import write_archive
 
 
 def by_row(batch, name) -> list[list[int]]:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.rows import batch_nbytes, row_leaves
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
-from tests.any_batches import KINDS, as_values, dense, nested
-from tests.batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.any_batches import KINDS, as_values, dense, nested
+from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.plain import plain
 
 
 def there_and_back(*batches, extra=None):
@@ -85,17 +86,6 @@ def test_a_message_is_little_more_than_its_tensors():
     batch = random_batch(0, 400)
     message = encode(batch)
     assert batch_nbytes(batch) < message.nbytes < 1.05 * batch_nbytes(batch)
-
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.integers() | st.text() | st.tuples(st.integers()), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
 
 
 @given(plain)

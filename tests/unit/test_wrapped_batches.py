@@ -16,7 +16,7 @@ from commons.datasets.data_loader import get_data_loader
 from commons.datasets.resumable_loader import ResumableLoader, WrappedBatch, unwrap, wrap
 from commons.datasets.samplers import BatchOrderSampler
 from commons.datasets.sid_map import SIDMap
-from tests.any_batches import as_values
+from tests.helpers.any_batches import as_values
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import evenrank
-from tests import models
+from tests.helpers import models
 
 _SIZES = [6, 2, 3, 1]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 # Imported once by the fork server, so that a rank starts in milliseconds rather than in TorchRec's import time.
-_PRELOAD = ["tests.rank_preload"]
+_PRELOAD = ["tests.helpers.rank_preload"]
 
 
 class RankFailure(AssertionError):

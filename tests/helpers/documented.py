@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
 
 # Page, heading, and which block under that heading, from 0 on.

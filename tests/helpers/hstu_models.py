@@ -1,0 +1,67 @@
+"""Small HSTU models and batches for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
+from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
+
+TABLES = {"user": 20, "tags": 9, "item": 50, "action": 4}
+HSTU = HSTUConfig(hidden_size=8, num_layers=2, num_attention_heads=2, kv_channels=3, max_sequence_length=40)
+CONFIG = RankingConfig(hstu=HSTU, embedding_tables=TABLES, prediction_head_arch=(6, 2), num_tasks=2)
+
+
+def random_batch(
+    batch_size=6, *, with_actions=True, max_num_candidates=0, actual_batch_size=None, longest=9, seed=0
+) -> HSTUBatch:
+    return HSTUBatch.random(
+        batch_size,
+        [
+            FeatureConfig(["user"], [20], 1, is_jagged=False),
+            FeatureConfig(["tags"], [9], 3, is_jagged=True),
+            FeatureConfig(["item", "action"], [50, 4], longest, True, RandomDistribution("uniform", high=longest)),
+        ],
+        "item",
+        ["user", "tags"],
+        "action" if with_actions else None,
+        max_num_candidates,
+        2,
+        actual_batch_size,
+        device="cpu",
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def with_timestamps(batch: HSTUBatch) -> HSTUBatch:
+    """The batch with one rising time per item, seconds to years apart."""
+    items = batch.features["item"]
+    gaps = torch.rand(items.values().numel(), generator=torch.Generator().manual_seed(1)) * 18
+    times = 10**9 + gaps.exp().long().cumsum(0)
+    features = batch.features
+    kjt = KeyedJaggedTensor(
+        keys=[*features.keys(), "timestamp"],
+        values=torch.cat([features.values(), times]),
+        lengths=torch.cat([features.lengths(), items.lengths()]),
+        stride=batch.batch_size,
+    )
+    return dataclasses.replace(batch, features=kjt)
+
+
+def plain_model(config=CONFIG, seed=0) -> HSTURankingModel:
+    torch.manual_seed(seed)
+    model = HSTURankingModel(config, plain_embeddings=True).double()
+    with torch.no_grad():  # biases and norms away from their special initial values
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def numbered(lengths, first, dtype=torch.int32):
+    """Embeddings of width 2 that name themselves: `first, first + 1, …`."""
+    values = torch.arange(first, first + sum(lengths), dtype=torch.float64)
+    values = torch.stack([values, -values], dim=1).requires_grad_()
+    return values, JaggedTensor(values=values, lengths=torch.tensor(lengths, dtype=dtype))
