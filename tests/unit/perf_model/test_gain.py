@@ -18,7 +18,7 @@ from commons.perf_model.simulation import RowCosts, simulate_steps
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from tests.helpers.calibrations import make_calibration
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def gathered(*ranks):

@@ -22,7 +22,7 @@ from commons.trainer.optimizers import build_optimizer
 from hstu.train_config import TrainConfig
 from sid_gr.train_config import TrainConfig as SIDTrainConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOML = """
 [trainer]
 train_batch_size = 4

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from commons.micro_batching import MicroBatchSpec, count_loss_tokens, pack_micro_batches, pack_rows
 
-EXAMPLE = Path(__file__).parents[2] / "examples/gradient_accumulation.py"
+EXAMPLE = Path(__file__).parents[3] / "examples/gradient_accumulation.py"
 
 
 @pytest.fixture(scope="module")

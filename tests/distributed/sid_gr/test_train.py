@@ -34,7 +34,7 @@ from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
 from tests.helpers.models import weights_of
 from tests.helpers.sid_models import CPU, model_parallel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = {
     "trainer.train-batch-size": "4",
     "trainer.eval-batch-size": "3",
