@@ -24,7 +24,7 @@ from benchmarks.report import draw_lengths, heading, run_ranks, table, write_pag
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import WORD_BYTES, PayloadLayout
-from commons.distributed.row_routes import route_rows
+from commons.distributed.row_exchange import RowExchange
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 from commons.sequence_batch.schema import BatchSchema
 from hstu import HSTUBalancedBatchShuffler
@@ -85,16 +85,18 @@ def by_arithmetic(lengths_name: str, world_size: int, rows: int, seed: int) -> d
     workloads = shuffler.task.get_workloads(len(CONTEXT) + 2 * lengths)
     shuffler.close()
     plan = plan_shuffle(
-        GatheredRows(counts, counts, workloads, len(CONTEXT) + 2 * lengths), slack=0.01, ranks_per_node=8
+        GatheredRows(counts, counts, workloads, len(CONTEXT) + 2 * lengths, table_of_lengths),
+        slack=0.01,
+        ranks_per_node=8,
     )
     row_bytes = layout.words(table_of_lengths).sum(axis=1) * WORD_BYTES
     sent = np.bincount(plan.gathered.home[plan.moves], weights=row_bytes[plan.moves], minlength=world_size)
     busiest = int(sent.argmax())
-    routes = route_rows(plan, table_of_lengths, layout, busiest, all_gather=False)
+    exchange = RowExchange.of(plan, layout, busiest, all_gather=False, pin_memory=False)
     everything = row_bytes.sum() / world_size * (world_size - 1)
     return {
         "mean sent": sent.mean(),
-        "busiest": routes.sent_words * WORD_BYTES,
+        "busiest": exchange.bytes_sent,
         "moved rows": float(row_bytes[plan.moves & (plan.gathered.home == busiest)].sum()),
         "all-gather of all": everything,
         "ratio": everything / max(sent.mean(), 1),

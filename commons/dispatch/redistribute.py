@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.dispatch.channel import DEFAULT_TIMEOUT, EXCHANGE, DispatchChannel, as_json_options, open_channel
+from commons.dispatch.channel import DEFAULT_TIMEOUT, EXCHANGE, DispatchChannel
 from commons.dispatch.moves import Moves, as_int64_ids, plan_moves
 from commons.dispatch.structure import describe_structure, raise_for_difference, structure_digest
 from commons.dispatch.trim import (
@@ -31,6 +31,7 @@ from commons.dispatch.trim import (
     width_of,
     with_stated_fields,
 )
+from commons.distributed.control import open_channel
 from commons.distributed.stats import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.inputs import as_slack
@@ -118,7 +119,7 @@ class RedistributedRows(Generic[B]):
             TypeError: on all ranks: results that cannot be sent.
             RankMissingError: a rank did not take part in time.
         """
-        with open_channel(self._group, self._timeout) as channel:
+        with open_channel(self._group, self._timeout, DispatchChannel) as channel:
             pieces: list[Any] = [None] * channel.world_size
             error: Exception | None = None
             try:
@@ -202,12 +203,12 @@ def redistribute_balanced(
         KeyError: on all ranks: a field to trim that is not there, or a class that a rank has not imported.
         RankMissingError: a rank did not take part in time.
     """
-    with open_channel(group, timeout) as channel:
+    with open_channel(group, timeout, DispatchChannel) as channel:
         own, options, error = None, None, None
         try:
             trims = _one_sided(as_trims(trim))
             described = [trim_to_json(each) for each in trims]
-            options = as_json_options({"equal_size": equal_size, "slack": as_slack(slack), "trim": described})
+            options = {"equal_size": equal_size, "slack": as_slack(slack), "trim": described}
             own = _own_rows(batch, workloads, group_ids, trims)
         except Exception as caught:
             error = caught

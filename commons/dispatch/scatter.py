@@ -15,11 +15,12 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel, as_json_options, open_channel
+from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.chunks import part_indices, take_part
 from commons.dispatch.dealing import Deal, deal_balanced
 from commons.dispatch.gather import compact_indices, gather_results, results_message
 from commons.dispatch.trim import Trim, Window, as_path, as_trims, trim_batch, trim_to_json, untrim
+from commons.distributed.control import open_channel
 from commons.perf_model.partitioner.inputs import as_count
 from commons.sequence_batch.batch_tree import path_name
 from commons.sequence_batch.rows import (
@@ -127,7 +128,7 @@ class BalancedShare(Generic[B]):
             RankMissingError: a rank did not take part in time.
         """
         origin = self._origin
-        with open_channel(origin.group, origin.timeout) as channel:
+        with open_channel(origin.group, origin.timeout, DispatchChannel) as channel:
             options, error, trims = check_options({"src": origin.src}, trim, channel.world_size)
 
             def source_batch() -> SourceBatch | None:
@@ -158,7 +159,7 @@ class BalancedShare(Generic[B]):
             RankMissingError: a rank did not take part in time.
         """
         origin = self._origin
-        with open_channel(origin.group, origin.timeout) as channel:
+        with open_channel(origin.group, origin.timeout, DispatchChannel) as channel:
             message, error = None, None
             try:
                 message = results_message(results, self.indices)
@@ -236,7 +237,7 @@ def scatter_balanced(
         KeyError: on all ranks: a field to trim that is not there, or a class that a rank has not imported.
         RankMissingError: a rank did not take part in time.
     """
-    with open_channel(group, timeout) as channel:
+    with open_channel(group, timeout, DispatchChannel) as channel:
         options, error, trims = check_options(
             {"src": src, "equal_size": equal_size, "pad": pad}, trim, channel.world_size
         )
@@ -350,7 +351,7 @@ def check_options(
     described: dict[str, Any] | None = None
     try:
         trims = as_trims(trim)
-        described = as_json_options(options | {"trim": [trim_to_json(each) for each in trims]})
+        described = options | {"trim": [trim_to_json(each) for each in trims]}
         _require_rank(options["src"], world_size)
     except Exception as error:
         return described, error, ()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import threading
 import time
@@ -21,21 +20,21 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.distributed.batch_exchange import exchange_rows
 from commons.distributed.control import RankMissingError
 from commons.distributed.group_pool import only_device
+from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import require_process_group, resolve_process_group
-from commons.distributed.shuffle_handle import Described, ShuffleHandle
-from commons.distributed.shuffle_session import PlannedExchange, RankInput, ShuffleSession
-from commons.distributed.stats import ShuffleStats, ShuffleTimes, stats_of_plan
+from commons.distributed.row_exchange import RowExchange
+from commons.distributed.shuffle_handle import ShuffleHandle
+from commons.distributed.shuffle_session import ShuffleSession
+from commons.distributed.stats import ShuffleStats, stats_of_plan
 from commons.distributed.verification import checksums, verify_rows
 from commons.distributed.worker import DaemonWorker
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.task_estimator import AttentionTask
-from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, row_fields
+from commons.sequence_batch.fields import batch_device, batch_rows, real_rows
 from commons.sequence_batch.schema import BatchSchema, register_batch_type
 
 logger = logging.getLogger(__name__)
@@ -208,17 +207,16 @@ class BaseTaskBalancedBatchShuffler(ABC):
             raise RuntimeError("the shuffler is closed; it cannot start another shuffle: make a new one")
         session = self._session(pg_group)
         device = self._device or only_device(self._group(pg_group))
-        mine, described = RankInput(error=error or self._calibration_problem(device)), None
-        if batch is not None and mine.error is None:
-            mine, described = self._describe(batch)
-        names = self.token_feature_names
-        mine = dataclasses.replace(
-            mine, calibrated=self._calibrated, token_features=None if names is None else tuple(names), device=device
-        )
+        problem = error or self._calibration_problem(device)
+        local = LocalRows(device=device, error=problem)
+        if batch is not None and problem is None:
+            local = self._describe(batch, device)
+        names = None if self.token_feature_names is None else tuple(self.token_feature_names)
+        calibrated = self._calibrated
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
-            future = self._worker.submit(lambda: session.prepare(step, mine))
-        return ShuffleHandle(step, session, batch, described, future)
+            future = self._worker.submit(lambda: session.prepare(step, local, calibrated, names))
+        return ShuffleHandle(step, session, batch, local, future)
 
     def finish_shuffle(self, batch: T, handle: ShuffleHandle) -> T:
         """Exchange rows according to the plan of `start_shuffle`.
@@ -244,29 +242,25 @@ class BaseTaskBalancedBatchShuffler(ABC):
             )
         prepared = handle.prepared()
         try:
-            described = handle.take(batch)
+            handle.take(batch)
         except Exception as error:
             handle.session.post_failure(handle.step, error)
             raise
-        if prepared.schema is None:
-            raise ValueError(f"no rank has a batch at step {handle.step}; the data has ended: check handle.ended first")
         self._device = batch_device(batch)
         started = time.perf_counter()
-        planned = prepared.planned
-        if planned is None:
-            pads = prepared.schema.states_padding
-            return _padding_batch(prepared.schema, batch) if described.rows == 0 and pads else batch
-        result, bytes_sent = self._exchange(batch, handle, planned)
+        plan, exchange = prepared.plan, prepared.exchange
+        if plan is None or exchange is None:
+            schema = handle.schema()
+            return _padding_batch(schema, batch) if handle.local.rows == 0 and schema.states_padding else batch
+        result = self._exchange(batch, handle, exchange)
         handle.stats = self.last_stats = stats_of_plan(
-            planned.plan,
+            plan,
             handle.step,
-            ShuffleTimes(
-                gather_ms=prepared.gather_ms,
-                plan_ms=planned.plan_ms,
-                wait_ms=handle.wait_ms,
-                exchange_ms=(time.perf_counter() - started) * 1e3,
-            ),
-            bytes_sent=bytes_sent,
+            gather_ms=prepared.gather_ms,
+            plan_ms=prepared.plan_ms,
+            wait_ms=handle.wait_ms,
+            exchange_ms=(time.perf_counter() - started) * 1e3,
+            bytes_sent=exchange.bytes_sent,
             ranks_per_node=self.options.ranks_per_node,
             units_per_ms=None if self._calibrated is None else self._calibrated.units_per_ms,
         )
@@ -335,22 +329,17 @@ class BaseTaskBalancedBatchShuffler(ABC):
             self._sessions[group] = ShuffleSession(group, self.options, type(self).__name__)
         return self._sessions[group]
 
-    def _describe(self, batch: Any) -> tuple[RankInput, Described | None]:
-        """What this rank brings, a mistake included, so that all raise it; and what tells its batch from others."""
+    def _describe(self, batch: Any, device: torch.device | None) -> LocalRows:
+        """What this rank brings; a mistake included, so that all ranks raise it."""
         try:
-            schema = BatchSchema.of(batch)
             register_batch_type(type(batch))
-            described = Described.of(batch)
-            rows, real = described.rows, described.real_rows
-            if self.options.mode == "off":
-                return RankInput(schema, rows, real), described
-            self._check_token_features(schema)
-            jagged = [value for _, value in row_fields(batch) if isinstance(value, KeyedJaggedTensor)]
-            lengths = [value.lengths().view(len(value.keys()), rows) for value in jagged]
-            num_values = tuple(value.values().numel() for value in jagged)
-            return _copy_to_host(schema, rows, real, self.get_workloads(batch), lengths, num_values), described
+            return LocalRows.of(batch, device, None if self.options.mode == "off" else self._workloads_of)
         except Exception as error:
-            return RankInput(error=error), None
+            return LocalRows(device=device, error=error)
+
+    def _workloads_of(self, batch: Any, schema: BatchSchema) -> Any:
+        self._check_token_features(schema)
+        return self.get_workloads(batch)
 
     def _check_token_features(self, schema: BatchSchema) -> None:
         keys = [key for field in schema.jagged if field.name != "labels" for key in field.keys]
@@ -358,35 +347,39 @@ class BaseTaskBalancedBatchShuffler(ABC):
         if unknown:
             raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
 
-    def _exchange(self, batch: T, handle: ShuffleHandle, planned: PlannedExchange) -> tuple[T, int]:
-        """Exchange and, if asked for, verify; returns the batch to train and the bytes sent."""
-        session, layout = handle.session, planned.layout
-        group = session.channel.payload_group
-        transfer = functools.partial(session.transfer, handle.step)
+    def _exchange(self, batch: T, handle: ShuffleHandle, exchange: RowExchange) -> T:
+        """The batch to train, verified if that is asked for."""
+        session, verify = handle.session, self.options.verify
         try:
-            before = checksums(batch, layout) if self.options.verify else None
-            result, bytes_sent = exchange_rows(batch, layout, planned.routes, planned.arrays, transfer)
+            before = checksums(batch, exchange.layout) if verify else None
+            result = batch
+            if exchange.moves or exchange.changes:
+                buffer, packed = exchange.pack(batch, batch_device(batch))
+                if exchange.moves:
+                    session.send_rows(handle.step, exchange, packed, buffer)
+                if exchange.changes:
+                    result = exchange.unpack(batch, buffer)
         except RankMissingError:
             raise
         except Exception as error:  # of this rank alone, such as too little memory
             session.post_failure(handle.step, error)
             raise
         if before is not None:
-            verify_rows(before, checksums(result, layout), layout, group, handle.step)
-        return result, bytes_sent
+            after = checksums(result, exchange.layout)
+            verify_rows(before, after, exchange.layout, session.channel.payload_group, handle.step)
+        return result
 
     def _indices(self, handle: ShuffleHandle, batch: Any) -> torch.Tensor:
         prepared = handle.prepared()
-        if prepared.planned is None:
+        if prepared.plan is None:
             return prepared.rows_before + torch.arange(real_rows(batch))
-        plan = prepared.planned.plan
-        return torch.from_numpy(plan.gathered.global_id[plan.rows_for(handle.session.channel.rank)])
+        rows = prepared.plan.rows_for(handle.session.channel.rank)
+        return torch.from_numpy(prepared.plan.gathered.global_id[rows])
 
     def _workloads(self, handle: ShuffleHandle, batch: Any, own: torch.Tensor | None) -> torch.Tensor:
-        prepared = handle.prepared()
-        if prepared.planned is None:
+        plan = handle.prepared().plan
+        if plan is None:
             return torch.as_tensor(own)[: real_rows(batch)].cpu()
-        plan = prepared.planned.plan
         return torch.from_numpy(plan.gathered.workloads[plan.rows_for(handle.session.channel.rank)])
 
     def _count_exceeded_cap(self, stats: ShuffleStats) -> None:
@@ -439,26 +432,3 @@ def _close_sessions(sessions: _Sessions, collected: bool = False) -> None:
 def _padding_batch(schema: BatchSchema, batch: Any) -> Any:
     """One row of padding on the device of a batch without rows: TorchRec's modules need at least one."""
     return schema.empty_batch(1).to(batch_device(batch), non_blocking=True)
-
-
-def _copy_to_host(
-    schema: BatchSchema,
-    rows: int,
-    real: int,
-    workloads: Any,
-    lengths: list[torch.Tensor],
-    num_values: tuple[int, ...],
-) -> RankInput:
-    """Copy what lies on CUDA into pinned memory without waiting; the worker waits for the event."""
-    tensors = [workloads, *lengths]
-    if not any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
-        return RankInput(schema, rows, real, workloads, tuple(lengths), num_values)
-    host = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        if isinstance(tensor, torch.Tensor)
-        else tensor
-        for tensor in tensors
-    ]
-    copied = torch.cuda.Event()
-    copied.record()
-    return RankInput(schema, rows, real, host[0], tuple(host[1:]), num_values, copied)

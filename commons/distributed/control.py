@@ -1,6 +1,9 @@
-"""The control channel: small collectives over a gloo group that belongs to the shuffler alone.
+"""AGREE: small collectives over a gloo group of its own, and the one protocol of every distributed call.
 
-Only integers and JSON text cross it. It is used by the shuffler's one worker thread; the payload group beside it is
+Ranks agree before they act: `ControlChannel.agree` compares the call and its options, raises on all ranks what went
+wrong on any of them, and tells all of them a few numbers of each, in one gathered table.
+
+Only integers and JSON text cross the group. The shuffler's one worker thread uses it; the payload group beside it is
 used by the main thread alone, so that neither waits for the other's turn.
 """
 
@@ -14,25 +17,32 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.distributed.errors import describe_error, raise_first_error
+from commons.distributed.errors import describe_error, raise_first_difference, raise_first_error
 from commons.distributed.group_pool import GroupPair, acquire_groups, numbers_device, release_groups
-from commons.distributed.process_group import all_gather_single, describe_group
+from commons.distributed.process_group import all_gather_single, describe_group, resolve_process_group
 
-# How often a waiting rank listens for the alarm, and how long one that sounds it waits for the others' names.
-_LISTEN_SECONDS = 1.0
-_ROLL_CALL_SECONDS = 4.0
+# How often a waiting rank asks the store whether the collective has failed elsewhere, and how long a rank in which it
+# has failed waits for the others' names there.
+_POLL_SECONDS = 1.0
+_NAMES_SECONDS = 4.0
 # How many missing ranks a message names.
 _NAMED = 16
 # Bytes of text that travel as one integer.
 _WORD = 8
+# What a rank says of itself when ranks agree on a call; 0 is that all is well.
+_FAILED, _OPTIONS_UNKNOWN = 1, 2
 
 # Numbers the channels over the same ranks, in the one order in which all of them make these.
 _GENERATIONS: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
+
+
+C = TypeVar("C", bound="ControlChannel")
 
 
 class RankMissingError(RuntimeError):
@@ -64,7 +74,7 @@ class ControlChannel:
         self.payload_group: dist.ProcessGroup | None = None
         self._group: dist.ProcessGroup | None = None
         self._groups: GroupPair | None = None
-        self._has_posted = False
+        self._intact = True
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
         self.names: Sequence[int] = self.members
         self.generation = next(_GENERATIONS[tuple(self.members)])
@@ -74,8 +84,51 @@ class ControlChannel:
             try:
                 self._groups = acquire_groups(group, timeout, moves_rows=moves_rows)
             except RuntimeError as error:
-                raise RankMissingError(self._roll_call(0, "connection")) from error
+                raise RankMissingError(self._describe_missing(0, "connection")) from error
             self._group, self.payload_group = self._groups.control, self._groups.payload
+
+    def agree(
+        self,
+        call: str,
+        options: dict[str, Any] | None,
+        error: Exception | None,
+        numbers: Sequence[int] | np.ndarray = (),
+        step: int = 0,
+    ) -> np.ndarray:
+        """Agree, before any rank acts, that all make the same call with the same options and that none has failed.
+
+        Args:
+            call: name of the call, in messages.
+            options: what all ranks must pass alike, as JSON holds it; None where `error` is about these.
+            error: what went wrong on this rank so far, if anything.
+            numbers: int64 `(n,)` for all ranks, or `(world_size, n)`: row r for rank r alone. Ranks that make the same
+                call bring as many.
+            step: number of the step or call, in messages.
+
+        Returns:
+            int64 `(world_size, n)`, the numbers that every rank has for this one.
+
+        Raises:
+            ValueError: ranks differ in the call or in an option.
+            ValueError, TypeError, KeyError: where the first failing rank's error is one.
+            RuntimeError: for any other error.
+            RankMissingError: a rank did not take part in time.
+        """
+        said, problem = _as_json(call, options)
+        error = error or problem
+        state = 0 if error is None else _FAILED if options is not None and problem is None else _OPTIONS_UNKNOWN
+        digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big") >> 1
+        own = np.asarray(numbers, dtype=np.int64)
+        head = np.broadcast_to(np.array([state, digest]), (*own.shape[:-1], 2))
+        message = np.concatenate([head, own], axis=-1)
+        table = self.gather(message, step, call) if own.ndim == 1 else self._swap(message, step, call)
+        states = table[:, 0]
+        # Different options come first: they often are why a rank has failed.
+        if (table[:, 1] != digest).any() and not (states == _OPTIONS_UNKNOWN).any():
+            raise_first_difference([json.loads(text) for text in self.gather_text(said, step)], self.names)
+        if states.any():
+            self._raise_on_all(error, step)
+        return table[:, 2:]
 
     def gather(self, values: np.ndarray, step: int, what: str = "gather") -> np.ndarray:
         """Gather int64 `(n,)`, of one size on all ranks, into `(world_size, n)`.
@@ -87,7 +140,7 @@ class ControlChannel:
             return values.reshape(1, -1)
         source = torch.tensor(values, dtype=torch.int64)  # copied: the bytes of a text cannot be written
         result = torch.empty(self.world_size * source.numel(), dtype=torch.int64)
-        self._wait(all_gather_single(result, source, group=self._group, async_op=True), step, what)
+        self.wait(all_gather_single(result, source, group=self._group, async_op=True), step, what)
         return result.view(self.world_size, -1).numpy()
 
     def gather_text(self, text: str, step: int) -> list[str]:
@@ -99,28 +152,10 @@ class ControlChannel:
         rows = self.gather(np.frombuffer(padded, dtype=np.int64), step, "gather of texts")
         return [rows[rank].tobytes()[:size].decode() for rank, size in enumerate(sizes)]
 
-    def raise_on_all(self, error: Exception | None, step: int) -> None:
-        """Raise what went wrong on any rank; called by all ranks together, once they know that there is something.
-
-        Args:
-            error: what went wrong on this rank, if anything.
-            step: number of the step.
-
-        Raises:
-            ValueError, TypeError, KeyError: where the first failing rank's error is one.
-            RuntimeError: for any other error.
-        """
+    def _raise_on_all(self, error: Exception | None, step: int) -> None:
+        """Raise what went wrong on any rank; called by all ranks together, once they know that there is something."""
         said = self.gather_text("" if error is None else json.dumps(describe_error(error)), step)
         raise_first_error([json.loads(text) if text else None for text in said], error, self.names)
-
-    def min_max(self, value: int, failed: bool, step: int) -> tuple[int, int, bool]:
-        """Smallest and largest value over the ranks, and whether any of them has failed, in one collective."""
-        if self._group is None:
-            return value, value, failed
-        said = torch.tensor([value, -value, -int(failed)], dtype=torch.int64)
-        work = dist.all_reduce(said, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        self._wait(work, step, "comparison of plans")
-        return int(said[0]), -int(said[1]), bool(said[2])
 
     def gather_on_main(self, values: list[int]) -> list[list[int]]:
         """Gather a few integers per rank over the payload group, on the main thread; waits for a device."""
@@ -131,22 +166,43 @@ class ControlChannel:
         all_gather_single(result, source, group=self.payload_group)
         return result.view(self.world_size, -1).tolist()
 
-    def _wait(self, work: dist.Work, step: int, what: str) -> None:
-        """Wait for a collective, and meanwhile listen for the alarm of a rank in which it has failed.
+    def _swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
+        """int64 `(world_size, n)`: row r goes to rank r; returns what each rank had for this one."""
+        if self._group is None:
+            return numbers
+        source = torch.from_numpy(numbers)
+        result = torch.empty_like(source)
+        self.wait(dist.all_to_all_single(result, source, group=self._group, async_op=True), step, what)
+        return result.numpy()
+
+    def wait(self, work: dist.Work, step: int, what: str) -> None:
+        """Wait on the host for a collective over host tensors, and ask the store whether it has failed elsewhere.
 
         gloo fails at once on the neighbours of a rank that died, but only after the timeout on the others: these end
         here, and are not taken for missing.
+
+        Raises:
+            RankMissingError: a rank did not take part in time, which is named, or has failed, with its message.
         """
-        done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
-        alarm = f"{self._key(step, what)}/alarm"
-        while not done.wait(_LISTEN_SECONDS):
-            if self._store_has(alarm):
-                raise RankMissingError(self._roll_call(step, what))
-        try:
+        with self.collective(step, what):
+            done = threading.Event()
+            work.get_future().add_done_callback(lambda _: done.set())
+            failed = f"{self._key(step, what)}/failed"
+            while not done.wait(_POLL_SECONDS):
+                if self._store_has(failed):
+                    raise RankMissingError(self._describe_missing(step, what))
             work.wait()
-        except RuntimeError as error:
-            raise RankMissingError(self._roll_call(step, what)) from error
+
+    @contextlib.contextmanager
+    def collective(self, step: int, what: str) -> Iterator[None]:
+        """Around a collective: if it fails, the error names the ranks that are missing, and the groups are given up."""
+        try:
+            yield
+        except BaseException as error:  # an interrupt too leaves the ranks at different places
+            self._intact = False
+            if isinstance(error, RuntimeError) and not isinstance(error, RankMissingError):
+                raise RankMissingError(self._describe_missing(step, what)) from error
+            raise
 
     def _key(self, step: int, what: str) -> str:
         return f"evenrank/{self._members_digest}/{self.generation}/{what}/{step}"
@@ -158,15 +214,15 @@ class ControlChannel:
         except RuntimeError:
             return True  # the rank that hosts the store has ended
 
-    def _roll_call(self, step: int, what: str) -> str:
-        """Sound the alarm, post this rank's name to the store, and say whose name is missing, or who has failed."""
+    def _describe_missing(self, step: int, what: str) -> str:
+        """Post the failure and this rank's name to the store; say whose name is missing there, or who has failed."""
         prefix = self._key(step, what)
         keys = {rank: f"{prefix}/{rank}" for rank in self.members}
         try:
             store = dist.distributed_c10d._get_default_store()
-            store.set(f"{prefix}/alarm", "1")
+            store.set(f"{prefix}/failed", "1")
             store.set(keys[dist.get_rank()], "present")
-            deadline = time.monotonic() + _ROLL_CALL_SECONDS
+            deadline = time.monotonic() + _NAMES_SECONDS
             # One question about all ranks at a time; only at the end, one for each of them.
             while not store.check(list(keys.values())) and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -211,34 +267,58 @@ class ControlChannel:
         """Tell the ranks that wait in a collective that this one will not come, and why."""
         if self._group is None:
             return
-        self._has_posted = True
+        self._intact = False
         prefix = self._key(step, what)
         text = f"rank {dist.get_rank()} failed in the {what} of step {step}: {': '.join(describe_error(error))}"
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
             store = dist.distributed_c10d._get_default_store()
             store.set(f"{prefix}/failure", " ".join(text.split()))
-            for key in ("alarm", str(dist.get_rank())):
+            for key in ("failed", str(dist.get_rank())):
                 store.set(f"{prefix}/{key}", "1")
 
-    def wait(self, work: dist.Work, step: int, what: str) -> None:
-        """Wait on the host for a collective over host tensors.
-
-        Raises:
-            RankMissingError: a rank did not take part in time, which is named, or has failed, with its message.
-        """
-        self._wait(work, step, what)
-
-    def name_missing(self, step: int, what: str) -> RankMissingError:
-        """The error for a collective of the main thread that failed, once the ranks have been called."""
-        return RankMissingError(self._roll_call(step, what))
-
-    def close(self, intact: bool, *, collected: bool = False) -> None:
-        """Give both groups back; only if no collective has failed in them, on this rank or for want of it.
+    def close(self, *, collected: bool = False) -> None:
+        """Give both groups back; not if a collective has failed in them, on this rank or for want of it.
 
         Args:
-            intact: whether none has failed.
             collected: whether this happens because nobody uses the channel any more, at another time on every rank.
         """
-        if self._groups is not None and intact and not self._has_posted:
+        if self._groups is not None and self._intact:
             release_groups(self.members, self._groups, collected=collected)
         self._groups = self._group = self.payload_group = None
+
+
+@contextlib.contextmanager
+def open_channel(
+    group: dist.ProcessGroup | None,
+    timeout: float,
+    channel_type: type[C] = ControlChannel,  # type: ignore[assignment]
+    *,
+    moves_rows: bool = True,
+) -> Iterator[C]:
+    """A channel for one call; its groups are taken from the pool and given back.
+
+    Args:
+        group: ranks that take part; default as for the shuffler.
+        timeout: seconds after which a rank that does not take part is reported.
+        channel_type: what to open.
+        moves_rows: whether the call sends rows, so that the payload group is needed.
+    """
+    channel = channel_type(resolve_process_group(group), timeout, moves_rows=moves_rows)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def _as_json(call: str, options: dict[str, Any] | None) -> tuple[str, Exception | None]:
+    """A call and its options as text that ranks compare, and what is wrong with an option that JSON cannot hold."""
+    problem: Exception | None = None
+    for name, value in (options or {}).items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            problem = TypeError(
+                f"{name} is a {type(value).__name__}; ranks compare their options as JSON: pass a Python bool or number"
+            )
+            problem.__cause__ = error
+    return json.dumps([call, None if problem else options]), problem

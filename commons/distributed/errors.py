@@ -1,8 +1,9 @@
-"""Errors that travel: what went wrong on one rank, raised on all of them."""
+"""Errors that travel: what went wrong on one rank, or differs between ranks, raised on all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 # The exception types that travel by name: a user's mistake raises the same type on every rank.
 _USER_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "KeyError": KeyError}
@@ -58,3 +59,30 @@ def _others(ranks: list[int]) -> str:
         return ""
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f" (and on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more})"
+
+
+def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: Sequence[int]) -> None:
+    """Raise ValueError, the same on all ranks, if they make different calls or the same with different options.
+
+    Args:
+        calls: name and options of every rank's call.
+        names: how the ranks are called.
+    """
+    (first_call, first), of_first = calls[0], names[0]
+    for name_of_rank, (call, options) in zip(names, calls):
+        if call != first_call:
+            raise ValueError(
+                f"rank {of_first} calls {first_call} and rank {name_of_rank} calls {call}; all ranks make the same "
+                "calls in the same order: correct the program"
+            )
+        for name in {**first, **options}:
+            mine, other = first.get(name), options.get(name)
+            if mine == other:
+                continue
+            if isinstance(mine, dict) and isinstance(other, dict):
+                keys = [key for key in {**mine, **other} if mine.get(key) != other.get(key)]
+                mine, other = ({key: each.get(key) for key in keys} for each in (mine, other))
+                what = f"{name} differ: rank {of_first} has {mine}, rank {name_of_rank} has {other}"
+            else:
+                what = f"{name} is {mine!r} on rank {of_first} and {other!r} on rank {name_of_rank}"
+            raise ValueError(f"{what} in {call}; all ranks pass the same: make them equal")

@@ -4,39 +4,14 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
+from commons.distributed.local_rows import LocalRows
 from commons.distributed.shuffle_session import PreparedShuffle, ShuffleSession
 from commons.distributed.stats import ShuffleStats
-from commons.sequence_batch.fields import IDENTITY, batch_device, row_counts, row_fields
-
-
-class Described(NamedTuple):
-    """What tells a batch from another, without a look at its values.
-
-    Attributes:
-        type_name: its class.
-        rows: batch_size.
-        real_rows: rows that are no padding.
-        sizes: elements of every row field.
-    """
-
-    type_name: str
-    rows: int
-    real_rows: int
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, batch: Any) -> Described:
-        """Describe a batch."""
-        sizes = tuple(_values(value).numel() for _, value in row_fields(batch))
-        return cls(type(batch).__name__, *row_counts(batch), sizes)
-
-    def __str__(self) -> str:
-        return f"a {self.type_name} of {self.rows} rows, {self.real_rows} of them real, and {sum(self.sizes)} elements"
+from commons.sequence_batch.fields import IDENTITY, row_counts, row_fields
+from commons.sequence_batch.schema import BatchSchema
+from commons.sequence_batch.torchrec_types import is_keyed_jagged
 
 
 class ShuffleHandle:
@@ -45,6 +20,9 @@ class ShuffleHandle:
     Attributes:
         step: number of the step within the group.
         stats: what happened; None before `finish_shuffle`, and in mode "off".
+        local: what the rank brought.
+        session: of the group.
+        wait_ms: how long the main thread has waited for the worker.
     """
 
     def __init__(
@@ -52,15 +30,15 @@ class ShuffleHandle:
         step: int,
         session: ShuffleSession,
         batch: Any | None,
-        described: Described | None,
+        local: LocalRows,
         future: Future[PreparedShuffle],
     ) -> None:
         self.step = step
         self.stats: ShuffleStats | None = None
+        self.local = local
         self.session = session
         self.wait_ms = 0.0
         self._batch = batch
-        self._described = described
         self._future = future
         self._finished = False
         if batch is not None and hasattr(batch, "__dict__"):
@@ -85,8 +63,8 @@ class ShuffleHandle:
         finally:
             self.wait_ms += (time.perf_counter() - started) * 1e3
 
-    def empty_batch(self) -> Any:
-        """A host batch of no rows, for a rank that brought none but takes part in the others'.
+    def schema(self) -> BatchSchema:
+        """The agreed schema; waits for the gather.
 
         Raises:
             ValueError: no rank has a batch.
@@ -94,7 +72,15 @@ class ShuffleHandle:
         schema = self.prepared().schema
         if schema is None:
             raise ValueError(f"no rank has a batch at step {self.step}; the data has ended: check handle.ended first")
-        return schema.empty_batch()
+        return schema
+
+    def empty_batch(self) -> Any:
+        """A host batch of no rows, for a rank that brought none but takes part in the others'.
+
+        Raises:
+            ValueError: no rank has a batch.
+        """
+        return self.schema().empty_batch()
 
     def follow(self, copied: Any) -> None:
         """Go on with a copy of the batch, or with the empty batch of a rank that brought none."""
@@ -106,27 +92,38 @@ class ShuffleHandle:
         self._batch = None
         self._future.exception()
 
-    def take(self, batch: Any) -> Described:
+    def take(self, batch: Any) -> None:
         """Check that the handle may be finished with this batch, and mark it used.
 
         Raises:
-            ValueError: it has been used, or belongs to another batch.
+            ValueError: it has been used, or belongs to another batch, or no rank has one.
         """
         if self._finished:
             raise ValueError(f"the handle of step {self.step} is used twice; a shuffle is finished once: start another")
-        described = Described.of(batch)
-        expected = self._described or Described(described.type_name, 0, 0, described.sizes)
-        if described != expected or not self._belongs_to(batch):
-            other = "another one" if described == expected else str(described)
+        schema = self.schema()
+        if not self._looks_like(batch, schema) or not self._belongs_to(batch, schema):
+            local = self.local
+            mine = _describe(schema.class_name, local.rows, local.real_rows, sum(local.sizes))
+            elements = (value.values() if is_keyed_jagged(value) else value for _, value in row_fields(batch))
+            other = _describe(type(batch).__name__, *row_counts(batch), sum(tensor.numel() for tensor in elements))
             raise ValueError(
-                f"the handle of step {self.step} was started with {expected} and is finished with {other}; "
-                "finish a shuffle with the batch it was started with, or with the copy that its to() returns"
+                f"the handle of step {self.step} was started with {mine} and is finished with "
+                f"{'another one' if other == mine else other}; finish a shuffle with the batch it was started with, or "
+                "with the copy that its to() returns"
             )
         self._finished = True
         self._batch = None
-        return described
 
-    def _belongs_to(self, batch: Any) -> bool:
+    def _looks_like(self, batch: Any, schema: BatchSchema) -> bool:
+        """Whether `batch` has the type and sizes of the one that was started; its fields are read by name."""
+        local = self.local
+        if type(batch).__name__ != schema.class_name or schema.rows_of(batch) != local.rows:
+            return False
+        actual = getattr(batch, "actual_batch_size", None)
+        sizes = tuple(tensor.numel() for tensor in schema.row_tensors(batch))
+        return actual in (None, local.real_rows) and (local.schema is None or sizes == local.sizes)
+
+    def _belongs_to(self, batch: Any, schema: BatchSchema) -> bool:
         """Whether `batch` is the one that was started, or a copy of it.
 
         Copies by BaseBatch.to and pin_memory inherit its identity. Another type's copy on the same device has the same
@@ -137,11 +134,9 @@ class ShuffleHandle:
         identity = getattr(batch, "__dict__", {}).get(IDENTITY)
         if identity is not None:
             return identity == id(self._batch)
-        if batch_device(batch) != batch_device(self._batch):
-            return True
-        fields = zip(row_fields(self._batch), row_fields(batch))
-        return all(_values(mine).data_ptr() == _values(other).data_ptr() for (_, mine), (_, other) in fields)
+        pairs = list(zip(schema.row_tensors(self._batch), schema.row_tensors(batch)))
+        return pairs[0][0].device != pairs[0][1].device or all(a.data_ptr() == b.data_ptr() for a, b in pairs)
 
 
-def _values(value: KeyedJaggedTensor | torch.Tensor) -> torch.Tensor:
-    return value.values() if isinstance(value, KeyedJaggedTensor) else value
+def _describe(type_name: str, rows: int, real_rows: int, elements: int) -> str:
+    return f"a {type_name} of {rows} rows, {real_rows} of them real, and {elements} elements"

@@ -1,8 +1,7 @@
 """GATHER and PLAN: what the shuffler's worker thread does for one batch, over one data-parallel group.
 
-Input: the host copy of a rank's workloads and lengths, or the news that it has no batch, or an error. Output: the plan
-of the global batch with this rank's index arrays, the news that the data has ended for all, or the error of any rank,
-raised on every rank.
+Input: what this rank knows of its batch, or that it has none, or an error. Output: the plan of the global batch with
+this rank's exchange, or that the data has ended for all, or the error of any rank, raised on every rank.
 """
 
 from __future__ import annotations
@@ -11,79 +10,27 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.distributed.agreement import agree
-from commons.distributed.batch_exchange import Collective, ExchangeArrays, prepare_arrays
 from commons.distributed.control import ControlChannel, RankMissingError
+from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
 from commons.distributed.peer_calibration import require_equal_among_peers
-from commons.distributed.row_routes import RowRoutes, route_rows
+from commons.distributed.row_exchange import RowExchange
+from commons.distributed.schema_agreement import agree_on_schema
 from commons.perf_model.calibration import CalibratedTask
-from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 from commons.sequence_batch.schema import BatchSchema
 
 logger = logging.getLogger(__name__)
 
-_BATCH, _NONE, _ERROR = 0, 1, 2
 _EXCHANGE = "exchange"
-_HEADER = 4  # step, status, rows, real rows
-
-
-@dataclass(frozen=True)
-class RankInput:
-    """What one rank brings to one step.
-
-    Attributes:
-        schema: of its batch; None if it has none.
-        rows: batch_size.
-        real_rows: rows that are no padding.
-        workloads: what `get_workloads` returned, on the host; None in mode "off".
-        lengths: lengths `(keys, rows)` of every KeyedJaggedTensor field, on the host.
-        num_values: values that each of these fields holds.
-        copied: the event after which host copies from a device are complete.
-        error: what went wrong on this rank so far.
-        calibrated: what makes times of the workloads; None where they are operations.
-        token_features: keys that count as tokens; None for all but the labels'.
-        device: where its batch is trained; None if that is not known yet.
-    """
-
-    schema: BatchSchema | None = None
-    rows: int = 0
-    real_rows: int = 0
-    workloads: Any = None
-    lengths: tuple[torch.Tensor, ...] = ()
-    num_values: tuple[int, ...] = ()
-    copied: torch.Event | None = None
-    error: Exception | None = None
-    calibrated: CalibratedTask | None = None
-    token_features: tuple[str, ...] | None = None
-    device: torch.device | None = None
-
-
-@dataclass(frozen=True)
-class PlannedExchange:
-    """A plan, and what one rank needs to carry it out.
-
-    Attributes:
-        plan: the plan, the same on every rank.
-        layout: the parts of a row.
-        routes: this rank's index arrays.
-        arrays: the same as tensors.
-        plan_ms: milliseconds of planning, comparing and building the arrays.
-    """
-
-    plan: ShufflePlan
-    layout: PayloadLayout
-    routes: RowRoutes
-    arrays: ExchangeArrays
-    plan_ms: float = 0.0
+# Columns of the gathered table before workloads and lengths.
+_STEP, _HAS_BATCH, _ROWS, _REAL_ROWS, _HEADER = range(5)
 
 
 @dataclass(frozen=True)
@@ -93,33 +40,22 @@ class PreparedShuffle:
     Attributes:
         schema: the agreed schema; None if no rank has a batch any more.
         rows_before: rows of the ranks before this one; global ids start there.
-        planned: the plan; None in mode "off".
+        plan: the plan, the same on every rank; None in mode "off".
+        exchange: this rank's part of it; None in mode "off".
         gather_ms: milliseconds of the gather.
+        plan_ms: milliseconds of planning, comparing plans and building the exchange.
     """
 
     schema: BatchSchema | None = None
     rows_before: int = 0
-    planned: PlannedExchange | None = None
+    plan: ShufflePlan | None = None
+    exchange: RowExchange | None = None
     gather_ms: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Agreed:
-    """What all ranks know of their batches.
-
-    Attributes:
-        schema: of every batch.
-        layout: the parts of its rows.
-        pads: whether its type can state padding.
-    """
-
-    schema: BatchSchema
-    layout: PayloadLayout
-    pads: bool
+    plan_ms: float = 0.0
 
 
 class ShuffleSession:
-    """The shuffler's state for one group: its channel, the agreed schema and the size of the gather's buffer.
+    """The shuffler's state for one group: its channel, the agreed layout and the size of the gather's buffer.
 
     Made on the main thread by all ranks of the group; `prepare` runs on the worker thread, once per step and in the
     same order on every rank.
@@ -127,11 +63,11 @@ class ShuffleSession:
 
     def __init__(self, group: dist.ProcessGroup | None, options: ShufflerOptions, shuffler_type: str) -> None:
         self.channel = ControlChannel(group, options.timeout, moves_rows=options.mode == "balance")
-        self._agreed: _Agreed | None = None
+        self.steps = 0
+        self._layout: PayloadLayout | None = None
         self._options = options
         self._shuffler_type = shuffler_type
         self._capacity = 0
-        self.steps = 0
         self._has_told_end = False
         self._broken: RankMissingError | None = None
         self._all_gather = options.transport == "all_gather" or (
@@ -144,8 +80,20 @@ class ShuffleSession:
         self.steps += 1
         return step
 
-    def prepare(self, step: int, mine: RankInput) -> PreparedShuffle:
-        """Gather, plan, compare plans and build this rank's arrays.
+    def prepare(
+        self,
+        step: int,
+        local: LocalRows,
+        calibrated: CalibratedTask | None = None,
+        token_features: tuple[str, ...] | None = None,
+    ) -> PreparedShuffle:
+        """Gather, plan, compare plans and build this rank's exchange.
+
+        Args:
+            step: number of the step.
+            local: what this rank brings.
+            calibrated: what makes times of the workloads; None where they are operations.
+            token_features: keys that count as tokens; None for all but the labels'.
 
         Raises:
             RankMissingError: a rank did not take part; so does every later call.
@@ -154,15 +102,32 @@ class ShuffleSession:
         if self._broken is not None:
             raise self._broken
         try:
-            return self._prepare(step, mine)
+            started = time.perf_counter()
+            self._layout = self._layout or self._agree(step, local, calibrated)
+            if self._layout is None:
+                return PreparedShuffle()
+            schema = self._layout.schema
+            table = self._gather(step, schema, local)
+            if not table[:, _HAS_BATCH].any() or self._ends_early(schema, table):
+                return PreparedShuffle()
+            gathered_at = time.perf_counter()
+            gather_ms = (gathered_at - started) * 1e3
+            rows_before = int(table[: self.channel.rank, _ROWS].sum())
+            if self._options.mode == "off":
+                return PreparedShuffle(schema, rows_before, gather_ms=gather_ms)
+            units_per_ms = 1 if calibrated is None else calibrated.units_per_ms
+            plan, exchange = self._plan(step, self._layout, table, local.device, token_features, units_per_ms)
+            plan_ms = (time.perf_counter() - gathered_at) * 1e3
+            return PreparedShuffle(schema, rows_before, plan, exchange, gather_ms, plan_ms)
         except RankMissingError as error:
             self._broken = error
             raise
 
-    def transfer(self, step: int, collective: Collective, device: torch.device) -> int:
-        """Run the payload collective of a step, on the main thread; returns the bytes sent.
+    def send_rows(self, step: int, exchange: RowExchange, packed: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Run the payload collective of a step, on the main thread.
 
-        Host tensors are waited for while listening for the alarm; on a device the stream waits, and the host does not.
+        Host tensors are waited for while asking the store for failures; on a device the stream waits, the host does
+        not.
 
         Raises:
             RankMissingError: a rank did not take part, or has failed, with its message; so does every later call.
@@ -170,16 +135,14 @@ class ShuffleSession:
         channel = self.channel
         assert channel.payload_group is not None  # noqa: S101  rows move between at least two ranks
         try:
-            work, bytes_sent = collective(channel.payload_group, device.type == "cpu")
-            if work is not None:
-                channel.wait(work, step, _EXCHANGE)
+            with channel.collective(step, _EXCHANGE):
+                on_host = packed.device.type == "cpu"
+                work = exchange.send_rows(packed, buffer, channel.payload_group, async_op=on_host)
+                if work is not None:
+                    channel.wait(work, step, _EXCHANGE)
         except RankMissingError as error:
             self._broken = error
             raise
-        except RuntimeError as error:  # of the collective: a peer has ended or stalls
-            self._broken = channel.name_missing(step, _EXCHANGE)
-            raise self._broken from error
-        return bytes_sent
 
     def post_failure(self, step: int, error: Exception) -> None:
         """Tell the others, who may wait in the exchange of a step, that this rank failed before it."""
@@ -187,119 +150,102 @@ class ShuffleSession:
 
     def close(self, *, collected: bool = False) -> None:
         """Give the groups back; called when the worker thread has ended, or collected, by it."""
-        self.channel.close(intact=self._broken is None, collected=collected)
+        self.channel.close(collected=collected)
 
-    def _prepare(self, step: int, mine: RankInput) -> PreparedShuffle:
-        started = time.perf_counter()
-        agreed = self._agreed = self._agreed or self._agree(step, mine)
-        if agreed is None:
-            return PreparedShuffle()
-        body, error = self._body(agreed.schema, mine)
-        table = self._gather(step, body, mine, error)
-        if (table[:, 1] == _NONE).all() or self._ends_early(agreed, table):
-            return PreparedShuffle()
-        gather_ms = (time.perf_counter() - started) * 1e3
-        rows_before = int(table[: self.channel.rank, 2].sum())
-        planned = None if self._options.mode == "off" else self._plan_exchange(step, agreed, table, mine)
-        return PreparedShuffle(agreed.schema, rows_before, planned, gather_ms)
-
-    def _plan_exchange(self, step: int, agreed: _Agreed, table: np.ndarray, mine: RankInput) -> PlannedExchange:
-        started = time.perf_counter()
-        planned, digest, error = None, 0, None
-        try:
-            gathered, lengths = _unpack(agreed.schema, table, mine.token_features)
-            plan = self._plan(gathered, agreed.pads, 1 if mine.calibrated is None else mine.calibrated.units_per_ms)
-            routes = route_rows(plan, lengths, agreed.layout, self.channel.rank, self._all_gather)
-            on_cuda = mine.device is not None and mine.device.type == "cuda"
-            arrays = prepare_arrays(routes, agreed.layout, on_cuda and self.channel.world_size > 1)
-            planned, digest = PlannedExchange(plan, agreed.layout, routes, arrays), plan.digest()
-        except Exception as caught:  # of this rank alone, such as too little memory: the comparison tells the others
-            error = caught
-        self._compare(step, digest, error)
-        assert planned is not None  # noqa: S101  the comparison raised the error
-        without = np.flatnonzero(planned.plan.result_real_rows == 0)
-        if len(without) and self._options.mode == "balance" and not agreed.pads:
-            raise self._cannot_pad(agreed.schema, without)
-        return dataclasses.replace(planned, plan_ms=(time.perf_counter() - started) * 1e3)
-
-    def _agree(self, step: int, mine: RankInput) -> _Agreed | None:
-        error, calibration = mine.error, None if mine.calibrated is None else mine.calibrated.calibration
-        if self._options.calibration is not None and self._options.mode != "off":
+    def _agree(self, step: int, local: LocalRows, calibrated: CalibratedTask | None) -> PayloadLayout | None:
+        options, calibration = self._options, None if calibrated is None else calibrated.calibration
+        if options.calibration is not None and options.mode != "off":
             try:
-                require_equal_among_peers(calibration, self.channel.generation, self._options.timeout / 2)
+                require_equal_among_peers(calibration, self.channel.generation, options.timeout / 2)
             except Exception as caught:
-                error = error or caught
-        agreement = agree(
-            self.channel, step, self._options, self._shuffler_type, mine.schema, mine.real_rows, error, calibration
-        )
-        if agreement.schema is None:
-            return None
-        self._capacity = agreement.max_real_rows
-        return _Agreed(agreement.schema, PayloadLayout.of(agreement.schema), agreement.states_padding)
+                local = dataclasses.replace(local, error=local.error or caught)
+        schema, self._capacity = agree_on_schema(self.channel, step, options, self._shuffler_type, calibration, local)
+        return None if schema is None else PayloadLayout.of(schema)
 
-    def _body(self, schema: BatchSchema, mine: RankInput) -> tuple[np.ndarray, Exception | None]:
-        """Workload and lengths of every real row, int64 `(real rows, 1 + keys)`; or the error that prevents them."""
+    def _gather(self, step: int, schema: BatchSchema, local: LocalRows) -> np.ndarray:
+        """The gathered table: header and rows of every rank; once more, larger, if a rank's rows outgrew the buffer."""
         columns = 0 if self._options.mode == "off" else 1 + schema.num_keys
-        nothing = np.zeros((0, columns), dtype=np.int64)
-        if mine.error is not None or mine.schema is None:
-            return nothing, mine.error
-        try:
-            if mine.schema != schema:
-                raise ValueError(
-                    f"this batch differs from the first: {'; '.join(schema.differences(mine.schema))}; type, "
-                    "keys, dtypes and plain values stay the same: make every batch alike, or a property what depends "
-                    "on the rows"
-                )
-            if columns == 0:
-                return nothing, None
-            if mine.copied is not None:
-                mine.copied.synchronize()
-            workloads = as_int64_workloads(_one_per_row(mine.workloads, mine.rows)[: mine.real_rows])
-            return np.concatenate([workloads[:, None], *_real_lengths(mine)], axis=1), None
-        except Exception as error:
-            return nothing, error
-
-    def _gather(self, step: int, body: np.ndarray, mine: RankInput, error: Exception | None) -> np.ndarray:
-        """Gather header and body of every rank; once more, larger, if a rank's rows outgrew the buffer."""
-        columns = body.shape[1]
-        status = _ERROR if error is not None else _NONE if mine.schema is None else _BATCH
+        own, error = np.zeros(0, dtype=np.int64), local.error
+        if local.schema is not None and error is None:
+            try:
+                _require_same_schema(schema, local.schema)
+                own = local.table().ravel() if columns else own
+            except Exception as caught:
+                error = caught
         while True:
             message = np.zeros(_HEADER + self._capacity * columns, dtype=np.int64)
-            message[:_HEADER] = (step, status, mine.rows, mine.real_rows)
-            sent = body.ravel()[: len(message) - _HEADER]
+            message[:_HEADER] = (step, local.schema is not None, local.rows, local.real_rows)
+            sent = own[: len(message) - _HEADER]
             message[_HEADER : _HEADER + len(sent)] = sent
-            table = self.channel.gather(message, step)
-            if (table[:, 1] == _ERROR).any():
-                self.channel.raise_on_all(error, step)
-            if (table[:, 0] != step).any():
+            table = self.channel.agree("gather", {}, error, message, step)
+            if (table[:, _STEP] != step).any():
                 raise RuntimeError(
-                    f"ranks are at steps {table[:, 0].tolist()} ({self.channel.description}); every rank must call the "
-                    "shuffler once per step, in the same order"
+                    f"ranks are at steps {table[:, _STEP].tolist()} ({self.channel.description}); every rank must call "
+                    "the shuffler once per step, in the same order"
                 )
-            largest = int(table[:, 3].max())
+            largest = int(table[:, _REAL_ROWS].max())
             if columns == 0 or largest <= self._capacity:
                 return table
             self._capacity = largest + largest // 4
 
-    def _plan(self, gathered: GatheredRows, pads: bool, units_per_ms: int) -> ShufflePlan:
-        options = self._options
-        return plan_shuffle(
-            gathered,
-            method=options.partitioner,
-            equal_size=options.equal_size,
-            slack=options.slack,
-            ranks_per_node=options.ranks_per_node,
-            max_tokens=options.max_tokens_per_rank,
-            min_gain=options.min_gain,
-            min_gain_load=round(options.min_gain_ms * units_per_ms),
-            carry_out=options.mode == "balance",
-            pads=pads,
+    def _plan(
+        self,
+        step: int,
+        layout: PayloadLayout,
+        table: np.ndarray,
+        device: torch.device | None,
+        token_features: tuple[str, ...] | None,
+        units_per_ms: int,
+    ) -> tuple[ShufflePlan, RowExchange]:
+        """Plan and build this rank's exchange; then all ranks compare their plans."""
+        options, made, digest, error = self._options, None, 0, None
+        try:
+            plan = plan_shuffle(
+                _read_table(layout.schema, table, token_features),
+                method=options.partitioner,
+                equal_size=options.equal_size,
+                slack=options.slack,
+                ranks_per_node=options.ranks_per_node,
+                max_tokens=options.max_tokens_per_rank,
+                min_gain=options.min_gain,
+                min_gain_load=round(options.min_gain_ms * units_per_ms),
+                carry_out=options.mode == "balance",
+                pads=layout.schema.states_padding,
+            )
+            on_cuda = device is not None and device.type == "cuda" and self.channel.world_size > 1
+            rank = self.channel.rank
+            made = plan, RowExchange.of(plan, layout, rank, all_gather=self._all_gather, pin_memory=on_cuda)
+            digest = plan.digest()
+        except Exception as caught:  # of this rank alone, such as too little memory: the comparison tells the others
+            error = caught
+        self._require_same_plan(step, digest, error)
+        assert made is not None  # noqa: S101  the comparison raised the error
+        without = np.flatnonzero(made[0].result_real_rows == 0)
+        if len(without) and options.mode == "balance" and not layout.schema.states_padding:
+            raise ValueError(
+                f"ranks {self._named(without)} would train no row, and {layout.schema.type_name} cannot state padding; "
+                "such a batch needs at least one row on every rank: give it a field actual_batch_size, or derive it "
+                "from BaseBatch"
+            )
+        return made
+
+    def _require_same_plan(self, step: int, digest: int, error: Exception | None) -> None:
+        """Stop, on all ranks, if one of them has failed or the ranks did not make the same plan."""
+        digests = self.channel.agree("comparison of plans", {}, error, [digest], step)[:, 0]
+        if (digests == digests[0]).all():
+            return
+        values, counts = np.unique(digests, return_counts=True)
+        most = digests[0] if (digests == digests[0]).sum() == counts.max() else values[counts.argmax()]
+        others = self._named(np.flatnonzero(digests != most))
+        raise RuntimeError(
+            f"ranks {others} made another plan than the rest of {self.channel.description} at step {step}; a plan must "
+            "be a pure function of what was gathered: use the same evenrank version and settings on every rank"
         )
 
-    def _ends_early(self, agreed: _Agreed, table: np.ndarray) -> bool:
+    def _ends_early(self, schema: BatchSchema, table: np.ndarray) -> bool:
         """Whether the data ends for all: a rank has none, its batches cannot be empty, and no rows may move."""
-        dry = np.flatnonzero(table[:, 1] == _NONE)
-        if not len(dry) or self._options.mode == "balance" or agreed.pads:
+        dry = np.flatnonzero(table[:, _HAS_BATCH] == 0)
+        if not len(dry) or self._options.mode == "balance" or schema.states_padding:
             return False
         if self.channel.rank == 0 and not self._has_told_end:
             self._has_told_end = True
@@ -307,41 +253,29 @@ class ShuffleSession:
                 "the data of ranks %s ended at step %d, and %s cannot state padding, so that it ends for all: the %d "
                 "rows that the others have read, and what they would still read, are not trained; mode 'balance' "
                 "shares them out, and so does a field actual_batch_size",
-                [self.channel.members[rank] for rank in dry.tolist()],
-                table[0, 0],
-                agreed.schema.type_name,
-                table[:, 3].sum(),
+                self._named(dry),
+                table[0, _STEP],
+                schema.type_name,
+                table[:, _REAL_ROWS].sum(),
             )
         return True
 
-    def _cannot_pad(self, schema: BatchSchema, without: np.ndarray) -> ValueError:
-        ranks = [self.channel.members[rank] for rank in without.tolist()]
-        return ValueError(
-            f"ranks {ranks} would train no row, and {schema.type_name} cannot state padding; such a batch needs at "
-            "least one row on every rank: give it a field actual_batch_size, or derive it from BaseBatch"
-        )
+    def _named(self, ranks: np.ndarray) -> list[int]:
+        """Global numbers of ranks of the group."""
+        return [self.channel.members[rank] for rank in ranks.tolist()]
 
-    def _compare(self, step: int, digest: int, error: Exception | None) -> None:
-        """Stop, on all ranks, if one of them has failed or the ranks did not make the same plan."""
-        low, high, failed = self.channel.min_max(digest, error is not None, step)
-        if failed:
-            self.channel.raise_on_all(error, step)
-        if low == high:
-            return
-        digests = self.channel.gather(np.array([digest]), step, "gather of digests")[:, 0].tolist()
-        most = max(set(digests), key=lambda value: (digests.count(value), value == digests[0]))
-        others = [self.channel.members[rank] for rank, value in enumerate(digests) if value != most]
-        raise RuntimeError(
-            f"ranks {others} made another plan than the rest of {self.channel.description} at step {step}; a plan must "
-            "be a pure function of what was gathered: use the same evenrank version and settings on every rank"
+
+def _require_same_schema(agreed: BatchSchema, own: BatchSchema) -> None:
+    if own != agreed:
+        raise ValueError(
+            f"this batch differs from the first: {'; '.join(agreed.differences(own))}; type, keys, dtypes and plain "
+            "values stay the same: make every batch alike, or a property what depends on the rows"
         )
 
 
-def _unpack(
-    schema: BatchSchema, table: np.ndarray, token_features: tuple[str, ...] | None
-) -> tuple[GatheredRows, np.ndarray]:
-    """The gathered rows of all ranks, and their lengths, int64 `(N, keys)`."""
-    rows, real_rows = table[:, 2].copy(), table[:, 3].copy()
+def _read_table(schema: BatchSchema, table: np.ndarray, token_features: tuple[str, ...] | None) -> GatheredRows:
+    """The rows of all ranks, from the gathered table."""
+    rows, real_rows = table[:, _ROWS].copy(), table[:, _REAL_ROWS].copy()
     columns = 1 + schema.num_keys
     bodies = [
         table[rank, _HEADER : _HEADER + count * columns].reshape(count, columns)
@@ -349,7 +283,7 @@ def _unpack(
     ]
     whole = np.concatenate(bodies)
     lengths = whole[:, 1:]
-    return GatheredRows(rows, real_rows, whole[:, 0].copy(), _tokens(schema, lengths, token_features)), lengths
+    return GatheredRows(rows, real_rows, whole[:, 0].copy(), _tokens(schema, lengths, token_features), lengths)
 
 
 def _tokens(schema: BatchSchema, lengths: np.ndarray, features: tuple[str, ...] | None) -> np.ndarray:
@@ -362,43 +296,3 @@ def _tokens(schema: BatchSchema, lengths: np.ndarray, features: tuple[str, ...] 
     if not any(counted):
         return np.ones(len(lengths), dtype=np.int64)
     return lengths[:, np.array(counted)].sum(axis=1)
-
-
-def _real_lengths(mine: RankInput) -> list[np.ndarray]:
-    """int64 `(real rows, keys)` lengths of every jagged field, after a look at whether they fit its values."""
-    assert mine.schema is not None  # noqa: S101  a rank without a batch has no lengths
-    tables = []
-    for field, lengths, num_values in zip(mine.schema.jagged, mine.lengths, mine.num_values):
-        table = lengths.numpy().astype(np.int64)
-        stated = int(table.sum())
-        if table.min(initial=0) < 0:
-            raise ValueError(
-                f"field {field.name!r} has a length of {table.min()}; lengths are not negative: correct it"
-            )
-        if stated != num_values:
-            raise ValueError(
-                f"field {field.name!r} has lengths that add up to {stated} and {num_values} values; values must be "
-                "exactly those of the rows: build the KeyedJaggedTensor from them alone"
-            )
-        if table[:, mine.real_rows :].any():
-            raise ValueError(
-                f"field {field.name!r} has values in padding rows [{mine.real_rows}, {mine.rows}); padding rows have "
-                "zero lengths: raise actual_batch_size or empty these rows"
-            )
-        tables.append(table[:, : mine.real_rows].T)
-    return tables
-
-
-def _one_per_row(workloads: Any, rows: int) -> Any:
-    count = len(workloads) if hasattr(workloads, "__len__") else None
-    if isinstance(workloads, torch.Tensor) and workloads.dim() != 1:
-        raise ValueError(
-            f"workloads have shape {tuple(workloads.shape)}, batch_size is {rows}; one number per row is needed: "
-            f"return shape ({rows},)"
-        )
-    if count != rows:
-        raise ValueError(
-            f"workloads has {count} entries, batch_size is {rows}; one per row is needed, padding included: return one "
-            "per sample"
-        )
-    return workloads

@@ -93,22 +93,6 @@ class ShuffleStats:
         return dataclasses.asdict(self)
 
 
-@dataclass(frozen=True)
-class ShuffleTimes:
-    """Milliseconds that one rank measured while a plan was made and carried out; see ShuffleStats."""
-
-    gather_ms: float
-    plan_ms: float
-    wait_ms: float
-    exchange_ms: float
-
-    @property
-    def hidden_fraction(self) -> float:
-        """The part of gather and plan that nobody waited for."""
-        background = self.gather_ms + self.plan_ms
-        return min(1.0, max(0.0, 1.0 - self.wait_ms / background)) if background else 1.0
-
-
 def imbalance(loads: np.ndarray) -> float:
     """Largest load divided by the mean, minus 1; 0 for no load at all."""
     total = int(loads.sum())
@@ -118,8 +102,11 @@ def imbalance(loads: np.ndarray) -> float:
 def stats_of_plan(
     plan: ShufflePlan,
     step: int,
-    times: ShuffleTimes,
     *,
+    gather_ms: float,
+    plan_ms: float,
+    wait_ms: float,
+    exchange_ms: float,
     bytes_sent: int,
     ranks_per_node: int | None = None,
     units_per_ms: int | None = None,
@@ -129,12 +116,16 @@ def stats_of_plan(
     Args:
         plan: the plan.
         step: number of the batch.
-        times: what this rank measured.
+        gather_ms: as in ShuffleStats, measured by this rank; so are the next three.
+        plan_ms: see there.
+        wait_ms: see there.
+        exchange_ms: see there.
         bytes_sent: payload bytes that this rank sent.
         ranks_per_node: ranks that share a node, if known.
         units_per_ms: loads per millisecond, if they are times.
     """
     gathered = plan.gathered
+    background = gather_ms + plan_ms
     total_tokens = int(gathered.tokens.sum())
     tokens_moved = int(gathered.tokens[plan.moves].sum())
     loads_told = plan.loads_after if plan.gated else plan.loads_planned
@@ -158,11 +149,11 @@ def stats_of_plan(
         tokens_moved_across_nodes=None if crosses is None else int(gathered.tokens[crosses].sum()),
         excess_tokens=plan.excess_tokens,
         bytes_sent=bytes_sent,
-        gather_ms=times.gather_ms,
-        plan_ms=times.plan_ms,
-        wait_ms=times.wait_ms,
-        hidden_fraction=times.hidden_fraction,
-        exchange_ms=times.exchange_ms,
+        gather_ms=gather_ms,
+        plan_ms=plan_ms,
+        wait_ms=wait_ms,
+        hidden_fraction=min(1.0, max(0.0, 1.0 - wait_ms / background)) if background else 1.0,
+        exchange_ms=exchange_ms,
         predicted_saving=(before - after) / before if before else 0.0,
         predicted_saving_ms=None if units_per_ms is None else (before - after) / units_per_ms,
         loads_before=tuple(plan.loads_before.tolist()),

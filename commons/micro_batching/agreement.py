@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-import torch.distributed as dist
-
-from commons.distributed.control import ControlChannel, RankMissingError
-from commons.distributed.process_group import resolve_process_group
+from commons.distributed.control import ControlChannel
 
 
 @dataclass(frozen=True)
@@ -31,20 +24,6 @@ class Needs:
     blocks: int
     micro_batches: int
     loss_tokens: int
-
-
-@contextmanager
-def open_channel(group: dist.ProcessGroup | None, timeout: float) -> Iterator[ControlChannel]:
-    """A control channel for one call; its groups are taken from the pool and given back, unless they have failed."""
-    channel = ControlChannel(resolve_process_group(group), timeout, moves_rows=False)
-    intact = True
-    try:
-        yield channel
-    except RankMissingError:
-        intact = False
-        raise
-    finally:
-        channel.close(intact)
 
 
 def exchange_needs(
@@ -68,16 +47,9 @@ def exchange_needs(
     """
     if error is not None and channel.world_size == 1:
         raise error
-    said = json.dumps(options)
-    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big") >> 1
     own = [0] * 4 if needs is None else list(asdict(needs).values())
-    heard = channel.gather(np.array([error is not None, digest, *own]), 0, "agreement on micro-batches")
-    # Different options come first: they often are why a rank has failed.
-    if (heard[:, 1] != digest).any():
-        _raise_for_difference([json.loads(text) for text in channel.gather_text(said, 0)], channel.members)
-    if heard[:, 0].any():
-        channel.raise_on_all(error, 0)
-    return [Needs(*row) for row in heard[:, 2:].tolist()]
+    heard = channel.agree("pack_micro_batches", options, error, own)
+    return [Needs(*row) for row in heard.tolist()]
 
 
 def most_needed(needs: list[Needs]) -> int:
@@ -111,13 +83,3 @@ def require_blocks(needs: list[Needs], num_micro_batches: int, members: Sequence
         f"{', '.join(short)}; all ranks make as many micro-batches and none is empty: spread the rows evenly over the "
         "ranks (commons.dispatch.redistribute_balanced), raise max_tokens_per_mb or lower n_mbs and n_mbs_divisor"
     )
-
-
-def _raise_for_difference(said: list[dict[str, Any]], members: Sequence[int]) -> None:
-    for rank, options in zip(members, said):
-        for name in {**said[0], **options}:
-            if options.get(name) != said[0].get(name):
-                raise ValueError(
-                    f"{name} is {said[0].get(name)!r} on rank {members[0]} and {options.get(name)!r} on rank {rank}; "
-                    "all ranks pack by the same spec and arguments: make them equal"
-                )

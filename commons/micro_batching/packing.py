@@ -18,12 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from commons.distributed.control import open_channel
 from commons.micro_batching.agreement import (
     Needs,
     all_can_make,
     exchange_needs,
     most_needed,
-    open_channel,
     require_blocks,
 )
 from commons.micro_batching.block_packing import BlockPacking
@@ -91,7 +91,7 @@ def pack_micro_batches(
     options: dict[str, Any] = {"spec": type(spec).__name__, "workloads given": workloads is not None}
     if isinstance(spec, MicroBatchSpec):
         options |= dataclasses.asdict(spec)
-    with open_channel(group, timeout) as channel:
+    with open_channel(group, timeout, moves_rows=False) as channel:
         needs = exchange_needs(channel, options, None if offer is None else offer.needs, error)
         assert offer is not None  # noqa: S101  a mistake has been raised
         number = most_needed(needs)

@@ -7,7 +7,7 @@ same on every rank because it is a pure function of that input. It knows nothing
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -24,12 +24,14 @@ class GatheredRows:
         real_rows: int64 `(num_ranks,)`, rows that are no padding.
         workloads: int64 `(N,)`, of the real rows of all ranks, rank by rank.
         tokens: int64 `(N,)`, what the rows weigh in memory and on the wire.
+        lengths: int64 `(N, num_keys)`, of every key of the rows; no columns where nothing is exchanged.
     """
 
     rows: np.ndarray
     real_rows: np.ndarray
     workloads: np.ndarray
     tokens: np.ndarray
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
 
     @property
     def num_ranks(self) -> int:

@@ -161,15 +161,20 @@ def _require_flat(name: str, jagged: KeyedJaggedTensor) -> None:
         )
 
 
-def batch_rows(batch: Any) -> int:
+def batch_rows(batch: Any, items: Mapping[str, Any] | None = None) -> int:
     """Number of rows, padding included, that all fields of the batch agree on.
+
+    Args:
+        batch: the batch.
+        items: its `batch_items`, where the caller has them.
 
     Raises:
         TypeError: not a dataclass.
         ValueError: no row field, or fields that disagree with one another or with `batch_size`.
     """
     require_dataclass(batch)
-    counts = {name: num_rows_of(name, value) for name, value in row_fields(batch)}
+    items = batch_items(batch) if items is None else items
+    counts = {name: num_rows_of(name, value) for name, value in items.items() if is_row_field(value)}
     if not counts:
         raise ValueError(
             f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs at least one: add it"
@@ -185,13 +190,17 @@ def batch_rows(batch: Any) -> int:
     return next(iter(counts.values()))
 
 
-def row_counts(batch: Any) -> tuple[int, int]:
+def row_counts(batch: Any, items: Mapping[str, Any] | None = None) -> tuple[int, int]:
     """Rows of a batch with padding, and real ones: `actual_batch_size` where the batch states it, else all.
+
+    Args:
+        batch: the batch.
+        items: its `batch_items`, where the caller has them.
 
     Raises:
         TypeError, ValueError: as `batch_rows`; also an `actual_batch_size` outside the batch.
     """
-    rows = batch_rows(batch)
+    rows = batch_rows(batch, items)
     actual = getattr(batch, "actual_batch_size", None)
     if actual is None:
         return rows, rows

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -131,38 +133,60 @@ class BatchSchema:
     type_name: str
     fields: tuple[Field, ...]
 
-    @property
+    @cached_property
     def jagged(self) -> list[JaggedField]:
         """KeyedJaggedTensor fields."""
         return [field for field in self.fields if isinstance(field, JaggedField)]
 
-    @property
+    @cached_property
     def dense(self) -> list[DenseField]:
         """Tensor fields."""
         return [field for field in self.fields if isinstance(field, DenseField)]
 
-    @property
+    @cached_property
     def num_keys(self) -> int:
         """Keys of all KeyedJaggedTensor fields together."""
         return sum(len(field.keys) for field in self.jagged)
 
-    @property
+    @cached_property
     def states_padding(self) -> bool:
         """Whether batches of this type can say which rows are padding."""
         return "actual_batch_size" in _field_names(_find_batch_type(self.type_name))
 
     @classmethod
-    def of(cls, batch: Any) -> BatchSchema:
+    def of(cls, batch: Any, items: Mapping[str, Any] | None = None) -> BatchSchema:
         """Describe a batch.
+
+        Args:
+            batch: the batch.
+            items: its `batch_items`, where the caller has them and has counted the rows.
 
         Raises:
             TypeError: not a dataclass, or a plain field that JSON cannot hold.
             ValueError: fields that disagree on the number of rows, or as `num_rows_of`.
         """
-        require_dataclass(batch)
-        batch_rows(batch)
-        fields = [_describe(name, value) for name, value in batch_items(batch).items() if name not in ROW_COUNT_FIELDS]
+        if items is None:
+            require_dataclass(batch)
+            items = batch_items(batch)
+            batch_rows(batch, items)
+        fields = [_describe(name, value) for name, value in items.items() if name not in ROW_COUNT_FIELDS]
         return cls(_type_name(type(batch)), tuple(fields))
+
+    @property
+    def class_name(self) -> str:
+        """The type's name without its module, for messages."""
+        return self.type_name.rpartition(".")[2]
+
+    def rows_of(self, batch: Any) -> int:
+        """Rows of a batch of this schema, padding included, by its first row field."""
+        if self.jagged:
+            return getattr(batch, self.jagged[0].name).stride()
+        return getattr(batch, self.dense[0].name).shape[0]
+
+    def row_tensors(self, batch: Any) -> list[torch.Tensor]:
+        """Of every row field of a batch of this schema, the tensor or the values: KeyedJaggedTensors first."""
+        jagged = [getattr(batch, field.name).values() for field in self.jagged]
+        return jagged + [getattr(batch, field.name) for field in self.dense]
 
     def empty_batch(self, rows: int = 0) -> Any:
         """A host batch of `rows` padding rows, equal to the others' but for their rows.

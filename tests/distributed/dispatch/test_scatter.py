@@ -267,7 +267,7 @@ def test_a_rank_that_does_not_take_part_is_named(two_ranks):
     with pytest.raises(RankFailure) as caught:
         two_ranks.run(scatter_without_rank_1)
     message = str(caught.value)
-    assert "RankMissingError: rank 1 did not take part in the call of scatter_balanced" in message
+    assert "RankMissingError: rank 1 did not take part in the scatter_balanced of step 1" in message
     assert "all ranks make the same calls" in message and "Shuffler" not in message.split("Traceback")[0]
 
 

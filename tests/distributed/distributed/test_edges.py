@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist, PipelineStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.distributed import batch_exchange
 from commons.distributed.options import ShufflerOptions
+from commons.distributed.row_exchange import RowExchange
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from commons.pipeline.look_ahead import LookAhead
 from commons.sequence_batch import schema
@@ -262,15 +262,15 @@ def test_a_source_that_has_ended_is_not_asked_again(two_ranks):
 def _dies_in_the_exchange(folder):
     shuffler = CubicShuffler(ShufflerOptions(timeout=15.0))
     shuffler.shuffle(my_batch())
-    original = batch_exchange.all_to_all_words
+    original = RowExchange.send_rows
     if dist.get_rank() == 1:
-        batch_exchange.all_to_all_words = lambda *_: os._exit(5)
+        RowExchange.send_rows = lambda *_, **__: os._exit(5)
     try:
         shuffler.shuffle(my_batch(1))
     except RuntimeError as error:
         Path(folder, str(dist.get_rank())).write_text(str(error))
     finally:
-        batch_exchange.all_to_all_words = original
+        RowExchange.send_rows = original
 
 
 def test_a_death_in_the_exchange_is_named(tmp_path):

@@ -15,6 +15,7 @@ from commons.distributed import shuffle_session
 from commons.distributed.control import ControlChannel
 from commons.distributed.errors import describe_error, raise_first_error
 from commons.distributed.options import ShufflerOptions
+from commons.distributed.row_exchange import RowExchange
 from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.faults import my_batch
 from tests.helpers.pipelines import CubicShuffler
@@ -46,6 +47,10 @@ def _said(work):
     return "no error"
 
 
+# What the worker does between the gather and the comparison of plans.
+PLANNING = ((shuffle_session, "_read_table"), (shuffle_session, "plan_shuffle"), (RowExchange, "of"))
+
+
 def _every_failure():
     """What each rank raises where rank 1 fails alone, case by case; the ranks go on together after each."""
     wrong, said = dist.get_rank() == 1, {}
@@ -62,9 +67,9 @@ def _every_failure():
         with mock.patch.object(shuffler, "get_workloads", _fails(error) if wrong else shuffler.get_workloads):
             said[name] = _said(lambda: shuffler.shuffle(my_batch()))
     said["nested"] = _said(lambda: shuffler.shuffle(_nested(my_batch()) if wrong else my_batch()))
-    for name in ("_unpack", "plan_shuffle", "route_rows", "prepare_arrays"):
-        broken = _fails(MemoryError("no room")) if wrong else getattr(shuffle_session, name)
-        with mock.patch.object(shuffle_session, name, broken):
+    for owner, name in PLANNING:
+        broken = _fails(MemoryError("no room")) if wrong else getattr(owner, name)
+        with mock.patch.object(owner, name, broken):
             said[name] = _said(lambda: shuffler.shuffle(my_batch()))
     with mock.patch.object(BatchSchema, "differences" if not wrong else "__ne__", lambda *_: 1 // 0):
         said["comparing schemas"] = _said(lambda: shuffler.shuffle(my_batch()))
@@ -95,9 +100,7 @@ def test_every_failure_is_raised_on_every_rank(ranks):
         "huge text": f"ValueError: rank 1: {'x' * 4000}… and 996000 more characters",
         "nested": "ValueError: rank 1: field 'target' is a nested tensor; rows that move are those of dense tensors "
         "and of KeyedJaggedTensors: convert it to one of these",
-        **dict.fromkeys(
-            ("_unpack", "plan_shuffle", "route_rows", "prepare_arrays"), "RuntimeError: rank 1: MemoryError: no room"
-        ),
+        **dict.fromkeys((name for _, name in PLANNING), "RuntimeError: rank 1: MemoryError: no room"),
         "comparing schemas": "RuntimeError: rank 1: ZeroDivisionError: integer division or modulo by zero",
         "then": "no error",
         "ShufflerOptions": "RuntimeError: rank 1: OSError: no room",
@@ -120,7 +123,7 @@ def _warned_of():
             numbers = channel.gather(np.arange(6)[::2] + dist.get_rank(), 0)
     finally:
         torch.set_warn_always(always)
-        channel.close(intact=True)
+        channel.close()
     return texts, numbers.tolist(), [str(warning.message) for warning in caught]
 
 

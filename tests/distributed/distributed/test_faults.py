@@ -143,18 +143,18 @@ def test_a_batch_unlike_the_first_is_refused_on_every_rank(ranks):
 
 
 def _versions(monkey):
-    from commons.distributed import agreement
+    from commons.distributed import schema_agreement
 
-    original = agreement.__version__
+    original = schema_agreement.__version__
     if dist.get_rank() == 1:
-        agreement.__version__ = "9.9.9"
+        schema_agreement.__version__ = "9.9.9"
     shuffler = CubicShuffler()
     try:
         shuffler.shuffle(my_batch())
     except ValueError as error:
         return str(error)
     finally:
-        agreement.__version__ = original
+        schema_agreement.__version__ = original
         shuffler.close()
     return "no error"
 
@@ -186,21 +186,21 @@ def _attempt(work):
 
 def _fails_before_the_exchange():
     """Rank 1 has too little memory: it says so itself, and the others, who wait in the exchange, say it of rank 1."""
-    from commons.distributed import batch_exchange
+    from commons.distributed import row_exchange
 
     shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
     shuffler.shuffle(my_batch())
-    original = batch_exchange.permute_segments
+    original = row_exchange.permute_segments
 
     def fail(*args):
         raise torch.OutOfMemoryError("tried to allocate 7 GiB")
 
     if dist.get_rank() == 1:
-        batch_exchange.permute_segments = fail
+        row_exchange.permute_segments = fail
     try:
         return _attempt(lambda: shuffler.shuffle(my_batch(1)))
     finally:
-        batch_exchange.permute_segments = original
+        row_exchange.permute_segments = original
 
 
 def _finishes_another_batch():

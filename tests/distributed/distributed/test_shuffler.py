@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
+from commons.distributed.payload import Part
 from commons.perf_model.partitioner import METHODS
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.fields import batch_rows
@@ -304,12 +305,10 @@ def test_int32_lengths_of_4096_do_not_overflow(two_ranks):
 
 
 def _verified(damage):
-    from commons.distributed import batch_exchange
+    original = Part.read
 
-    original = batch_exchange.read_part
-
-    def damaged(part, words, rows, positions):
-        tensor = original(part, words, rows, positions)
+    def damaged(part, words, rows):
+        tensor = original(part, words, rows)
         if damage == "nothing" or dist.get_rank() != 1:
             return tensor
         if damage == "weights" and part.weights:
@@ -318,7 +317,7 @@ def _verified(damage):
             tensor[[0, 1]] = tensor[[1, 0]]
         return tensor
 
-    batch_exchange.read_part = damaged
+    Part.read = damaged
     batch = my_batch(3, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
     try:
         with closing(SquareShuffler(ShufflerOptions(verify=True))) as shuffler:
@@ -327,7 +326,7 @@ def _verified(damage):
     except RuntimeError as error:
         return str(error)
     finally:
-        batch_exchange.read_part = original
+        Part.read = original
     return "no error"
 
 

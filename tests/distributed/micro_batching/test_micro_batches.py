@@ -118,10 +118,10 @@ def test_specs_that_differ_are_told_on_all(ranks):
     errors = ranks.run(_error, LENGTHS, specs)
     last = ranks.world_size - 1
     for kind, text in errors:
-        assert kind == "ValueError" and f"n_mbs is 1 on rank 0 and 2 on rank {last};" in text
+        assert kind == "ValueError" and f"n_mbs is 1 on rank 0 and 2 on rank {last} in pack_micro_batches;" in text
     # The difference is told rather than what follows from it: here n_mbs above the rows of its rank.
     specs[last] = {"max_tokens_per_mb": 31, "n_mbs": 99}
-    assert all("all ranks pack by the same spec" in text for _, text in ranks.run(_error, LENGTHS, specs))
+    assert all("all ranks pass the same" in text for _, text in ranks.run(_error, LENGTHS, specs))
     options = [{"workloads": LENGTHS[rank]} if rank == 0 else {} for rank in range(4)]
     errors = ranks.run(_error, LENGTHS, {"packing_algorithm": "kk"}, options)
     assert all("workloads given is True on rank 0 and False on rank 1" in text for _, text in errors)

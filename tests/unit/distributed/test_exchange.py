@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.distributed import batch_exchange
-from commons.distributed.batch_exchange import exchange_rows, prepare_arrays
 from commons.distributed.payload import PayloadLayout
-from commons.distributed.row_routes import route_rows
+from commons.distributed.row_exchange import RowExchange
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
 from commons.sequence_batch.fields import row_fields
 from commons.sequence_batch.schema import BatchSchema
@@ -33,51 +31,35 @@ def plan_for(batches, destination):
     rows = np.array([batch.batch_size for batch in batches])
     real = np.array([batch.actual_batch_size for batch in batches])
     count = int(real.sum())
-    gathered = GatheredRows(rows, real, np.ones(count, dtype=np.int64), np.ones(count, dtype=np.int64))
+    lengths = np.concatenate([lengths_of(batch) for batch in batches])
+    gathered = GatheredRows(rows, real, np.ones(count, dtype=np.int64), np.ones(count, dtype=np.int64), lengths)
     destination = np.array(destination, dtype=np.int64)
     return ShufflePlan(gathered, destination, destination, 0)
 
 
-def run_on_all_ranks(monkeypatch, batches, destination, all_gather):
-    """Exchange twice: first record what every rank packs, then hand each rank what it would have received."""
-    plan = plan_for(batches, destination)
+def exchanges_for(plan, batches, all_gather=False):
     layout = PayloadLayout.of(BatchSchema.of(batches[0]))
-    lengths = np.concatenate([lengths_of(batch) for batch in batches])
-    routes = [route_rows(plan, lengths, layout, rank, all_gather) for rank in range(len(batches))]
-    arrays = [prepare_arrays(each, layout, False) for each in routes]
-    packed: dict[int, torch.Tensor] = {}
+    return [RowExchange.of(plan, layout, rank, all_gather=all_gather, pin_memory=False) for rank in range(len(batches))]
 
-    def deliver(rank, received):
-        if not packed.get(rank, torch.empty(0)).numel() and not routes[rank].sent_words:
-            packed.setdefault(rank, torch.empty(0, dtype=torch.int32))
-        if len(packed) < len(batches):
-            return
-        if all_gather:
-            blocks = received.view(len(batches), routes[rank].gather_words)
-            for source, words in packed.items():
-                blocks[source, : len(words)] = words
-            return
-        parts = [torch.split(packed[source], routes[source].input_splits)[rank] for source in range(len(batches))]
-        received.copy_(torch.cat(parts))
 
-    def fake(rank):
-        def send(words, received, _routes, _group, _async_op):
-            packed[rank] = words.clone()
-            deliver(rank, received)
-            return None, words.numel() * 4
-
-        return send
-
-    def transfer(collective, device):
-        return collective(None, False)[1]
-
+def run_on_all_ranks(batches, destination, all_gather):
+    """Pack on every rank, hand each one what it would have received, unpack."""
+    plan = plan_for(batches, destination)
+    exchanges = exchanges_for(plan, batches, all_gather)
+    packed = [exchange.pack(batch, torch.device("cpu")) for exchange, batch in zip(exchanges, batches)]
     results = []
-    for _ in range(2):
-        results = []
-        for rank, batch in enumerate(batches):
-            monkeypatch.setattr(batch_exchange, "all_to_all_words", fake(rank))
-            monkeypatch.setattr(batch_exchange, "all_gather_words", fake(rank))
-            results.append(exchange_rows(batch, layout, routes[rank], arrays[rank], transfer)[0])
+    for rank, (exchange, batch) in enumerate(zip(exchanges, batches)):
+        buffer = packed[rank][0]
+        received = torch.split(buffer, exchange.regions)[1]
+        if exchange.block_words:
+            blocks = received.view(len(batches), exchange.block_words)
+            for source, (_, words) in enumerate(packed):
+                blocks[source, : len(words)] = words
+        else:
+            parts = [torch.split(words, exchanges[k].input_splits)[rank] for k, (_, words) in enumerate(packed)]
+            received.copy_(torch.cat(parts))
+            assert [len(part) for part in parts] == exchange.output_splits
+        results.append(exchange.unpack(batch, buffer))
     return plan, results
 
 
@@ -114,8 +96,7 @@ def cases(draw):
 def test_every_row_arrives_whole_and_in_order(all_gather, case):
     batches, destination = case
     everything = [row for batch in batches for row in rows_as_values(batch)]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        plan, results = run_on_all_ranks(monkeypatch, batches, destination, all_gather)
+    plan, results = run_on_all_ranks(batches, destination, all_gather)
     for rank, result in enumerate(results):
         expected = [everything[row] for row in np.flatnonzero(np.array(destination, dtype=int) == rank)]
         assert rows_as_values(result) == expected
@@ -127,9 +108,9 @@ def test_every_row_arrives_whole_and_in_order(all_gather, case):
         assert result.features._length_per_key is None or result.features.length_per_key() == per_key
 
 
-def test_results_own_their_storage(monkeypatch):
+def test_results_own_their_storage():
     batches = [random_batch(1, 3), random_batch(2, 3, first_id=3)]
-    _, results = run_on_all_ranks(monkeypatch, batches, [1, 0, 1, 0, 1, 0], False)
+    _, results = run_on_all_ranks(batches, [1, 0, 1, 0, 1, 0], False)
     tensors = []
     for _, value in row_fields(results[0]):
         if isinstance(value, torch.Tensor):
@@ -141,27 +122,16 @@ def test_results_own_their_storage(monkeypatch):
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
 
-def test_nothing_is_sent_when_nobody_moves(monkeypatch):
+def test_nothing_is_sent_when_nobody_moves():
     batches = [random_batch(1, 3), random_batch(2, 3, first_id=3)]
-
-    def refuse(*_):
-        raise AssertionError("a payload collective although nobody moves")
-
-    monkeypatch.setattr(batch_exchange, "all_to_all_words", refuse)
-    plan = plan_for(batches, [0, 0, 0, 1, 1, 1])
-    layout = PayloadLayout.of(BatchSchema.of(batches[0]))
-    lengths = np.concatenate([lengths_of(batch) for batch in batches])
-    for rank, batch in enumerate(batches):
-        routes = route_rows(plan, lengths, layout, rank, False)
-        result, sent = exchange_rows(batch, layout, routes, prepare_arrays(routes, layout, False), None)
-        assert result is batch and sent == 0
+    for exchange in exchanges_for(plan_for(batches, [0, 0, 0, 1, 1, 1]), batches):
+        assert not exchange.moves and not exchange.changes and exchange.bytes_sent == 0
 
 
 def test_only_moved_rows_are_sent():
     batches = [random_batch(1, 6), random_batch(2, 6, first_id=6)]
-    layout = PayloadLayout.of(BatchSchema.of(batches[0]))
-    lengths = np.concatenate([lengths_of(batch) for batch in batches])
-    destination = [0] * 5 + [1] + [1] * 6
-    routes = route_rows(plan_for(batches, destination), lengths, layout, 0, False)
-    assert routes.sent_words == layout.words(lengths[5:6]).sum()
-    assert routes.input_splits == [0, routes.sent_words]
+    plan = plan_for(batches, [0] * 5 + [1] + [1] * 6)
+    first, second = exchanges_for(plan, batches)
+    words = int(first.layout.words(plan.gathered.lengths[5:6]).sum())
+    assert first.input_splits == [0, words] and first.bytes_sent == 4 * words
+    assert second.moves and second.bytes_sent == 0 and len(first.pack(batches[0], torch.device("cpu"))[1]) == words

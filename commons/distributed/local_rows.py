@@ -1,0 +1,132 @@
+"""WORKLOAD: what a rank knows of its own batch before anything is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from commons.perf_model.partitioner import as_int64_workloads
+from commons.sequence_batch.fields import batch_items, require_dataclass, row_counts
+from commons.sequence_batch.schema import BatchSchema
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """One rank's batch at one step: what it tells the others, and what tells it from other batches.
+
+    Attributes:
+        schema: of the batch; None if there is none.
+        rows: batch_size.
+        real_rows: rows that are no padding.
+        sizes: elements of every row field, in the schema's order.
+        workloads: what `get_workloads` returned, on the host; None in mode "off".
+        lengths: lengths `(keys, rows)` of every KeyedJaggedTensor field, on the host; none in mode "off".
+        copied: the event after which copies from a device are complete.
+        device: where the batch is trained; None if that is not known yet.
+        error: what went wrong so far.
+    """
+
+    schema: BatchSchema | None = None
+    rows: int = 0
+    real_rows: int = 0
+    sizes: tuple[int, ...] = ()
+    workloads: Any = None
+    lengths: tuple[torch.Tensor, ...] = ()
+    copied: torch.Event | None = None
+    device: torch.device | None = None
+    error: Exception | None = None
+
+    @classmethod
+    def of(
+        cls, batch: Any, device: torch.device | None, get_workloads: Callable[[Any, BatchSchema], Any] | None
+    ) -> LocalRows:
+        """Describe a batch; what lies on CUDA is copied to the host without waiting.
+
+        Args:
+            batch: on the host, or on its device.
+            device: where it is trained; None if that is not known yet.
+            get_workloads: gives the workloads of the batch; None where they are not needed.
+
+        Raises:
+            TypeError, ValueError: as `BatchSchema.of`, and whatever `get_workloads` raises.
+        """
+        require_dataclass(batch)
+        items = batch_items(batch)  # the one walk over the fields
+        rows, real = row_counts(batch, items)
+        schema = BatchSchema.of(batch, items)
+        sizes = tuple(tensor.numel() for tensor in schema.row_tensors(batch))
+        if get_workloads is None:
+            return cls(schema, rows, real, sizes, device=device)
+        jagged = [items[field.name] for field in schema.jagged]
+        lengths = [value.lengths().view(len(value.keys()), rows) for value in jagged]
+        (workloads, *lengths), copied = _on_host([get_workloads(batch, schema), *lengths])
+        return cls(schema, rows, real, sizes, workloads, tuple(lengths), copied, device)
+
+    def table(self) -> np.ndarray:
+        """Workload and lengths of every real row, int64 `(real_rows, 1 + num_keys)`; waits for copies from a device.
+
+        Raises:
+            TypeError, ValueError: workloads that are not one int64 per row, or lengths that do not fit the values.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
+        workloads = as_int64_workloads(_one_per_row(self.workloads, self.rows)[: self.real_rows])
+        return np.concatenate([workloads[:, None], *self._real_lengths()], axis=1)
+
+    def _real_lengths(self) -> list[np.ndarray]:
+        """int64 `(real_rows, keys)` lengths of every jagged field, after a look at whether they fit its values."""
+        assert self.schema is not None  # noqa: S101  a rank without a batch has no lengths
+        tables = []
+        for field, lengths, num_values in zip(self.schema.jagged, self.lengths, self.sizes):
+            table = lengths.numpy().astype(np.int64)
+            stated = int(table.sum())
+            if table.min(initial=0) < 0:
+                raise ValueError(
+                    f"field {field.name!r} has a length of {table.min()}; lengths are not negative: correct it"
+                )
+            if stated != num_values:
+                raise ValueError(
+                    f"field {field.name!r} has lengths that add up to {stated} and {num_values} values; values must be "
+                    "exactly those of the rows: build the KeyedJaggedTensor from them alone"
+                )
+            if table[:, self.real_rows :].any():
+                raise ValueError(
+                    f"field {field.name!r} has values in padding rows [{self.real_rows}, {self.rows}); padding rows "
+                    "have zero lengths: raise actual_batch_size or empty these rows"
+                )
+            tables.append(table[:, : self.real_rows].T)
+        return tables
+
+
+def _one_per_row(workloads: Any, rows: int) -> Any:
+    count = len(workloads) if hasattr(workloads, "__len__") else None
+    if isinstance(workloads, torch.Tensor) and workloads.dim() != 1:
+        raise ValueError(
+            f"workloads have shape {tuple(workloads.shape)}, batch_size is {rows}; one number per row is needed: "
+            f"return shape ({rows},)"
+        )
+    if count != rows:
+        raise ValueError(
+            f"workloads has {count} entries, batch_size is {rows}; one per row is needed, padding included: return one "
+            "per sample"
+        )
+    return workloads
+
+
+def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
+    """Copies in pinned memory of what lies on CUDA, and the event after which they are complete."""
+    if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in values):
+        return values, None
+    host = [
+        torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in values
+    ]
+    copied = torch.cuda.Event()
+    copied.record()
+    return host, copied

@@ -1,0 +1,74 @@
+"""AGREE: what ranks compare once, before the first batch: settings, versions and the schema of their batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import torch
+
+from commons.distributed.control import ControlChannel
+from commons.distributed.local_rows import LocalRows
+from commons.distributed.options import ShufflerOptions
+from commons.perf_model.calibration import Calibration
+from commons.sequence_batch.schema import BatchSchema
+from commons.version import __version__
+
+
+def agree_on_schema(
+    channel: ControlChannel,
+    step: int,
+    options: ShufflerOptions,
+    shuffler_type: str,
+    calibration: Calibration | None,
+    local: LocalRows,
+) -> tuple[BatchSchema | None, int]:
+    """Compare settings and schemas over the ranks; a rank without data learns the schema.
+
+    Args:
+        channel: the ranks.
+        step: number of the step.
+        options: of the shuffler.
+        shuffler_type: name of its class.
+        calibration: what its workloads are measured with, if anything.
+        local: what this rank brings.
+
+    Returns:
+        The schema, None while no rank has had a batch, and the largest number of real rows of a rank.
+
+    Raises:
+        ValueError: ranks differ; the message says which and in what.
+        KeyError: a rank without a batch does not know the type of the others'.
+        Exception: a rank could not describe its batch; its error, on every rank.
+    """
+    settings, text, error = None, "", local.error  # which comes first: it may be why settings differ
+    try:
+        settings = {
+            "options": json.loads(options.to_json()),
+            "calibrations": None if calibration is None else dataclasses.asdict(calibration),
+            "shuffler": shuffler_type,
+            "versions": {"evenrank": __version__, "torch": torch.__version__},
+        }
+        text = "" if local.schema is None else json.dumps(local.schema.to_json())
+    except Exception as caught:  # whatever it is, the others are waiting for it
+        error = error or caught
+    most_rows = int(channel.agree("shuffle", None if error else settings, error, [local.real_rows], step).max())
+    texts = zip(channel.members, channel.gather_text(text, step))
+    schemas = {rank: BatchSchema.from_json(json.loads(said)) for rank, said in texts if said}
+    if not schemas:
+        return None, 0
+    first = next(iter(schemas))
+    for rank, other in schemas.items():
+        different = schemas[first].differences(other)
+        if different:
+            raise ValueError(
+                f"the batches of ranks {first} and {rank} differ: {'; '.join(different)}; all ranks must bring the "
+                "same type, keys, dtypes and plain values: make them equal, or a property what depends on the rows"
+            )
+    error = None
+    try:
+        schemas[first].empty_batch()
+    except Exception as caught:  # of a type that this rank has not imported: the others must not go on without it
+        error = caught
+    channel.agree("agreement on the batch type", {}, error, step=step)
+    return schemas[first], most_rows
