@@ -354,7 +354,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             before = checksums(batch, exchange.layout) if verify else None
             result = batch
             if exchange.moves or exchange.changes:
-                buffer, packed = exchange.pack(batch, batch_device(batch))
+                buffer, packed = exchange.pack(batch)
                 if exchange.moves:
                     session.send_rows(handle.step, exchange, packed, buffer)
                 if exchange.changes:

@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.distributed.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.process_group import all_gather_single
 from commons.perf_model.shuffle_plan import ShufflePlan, sum_by_rank
-from commons.sequence_batch.fields import copy_batch, row_count_values
+from commons.sequence_batch.fields import batch_device, copy_batch, row_count_values
 from commons.sequence_batch.jagged import permute_segments
 
 
@@ -123,14 +123,15 @@ class RowExchange:
             first_segment = np.arange(len(arriving)) * len(segments)
 
         result, rows = plan.rows_for(rank), plan.result_batch_size(rank)
-        source = np.empty((len(segments), rows), dtype=np.int64)  # of every segment of the result, in the buffer
         stays = home[result] == rank
-        kept, came = np.flatnonzero(stays), np.flatnonzero(~stays)
-        source[:, kept] = segments[:, None] * own_rows + local_row[result[kept]]
         position = np.empty(len(home), dtype=np.int64)
         position[arriving] = first_segment
-        source[:, came] = len(own_lengths) + position[result[came]] + segments[:, None]
-        source[:, len(result) :] = (len(own_lengths) + len(received_lengths) + segments)[:, None]
+        first_received, first_zero = len(own_lengths), len(own_lengths) + len(received_lengths)
+        source = np.empty((len(segments), rows), dtype=np.int64)  # in the buffer, of every segment of the result
+        kept, came = np.flatnonzero(stays), np.flatnonzero(~stays)
+        source[:, kept] = segments[:, None] * own_rows + local_row[result[kept]]
+        source[:, came] = first_received + position[result[came]] + segments[:, None]
+        source[:, len(result) :] = (first_zero + segments)[:, None]
         result_lengths = np.zeros((rows, lengths.shape[1]), dtype=np.int64)
         result_lengths[: len(result)] = lengths[result]
         zero_lengths = layout.words(np.zeros((1, lengths.shape[1]), dtype=np.int64))[0]
@@ -164,17 +165,16 @@ class RowExchange:
             length_per_key={field.name: table.sum(axis=1).tolist() for field, table in of_fields},
         )
 
-    def pack(self, batch: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def pack(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a batch into a new buffer, and pack the rows that leave it.
 
         Args:
             batch: this rank's; on CUDA the current stream must be the one that copied it.
-            device: where it lies.
 
         Returns:
             The buffer, int32 `(sum(regions),)`, and what is sent, int32 `(sum(input_splits),)`, by receiver.
         """
-        buffer = torch.empty(sum(self.regions), dtype=torch.int32, device=device)
+        buffer = torch.empty(sum(self.regions), dtype=torch.int32, device=batch_device(batch))
         own, _, zero = torch.split(buffer, self.regions)
         zero.zero_()
         for part, words in zip(self.layout.parts, torch.split(own, self.own_parts)):

@@ -219,6 +219,10 @@ def real_rows(batch: Any) -> int:
 
 def batch_device(batch: Any) -> torch.device:
     """Device of the batch, taken from its first row field."""
-    for _, value in row_fields(batch):
-        return value.device() if is_keyed_jagged(value) else value.device
-    raise ValueError(f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs one: add it")
+    declared = (getattr(batch, item.name, None) for item in dataclasses.fields(batch))
+    value = next((value for value in declared if is_row_field(value)), None)
+    if value is None:
+        value = next((value for _, value in row_fields(batch)), None)
+    if value is None:
+        raise ValueError(f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs one: add it")
+    return value.device() if is_keyed_jagged(value) else value.device

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.distributed import local_rows
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import Part
 from commons.perf_model.partitioner import METHODS
+from commons.sequence_batch import fields, schema
 from commons.sequence_batch.batch import BaseBatch
-from commons.sequence_batch.fields import batch_rows
+from commons.sequence_batch.fields import batch_items, batch_rows
 from tests.helpers.batches import random_batch, rows_as_values
 
 
@@ -168,6 +171,33 @@ def _two_phase(steps):
 
 def test_two_phases_give_what_one_call_gives(ranks):
     assert all(ranks.run(_two_phase, 5))
+
+
+class DirectShuffler(SquareShuffler):
+    def get_workloads(self, batch: Any) -> torch.Tensor:
+        return batch.features.lengths().view(3, -1).sum(0).to(torch.int64) ** 2 + 10
+
+
+def _walks(mode):
+    """How often a step lists the fields of its batch, and whether a row moved."""
+    calls = []
+
+    def counted(batch):
+        calls.append(batch)
+        return batch_items(batch)
+
+    batch = my_batch(5, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
+    with closing(DirectShuffler(ShufflerOptions(mode=mode))) as shuffler, contextlib.ExitStack() as stack:
+        for module in (fields, schema, local_rows):
+            stack.enter_context(mock.patch.object(module, "batch_items", counted))
+        handle = shuffler.start_shuffle(batch)
+        result = shuffler.finish_shuffle(batch, handle)
+    return len(calls), result is not batch
+
+
+def test_the_fields_of_a_batch_are_walked_at_most_twice_per_step(ranks):
+    assert ranks.run(_walks, "balance") == [(2, True)] * ranks.world_size
+    assert ranks.run(_walks, "observe") == [(1, False)] * ranks.world_size
 
 
 def _misuse():
