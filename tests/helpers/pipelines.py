@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import (
+    EvalPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
     TrainPipelineSparseDistLite,
@@ -13,8 +16,10 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
+from commons.pipeline import balanced
+from tests.helpers import models
 from tests.helpers.cpu_pipelines import CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
-from tests.helpers.models import rank_batches
+from tests.helpers.models import head_of, rank_batches, weights_of
 
 PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
     "base": (TrainPipelineBase, {}),
@@ -56,3 +61,79 @@ def host_count(iterator):
 
 def largest_difference(first, second):
     return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def train(build, pipeline, kind, iterators, steps_of_first=None):
+    """Train on one iterator after the other; returns what was seen, the weights and the stats."""
+    model, optimizer = getattr(models, build[0])(*build[1:])
+    model.train()
+    shuffler = make_shuffler(kind)
+    pipeline_class, options = PIPELINES[pipeline]
+    trainer = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, **options)
+    stats = []
+    try:
+        for index, (counts, first) in enumerate(iterators):
+            source = itertools.islice(rank_batches(dist.get_rank() + first, counts[dist.get_rank()], SIZES), None)
+            limit = steps_of_first if index == 0 and steps_of_first is not None else None
+            for _ in itertools.count() if limit is None else range(limit):
+                try:
+                    trainer.progress(source)
+                except StopIteration:
+                    break
+                stats.append(trainer.last_stats)
+    finally:
+        shuffler.close()
+    return {
+        "seen": head_of(model).seen,
+        "weights": weights_of(model),
+        "moved": sum(each is not None and each.moved for each in stats),
+        "stats_steps": [each.step for each in stats if each is not None],
+        "imbalance": [(each.imbalance_before, each.imbalance_after) for each in stats if each is not None],
+    }
+
+
+def one_process(counts, world_size):
+    """The global batch on one process, without any of evenrank's stage."""
+    torch.manual_seed(0)
+    model = models.PlainModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
+    streams = [list(rank_batches(rank, counts[rank], SIZES)) for rank in range(world_size)]
+    for step in range(max(counts)):
+        ids = [
+            int(sample)
+            for batches in streams
+            if step < len(batches)
+            for sample in batches[step].sample_id[: batches[step].actual_batch_size]
+        ]
+        if not ids:
+            continue
+        optimizer.zero_grad()
+        loss, _ = model(models.make_batch(ids, len(ids)))
+        loss.backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+def evaluate(counts, kind, epochs, abandon_after=None):
+    """Evaluation between training steps of the same ranks, in a pipeline of its own."""
+    model, optimizer = models.build_sharded()
+    model.eval()
+    shuffler = make_shuffler(kind)
+    evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+    errors = 0.0
+    stats = []
+    try:
+        for epoch in range(epochs):
+            source = rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES)
+            for _ in itertools.count() if abandon_after is None or epoch else range(abandon_after):
+                try:
+                    errors += float(evaluator.progress(source))
+                except StopIteration:
+                    break
+                stats.append(evaluator.last_stats)
+            if abandon_after == 0:
+                evaluator.reset()
+        return head_of(model).seen, errors, [each.step for each in stats if each is not None]
+    finally:
+        evaluator.reset()
+        shuffler.close()

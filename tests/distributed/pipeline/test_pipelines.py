@@ -23,44 +23,25 @@ from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuf
 from tests.helpers import models
 from tests.helpers.cpu_pipelines import CpuSemiSync, CpuStaged, HostStream
 from tests.helpers.models import head_of, rank_batches, weights_of
-from tests.helpers.pipelines import PIPELINES, SIZES, CubicShuffler, expected_ids, largest_difference, make_shuffler
-
-
-def _train(build, pipeline, kind, iterators, steps_of_first=None):
-    """Train on one iterator after the other; returns what was seen, the weights and the stats."""
-    model, optimizer = getattr(models, build[0])(*build[1:])
-    model.train()
-    shuffler = make_shuffler(kind)
-    pipeline_class, options = PIPELINES[pipeline]
-    trainer = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, **options)
-    stats = []
-    try:
-        for index, (counts, first) in enumerate(iterators):
-            source = itertools.islice(rank_batches(dist.get_rank() + first, counts[dist.get_rank()], SIZES), None)
-            limit = steps_of_first if index == 0 and steps_of_first is not None else None
-            for _ in itertools.count() if limit is None else range(limit):
-                try:
-                    trainer.progress(source)
-                except StopIteration:
-                    break
-                stats.append(trainer.last_stats)
-    finally:
-        shuffler.close()
-    return {
-        "seen": head_of(model).seen,
-        "weights": weights_of(model),
-        "moved": sum(each is not None and each.moved for each in stats),
-        "stats_steps": [each.step for each in stats if each is not None],
-        "imbalance": [(each.imbalance_before, each.imbalance_after) for each in stats if each is not None],
-    }
+from tests.helpers.pipelines import (
+    PIPELINES,
+    SIZES,
+    CubicShuffler,
+    evaluate,
+    expected_ids,
+    largest_difference,
+    make_shuffler,
+    one_process,
+    train,
+)
 
 
 @pytest.mark.parametrize("pipeline", list(PIPELINES))
 def test_every_sample_is_trained_once_and_the_weights_agree(ranks, pipeline):
     counts = [5, 3, 0, 7][: ranks.world_size]
     build = ("build_sharded",)
-    balanced_run = ranks.run(_train, build, pipeline, "balance", [(counts, 0)])
-    plain_run = ranks.run(_train, build, pipeline, "identity", [(counts, 0)])
+    balanced_run = ranks.run(train, build, pipeline, "balance", [(counts, 0)])
+    plain_run = ranks.run(train, build, pipeline, "identity", [(counts, 0)])
     for run in (balanced_run, plain_run):
         assert sorted(i for rank in run for step in rank["seen"] for i in step) == expected_ids(
             counts, ranks.world_size
@@ -76,36 +57,12 @@ def test_every_sample_is_trained_once_and_the_weights_agree(ranks, pipeline):
     assert largest_difference(balanced_run[0]["weights"], balanced_run[-1]["weights"]) < 1e-6
 
 
-def _one_process(counts, world_size):
-    """The global batch on one process, without any of evenrank's stage."""
-    torch.manual_seed(0)
-    model = models.PlainModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
-    streams = [list(rank_batches(rank, counts[rank], SIZES)) for rank in range(world_size)]
-    for step in range(max(counts)):
-        ids = [
-            int(sample)
-            for batches in streams
-            if step < len(batches)
-            for sample in batches[step].sample_id[: batches[step].actual_batch_size]
-        ]
-        if not ids:
-            continue
-        optimizer.zero_grad()
-        loss, _ = model(models.make_batch(ids, len(ids)))
-        loss.backward()
-        optimizer.step()
-    return weights_of(model)
-
-
 @pytest.mark.parametrize("pipeline", ["base", "base in place"])
 def test_float64_weights_after_twenty_steps_equal_one_process(ranks, pipeline):
     counts = [20, 18, 20, 13][: ranks.world_size]
-    runs = {
-        kind: ranks.run(_train, ("build_plain",), pipeline, kind, [(counts, 0)]) for kind in ("balance", "identity")
-    }
+    runs = {kind: ranks.run(train, ("build_plain",), pipeline, kind, [(counts, 0)]) for kind in ("balance", "identity")}
     assert runs["balance"][0]["moved"] > 5
-    reference = _one_process(counts, ranks.world_size)
+    reference = one_process(counts, ranks.world_size)
     for kind in runs:
         for rank in runs[kind]:
             assert largest_difference(rank["weights"], reference) < 1e-10
@@ -116,7 +73,7 @@ def test_float64_weights_after_twenty_steps_equal_one_process(ranks, pipeline):
 def test_sharded_weights_after_twenty_steps_agree(ranks, sharding):
     counts = [20, 20, 19, 20][: ranks.world_size]
     build = ("build_sharded", sharding)
-    on, off = (ranks.run(_train, build, "sparse", kind, [(counts, 0)])[0] for kind in ("balance", "identity"))
+    on, off = (ranks.run(train, build, "sparse", kind, [(counts, 0)])[0] for kind in ("balance", "identity"))
     assert on["moved"] > 5
     for name, weight in on["weights"].items():
         torch.testing.assert_close(weight, off["weights"][name], rtol=1e-5, atol=1e-6)
@@ -126,7 +83,7 @@ def test_sharded_weights_after_twenty_steps_agree(ranks, sharding):
 def test_two_epochs_lose_nothing(ranks, pipeline):
     counts = [3, 2, 4, 0][: ranks.world_size]
     epochs = [(counts, 0), (counts, 10)]
-    results = ranks.run(_train, ("build_sharded",), pipeline, "balance", epochs)
+    results = ranks.run(train, ("build_sharded",), pipeline, "balance", epochs)
     seen = sorted(i for rank in results for step in rank["seen"] for i in step)
     assert seen == sorted(expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10))
 
@@ -135,7 +92,7 @@ def test_two_epochs_lose_nothing(ranks, pipeline):
 def test_an_iterator_left_half_way_trains_what_was_read_ahead(ranks, pipeline):
     """After two steps of five the user goes on to another iterator: what the stage had read is trained, no more."""
     counts = [5] * ranks.world_size
-    results = ranks.run(_train, ("build_sharded",), pipeline, "balance", [(counts, 0), (counts, 10)], 2)
+    results = ranks.run(train, ("build_sharded",), pipeline, "balance", [(counts, 0), (counts, 10)], 2)
     seen = sorted(i for rank in results for step in rank["seen"] for i in step)
     second = expected_ids(counts, ranks.world_size, 10)
     first = sorted(set(seen) - set(second))
@@ -148,7 +105,7 @@ def _left_near_the_end(pipeline, runs):
     answers = []
     for count, steps in runs:
         counts = [count] * dist.get_world_size()
-        answers.append(_train(("build_sharded",), pipeline, "balance", [(counts, 0), (counts, 10)], steps)["seen"])
+        answers.append(train(("build_sharded",), pipeline, "balance", [(counts, 0), (counts, 10)], steps)["seen"])
     return answers
 
 
@@ -163,7 +120,7 @@ def test_an_iterator_left_with_its_last_batches_in_flight(two_ranks, pipeline):
 
 @pytest.mark.parametrize("kind", ["balance", "identity"])
 def test_no_rank_has_data(two_ranks, kind):
-    results = two_ranks.run(_train, ("build_sharded",), "sparse", kind, [([0, 0], 0), ([2, 1], 0)])
+    results = two_ranks.run(train, ("build_sharded",), "sparse", kind, [([0, 0], 0), ([2, 1], 0)])
     assert sorted(i for rank in results for step in rank["seen"] for i in step) == expected_ids([2, 1], 2)
 
 
@@ -245,35 +202,10 @@ def test_a_stage_without_its_iterator_says_so():
     shuffler.close()
 
 
-def _evaluate(counts, kind, epochs, abandon_after=None):
-    """Evaluation between training steps of the same ranks, in a pipeline of its own."""
-    model, optimizer = models.build_sharded()
-    model.eval()
-    shuffler = make_shuffler(kind)
-    evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-    errors = 0.0
-    stats = []
-    try:
-        for epoch in range(epochs):
-            source = rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES)
-            for _ in itertools.count() if abandon_after is None or epoch else range(abandon_after):
-                try:
-                    errors += float(evaluator.progress(source))
-                except StopIteration:
-                    break
-                stats.append(evaluator.last_stats)
-            if abandon_after == 0:
-                evaluator.reset()
-        return head_of(model).seen, errors, [each.step for each in stats if each is not None]
-    finally:
-        evaluator.reset()
-        shuffler.close()
-
-
 @pytest.mark.parametrize("kind", ["balance", "identity"])
 def test_evaluation_sees_every_sample_once(ranks, kind):
     counts = [5, 3, 0, 7][: ranks.world_size]
-    results = ranks.run(_evaluate, counts, kind, 2)
+    results = ranks.run(evaluate, counts, kind, 2)
     expected = expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10)
     assert sorted(i for seen, _, _ in results for step in seen for i in step) == sorted(expected)
     if kind == "balance":
@@ -282,13 +214,13 @@ def test_evaluation_sees_every_sample_once(ranks, kind):
 
 def test_evaluation_gives_the_same_number_shuffled_or_not(ranks):
     counts = [4, 3, 2, 1][: ranks.world_size]
-    totals = [sum(error for _, error, _ in ranks.run(_evaluate, counts, kind, 1)) for kind in ("balance", "identity")]
+    totals = [sum(error for _, error, _ in ranks.run(evaluate, counts, kind, 1)) for kind in ("balance", "identity")]
     assert totals[0] == pytest.approx(totals[1], rel=1e-5)
 
 
 def test_an_evaluation_left_half_way_loses_nothing_that_follows(ranks):
     counts = [5] * ranks.world_size
-    results = ranks.run(_evaluate, counts, "balance", 2, 2)
+    results = ranks.run(evaluate, counts, "balance", 2, 2)
     seen = [i for rank, _, _ in results for step in rank for i in step]
     assert len(seen) == len(set(seen)) and set(expected_ids(counts, ranks.world_size, 10)) <= set(seen)
 
