@@ -26,7 +26,7 @@ from benchmarks.report import draw_lengths, heading, run_ranks, table, write_pag
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced
 from commons.perf_model.partitioner import partition
 from commons.perf_model.task_estimator import SelfAttentionTask
-from commons.sequence_batch.rows import batch_nbytes, select_rows
+from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 TASK = SelfAttentionTask(hidden_size=1024, num_heads=16, head_dim=64, num_layers=24)
@@ -88,7 +88,7 @@ def on_real_ranks(rank: int, kind: str, trim: Trim | None, lengths_name: str, ro
         if step >= 3:
             measured.append(
                 {
-                    "ratio": share.bytes_received / batch_nbytes(share.batch),
+                    "ratio": share.bytes_received / Rows.of(share.batch).nbytes,
                     "received": share.bytes_received,
                     "whole": whole,
                     "scatter": (between - started) * 1e3,
@@ -110,7 +110,7 @@ def redistribute_on_real_ranks(rank: int, rows: int, repeats: int) -> Any:
         moved = redistribute_balanced(batch, TASK.get_workloads(own))
         foreign = np.flatnonzero(moved.home.numpy() != rank)
         totals = torch.tensor(
-            [moved.bytes_received, batch_nbytes(select_rows(moved.batch, foreign)), batch_nbytes(batch)],
+            [moved.bytes_received, Rows.of(select_rows(moved.batch, foreign)).nbytes, Rows.of(batch).nbytes],
             dtype=torch.float64,
         )
         dist.all_reduce(totals)

@@ -29,7 +29,7 @@ from commons.cli.console import print_summary
 from commons.dispatch import Trim, scatter_balanced
 from commons.distributed import global_mean_loss
 from commons.perf_model.task_estimator import SelfAttentionTask
-from commons.sequence_batch.rows import batch_nbytes
+from commons.sequence_batch.rows import Rows
 from commons.trainer.config import load_config
 from commons.trainer.errors import run_main
 from commons.trainer.launch import initialize_ranks
@@ -125,7 +125,7 @@ def main() -> None:
         received = torch.tensor(share.bytes_received)
         dist.reduce(received, 0, op=dist.ReduceOp.MAX)
         if logprobs is not None:
-            whole = batch_nbytes(rollouts)
+            whole = Rows.of(rollouts).nbytes
             print_summary(
                 f"step {step + 1} of {config.steps}",
                 {

@@ -11,7 +11,7 @@ import torch
 
 from commons.dispatch.dealing import Deal, deal_balanced
 from commons.perf_model.partitioner.inputs import as_count
-from commons.sequence_batch.rows import concat_rows, count_real_rows, count_rows, pad_rows, select_rows
+from commons.sequence_batch.rows import Rows, concat_rows, count_rows, select_rows
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -131,7 +131,7 @@ def split_balanced(
         workloads,
         as_count(num_chunks, "num_chunks", 1),
         num_rows=count_rows(batch),
-        real_rows=count_real_rows(batch),
+        real_rows=Rows.of(batch).real,
         equal_size=equal_size,
         group_ids=group_ids,
         may_be_empty=pad,
@@ -147,7 +147,7 @@ def split_balanced(
 def take_part(batch: B, deal: Deal, part: int, pad: bool) -> B:
     """The rows of one part of a deal, padded to the size of the others if asked for."""
     chunk = select_rows(batch, deal.rows[part])
-    return pad_rows(chunk, deal.padded_size) if pad and len(deal.rows[part]) < deal.padded_size else chunk
+    return Rows.of(chunk).pad(deal.padded_size).batch if pad and len(deal.rows[part]) < deal.padded_size else chunk
 
 
 def part_indices(deal: Deal, part: int, pad: bool) -> torch.Tensor:

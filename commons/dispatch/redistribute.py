@@ -36,7 +36,7 @@ from commons.distributed.stats import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.inputs import as_slack
 from commons.sequence_batch.batch_tree import path_name
-from commons.sequence_batch.rows import concat_rows, count_real_rows, count_rows, select_rows
+from commons.sequence_batch.rows import Rows, concat_rows, count_rows, select_rows
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 B = TypeVar("B")
@@ -237,7 +237,7 @@ def _own_rows(batch: Any, workloads: Any, group_ids: Any, trims: tuple[Trim, ...
                 "batch, or None for both"
             )
         return _OwnRows(None, np.empty(0, dtype=np.int64), None, trims, None)
-    rows, real = count_rows(batch), count_real_rows(batch)
+    rows, real = count_rows(batch), Rows.of(batch).real
     if workloads is None:
         raise ValueError(f"workloads is None, the batch has {rows} rows; one per row is needed: pass them")
     weights = as_int64_workloads(workloads, num_rows=rows)[:real]

@@ -23,13 +23,7 @@ from commons.dispatch.trim import Trim, Window, as_path, as_trims, trim_batch, t
 from commons.distributed.control import open_channel
 from commons.perf_model.partitioner.inputs import as_count
 from commons.sequence_batch.batch_tree import path_name
-from commons.sequence_batch.rows import (
-    batch_nbytes,
-    count_real_rows,
-    count_rows,
-    holds_device_tensors,
-    pin_rows,
-)
+from commons.sequence_batch.rows import Rows, count_rows
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 B = TypeVar("B")
@@ -108,7 +102,7 @@ class BalancedShare(Generic[B]):
 
     def with_pinned_batch(self) -> BalancedShare[B]:
         """The same share with its batch in pinned host memory."""
-        return dataclasses.replace(self, batch=pin_rows(self.batch))
+        return dataclasses.replace(self, batch=Rows.of(self.batch).pin().batch)
 
     def scatter_more(self, batch: Any | None, *, trim: Trim | Sequence[Trim] | None = None) -> Any:
         """Deal out more of the same rows, such as advantages computed from what came back; each goes where it went.
@@ -250,7 +244,7 @@ def scatter_balanced(
                 workloads,
                 channel.world_size,
                 num_rows=count_rows(batch),
-                real_rows=count_real_rows(batch),
+                real_rows=Rows.of(batch).real,
                 equal_size=equal_size,
                 group_ids=group_ids,
                 may_be_empty=pad,
@@ -317,8 +311,8 @@ def scatter_source(
 
 def _pack(source: SourceBatch, channel: DispatchChannel, trims: Sequence[Trim]) -> tuple[MessageBuffer, int]:
     """The shares of the other ranks as bytes, and where these are. One share at a time exists beside them."""
-    on_device = channel.can_send_from_device() and holds_device_tensors(source.batch)
-    outgoing = MessageBuffer(batch_nbytes(source.batch), on_accelerator=on_device)
+    on_device = channel.can_send_from_device() and Rows.of(source.batch).on_device
+    outgoing = MessageBuffer(Rows.of(source.batch).nbytes, on_accelerator=on_device)
     for rank in range(channel.world_size):
         if rank == channel.rank:
             outgoing.append(None)

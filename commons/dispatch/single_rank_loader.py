@@ -17,7 +17,7 @@ from commons.dispatch.dealing import deal_balanced, deal_in_turn, require_enough
 from commons.dispatch.scatter import BalancedShare, Origin, SourceBatch, check_options, scatter_source
 from commons.dispatch.trim import Trim
 from commons.distributed.process_group import resolve_process_group
-from commons.sequence_batch.rows import count_real_rows, count_rows, states_padding
+from commons.sequence_batch.rows import Rows, count_rows
 
 _CALL = "SingleRankLoader"
 _REMEDY = "set drop_last, use a larger batch, or load batches that can state padding, as BaseBatch does"
@@ -202,8 +202,8 @@ class _Shares(Iterator[BalancedShare[Any]]):
     def _deal(self, batch: Any) -> SourceBatch:
         owner = self._owner
         num_ranks = owner._channel.world_size
-        counts = {"num_rows": count_rows(batch), "real_rows": count_real_rows(batch)}
-        pads = states_padding(batch)
+        counts = {"num_rows": count_rows(batch), "real_rows": Rows.of(batch).real}
+        pads = Rows.of(batch).states_padding
         require_enough(num_ranks, counts["real_rows"], "rows", pads, _REMEDY)
         if owner._get_workloads is None:
             return SourceBatch(batch, deal_in_turn(num_ranks, **counts), pads)

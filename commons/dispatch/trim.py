@@ -17,7 +17,7 @@ import torch
 from commons.sequence_batch.batch_tree import Path, path_name
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.row_leaves import ARRAY, DENSE_TENSOR, LeafType
-from commons.sequence_batch.rows import map_rows, row_leaves
+from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
 Key: TypeAlias = str | Path
@@ -111,7 +111,7 @@ def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
             [7, 0]])
 
     """
-    leaves = {path: (leaf_type, value) for path, leaf_type, value in row_leaves(batch)}
+    leaves = {path: (leaf_type, value) for path, leaf_type, value in Rows.of(batch)}
     windows: list[Window] = []
     window_of: dict[Path, Window] = {}
     for each in as_trims(trim):
@@ -126,7 +126,7 @@ def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
         columns = value[:, kept.start : kept.stop]
         return columns.copy() if leaf_type is ARRAY else columns.clone(memory_format=torch.contiguous_format)
 
-    return map_rows(batch, cut), windows
+    return Rows.of(batch).map(cut).batch, windows
 
 
 def width_of(trim: Trim, batch: Any) -> int:
@@ -135,7 +135,7 @@ def width_of(trim: Trim, batch: Any) -> int:
     Raises:
         KeyError, ValueError: as `trim_batch`.
     """
-    leaves = {path: (leaf_type, value) for path, leaf_type, value in row_leaves(batch)}
+    leaves = {path: (leaf_type, value) for path, leaf_type, value in Rows.of(batch)}
     return int(next(iter(_fields_of(trim, leaves).values())).shape[1])
 
 
@@ -176,7 +176,7 @@ def untrim(values: B, window: Window, fill: float = 0) -> B:
             )
         return _pad_columns(value, window.start, window.width - window.stop, fill)
 
-    return map_rows(values, widen)
+    return Rows.of(values).map(widen).batch
 
 
 def trim_to_json(trim: Trim) -> Any:
@@ -206,7 +206,7 @@ def with_stated_fields(trim: Trim, batch: Any) -> Trim:
     Raises:
         KeyError, ValueError: as `trim_batch`.
     """
-    leaves = {path: (leaf_type, value) for path, leaf_type, value in row_leaves(batch)}
+    leaves = {path: (leaf_type, value) for path, leaf_type, value in Rows.of(batch)}
     return dataclasses.replace(trim, fields=_window(trim, leaves)[1])
 
 
@@ -295,7 +295,7 @@ def _widen(batch: B, width: int, trim: Trim) -> B:
         left, right = (missing, 0) if trim.side == "left" else (0, missing)
         return _pad_columns(value, left, right, fill.get(path, 0))
 
-    return map_rows(batch, widen)
+    return Rows.of(batch).map(widen).batch
 
 
 def _pad_columns(value: Any, left: int, right: int, fill: float) -> Any:

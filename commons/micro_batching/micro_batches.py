@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar, overload
 
 import torch
 
-from commons.sequence_batch.rows import concat_rows, count_rows, select_rows, states_padding
+from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -61,8 +62,12 @@ class MicroBatches(Sequence[B]):
     def __getitem__(self, index: slice) -> list[B]: ...
     def __getitem__(self, index: int | slice) -> B | list[B]:
         if isinstance(index, slice):
-            return [select_rows(self.batch, rows) for rows in self.groups[index]]
-        return select_rows(self.batch, self.groups[index])
+            return [self._rows.select(rows).batch for rows in self.groups[index]]
+        return self._rows.select(self.groups[index]).batch
+
+    @cached_property
+    def _rows(self) -> Rows[B]:
+        return Rows.of(self.batch)
 
     def __repr__(self) -> str:
         rows, tokens = [len(group) for group in self.groups], self.num_tokens
@@ -95,15 +100,16 @@ class MicroBatches(Sequence[B]):
             raise ValueError(
                 f"there are {len(results)} results for {len(self)} micro-batches; each has one: pass them in order"
             )
-        for number, (result, rows) in enumerate(zip(results, self.groups)):
-            if count_rows(result) != len(rows):
+        parsed = [Rows.of(result) for result in results]
+        for number, (result, rows) in enumerate(zip(parsed, self.groups)):
+            if result.count != len(rows):
                 raise ValueError(
-                    f"result {number} has {count_rows(result)} rows, micro-batch {number} has {len(rows)}; a result "
-                    "has a row per row: keep all of them"
+                    f"result {number} has {result.count} rows, micro-batch {number} has {len(rows)}; a result has a "
+                    "row per row: keep all of them"
                 )
-            if states_padding(result):
+            if result.states_padding:
                 raise ValueError(
-                    f"result {number} is a {type(result).__name__}, which would gather its padding at the end; results "
-                    "are tensors: restore its fields"
+                    f"result {number} is a {type(result.batch).__name__}, which would gather its padding at the end; "
+                    "results are tensors: restore its fields"
                 )
-        return select_rows(concat_rows(results), self.backward_indices)
+        return Rows.concat(parsed).select(self.backward_indices).batch

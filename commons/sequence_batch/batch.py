@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from commons.sequence_batch.fields import IDENTITY, RowField, batch_device, copy_batch, row_counts, row_fields
-from commons.sequence_batch.jagged import select_kjt_rows
+from commons.sequence_batch.rows import select_rows
 
 B = TypeVar("B", bound="BaseBatch")
 
@@ -95,32 +95,7 @@ class BaseBatch(Pipelineable):
         Raises:
             ValueError: an index outside the batch, or padding before a real row.
         """
-        assert self.actual_batch_size is not None  # noqa: S101  set in __post_init__
-        host = torch.as_tensor(indices, dtype=torch.int64).cpu()
-        if host.dim() != 1:
-            raise ValueError(
-                f"indices have shape {tuple(host.shape)}; rows are chosen by a one-dimensional list: flatten it"
-            )
-        outside = host[(host < 0) | (host >= self.batch_size)]
-        if outside.numel():
-            raise ValueError(
-                f"indices hold {int(outside[0])}, the batch has {self.batch_size} rows; indices lie in "
-                f"[0, {self.batch_size}): remove or correct them"
-            )
-        is_real = host < self.actual_batch_size
-        num_real = int(is_real.sum())
-        if not bool(is_real[:num_real].all()):
-            raise ValueError(
-                f"indices {host.tolist()} put a padding row (>= {self.actual_batch_size}) before a real one; padding "
-                "comes last: sort the indices"
-            )
-        selected: dict[str, Any] = {}
-        for name, value in row_fields(self):
-            if isinstance(value, KeyedJaggedTensor):
-                selected[name] = select_kjt_rows(value, host.to(value.values().device))
-            else:
-                selected[name] = value.index_select(0, host.to(value.device))
-        return copy_batch(self, {**selected, "batch_size": host.numel(), "actual_batch_size": num_real})
+        return select_rows(self, indices)
 
     def to(
         self: B,

@@ -95,8 +95,8 @@ def walk_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
         yield from walk_branches(child, (*path, key))
 
 
-def map_trees(nodes: Sequence[Node], function: LeafFunction, rows: int, real: int, path: Path = ()) -> Any:
-    """A value like the first one, each leaf made by `function(path, leaf_type, leaves at that path)`.
+def map_trees(nodes: Sequence[Node], function: LeafFunction, rows: int, real: int, path: Path = ()) -> Node:
+    """A tree like the first one, each leaf made by `function(path, leaf_type, leaves at that path)`.
 
     Args:
         nodes: one or more trees of the same structure and metadata.
@@ -111,26 +111,31 @@ def map_trees(nodes: Sequence[Node], function: LeafFunction, rows: int, real: in
     first = nodes[0]
     if first.leaf_type is not None:
         _require_same(path, [node.leaf_type is first.leaf_type for node in nodes], nodes)
-        return function(path, first.leaf_type, [node.value for node in nodes])
+        return Node(function(path, first.leaf_type, [node.value for node in nodes]), first.leaf_type)
     if first.kind is None:
         _require_same(path, [not node.has_rows and _is_equal(node.value, first.value) for node in nodes], nodes)
-        return first.value
+        return first
     keys = first.children.keys()
     _require_same(path, [type(n.value) is type(first.value) and n.children.keys() == keys for n in nodes], nodes)
+    counts = {}  # set, not compared
+    if first.kind == "dataclass":
+        counts = {name: first.children[name] for name in ROW_COUNT_FIELDS if name in keys}
+        counts |= {name: Node(count) for name, count in row_count_values(type(first.value), rows, real).items()}
     children = {
         key: map_trees([node.children[key] for node in nodes], function, rows, real, (*path, key))
         for key in keys
-        if not (first.kind == "dataclass" and key in ROW_COUNT_FIELDS)
-    }
-    return rebuild(first.value, first.kind, children, rows, real)
+        if key not in counts
+    } | counts
+    value = _rebuild(first.value, first.kind, {key: child.value for key, child in children.items()}, rows)
+    return Node(value, None, first.kind, children)
 
 
-def rebuild(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: int, real: int) -> Any:
-    """A branch of the type of `prototype` around new children of `rows` rows, `real` of them no padding."""
+def _rebuild(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: int) -> Any:
+    """A branch of the type of `prototype` around new children of `rows` rows."""
     if kind == "tensordict":
         return make_tensordict(children, [rows, *prototype.batch_size[1:]], prototype.device)
     if kind == "dataclass":
-        return copy_batch(prototype, children | row_count_values(type(prototype), rows, real))
+        return copy_batch(prototype, children)
     if kind == "namedtuple":
         return type(prototype)._make(children.values())
     if kind == "sequence":

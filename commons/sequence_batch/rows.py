@@ -1,5 +1,7 @@
 """Rows of any batch: counting, selecting, concatenating and padding them, whatever the nesting.
 
+A batch is parsed once into `Rows`, which the functions of one call pass along.
+
 A batch is a tree. Its leaves hold an entry per row; everything else is metadata of the batch as a whole and is kept.
 
 =================================================  =================================================================
@@ -27,166 +29,234 @@ last and is empty, or zero. A batch without that field cannot state padding, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from commons.sequence_batch.batch_tree import Node, Path, map_trees, parse, path_name, walk, walk_branches
+from commons.sequence_batch.batch_tree import (
+    Constant,
+    LeafFunction,
+    Node,
+    Path,
+    map_trees,
+    parse,
+    path_name,
+    walk,
+    walk_branches,
+)
+from commons.sequence_batch.fields import ROW_COUNT_FIELDS
+from commons.sequence_batch.plain_values import canonical_plain, encode_plain
 from commons.sequence_batch.row_leaves import LeafType
 
 B = TypeVar("B")
 
 
+@dataclass(frozen=True, eq=False)
+class Rows(Generic[B]):
+    """A batch, parsed; made by `Rows.of`.
+
+    Attributes:
+        tree: its branches, leaves and metadata.
+        count: rows that all leaves agree on, padding included.
+        real: how many of them, from the first on, are no padding.
+    """
+
+    tree: Node
+    count: int
+    real: int
+
+    @classmethod
+    def of(cls, batch: B | Rows[B]) -> Rows[B]:
+        """The rows of a batch; of what is parsed already, itself.
+
+        Raises:
+            ValueError: leaves with different numbers of rows, a 0-dimensional tensor, no leaf at all, an
+                `actual_batch_size` outside the batch, or several that differ.
+            TypeError: a tensorclass or a KeyedTensor.
+
+        >>> Rows.of({"ids": torch.zeros(3, 5), "text": ["a", "b", "c"], "split": "train"}).count
+        3
+
+        """
+        if isinstance(batch, Rows):
+            return batch
+        tree = parse(batch)
+        return cls(tree, *_row_counts(tree))
+
+    @staticmethod
+    def concat(batches: Sequence[B | Rows[B]]) -> Rows[B]:
+        """The rows of several batches of one structure, parsed or not; all padding comes last.
+
+        Raises:
+            ValueError: no batch; batches that differ in structure, dtype, the shape of a row, or metadata; or as `of`.
+            TypeError: as `of`.
+        """
+        if len(batches) == 0:
+            raise ValueError("there are no batches to concatenate; rows come from at least one: give one or more")
+        parts: list[Rows[B]] = [Rows.of(batch) for batch in batches]
+        count, real = sum(part.count for part in parts), sum(part.real for part in parts)
+        if count > real:
+            # A batch with padding in its middle cannot be stated: real rows and padding are joined apart.
+            kept = [part._select(torch.arange(part.real), part.real) for part in parts]
+            parts = kept + [part._select(torch.arange(part.real, part.count), 0) for part in parts]
+        return _mapped(parts, _join, count, real)
+
+    @property
+    def batch(self) -> B:
+        """The batch itself."""
+        return self.tree.value
+
+    @property
+    def states_padding(self) -> bool:
+        """Whether the batch can say which of its rows are padding."""
+        branches = (node for _, node in walk_branches(self.tree))
+        return any(node.kind == "dataclass" and "actual_batch_size" in node.children for node in branches)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether any tensor lies on a device rather than on the host."""
+        return any(tensor.device.type != "cpu" for _, leaf_type, leaf in self for tensor in leaf_type.tensors(leaf))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors and numeric arrays; Python objects are not counted."""
+        total = 0
+        for _, leaf_type, value in self:
+            total += sum(tensor.numel() * tensor.element_size() for tensor in leaf_type.tensors(value))
+            if isinstance(value, np.ndarray) and value.dtype != object:
+                total += value.nbytes
+        return total
+
+    def __iter__(self) -> Iterator[tuple[Path, LeafType[Any], Any]]:
+        """Path, kind and value of every leaf, depth first; a path is the tuple of keys that lead to it."""
+        for path, node in walk(self.tree):
+            if node.leaf_type is not None:
+                yield path, node.leaf_type, node.value
+
+    def map(self, function: Callable[[Path, LeafType[Any], Any], Any]) -> Rows[B]:
+        """Every leaf replaced by `function(path, leaf_type, leaf)`, which keeps the number of rows."""
+
+        def apply(path: Path, leaf_type: LeafType[Any], values: list[Any]) -> Any:
+            return function(path, leaf_type, values[0])
+
+        return _mapped([self], apply, self.count, self.real)
+
+    def select(self, indices: torch.Tensor | np.ndarray | Sequence[int]) -> Rows[B]:
+        """Some of the rows, every tensor in storage of its own.
+
+        Args:
+            indices: integers `(N,)` in `[0, count)`; any order, repeats allowed. Where the batch states padding, a
+                padding row may not come before a real one.
+
+        Raises:
+            ValueError: an index outside the batch, or padding before a real row.
+        """
+        chosen = _as_indices(indices, self.count)
+        is_real = chosen < self.real
+        num_real = int(is_real.sum())
+        if not bool(is_real[:num_real].all()):
+            raise ValueError(
+                f"indices {chosen.tolist()} put a padding row (>= {self.real}) before a real one; padding comes last: "
+                "sort the indices"
+            )
+        return self._select(chosen, num_real)
+
+    def pad(self, num_rows: int) -> Rows[B]:
+        """`num_rows` rows, padding last: empty where rows are jagged, zeros in dense fields, None among objects.
+
+        A batch that `states_padding` knows afterwards which rows these are; for another one the caller keeps track.
+
+        Raises:
+            ValueError: `num_rows` below the rows of the batch.
+
+        >>> Rows.of({"ids": torch.tensor([5, 6]), "text": ["a", "b"]}).pad(3).batch
+        {'ids': tensor([5, 6, 0]), 'text': ['a', 'b', None]}
+
+        """
+        missing = num_rows - self.count
+        if missing < 0:
+            raise ValueError(
+                f"num_rows is {num_rows}, the batch has {self.count} rows; padding adds rows: raise num_rows"
+            )
+
+        def pad(path: Path, leaf_type: LeafType[Any], values: list[Any]) -> Any:
+            return leaf_type.join([values[0], leaf_type.padding(values[0], missing)])
+
+        return _mapped([self], pad, num_rows, self.real)
+
+    def pin(self) -> Rows[B]:
+        """The same rows with their tensors in pinned host memory; arrays and lists stay where they are."""
+        return self.map(lambda _, __, value: value.pin_memory() if hasattr(value, "pin_memory") else value)
+
+    def schema(self, varying: Collection[Path] = ()) -> dict[str, Any]:
+        """All but the rows, by path: kinds, dtypes, the shape of a row, and metadata as JSON holds them.
+
+        Args:
+            varying: paths of leaves whose rows may differ in their first dimension, as sequences that are padded.
+
+        Raises:
+            TypeError: metadata that JSON cannot hold.
+        """
+        described: dict[str, Any] = {}
+        _describe(self.tree, (), varying, described)
+        return described
+
+    def _select(self, chosen: torch.Tensor, num_real: int) -> Rows[B]:
+        def select(path: Path, leaf_type: LeafType[Any], values: list[Any]) -> Any:
+            return leaf_type.select(values[0], chosen)
+
+        return _mapped([self], select, chosen.numel(), num_real)
+
+
 def count_rows(batch: Any) -> int:
-    """Number of rows that all leaves of a batch agree on, padding included.
-
-    Raises:
-        ValueError: leaves with different numbers of rows, a 0-dimensional tensor, or no leaf at all.
-        TypeError: a tensorclass.
-
-    >>> count_rows({"ids": torch.zeros(3, 5), "text": ["a", "b", "c"], "split": "train"})
-    3
-
-    """
-    return _count(parse(batch))
-
-
-def count_real_rows(batch: Any) -> int:
-    """Number of rows that are no padding.
-
-    Raises:
-        ValueError: as `count_rows`; also an `actual_batch_size` outside the batch, or several that differ.
-        TypeError: as `count_rows`.
-    """
-    return _row_counts(parse(batch))[1]
-
-
-def states_padding(batch: Any) -> bool:
-    """Whether a batch can say which of its rows are padding."""
-    branches = (node for _, node in walk_branches(parse(batch)))
-    return any(node.kind == "dataclass" and "actual_batch_size" in node.children for node in branches)
+    """Number of rows of a batch, padding included; raises as `Rows.of`."""
+    return Rows.of(batch).count
 
 
 def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) -> B:
-    """Rows of a batch as a new batch of the same type, every tensor in storage of its own.
-
-    Args:
-        batch: any batch.
-        indices: integers `(N,)` in `[0, count_rows(batch))`; any order, repeats allowed. Where the batch states
-            padding, a padding row may not come before a real one.
-
-    Raises:
-        ValueError: an index outside the batch, padding before a real row, or as `count_rows`.
-        TypeError: as `count_rows`.
+    """Rows of a batch as a batch: see `Rows.select`.
 
     >>> select_rows({"ids": torch.tensor([5, 6, 7]), "text": ["a", "b", "c"], "split": "train"}, [2, 0, 2])
     {'ids': tensor([7, 5, 7]), 'text': ['c', 'a', 'c'], 'split': 'train'}
 
     """
-    tree = parse(batch)
-    rows, real = _row_counts(tree)
-    chosen = _as_indices(indices, rows)
-    is_real = chosen < real
-    num_real = int(is_real.sum())
-    if not bool(is_real[:num_real].all()):
-        raise ValueError(
-            f"indices {chosen.tolist()} put a padding row (>= {real}) before a real one; padding comes last: sort the "
-            "indices"
-        )
-    return _select(tree, chosen, num_real)
+    return Rows.of(batch).select(indices).batch
 
 
 def concat_rows(batches: Sequence[B]) -> B:
-    """Rows of several batches of one structure as one batch; all padding comes last.
-
-    Raises:
-        ValueError: no batch; or batches that differ in structure, dtype, the shape of a row, or metadata.
-        TypeError: as `count_rows`.
+    """Rows of several batches as one batch: see `Rows.concat`.
 
     >>> concat_rows([{"ids": torch.tensor([5, 6])}, {"ids": torch.tensor([7])}])
     {'ids': tensor([5, 6, 7])}
 
     """
-    if len(batches) == 0:
-        raise ValueError("there are no batches to concatenate; rows come from at least one: give one or more")
-    trees = [parse(batch) for batch in batches]
-    counts = [_row_counts(tree) for tree in trees]
-    total, total_real = (sum(column) for column in zip(*counts))
-    if total > total_real:
-        # A batch with padding in its middle cannot be stated: real rows and padding are joined apart.
-        real = [_select(tree, torch.arange(kept), kept) for tree, (_, kept) in zip(trees, counts)]
-        padding = [_select(tree, torch.arange(kept, rows), 0) for tree, (rows, kept) in zip(trees, counts)]
-        trees = [parse(batch) for batch in [*real, *padding]]
-    return map_trees(trees, _join, total, total_real)
+    return Rows.concat(batches).batch
 
 
-def pad_rows(batch: B, num_rows: int) -> B:
-    """The batch with padding at its end: empty where rows are jagged, zeros in dense fields, None among objects.
-
-    A batch that `states_padding` knows afterwards which rows these are; for another one the caller keeps track.
-
-    Args:
-        batch: any batch.
-        num_rows: rows of the result.
-
-    Raises:
-        ValueError: `num_rows` below the rows of the batch, or as `count_rows`.
-        TypeError: as `count_rows`.
-
-    >>> pad_rows({"ids": torch.tensor([5, 6]), "text": ["a", "b"]}, 3)
-    {'ids': tensor([5, 6, 0]), 'text': ['a', 'b', None]}
-
-    """
-    tree = parse(batch)
-    rows, real = _row_counts(tree)
-    if num_rows < rows:
-        raise ValueError(f"num_rows is {num_rows}, the batch has {rows} rows; padding adds rows: raise num_rows")
-
-    def pad(path: Path, leaf_type: LeafType[Any], values: list[Any]) -> Any:
-        return leaf_type.join([values[0], leaf_type.padding(values[0], num_rows - rows)])
-
-    return map_trees([tree], pad, num_rows, real)
+def _mapped(parts: Sequence[Rows[B]], function: LeafFunction, count: int, real: int) -> Rows[B]:
+    return Rows(map_trees([part.tree for part in parts], function, count, real), count, real)
 
 
-def map_rows(batch: B, function: Callable[[Path, LeafType[Any], Any], Any]) -> B:
-    """The batch with every leaf replaced by `function(path, leaf_type, leaf)`, which keeps the number of rows."""
-    tree = parse(batch)
-    return map_trees([tree], lambda path, leaf_type, values: function(path, leaf_type, values[0]), *_row_counts(tree))
-
-
-def row_leaves(batch: Any) -> Iterator[tuple[Path, LeafType[Any], Any]]:
-    """Path, kind and value of every leaf, depth first; a path is the tuple of keys that lead to it."""
-    for path, node in walk(parse(batch)):
-        if node.leaf_type is not None:
-            yield path, node.leaf_type, node.value
-
-
-def batch_nbytes(batch: Any) -> int:
-    """Bytes of the tensors and numeric arrays of a batch; Python objects are not counted."""
-    total = 0
-    for _, leaf_type, value in row_leaves(batch):
-        total += sum(tensor.numel() * tensor.element_size() for tensor in leaf_type.tensors(value))
-        if isinstance(value, np.ndarray) and value.dtype != object:
-            total += value.nbytes
-    return total
-
-
-def pin_rows(batch: B) -> B:
-    """The batch with its tensors in pinned host memory; arrays and lists stay where they are."""
-
-    def pin(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
-        return value.pin_memory() if hasattr(value, "pin_memory") else value
-
-    return map_rows(batch, pin)
-
-
-def holds_device_tensors(batch: Any) -> bool:
-    """Whether any tensor of a batch lies on a device rather than on the host."""
-    return any(
-        tensor.device.type != "cpu" for _, leaf_type, leaf in row_leaves(batch) for tensor in leaf_type.tensors(leaf)
-    )
+def _describe(node: Node, path: Path, varying: Collection[Path], described: dict[str, Any]) -> None:
+    name, value = ".".join(map(str, path)), node.value
+    if node.leaf_type is not None:
+        traits = node.leaf_type.traits(value)
+        if path in varying:
+            traits["row shape"] = ("any", *traits["row shape"][1:])
+        if "device" in traits:
+            traits["device"] = traits["device"].type
+        described[name] = " ".join([type(value).__name__, *(f"{key} {trait}" for key, trait in traits.items())])
+    elif node.kind is None:
+        plain = encode_plain(value.value if isinstance(value, Constant) else value, path)
+        described[name] = canonical_plain(plain)  # equal dicts are equal in any order
+    else:
+        described[name] = f"{type(value).__module__}.{type(value).__qualname__}"
+        for key, child in node.children.items():
+            if not (node.kind == "dataclass" and key in ROW_COUNT_FIELDS):
+                _describe(child, (*path, key), varying, described)
 
 
 def _row_counts(tree: Node) -> tuple[int, int]:
@@ -257,10 +327,6 @@ def _as_indices(indices: Any, rows: int) -> torch.Tensor:
             "them"
         )
     return chosen
-
-
-def _select(tree: Node, chosen: torch.Tensor, num_real: int) -> Any:
-    return map_trees([tree], lambda _, leaf_type, values: leaf_type.select(values[0], chosen), chosen.numel(), num_real)
 
 
 def _join(path: Path, leaf_type: LeafType[Any], values: list[Any]) -> Any:

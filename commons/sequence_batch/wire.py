@@ -32,6 +32,7 @@ from commons.sequence_batch.row_leaves import (
     nested_lengths,
     ragged_axis,
 )
+from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.torchrec_types import new_jagged, new_keyed_jagged
 from commons.sequence_batch.type_names import find_type, type_name, unknown_type
 
@@ -109,7 +110,7 @@ def encode(*batches: Any, extra: Any = None) -> Message:
     """Turn batches into a message.
 
     Args:
-        batches: any batches; their numbers of rows may differ.
+        batches: any batches, parsed or not; their numbers of rows may differ.
         extra: a plain value that travels with them.
 
     Raises:
@@ -117,7 +118,7 @@ def encode(*batches: Any, extra: Any = None) -> Message:
         ValueError: a KeyedJaggedTensor whose keys differ in their number of rows.
     """
     encoder = _Encoder()
-    nodes = [encoder.node(parse(batch), ()) for batch in batches]
+    nodes = [encoder.node(batch.tree if isinstance(batch, Rows) else parse(batch), ()) for batch in batches]
     header = json.dumps([nodes, encode_plain(extra, ())], separators=(",", ":")).encode()
     return Message(len(header).to_bytes(_LENGTH_BYTES, "little") + header, encoder.tensors)
 

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from commons.datasets.resumable_loader import ResumableLoader
 from commons.datasets.samplers import BatchOrderSampler
 from commons.dispatch import SingleRankLoader, Trim
-from commons.sequence_batch.rows import count_real_rows
+from commons.sequence_batch.rows import Rows
 from tests.helpers.any_batches import as_values, length_of, padded_batch
 from tests.helpers.rank_pool import RankFailure
 
@@ -74,7 +74,7 @@ def test_every_row_of_every_batch_once(ranks, balanced):
 
 def load_padded(sizes, rows, balanced):
     _, batches = load(list(padded_batches(sizes, rows)), balanced)
-    return [(batch.batch_size, count_real_rows(batch), batch.sample_id.tolist()) for batch in batches]
+    return [(batch.batch_size, Rows.of(batch).real, batch.sample_id.tolist()) for batch in batches]
 
 
 @pytest.mark.parametrize("balanced", [False, True])

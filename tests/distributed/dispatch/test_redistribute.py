@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons.dispatch import Trim, redistribute_balanced
-from commons.sequence_batch.rows import batch_nbytes, count_real_rows, count_rows, select_rows
+from commons.sequence_batch.rows import Rows, count_rows, select_rows
 from tests.helpers.any_batches import KINDS, as_values, dense, length_of, padded_batch
 from tests.helpers.rank_pool import RankFailure
 
@@ -89,7 +89,7 @@ def move_wide_rows():
     rows = 12 if rank == 0 else 4
     batch = {"x": torch.full((rows, 1000), rank), "text": [f"{rank}-{row}" for row in range(rows)]}
     moved = redistribute_balanced(batch, [5] * rows)
-    moved_bytes = batch_nbytes(select_rows(batch, range(4)))
+    moved_bytes = Rows.of(select_rows(batch, range(4))).nbytes
     return moved.bytes_sent / moved_bytes, moved.bytes_received / moved_bytes, len(moved.indices), moved.num_moved
 
 
@@ -120,7 +120,7 @@ def move_with_padding():
     batch = padded_batch([3, 1, 4], 5) if rank == 0 else padded_batch([1], 5)
     moved = redistribute_balanced(batch, [9] * 5)
     home = moved.send_home({"id": moved.batch.sample_id})
-    return count_rows(moved.batch), count_real_rows(moved.batch), home["id"].tolist()
+    return count_rows(moved.batch), Rows.of(moved.batch).real, home["id"].tolist()
 
 
 def test_padding_is_left_out(two_ranks):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons.dispatch import Trim, scatter_balanced
-from commons.sequence_batch.rows import batch_nbytes, count_real_rows, count_rows, select_rows
+from commons.sequence_batch.rows import Rows, count_rows, select_rows
 from tests.helpers.any_batches import KINDS, as_values, dense, length_of, padded_batch
 from tests.helpers.rank_pool import RankFailure
 
@@ -86,8 +86,8 @@ def scatter_padded(rows):
     is_source = dist.get_rank() == 0
     batch = padded_batch([3, 1, 4, 1, 5], 8) if is_source else None
     share = scatter_balanced(batch, [9] * 8 if is_source else None, pad=True)
-    assert count_real_rows(share.batch) == int((~share.is_padding).sum())
-    return count_rows(share.batch), share.batch.sample_id[: count_real_rows(share.batch)].tolist()
+    assert Rows.of(share.batch).real == int((~share.is_padding).sum())
+    return count_rows(share.batch), share.batch.sample_id[: Rows.of(share.batch).real].tolist()
 
 
 def test_padding_is_not_dealt_but_its_place_is(two_ranks):
@@ -157,7 +157,7 @@ def received_bytes(rows, width):
         "text": [f"row {row}" for row in range(rows)],
     }
     share = scatter_balanced(batch if is_source else None, [1] * rows if is_source else None, src=1)
-    return share.bytes_received, batch_nbytes(share.batch), len(share.indices)
+    return share.bytes_received, Rows.of(share.batch).nbytes, len(share.indices)
 
 
 def test_a_rank_receives_its_share_and_no_more(ranks):
@@ -309,7 +309,7 @@ def scatter_in_steps(pad):
     logprobs = share.gather_back(share.batch.sample_id.double() / 10)
     more = {"advantage": logprobs * 2, "text": [f"t{sample}" for sample in ids]} if is_source else None
     more = share.scatter_more(more)
-    real = count_real_rows(share.batch)
+    real = Rows.of(share.batch).real
     assert count_rows(more) == count_rows(share.batch)
     assert more["advantage"][:real].tolist() == pytest.approx((share.batch.sample_id[:real] / 5).tolist())
     assert more["text"][:real] == [f"t{sample}" for sample in share.batch.sample_id[:real].tolist()]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from commons.dispatch import redistribute_balanced, scatter_balanced, split_balanced
 from commons.dispatch.moves import as_int64_ids, plan_moves
 from commons.perf_model.partitioner import partition
-from commons.sequence_batch.rows import count_real_rows, count_rows, select_rows
+from commons.sequence_batch.rows import Rows, count_rows, select_rows
 from tests.helpers.any_batches import KINDS, as_values, dense, everything, padded_batch
 
 samples = st.lists(st.integers(0, 30), min_size=1, max_size=12)
@@ -44,7 +44,7 @@ def test_chunks_hold_every_row_once_and_results_come_back(kind, ids, data):
         assert count_rows(chunk) == len(indices) == (max(map(len, real)) if pad else len(rows))
         assert padding.tolist() == [False] * len(rows) + [True] * (len(indices) - len(rows))
         if kind in ("BaseBatch", "everything"):
-            assert count_real_rows(chunk) == len(rows)
+            assert Rows.of(chunk).real == len(rows)
     assert as_values(result.restore(result.chunks)) == as_values(batch)
     predictions = [rows.double() for rows in result.indices]
     assert torch.cat(predictions)[result.inverse].tolist() == list(range(len(ids)))
@@ -81,7 +81,7 @@ def test_padding_that_a_batch_states():
     batch = padded_batch([3, 1, 4], 8)
     halves = split_balanced(batch, 2, [5, 5, 5] + [99] * 5, pad=True)
     assert [count_rows(chunk) for chunk in halves.chunks] == [4, 4]
-    assert sorted(count_real_rows(chunk) for chunk in halves.chunks) == [1, 2]
+    assert sorted(Rows.of(chunk).real for chunk in halves.chunks) == [1, 2]
     tight = split_balanced(batch, 2, [5, 5, 5] + [99] * 5)
     assert sorted(count_rows(chunk) for chunk in tight.chunks) == [1, 2]
     for result in (halves, tight):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.sequence_batch.fields import num_rows_of
-from commons.sequence_batch.rows import concat_rows, count_rows, pad_rows, select_rows
+from commons.sequence_batch.rows import Rows, concat_rows, count_rows, select_rows
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 
@@ -44,7 +44,7 @@ def test_offsets_that_do_not_begin_at_0(rows, others, before, after, width):
     assert as_rows(decode(buffer.bytes)[0][0]) == expected(rows, width)
     assert as_rows(select_rows(value, order)) == expected(rows[::-1], width)
     assert as_rows(concat_rows([value, within(others, after, before, width)])) == expected(rows + others, width)
-    assert as_rows(pad_rows(value, len(rows) + 2)) == expected([*rows, [], []], width)
+    assert as_rows(Rows.of(value).pad(len(rows) + 2).batch) == expected([*rows, [], []], width)
 
 
 def keyed(**changes):

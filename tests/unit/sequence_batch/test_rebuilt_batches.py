@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.fields import copy_batch
-from commons.sequence_batch.rows import concat_rows, pad_rows, pin_rows, select_rows
+from commons.sequence_batch.rows import Rows, concat_rows, select_rows
 from commons.sequence_batch.schema import BatchSchema
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 from tests.helpers.plain import plain
@@ -91,8 +91,8 @@ def sent(batch: Any) -> Any:
 REBUILT = {
     "select_rows": lambda batch: select_rows(batch, range(4)),
     "concat_rows": lambda batch: concat_rows([select_rows(batch, [0, 1]), select_rows(batch, [2, 3])]),
-    "pad_rows": lambda batch: select_rows(pad_rows(batch, 6), range(4)),
-    "pin_rows": pin_rows,
+    "pad_rows": lambda batch: select_rows(Rows.of(batch).pad(6).batch, range(4)),
+    "pin_rows": lambda batch: Rows.of(batch).pin().batch,
     "wire": sent,
 }
 

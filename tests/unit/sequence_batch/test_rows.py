@@ -14,17 +14,7 @@ from tensordict import TensorDict, lazy_stack, tensorclass
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from commons.sequence_batch.rows import (
-    batch_nbytes,
-    concat_rows,
-    count_real_rows,
-    count_rows,
-    map_rows,
-    pad_rows,
-    row_leaves,
-    select_rows,
-    states_padding,
-)
+from commons.sequence_batch.rows import Rows, concat_rows, count_rows, select_rows
 from tests.helpers.any_batches import KINDS, as_values, dense, everything, kjt, nested, padded_batch, plain_batch
 
 samples = st.lists(st.integers(0, 30), min_size=1, max_size=6)
@@ -40,7 +30,7 @@ def test_selected_rows(kind, data):
     before = as_values(batch)
     result = select_rows(batch, indices)
     assert type(result) is type(batch)
-    assert count_rows(result) == count_real_rows(result) == len(indices)
+    assert count_rows(result) == Rows.of(result).real == len(indices)
     assert as_values(result) == as_values(KINDS[kind]([ids[index] for index in indices]))
     assert as_values(batch) == before
 
@@ -57,16 +47,18 @@ def test_padding_comes_last(parts):
     result = concat_rows([padded_batch(ids, len(ids) + extra) for ids, extra in parts])
     ids = [sample for part, _ in parts for sample in part]
     assert as_values(result) == as_values(padded_batch(ids, len(ids) + sum(extra for _, extra in parts)))
-    assert count_real_rows(result) == len(ids)
+    assert Rows.of(result).real == len(ids)
 
 
 @given(samples, st.integers(0, 3))
 def test_padded_rows(ids, extra):
-    assert as_values(pad_rows(padded_batch(ids), len(ids) + extra)) == as_values(padded_batch(ids, len(ids) + extra))
-    everything_padded = pad_rows(everything(ids), len(ids) + extra)
-    assert count_rows(everything_padded) == len(ids) + extra and count_real_rows(everything_padded) == len(ids)
+    assert as_values(Rows.of(padded_batch(ids)).pad(len(ids) + extra).batch) == as_values(
+        padded_batch(ids, len(ids) + extra)
+    )
+    everything_padded = Rows.of(everything(ids)).pad(len(ids) + extra).batch
+    assert count_rows(everything_padded) == len(ids) + extra and Rows.of(everything_padded).real == len(ids)
     assert as_values(select_rows(everything_padded, range(len(ids)))) == as_values(everything(ids))
-    for _, leaf_type, leaf in row_leaves(select_rows(everything_padded, range(len(ids), len(ids) + extra))):
+    for _, leaf_type, leaf in Rows.of(select_rows(everything_padded, range(len(ids), len(ids) + extra))):
         assert not any(bool(tensor.any()) for tensor in leaf_type.tensors(leaf))
 
 
@@ -86,15 +78,13 @@ def test_a_selection_with_padding(ids, extra, data):
 def test_results_own_their_storage():
     for make in (dense, nested, kjt):
         batch = make([3, 1])
-        for result in (select_rows(batch, [0, 1]), concat_rows([batch]), pad_rows(batch, 2)):
+        for result in (select_rows(batch, [0, 1]), concat_rows([batch]), Rows.of(batch).pad(2).batch):
             mine = {
-                tensor.untyped_storage().data_ptr()
-                for _, kind, leaf in row_leaves(batch)
-                for tensor in kind.tensors(leaf)
+                tensor.untyped_storage().data_ptr() for _, kind, leaf in Rows.of(batch) for tensor in kind.tensors(leaf)
             }
             own = {
                 tensor.untyped_storage().data_ptr()
-                for _, kind, leaf in row_leaves(result)
+                for _, kind, leaf in Rows.of(result)
                 for tensor in kind.tensors(leaf)
             }
             assert not mine & own
@@ -146,10 +136,10 @@ def test_lists_below_a_dataclass_are_plain_values():
 
 
 def test_numbers_of_rows_and_bytes():
-    assert states_padding({"deep": [padded_batch([1])]}) and not states_padding(plain_batch([1]))
+    assert Rows.of({"deep": [padded_batch([1])]}).states_padding and not Rows.of(plain_batch([1])).states_padding
     assert count_rows(["a", "b"]) == 2
-    assert batch_nbytes({"x": torch.zeros(2, 3), "y": np.zeros((2, 2), np.int16), "z": ["a", "b"]}) == 24 + 8
-    doubled = map_rows({"x": dense([1, 2])}, lambda path, kind, leaf: leaf * (2 if path == ("x",) else 1))
+    assert Rows.of({"x": torch.zeros(2, 3), "y": np.zeros((2, 2), np.int16), "z": ["a", "b"]}).nbytes == 24 + 8
+    doubled = Rows.of({"x": dense([1, 2])}).map(lambda path, kind, leaf: leaf * (2 if path == ("x",) else 1)).batch
     assert torch.equal(doubled["x"], dense([1, 2]) * 2)
 
 
@@ -252,7 +242,7 @@ def test_batches_that_cannot_be_joined(batches, message):
 
 def test_fewer_rows_than_there_are():
     with pytest.raises(ValueError, match="num_rows is 1, the batch has 2 rows; padding adds rows: raise num_rows"):
-        pad_rows(dense([1, 2]), 1)
+        Rows.of(dense([1, 2])).pad(1)
     frozen = types.MappingProxyType({"x": dense([1])})
     with pytest.raises(TypeError, match="holds a mappingproxy, whose items cannot be set"):
         select_rows(frozen, [0])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
-from commons.sequence_batch.rows import batch_nbytes, row_leaves
+from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 from tests.helpers.any_batches import KINDS, as_values, dense, nested
 from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
@@ -75,7 +75,7 @@ def test_several_batches_in_one_buffer():
     storages = [
         tensor.untyped_storage()
         for part in parts[:2]
-        for _, kind, leaf in row_leaves(decode(part)[0][0])
+        for _, kind, leaf in Rows.of(decode(part)[0][0])
         for tensor in kind.tensors(leaf)
     ]
     assert len({storage.data_ptr() for storage in storages}) == len(storages)
@@ -85,7 +85,7 @@ def test_several_batches_in_one_buffer():
 def test_a_message_is_little_more_than_its_tensors():
     batch = random_batch(0, 400)
     message = encode(batch)
-    assert batch_nbytes(batch) < message.nbytes < 1.05 * batch_nbytes(batch)
+    assert Rows.of(batch).nbytes < message.nbytes < 1.05 * Rows.of(batch).nbytes
 
 
 @given(plain)
