@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-import numpy as np
 import torch
 
-from commons.dispatch.dealing import Deal, deal_balanced
+from commons.dispatch.planning import part_indices, split_rows, take_part
+from commons.distributed.stats import imbalance
 from commons.perf_model.partitioner.inputs import as_count
-from commons.sequence_batch.rows import Rows, concat_rows, count_rows, select_rows
+from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -61,8 +61,7 @@ class BalancedChunks(Sequence[B]):
     @property
     def imbalance(self) -> float:
         """Largest load divided by the mean, minus 1; 0.0 if there is no load."""
-        total = int(self.loads.sum())
-        return int(self.loads.max()) * len(self.loads) / total - 1.0 if total else 0.0
+        return imbalance(self.loads.numpy())
 
     def restore(self, results: Sequence[R]) -> R:
         """Results of all chunks as one batch, in the order of the whole batch and without padding.
@@ -79,16 +78,16 @@ class BalancedChunks(Sequence[B]):
                 f"there are {len(results)} results for {len(self.chunks)} chunks; every chunk has one: pass them in "
                 "the order of the chunks"
             )
-        real: list[R] = []
-        for number, (result, rows) in enumerate(zip(results, self.indices)):
-            if count_rows(result) != len(rows):
+        parsed = [Rows.of(result) for result in results]
+        for number, (result, rows) in enumerate(zip(parsed, self.indices)):
+            if result.count != len(rows):
                 raise ValueError(
-                    f"result {number} has {count_rows(result)} rows, chunk {number} has {len(rows)}; a result has "
+                    f"result {number} has {result.count} rows, chunk {number} has {len(rows)}; a result has "
                     "a row per row of its chunk, padding included: keep all rows"
                 )
-            real.append(select_rows(result, torch.arange(int((rows >= 0).sum()))))
-        order = torch.cat([rows[rows >= 0] for rows in self.indices])
-        return select_rows(concat_rows(real), torch.argsort(order))
+        numbers = [rows[rows >= 0] for rows in self.indices]
+        real = Rows.concat([result.select(range(len(rows))) for result, rows in zip(parsed, numbers)])
+        return real.select(torch.argsort(torch.cat(numbers))).batch
 
 
 def split_balanced(
@@ -102,7 +101,7 @@ def split_balanced(
 ) -> BalancedChunks[B]:
     """Split a batch into chunks of even work.
 
-    Padding that the batch states is not dealt: chunks hold real rows, and padding of their own where `pad` asks for it.
+    Padding that the batch states is left out: chunks hold real rows, and padding of their own where `pad` asks for it.
 
     Args:
         batch: anything with rows (`commons.sequence_batch.rows`): a TensorDict, a dict of tensors, a BaseBatch, …
@@ -127,41 +126,21 @@ def split_balanced(
     [70, 10, 20, 60]
 
     """
-    deal = deal_balanced(
+    rows = Rows.of(batch)
+    plan = split_rows(
+        rows,
         workloads,
         as_count(num_chunks, "num_chunks", 1),
-        num_rows=count_rows(batch),
-        real_rows=Rows.of(batch).real,
         equal_size=equal_size,
         group_ids=group_ids,
         may_be_empty=pad,
     )
+    indices = part_indices(plan, rows.count, pad)
+    flat = torch.cat(indices)
+    places = torch.nonzero(flat >= 0)[:, 0]
     return BalancedChunks(
-        chunks=[take_part(batch, deal, part, pad) for part in range(num_chunks)],
-        indices=[part_indices(deal, part, pad) for part in range(num_chunks)],
-        inverse=_inverse(deal, pad),
-        loads=torch.from_numpy(deal.loads),
+        chunks=[take_part(rows, part).batch for part in indices],
+        indices=indices,
+        inverse=torch.empty_like(places).index_copy(0, flat[places], places),
+        loads=torch.from_numpy(plan.loads),
     )
-
-
-def take_part(batch: B, deal: Deal, part: int, pad: bool) -> B:
-    """The rows of one part of a deal, padded to the size of the others if asked for."""
-    chunk = select_rows(batch, deal.rows[part])
-    return Rows.of(chunk).pad(deal.padded_size).batch if pad and len(deal.rows[part]) < deal.padded_size else chunk
-
-
-def part_indices(deal: Deal, part: int, pad: bool) -> torch.Tensor:
-    """int64: the rows of one part of a deal, and -1 for its padding."""
-    size = deal.padded_size if pad else len(deal.rows[part])
-    indices = np.full(size, -1, dtype=np.int64)
-    indices[: len(deal.rows[part])] = deal.rows[part]
-    return torch.from_numpy(indices)
-
-
-def _inverse(deal: Deal, pad: bool) -> torch.Tensor:
-    inverse = np.empty(sum(map(len, deal.rows)), dtype=np.int64)
-    start = 0
-    for rows in deal.rows:
-        inverse[rows] = start + np.arange(len(rows))
-        start += deal.padded_size if pad else len(rows)
-    return torch.from_numpy(inverse)

@@ -1,8 +1,7 @@
 """One rank has the batch, all compute: shares of even work out, results back in the batch's order.
 
-source: batch ─► deal ─► share of each rank ─► trim ─► bytes ─┐ one all-to-all: each rank receives its own share
-rank:                           share ◄─ batch of its type ◄──┘
-rank:   results of its rows ─► bytes ─► source (or all ranks): rows in the order of the batch
+source: batch ─► plan ─► share of each rank ─► trim ─► exchange: each rank receives its own share
+rank:   results of its rows ─► exchange ─► source (or all ranks): rows in the order of the batch
 """
 
 from __future__ import annotations
@@ -16,42 +15,55 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
-from commons.dispatch.chunks import part_indices, take_part
-from commons.dispatch.dealing import Deal, deal_balanced
-from commons.dispatch.gather import compact_indices, gather_results, results_message
-from commons.dispatch.trim import Trim, Window, as_path, as_trims, trim_batch, trim_to_json, untrim
+from commons.dispatch.exchange import Piece, exchange
+from commons.dispatch.planning import part_indices, split_rows, take_part
+from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
 from commons.distributed.control import open_channel
+from commons.perf_model.partitioner import Partition
 from commons.perf_model.partitioner.inputs import as_count
-from commons.sequence_batch.batch_tree import path_name
-from commons.sequence_batch.rows import Rows, count_rows
-from commons.sequence_batch.wire import MessageBuffer, decode, encode
+from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
 R = TypeVar("R")
 
-# What the source says with its call: there is no batch any more; its bytes are on the host; on the device.
-_ENDED, _ON_HOST, _ON_DEVICE = 0, 1, 2
-
 
 @dataclass(frozen=True)
-class Origin:
+class Source:
     """Where shares come from, so that their results find the way back.
 
     Attributes:
-        src: the source, as a rank of the group.
+        rank: the source, as a rank of the group.
         group: the ranks, as the caller named them.
         timeout: seconds after which a rank that does not take part is reported.
-        trims: how padded sequences were cut.
     """
 
-    src: int
+    rank: int
     group: dist.ProcessGroup | None
     timeout: float
-    trims: tuple[Trim, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class BalancedShare(Generic[B]):
+class Split:
+    """Which rows of a batch each rank gets, known on the source.
+
+    Attributes:
+        indices: for each rank int64 `(its rows,)`, -1 for padding.
+        imbalance: largest load divided by the mean, minus 1.
+        num_rows: rows of the batch, padding included.
+    """
+
+    indices: list[torch.Tensor]
+    imbalance: float
+    num_rows: int
+
+    @classmethod
+    def of(cls, plan: Partition, rows: Rows[Any], pad: bool) -> Split:
+        """The split of a batch by a plan; `pad` gives all ranks one number of rows."""
+        return cls(part_indices(plan, rows.count, pad), plan.imbalance, rows.count)
+
+
+@dataclass(frozen=True, eq=False)
+class BalancedShare(Trimmed, Generic[B]):
     """The rows of a batch that one rank computes.
 
     Attributes:
@@ -65,9 +77,9 @@ class BalancedShare(Generic[B]):
     indices: torch.Tensor
     imbalance: float
     bytes_received: int
-    _origin: Origin
+    _source: Source
     _windows: Sequence[Window] = ()
-    _source: SourceBatch | None = field(default=None, repr=False)
+    _split: Split | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         padding = int(self.is_padding.sum())
@@ -79,33 +91,12 @@ class BalancedShare(Generic[B]):
         """Bool `(rows,)`: which rows are padding."""
         return self.indices < 0
 
-    def untrim(self, values: R, mask: Any = None, fill: float = 0) -> R:
-        """Results per token as wide as the sequences of the whole batch, so that those of all ranks can be joined.
-
-        Args:
-            values: a tensor or array `(rows, width of the share, ...)`, or a batch of these.
-            mask: the mask or lengths of the trim that cut them; not needed where there was one trim.
-            fill: the value of the columns that come back.
-
-        Raises:
-            KeyError: no trim by that field.
-            ValueError: values of another width.
-        """
-        trims = self._origin.trims
-        for trim, window in zip(trims, self._windows):
-            if path_name(as_path(mask)) == trim.name or (mask is None and len(trims) == 1):
-                return untrim(values, window, fill)
-        names = [trim.name for trim in trims]
-        raise KeyError(
-            f"mask is {mask!r}, the batch was trimmed by {names}; results come back as wide: name one of them"
-        )
-
     def with_pinned_batch(self) -> BalancedShare[B]:
         """The same share with its batch in pinned host memory."""
         return dataclasses.replace(self, batch=Rows.of(self.batch).pin().batch)
 
     def scatter_more(self, batch: Any | None, *, trim: Trim | Sequence[Trim] | None = None) -> Any:
-        """Deal out more of the same rows, such as advantages computed from what came back; each goes where it went.
+        """Send more of the same rows, such as advantages computed from what came back; each goes where it went.
 
         All ranks of the group call this together.
 
@@ -121,19 +112,26 @@ class BalancedShare(Generic[B]):
             TypeError, KeyError: on all ranks, as `scatter_balanced`.
             RankMissingError: a rank did not take part in time.
         """
-        origin = self._origin
-        with open_channel(origin.group, origin.timeout, DispatchChannel) as channel:
-            options, error, trims = check_options({"src": origin.src}, trim, channel.world_size)
+        source = self._source
+        with open_channel(source.group, source.timeout, DispatchChannel) as channel:
+            options, error, trims = check_options({"src": source.rank}, trim, channel.world_size)
 
-            def source_batch() -> SourceBatch | None:
-                _require_role({"batch": batch}, {}, channel.rank, origin.src)
-                return None if self._source is None else self._source.with_batch(batch)
+            def more() -> tuple[Rows[Any], Split] | None:
+                _require_role({"batch": batch}, {}, channel.rank, source.rank)
+                if self._split is None:
+                    return None
+                rows, split = Rows.of(batch), self._split
+                dealt = sum(int((indices >= 0).sum()) for indices in split.indices)
+                if rows.count not in (dealt, split.num_rows):
+                    raise ValueError(
+                        f"the batch has {rows.count} rows, {dealt} were dealt; more of the same rows has a row for "
+                        "each: match them"
+                    )
+                return rows, split
 
-            more = scatter_source(
-                channel, "scatter_more", options, dataclasses.replace(origin, trims=trims), source_batch, error
-            )
-            assert more is not None  # noqa: S101  only a loader's data end
-            return more.batch
+            share = scatter_rows(channel, "scatter_more", options, source, trims, more, error)
+            assert share is not None  # noqa: S101  only a loader's data end
+            return share.batch
 
     def gather_back(self, results: R, *, to_all: bool = False) -> R | None:
         """Bring the results of all ranks together, in the order of the whole batch and without padding.
@@ -152,43 +150,43 @@ class BalancedShare(Generic[B]):
             TypeError: results that cannot be sent.
             RankMissingError: a rank did not take part in time.
         """
-        origin = self._origin
-        with open_channel(origin.group, origin.timeout, DispatchChannel) as channel:
-            message, error = None, None
+        source, error, own = self._source, None, None
+        with open_channel(source.group, source.timeout, DispatchChannel) as channel:
+            receivers = range(channel.world_size) if to_all else (source.rank,)
             try:
-                message = results_message(results, self.indices)
+                own = self._own_results(results)
             except Exception as caught:
                 error = caught
-            return gather_results(channel, origin.src, to_all, message, error)
 
+            def in_order(pieces: list[Piece | None]) -> R | None:
+                if channel.rank not in receivers:
+                    return None
+                received = [piece for piece in pieces if piece is not None]
+                order = torch.argsort(torch.cat([piece.indices for piece in received if piece.indices is not None]))
+                return Rows.concat([piece.rows for piece in received]).select(order).batch
 
-@dataclass(frozen=True)
-class SourceBatch:
-    """What the source deals out.
-
-    Attributes:
-        batch: the whole batch.
-        deal: which rows go to which rank.
-        pad: whether shares are padded to one size.
-    """
-
-    batch: Any
-    deal: Deal
-    pad: bool
-
-    def with_batch(self, batch: Any) -> SourceBatch:
-        """The same deal of another batch; ValueError for one with other rows."""
-        rows, dealt = count_rows(batch), sum(map(len, self.deal.rows))
-        if rows not in (dealt, self.deal.num_rows):
-            raise ValueError(
-                f"the batch has {rows} rows, {dealt} were dealt; more of the same rows has a row for each: match them"
+            exchanged = exchange(
+                channel,
+                "gather_back",
+                {"src": source.rank, "to_all": bool(to_all)},
+                error,
+                lambda rank: own if rank in receivers else None,
+                in_order,
+                expected_bytes=0 if own is None else own.rows.nbytes * len(receivers),
             )
-        return dataclasses.replace(self, batch=batch)
+            assert exchanged is not None  # noqa: S101  every rank has results
+            return exchanged.result
 
-    def share(self, rank: int, trims: Sequence[Trim]) -> tuple[Any, torch.Tensor, list[Window]]:
-        """A rank's rows, which they are, and the columns that were kept."""
-        rows, windows = trim_batch(take_part(self.batch, self.deal, rank, self.pad), trims)
-        return rows, part_indices(self.deal, rank, self.pad), windows
+    def _own_results(self, results: R) -> Piece:
+        rows = Rows.of(results)
+        if rows.count != len(self.indices):
+            raise ValueError(
+                f"results have {rows.count} rows, the share has {len(self.indices)}; they have a row per row of the "
+                "share, padding included: keep all rows"
+            )
+        real = self.indices[self.indices >= 0]
+        with torch.no_grad():  # as what comes from other ranks
+            return Piece(rows.select(range(len(real))), real)
 
 
 def scatter_balanced(
@@ -203,9 +201,9 @@ def scatter_balanced(
     trim: Trim | Sequence[Trim] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> BalancedShare[Any]:
-    """Deal out the batch of one rank so that all ranks carry equal work; each receives its share alone.
+    """Share out the batch of one rank so that all ranks carry equal work; each receives its share alone.
 
-    All ranks of the group call this together. Padding that the batch states is not dealt.
+    All ranks of the group call this together. Padding that the batch states is left out.
 
     Args:
         batch: on the source, anything with rows (`commons.sequence_batch.rows`); None on the other ranks.
@@ -236,33 +234,29 @@ def scatter_balanced(
             {"src": src, "equal_size": equal_size, "pad": pad}, trim, channel.world_size
         )
 
-        def source_batch() -> SourceBatch | None:
+        def source_rows() -> tuple[Rows[Any], Split] | None:
             _require_role({"batch": batch, "workloads": workloads}, {"group_ids": group_ids}, channel.rank, src)
             if channel.rank != src:
                 return None
-            deal = deal_balanced(
-                workloads,
-                channel.world_size,
-                num_rows=count_rows(batch),
-                real_rows=Rows.of(batch).real,
-                equal_size=equal_size,
-                group_ids=group_ids,
-                may_be_empty=pad,
+            rows = Rows.of(batch)
+            plan = split_rows(
+                rows, workloads, channel.world_size, equal_size=equal_size, group_ids=group_ids, may_be_empty=pad
             )
-            return SourceBatch(batch, deal, pad)
+            return rows, Split.of(plan, rows, pad)
 
-        origin = Origin(src, group, timeout, trims)
-        share = scatter_source(channel, "scatter_balanced", options, origin, source_batch, error)
+        source = Source(src, group, timeout)
+        share = scatter_rows(channel, "scatter_balanced", options, source, trims, source_rows, error)
         assert share is not None  # noqa: S101  only a loader's data end
         return share
 
 
-def scatter_source(
+def scatter_rows(
     channel: DispatchChannel,
     call: str,
     options: dict[str, Any] | None,
-    origin: Origin,
-    source_batch: Callable[[], SourceBatch | None],
+    source: Source,
+    trims: Sequence[Trim],
+    source_rows: Callable[[], tuple[Rows[Any], Split] | None],
     error: Exception | None,
 ) -> BalancedShare[Any] | None:
     """Send each rank its share of what the source has; called on all ranks together.
@@ -271,8 +265,10 @@ def scatter_source(
         channel: over the ranks.
         call: name of the call.
         options: what all ranks must pass alike; None where `error` is about these.
-        origin: the source, and how it trims.
-        source_batch: makes what is dealt out; None on other ranks than the source, and there where the data have ended.
+        source: the source.
+        trims: how padded sequences are cut.
+        source_rows: makes the batch and says who gets which rows; None on other ranks than the source, and there where
+            the data have ended.
         error: what is wrong on this rank already.
 
     Returns:
@@ -281,52 +277,38 @@ def scatter_source(
     Raises:
         Exception: what went wrong on any rank.
     """
-    src, share, outgoing, note = origin.src, None, MessageBuffer(0, on_accelerator=False), _ENDED
+    given = None
     if error is None:
         try:
-            source = source_batch()
-            if source is not None:
-                outgoing, note = _pack(source, channel, origin.trims)
-                rows, indices, windows = source.share(channel.rank, origin.trims)
-                # The deal is kept for more of the same rows; the whole batch is not.
-                kept = dataclasses.replace(source, batch=None)
-                share = BalancedShare(rows, indices, source.deal.imbalance, 0, origin, windows, kept)
+            given = source_rows()
         except Exception as caught:
             error = caught
-    incoming, notes = channel.begin(call, options, error, outgoing.sizes, note)
-    if notes[src] == _ENDED:
-        return None
-    if channel.rank != src:
-        outgoing = MessageBuffer(0, on_accelerator=notes[src] == _ON_DEVICE)
-        outgoing.sizes = [0] * channel.world_size
-    received = channel.send_bytes(outgoing.bytes, outgoing.sizes, incoming)
-    if channel.rank != src:
-        try:
-            share = _unpack(received, origin)
-        except Exception as caught:
-            error = caught
-    channel.confirm(error)
-    return share
+    split = None if given is None else given[1]
 
-
-def _pack(source: SourceBatch, channel: DispatchChannel, trims: Sequence[Trim]) -> tuple[MessageBuffer, int]:
-    """The shares of the other ranks as bytes, and where these are. One share at a time exists beside them."""
-    on_device = channel.can_send_from_device() and Rows.of(source.batch).on_device
-    outgoing = MessageBuffer(Rows.of(source.batch).nbytes, on_accelerator=on_device)
-    for rank in range(channel.world_size):
-        if rank == channel.rank:
-            outgoing.append(None)
-            continue
-        rows, indices, windows = source.share(rank, trims)
+    def share_of(rank: int) -> Piece:
+        assert given is not None  # noqa: S101  called where there are rows
+        rows, split = given
+        share, windows = trim_rows(take_part(rows, split.indices[rank]), trims)
         columns = [[window.start, window.stop, window.width] for window in windows]
-        outgoing.append(encode(rows, compact_indices(indices), extra=[source.deal.imbalance, columns]))
-    return outgoing, _ON_DEVICE if on_device else _ON_HOST
+        return Piece(share, split.indices[rank], [split.imbalance, columns])
 
+    def as_share(pieces: list[Piece | None]) -> BalancedShare[Any]:
+        piece = pieces[source.rank]
+        assert piece is not None and piece.indices is not None  # noqa: S101  the source has one for every rank
+        imbalance, columns = piece.extra
+        windows = [Window(trim.name, *each) for trim, each in zip(trims, columns)]
+        return BalancedShare(piece.rows.batch, piece.indices, imbalance, 0, source, windows, split)
 
-def _unpack(received: torch.Tensor, origin: Origin) -> BalancedShare[Any]:
-    (rows, indices), (imbalance, columns) = decode(received)
-    windows = [Window(*each) for each in columns]
-    return BalancedShare(rows, indices.to(torch.int64), imbalance, received.numel(), origin, windows)
+    exchanged = exchange(
+        channel,
+        call,
+        options,
+        error,
+        None if given is None else share_of,
+        as_share,
+        expected_bytes=0 if given is None else given[0].nbytes,
+    )
+    return None if exchanged is None else dataclasses.replace(exchanged.result, bytes_received=exchanged.bytes_received)
 
 
 def _require_rank(src: Any, world_size: int) -> None:
@@ -345,7 +327,7 @@ def check_options(
     described: dict[str, Any] | None = None
     try:
         trims = as_trims(trim)
-        described = options | {"trim": [trim_to_json(each) for each in trims]}
+        described = options | {"trim": [repr(each) for each in trims]}
         _require_rank(options["src"], world_size)
     except Exception as error:
         return described, error, ()

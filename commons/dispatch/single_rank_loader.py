@@ -1,7 +1,7 @@
 """SingleRankLoader: one rank runs the dataloader for all.
 
-The source reads a global batch, deals its rows out and sends every rank its share. All ranks thus make the same number
-of steps, the end of the data is the same for all, and an error of the loader is raised on every rank.
+The source reads a global batch, plans which rows go where and sends every rank its share. All ranks thus make the same
+number of steps, the end of the data is the same for all, and an error of the loader is raised on every rank.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
-from commons.dispatch.dealing import deal_balanced, deal_in_turn, require_enough
-from commons.dispatch.scatter import BalancedShare, Origin, SourceBatch, check_options, scatter_source
+from commons.dispatch.planning import require_enough, split_in_turn, split_rows
+from commons.dispatch.scatter import BalancedShare, Source, Split, check_options, scatter_rows
 from commons.dispatch.trim import Trim
 from commons.distributed.process_group import resolve_process_group
-from commons.sequence_batch.rows import Rows, count_rows
+from commons.sequence_batch.rows import Rows
 
 _CALL = "SingleRankLoader"
 _REMEDY = "set drop_last, use a larger batch, or load batches that can state padding, as BaseBatch does"
@@ -28,14 +28,14 @@ class SingleRankLoader(Iterable[Any]):
 
     All ranks of the group construct it together, on the main thread, and iterate over it together. Where batches state
     padding (BaseBatch), shares are padded to one size and a last batch of few rows leaves ranks with padding alone;
-    other batches are dealt out in shares that differ by at most one row, and must have a row for every rank.
+    other batches are split into shares that differ by at most one row, and must have a row for every rank.
 
     Args:
         loader: on the source, an iterable of global batches, such as a DataLoader whose batch size is that of a rank
             times the number of ranks. Other ranks may pass None; what they pass is never read, but answers for
             `len()`, `dataset` and `sampler`.
         get_workloads: on the source, a function of a batch that gives non-negative integers `(rows,)`; rows are then
-            dealt evenly. None deals row i to rank `i mod ranks`.
+            split evenly. None gives row i to rank `i mod ranks`.
         src: the source, as a rank of the group.
         group: the ranks; default megatron-core's data-parallel group where parallel_state is initialised, else all.
         equal_size: with workloads, ranks' numbers of rows differ by at most one.
@@ -67,10 +67,10 @@ class SingleRankLoader(Iterable[Any]):
         self._channel = DispatchChannel(resolve_process_group(group), timeout)
         self._batches = 0
         self._resume: dict[str, Any] | None = None
-        self._options, error, trims = check_options(
+        self._options, error, self._trims = check_options(
             {"src": src, "equal_size": equal_size}, trim, self._channel.world_size
         )
-        self._origin = Origin(src, group, timeout, trims)
+        self._source = Source(src, group, timeout)
         if error is None and loader is None and self.is_source:
             error = ValueError(
                 "this rank is the source and passes no loader; the source loads for all ranks: pass it there, or name "
@@ -81,7 +81,7 @@ class SingleRankLoader(Iterable[Any]):
     @property
     def is_source(self) -> bool:
         """Whether this rank loads for all."""
-        return self._channel.rank == self._origin.src
+        return self._channel.rank == self._source.rank
 
     @property
     def dataset(self) -> Any:
@@ -168,7 +168,9 @@ class _Shares(Iterator[BalancedShare[Any]]):
         if self._ended:
             raise StopIteration
         try:
-            share = scatter_source(owner._channel, _CALL, owner._options, owner._origin, self._read, error=self._error)
+            share = scatter_rows(
+                owner._channel, _CALL, owner._options, owner._source, owner._trims, self._read, self._error
+            )
         except Exception:
             self._ended = True
             raise
@@ -185,7 +187,7 @@ class _Shares(Iterator[BalancedShare[Any]]):
             self._num_skipped = state["batches"]
         return iter(loader)
 
-    def _read(self) -> SourceBatch | None:
+    def _read(self) -> tuple[Rows[Any], Split] | None:
         """The source's next batch and who gets which rows; None at the end, and on the other ranks."""
         if self._source is None:
             return None
@@ -197,18 +199,16 @@ class _Shares(Iterator[BalancedShare[Any]]):
                 )
         self._num_skipped = 0
         batch = next(self._source, None)
-        return None if batch is None else self._deal(batch)
+        return None if batch is None else self._split(Rows.of(batch))
 
-    def _deal(self, batch: Any) -> SourceBatch:
+    def _split(self, rows: Rows[Any]) -> tuple[Rows[Any], Split]:
         owner = self._owner
-        num_ranks = owner._channel.world_size
-        counts = {"num_rows": count_rows(batch), "real_rows": Rows.of(batch).real}
-        pads = Rows.of(batch).states_padding
-        require_enough(num_ranks, counts["real_rows"], "rows", pads, _REMEDY)
+        num_ranks, pads = owner._channel.world_size, rows.states_padding
+        require_enough(num_ranks, rows.real, "rows", pads, _REMEDY)
         if owner._get_workloads is None:
-            return SourceBatch(batch, deal_in_turn(num_ranks, **counts), pads)
-        workloads = owner._get_workloads(batch)
+            return rows, Split.of(split_in_turn(rows, num_ranks), rows, pads)
+        workloads = owner._get_workloads(rows.batch)
         if isinstance(workloads, torch.Tensor):
             workloads = workloads.cpu()
-        deal = deal_balanced(workloads, num_ranks, equal_size=owner._equal_size, may_be_empty=pads, **counts)
-        return SourceBatch(batch, deal, pads)
+        plan = split_rows(rows, workloads, num_ranks, equal_size=owner._equal_size, may_be_empty=pads)
+        return rows, Split.of(plan, rows, pads)

@@ -6,7 +6,6 @@ its own longest row.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 
 from commons.sequence_batch.batch_tree import Path, path_name
-from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.row_leaves import ARRAY, DENSE_TENSOR, LeafType
 from commons.sequence_batch.rows import Rows
 
@@ -61,6 +59,8 @@ class Trim:
                 f"side is {self.side!r} with mask {self.mask!r}; it is 'right', 'left', or with a mask 'both': "
                 "choose one"
             )
+        if self.fields is not None:
+            object.__setattr__(self, "fields", tuple(self.fields))  # shown alike on all ranks, which compare them
 
     @property
     def name(self) -> str:
@@ -70,11 +70,47 @@ class Trim:
 
 @dataclass(frozen=True)
 class Window:
-    """The columns `[start, stop)` that were kept of `width`."""
+    """The columns `[start, stop)` that a trim has kept.
 
+    Attributes:
+        name: the field that said how long a row is, as messages show it.
+        start: first column.
+        stop: the one after the last.
+        width: columns that there were.
+        fields: what was cut.
+    """
+
+    name: str
     start: int
     stop: int
     width: int
+    fields: tuple[Path, ...] = ()
+
+
+class Trimmed:
+    """Rows whose padded sequences were cut, so that results per token may have to be widened again."""
+
+    _windows: Sequence[Window]
+
+    def untrim(self, values: B, mask: Any = None, fill: float = 0) -> B:
+        """Results per token as wide as the widest sequences of any rank were, so that those of all ranks can be joined.
+
+        Args:
+            values: a tensor or array `(rows, width of the batch, ...)`, or a batch of these.
+            mask: the mask or lengths of the trim that cut them; not needed where there was one trim.
+            fill: the value of the columns that come back.
+
+        Raises:
+            KeyError: no trim by that field.
+            ValueError: values of another width.
+        """
+        for window in self._windows:
+            if path_name(as_path(mask)) == window.name or (mask is None and len(self._windows) == 1):
+                return untrim(values, window, fill)
+        names = [window.name for window in self._windows]
+        raise KeyError(
+            f"mask is {mask!r}, the batch was trimmed by {names}; results come back as wide: name one of them"
+        )
 
 
 def as_trims(trim: Trim | Sequence[Trim] | None) -> tuple[Trim, ...]:
@@ -111,13 +147,14 @@ def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
             [7, 0]])
 
     """
-    leaves = {path: (leaf_type, value) for path, leaf_type, value in Rows.of(batch)}
-    windows: list[Window] = []
-    window_of: dict[Path, Window] = {}
-    for each in as_trims(trim):
-        window, paths = _window(each, leaves)
-        windows.append(window)
-        window_of |= dict.fromkeys(paths, window)
+    trimmed, windows = trim_rows(Rows.of(batch), as_trims(trim))
+    return trimmed.batch, windows
+
+
+def trim_rows(rows: Rows[B], trims: Sequence[Trim]) -> tuple[Rows[B], list[Window]]:
+    """`trim_batch` of what is parsed already."""
+    windows = find_windows(rows, trims)
+    window_of = {path: window for window in windows for path in window.fields}
 
     def cut(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
         kept = window_of.get(path)
@@ -126,33 +163,33 @@ def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
         columns = value[:, kept.start : kept.stop]
         return columns.copy() if leaf_type is ARRAY else columns.clone(memory_format=torch.contiguous_format)
 
-    return Rows.of(batch).map(cut).batch, windows
+    return (rows.map(cut) if trims else rows), windows
 
 
-def width_of(trim: Trim, batch: Any) -> int:
-    """Columns of the sequences that a trim names.
-
-    Raises:
-        KeyError, ValueError: as `trim_batch`.
-    """
-    leaves = {path: (leaf_type, value) for path, leaf_type, value in Rows.of(batch)}
-    return int(next(iter(_fields_of(trim, leaves).values())).shape[1])
-
-
-def widen_to_common(batches: list[B], trims: Sequence[Trim]) -> list[B]:
-    """Batches whose sequences have the width of the widest among them, so that their rows can be joined.
+def join_trimmed(
+    parts: Sequence[Rows[B]], cut: Sequence[Sequence[Window]], trims: Sequence[Trim], widths: Sequence[int]
+) -> tuple[Rows[B], list[Window]]:
+    """The rows of trimmed batches as one, as wide as the widest of them, lined up where their sequences begin or end.
 
     Args:
-        batches: batches of one structure.
-        trims: with their fields stated; padding is on one side.
+        parts: the batches, of one structure.
+        cut: the windows of each.
+        trims: how all of them were cut, at one side.
+        widths: for each trim the width that `untrim` gives back.
+
+    Returns:
+        The rows, and the columns that they have of these widths.
     """
-    for trim in trims:
-        widths = [width_of(trim, batch) for batch in batches]
-        widest = max(widths)
-        if min(widths) == widest:
-            continue
-        batches = [_widen(batch, widest, trim) for batch in batches]
-    return batches
+    windows = []
+    for number, (trim, width) in enumerate(zip(trims, widths)):
+        kept = [each[number].stop - each[number].start for each in cut]
+        parts = [
+            _widen(rows, max(kept) - columns, each[number].fields, trim)
+            for rows, columns, each in zip(parts, kept, cut)
+        ]
+        start = width - max(kept) if trim.side == "left" else 0
+        windows.append(Window(trim.name, start, start + max(kept), width, cut[0][number].fields))
+    return Rows.concat(parts), windows
 
 
 def untrim(values: B, window: Window, fill: float = 0) -> B:
@@ -179,41 +216,20 @@ def untrim(values: B, window: Window, fill: float = 0) -> B:
     return Rows.of(values).map(widen).batch
 
 
-def trim_to_json(trim: Trim) -> Any:
-    """The settings as JSON holds them, for the comparison between ranks."""
-    return [
-        [encode_plain(trim.mask, ()), encode_plain(trim.lengths, ()), trim.side],
-        None if trim.fields is None else [encode_plain(as_path(key), ()) for key in trim.fields],
-        [[encode_plain(as_path(key), ()), value] for key, value in trim.fill.items()],
-    ]
-
-
-def trim_from_json(data: Any) -> Trim:
-    """The trim that `trim_to_json` described."""
-    (mask, lengths, side), fields, fill = data
-    return Trim(
-        mask=decode_plain(mask),
-        lengths=decode_plain(lengths),
-        fields=None if fields is None else [decode_plain(key) for key in fields],
-        side=side,
-        fill={decode_plain(key): value for key, value in fill},
-    )
-
-
-def with_stated_fields(trim: Trim, batch: Any) -> Trim:
-    """The trim with the fields that it cuts in this batch, so that it cuts no others in parts of it.
+def find_windows(rows: Rows[Any], trims: Sequence[Trim]) -> list[Window]:
+    """What each trim keeps of a batch.
 
     Raises:
         KeyError, ValueError: as `trim_batch`.
     """
-    leaves = {path: (leaf_type, value) for path, leaf_type, value in Rows.of(batch)}
-    return dataclasses.replace(trim, fields=_window(trim, leaves)[1])
+    leaves = {path: (leaf_type, value) for path, leaf_type, value in rows}
+    return [_window(trim, leaves) for trim in trims]
 
 
 _Leaves: TypeAlias = Mapping[Path, tuple[LeafType[Any], Any]]
 
 
-def _window(trim: Trim, leaves: _Leaves) -> tuple[Window, list[Path]]:
+def _window(trim: Trim, leaves: _Leaves) -> Window:
     fields = _fields_of(trim, leaves)
     widths = {path_name(path): value.shape[1] for path, value in fields.items()}
     width = next(iter(widths.values()))
@@ -225,7 +241,7 @@ def _window(trim: Trim, leaves: _Leaves) -> tuple[Window, list[Path]]:
     start, stop = _kept_columns(trim, leaves, width)
     if start >= stop and width > 0:  # models want a column, even where no row has a token
         start, stop = (width - 1, width) if trim.side == "left" else (0, 1)
-    return Window(start, stop, width), list(fields)
+    return Window(trim.name, start, stop, width, tuple(fields))
 
 
 def _kept_columns(trim: Trim, leaves: _Leaves, width: int) -> tuple[int, int]:
@@ -284,18 +300,16 @@ def _find(key: Key | None, leaves: _Leaves) -> Any:
     return leaves[path][1]
 
 
-def _widen(batch: B, width: int, trim: Trim) -> B:
-    paths = {as_path(key) for key in (trim.mask, *(trim.fields or ())) if key is not None}
+def _widen(rows: Rows[B], missing: int, fields: Sequence[Path], trim: Trim) -> Rows[B]:
+    if not missing:
+        return rows
     fill = {as_path(key): value for key, value in trim.fill.items()}
+    left, right = (missing, 0) if trim.side == "left" else (0, missing)
 
     def widen(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
-        if path not in paths:
-            return value
-        missing = width - value.shape[1]
-        left, right = (missing, 0) if trim.side == "left" else (0, missing)
-        return _pad_columns(value, left, right, fill.get(path, 0))
+        return _pad_columns(value, left, right, fill.get(path, 0)) if path in fields else value
 
-    return Rows.of(batch).map(widen).batch
+    return rows.map(widen)
 
 
 def _pad_columns(value: Any, left: int, right: int, fill: float) -> Any:

@@ -87,16 +87,14 @@ class Rows(Generic[B]):
         return cls(tree, *_row_counts(tree))
 
     @staticmethod
-    def concat(batches: Sequence[B | Rows[B]]) -> Rows[B]:
-        """The rows of several batches of one structure, parsed or not; all padding comes last.
+    def concat(parts: Sequence[Rows[B]]) -> Rows[B]:
+        """The rows of several batches of one structure; all padding comes last.
 
         Raises:
-            ValueError: no batch; batches that differ in structure, dtype, the shape of a row, or metadata; or as `of`.
-            TypeError: as `of`.
+            ValueError: no batch, or batches that differ in structure, dtype, the shape of a row, or metadata.
         """
-        if len(batches) == 0:
+        if len(parts) == 0:
             raise ValueError("there are no batches to concatenate; rows come from at least one: give one or more")
-        parts: list[Rows[B]] = [Rows.of(batch) for batch in batches]
         count, real = sum(part.count for part in parts), sum(part.real for part in parts)
         if count > real:
             # A batch with padding in its middle cannot be stated: real rows and padding are joined apart.
@@ -233,7 +231,7 @@ def concat_rows(batches: Sequence[B]) -> B:
     {'ids': tensor([5, 6, 7])}
 
     """
-    return Rows.concat(batches).batch
+    return Rows.concat([Rows.of(batch) for batch in batches]).batch
 
 
 def _mapped(parts: Sequence[Rows[B]], function: LeafFunction, count: int, real: int) -> Rows[B]:

@@ -163,7 +163,7 @@ def load_until_it_fails(what):
         ("no loader", (0, "ValueError: rank 0: this rank is the source and passes no loader; the source loads")),
         ("another src", (0, "ValueError: src is 0 on rank 0 and 1 on rank 1 in SingleRankLoader; all ranks pass")),
         ("src outside", (0, "ValueError: rank 0: src is 2, the group has 2 ranks")),
-        ("another trim", (0, "ValueError: trim is [] on rank 0 and [[['id', None, 'right'], None, []]] on rank 1")),
+        ("another trim", (0, "ValueError: trim is [] on rank 0 and [\"Trim(mask='id', lengths=None")),
     ],
 )
 def test_a_mistake_is_raised_on_every_rank(two_ranks, what, expected):

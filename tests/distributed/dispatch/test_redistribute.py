@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons.dispatch import Trim, redistribute_balanced
+from commons.sequence_batch import batch_tree, rows
 from commons.sequence_batch.rows import Rows, count_rows, select_rows
 from tests.helpers.any_batches import KINDS, as_values, dense, length_of, padded_batch
 from tests.helpers.rank_pool import RankFailure
@@ -113,6 +116,26 @@ def sizes_that_only_counts_make_uneven():
 
 def test_equal_sizes_are_kept_where_no_load_falls(two_ranks):
     assert two_ranks.run(sizes_that_only_counts_make_uneven) == [[4, 5], [4, 3]]
+
+
+def count_parses():
+    """How often a batch is taken apart, and how many pieces came from other ranks."""
+    batch = padded_batch([3, 1, 4, 1, 5, 9] if dist.get_rank() == 0 else [2], 7)
+    mask = torch.arange(5) < torch.full((7, 1), 2)
+    batch = {"padded": batch, "mask": mask, "ids": mask * 7}
+    parsed = []
+    with mock.patch.object(rows, "parse", lambda value: parsed.append(value) or batch_tree.parse(value)):
+        moved = redistribute_balanced(batch, [9] * 7, trim=Trim("mask"))
+        received = len(set(moved.home.tolist()) - {dist.get_rank()})
+        assert [value is batch for value in parsed] == [True] + [False] * received
+        parsed.clear()
+        moved.send_home(moved.batch)
+    return parsed[0] is moved.batch and sum(value is moved.batch for value in parsed) == 1, moved.num_moved
+
+
+def test_a_batch_is_parsed_once_per_call(ranks):
+    results = ranks.run(count_parses)
+    assert all(once for once, _ in results) and results[0][1] > 0
 
 
 def move_with_padding():

@@ -231,7 +231,7 @@ def mistaken_call(what):
         ),
         ("another src", "ValueError: src is 0 on rank 0 and 1 on rank 1 in scatter_balanced; all ranks pass the same"),
         ("another option", "ValueError: pad is True on rank 0 and False on rank 1 in scatter_balanced"),
-        ("another trim", "ValueError: trim is [[['a', None, 'right'], None, []]] on rank 0 and [[['b'"),
+        ("another trim", "ValueError: trim is [\"Trim(mask='a', lengths=None"),
         ("src outside", "ValueError: rank 0: src is 9, the group has 2 ranks; "),
         ("workloads too short", "ValueError: rank 0: workloads has 3 entries, there are 4 rows"),
         ("negative workloads", "ValueError: rank 0: workloads[2] is -3; values must be non-negative integers"),

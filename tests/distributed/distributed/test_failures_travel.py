@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.dispatch import redistribute, redistribute_balanced
+from commons.dispatch import exchange, redistribute_balanced
 from commons.distributed import shuffle_session
 from commons.distributed.control import ControlChannel
 from commons.distributed.errors import describe_error, raise_first_error
@@ -134,29 +135,30 @@ def test_what_ranks_tell_each_other_warns_of_nothing(ranks):
 
 
 def _fails_in_dispatch():
-    """Rank 1 cannot pack its rows, once all have agreed to exchange them; the next call goes well."""
+    """Rank 1 cannot pack its rows; then it cannot make room for those that come; the next call goes well."""
     rows = {"ids": torch.arange(8) + 100 * dist.get_rank()}
     workloads = torch.arange(8) * (100 if dist.get_rank() else 1)
-    original = redistribute.MessageBuffer.append
-    broken = _fails(MemoryError("no room for \ud800")) if dist.get_rank() == 1 else original
-    with mock.patch.object(redistribute.MessageBuffer, "append", broken):
-        said = _said(lambda: redistribute_balanced(rows, workloads))
+    said, broken = [], _fails(MemoryError("no room for \ud800"))
+    for owner, name in ((exchange.MessageBuffer, "append"), (torch.Tensor, "new_empty")):
+        with mock.patch.object(owner, name, broken) if dist.get_rank() == 1 else nullcontext():
+            said.append(_said(lambda: redistribute_balanced(rows, workloads)))
     return said, redistribute_balanced(rows, workloads).batch["ids"].tolist()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_rank_that_cannot_pack_its_rows(world_size):
+def test_a_rank_that_has_no_room_for_rows(world_size):
     pool = RankPool(world_size)  # of its own: the groups of a broken exchange are not used again
     try:
         answers = pool.run(_fails_in_dispatch, timeout=60)
     finally:
         pool.stop()
-    for rank, (said, _) in enumerate(answers):
+    for rank, ((packing, receiving), _) in enumerate(answers):
+        assert packing == r"RuntimeError: rank 1: MemoryError: no room for \ud800"
         if rank == 1:
-            assert said == "MemoryError: no room for \ud800"
+            assert receiving == "MemoryError: no room for \ud800"
         else:
-            assert said.startswith("RankMissingError: rank 1 failed in the exchange of rows of step")
-            assert said.endswith(r"MemoryError: no room for \ud800")
+            assert receiving.startswith("RankMissingError: rank 1 failed in the exchange of rows of step")
+            assert receiving.endswith(r"MemoryError: no room for \ud800")
     assert sorted(row for _, ids in answers for row in ids) == [
         r * 100 + i for r in range(world_size) for i in range(8)
     ]

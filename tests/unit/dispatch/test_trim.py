@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from commons.dispatch import Trim, trim_batch
-from commons.dispatch.trim import trim_from_json, trim_to_json, untrim, widen_to_common, with_stated_fields
+from commons.dispatch.trim import Window, join_trimmed, untrim
+from commons.sequence_batch.rows import Rows
 
 lengths = st.lists(st.integers(0, 6), max_size=5)
 
@@ -52,10 +53,14 @@ def test_a_mask_and_lengths_cut_alike(lengths, side):
 def test_batches_of_different_widths_are_lined_up(parts, side):
     batches = [padded(part, 6 + index, side) for index, part in enumerate(parts)]
     trim = Trim("mask", fields=["ids", ("three",)], side=side, fill={"ids": -7})
-    trimmed = [trim_batch(batch, trim)[0] for batch in batches]
-    widened = widen_to_common(trimmed, [trim])
+    trimmed, cut = zip(*(trim_batch(batch, trim) for batch in batches))
+    joined, (window,) = join_trimmed([Rows.of(batch) for batch in trimmed], cut, [trim], [20])
     width = max(batch["ids"].shape[1] for batch in trimmed)
-    for before, after in zip(trimmed, widened):
+    columns = (20 - width, 20) if side == "left" else (0, width)
+    assert window == Window("mask", *columns, 20, (("mask",), ("ids",), ("three",)))
+    ends = np.cumsum([len(part) for part in parts])
+    for before, start, end in zip(trimmed, [0, *ends], ends):
+        after = {name: value[start:end] for name, value in joined.batch.items()}
         missing = width - before["ids"].shape[1]
         kept = slice(missing, width) if side == "left" else slice(0, width - missing)
         assert after["ids"].shape[1] == after["mask"].shape[1] == after["three"].shape[1] == width
@@ -74,10 +79,8 @@ def test_several_kinds_of_sequences_in_a_tensordict():
     result, windows = trim_batch(batch, trims)
     assert result["prompt", "ids"].shape == (2, 2) and result["ids"].shape == (2, 3)
     assert [(window.start, window.stop) for window in windows] == [(3, 5), (0, 3)]
-    assert [trim_from_json(trim_to_json(trim)) for trim in trims] == trims
-    stated = with_stated_fields(trims[0], batch)
-    assert set(stated.fields) == {("prompt", "mask"), ("prompt", "ids")}
-    assert trim_from_json(trim_to_json(stated)) == stated
+    assert [window.name for window in windows] == ["prompt.mask", "mask"]
+    assert windows[0].fields == (("prompt", "mask"), ("prompt", "ids"))
 
 
 def test_a_field_that_has_the_shape_by_chance_is_spared_where_fields_are_stated():

@@ -1,0 +1,191 @@
+"""PLAN: which rows go to which chunk or rank. Pure functions of workloads; the planner does the work."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from commons.perf_model.partitioner import Partition, as_int64_workloads, partition
+from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, sum_by_rank
+from commons.sequence_batch.rows import Rows
+
+_PAD_REMEDY = "use fewer parts or a larger batch, or pad=True, which fills up with rows that are flagged as padding"
+_REMEDY = "use fewer ranks or a larger batch"
+
+
+def split_rows(
+    rows: Rows[Any],
+    workloads: Any,
+    num_parts: int,
+    *,
+    equal_size: bool = True,
+    group_ids: Any = None,
+    may_be_empty: bool = False,
+) -> Partition:
+    """Which part each real row of a batch goes to, so that the largest load is small.
+
+    Args:
+        rows: the batch.
+        workloads: non-negative integers `(rows,)`; those of padding are ignored.
+        num_parts: number of parts, at least 1.
+        equal_size: numbers of rows differ by at most one; with `group_ids`, numbers of groups do.
+        group_ids: integers or strings `(rows,)`: rows of equal id go to one part. None: every row for itself.
+        may_be_empty: whether there may be fewer rows (or groups) than parts.
+
+    Raises:
+        ValueError: an argument of the wrong length or outside its range, no rows, or more parts than rows (or groups).
+    """
+    weights = as_int64_workloads(workloads, num_rows=rows.count)[: rows.real]
+    require_enough(num_parts, rows.real, "rows", may_be_empty)
+    if group_ids is None:
+        return partition(weights, num_parts, equal_size=equal_size)
+    group_of_row, num_groups = _numbered(as_int64_ids(group_ids, rows.count)[: rows.real])
+    require_enough(num_parts, num_groups, "groups", may_be_empty)
+    plan = partition(sum_by_rank(group_of_row, weights, num_groups), num_parts, equal_size=equal_size)
+    return Partition(plan.assignment[group_of_row], plan.loads, plan.lower_bound)
+
+
+def split_in_turn(rows: Rows[Any], num_parts: int) -> Partition:
+    """Row i to part `i mod num_parts`, as a sampler does that gives each rank every W-th row; a row counts as 1."""
+    assignment = np.arange(rows.real) % num_parts
+    return Partition(assignment, np.bincount(assignment, minlength=num_parts), -(-rows.real // num_parts))
+
+
+def part_indices(plan: Partition, num_rows: int, pad: bool) -> list[torch.Tensor]:
+    """The rows of each part.
+
+    Args:
+        plan: of the real rows of a batch.
+        num_rows: rows of the batch, padding included.
+        pad: give all parts one size: that of the largest, or a share of the batch with its padding.
+
+    Returns:
+        For each part int64 `(its rows,)`, ascending, then -1 for padding.
+    """
+    parts = plan.groups()
+    size = max(*map(len, parts), -(-num_rows // len(parts))) if pad else 0
+    return [torch.tensor(part + [-1] * (size - len(part)), dtype=torch.int64) for part in parts]
+
+
+def take_part(rows: Rows[Any], indices: torch.Tensor) -> Rows[Any]:
+    """The rows of one part, as `part_indices` lists them."""
+    part = rows.select(indices[indices >= 0])
+    return part.pad(len(indices)) if part.count < len(indices) else part
+
+
+def plan_redistribution(
+    workloads: np.ndarray,
+    rows_per_rank: np.ndarray,
+    *,
+    equal_size: bool = True,
+    group_ids: np.ndarray | None = None,
+    slack: float = 0.0,
+) -> ShufflePlan:
+    """Decide which rows move that already lie on the ranks: few of them and none without need.
+
+    Unlike the shuffler's plans, these give every rank a row, and equal sizes where they are asked for, even if no load
+    falls by that.
+
+    Args:
+        workloads: int64 `(rows of all ranks,)`, rank by rank.
+        rows_per_rank: int64 `(number of ranks,)`.
+        equal_size: numbers of rows differ by at most one afterwards; with `group_ids`, numbers of groups do.
+        group_ids: int64 `(rows of all ranks,)`: rows with one id come together, whatever rank they are on.
+        slack: fraction of the best load that may be given up to keep rows where they are.
+
+    Returns:
+        The plan, the same on every rank; it knows of no tokens.
+
+    Raises:
+        ValueError: no rows, or fewer rows (or groups) than ranks.
+    """
+    gathered = GatheredRows(rows_per_rank, rows_per_rank, workloads, np.zeros_like(workloads))
+    num_ranks, home = gathered.num_ranks, gathered.home
+    require_enough(num_ranks, len(home), "rows", False, _REMEDY)
+    units, unit_of_row, unit_home = workloads, np.arange(len(home)), home
+    if group_ids is not None:
+        unit_of_row, num_units = _numbered(group_ids)
+        require_enough(num_ranks, num_units, "groups", False, _REMEDY)
+        units = sum_by_rank(unit_of_row, workloads, num_units)
+        unit_home = _work_by_rank(unit_of_row, home, workloads, num_units, num_ranks).argmax(axis=1)
+    plan = partition(units, num_ranks, equal_size=equal_size, home=unit_home, slack=slack)
+    rank_of_unit = plan.assignment
+    counts = np.bincount(rank_of_unit, minlength=num_ranks)
+    if equal_size and int(counts.max()) - int(counts.min()) > 1:
+        # The planner leaves uneven sizes alone where no move lowers the largest load; here sizes were asked for.
+        # Its parts are named after ranks so that as much work as possible stays where it is.
+        part_of_unit = partition(units, num_ranks).assignment
+        kept = _work_by_rank(part_of_unit, unit_home, units, num_ranks, num_ranks)
+        rank_of_unit = linear_sum_assignment(kept, maximize=True)[1][part_of_unit]
+    destination = _fill_empty(units, rank_of_unit, num_ranks)[unit_of_row]
+    return ShufflePlan(gathered, destination, destination, plan.lower_bound)
+
+
+def require_enough(num_parts: int, num_units: int, what: str, may_be_empty: bool, remedy: str = _PAD_REMEDY) -> None:
+    """Raise ValueError for no rows, and for fewer of them than parts unless parts may be empty.
+
+    Args:
+        num_parts: number of parts.
+        num_units: number of rows, or groups of rows.
+        what: "rows" or "groups".
+        may_be_empty: whether there may be fewer of them than parts.
+        remedy: what to do about that.
+    """
+    if num_units == 0:
+        raise ValueError("the batch has 0 rows that are no padding; at least one is needed: skip empty batches")
+    if num_units < num_parts and not may_be_empty:
+        raise ValueError(
+            f"the number of {what} is {num_units}, that of parts (chunks or ranks) is {num_parts}; every part needs "
+            f"one: {remedy}"
+        )
+
+
+def as_int64_ids(group_ids: Any, num_rows: int) -> np.ndarray:
+    """Ids as int64 `(num_rows,)`, equal where they were; strings become 63 bits of their BLAKE2b digest.
+
+    Raises:
+        ValueError: no integers or strings, or not one per row.
+    """
+    ids = np.asarray(group_ids)
+    if ids.shape != (num_rows,) or (ids.dtype.kind not in "iuUSO" and num_rows):
+        raise ValueError(
+            f"group_ids have shape {ids.shape} and dtype {ids.dtype}, there are {num_rows} rows; an integer or a "
+            "string per row is needed: match them"
+        )
+    if ids.dtype.kind in "iu":
+        return ids.astype(np.int64)
+    digests = [hashlib.blake2b(str(item).encode(), digest_size=8).digest() for item in ids.tolist()]
+    return np.array([int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=np.int64)
+
+
+def _numbered(ids: np.ndarray) -> tuple[np.ndarray, int]:
+    """int64 `(rows,)`: the group of each row, numbered by first appearance; and the number of groups."""
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse], len(first)
+
+
+def _work_by_rank(
+    unit: np.ndarray, home: np.ndarray, workloads: np.ndarray, num_units: int, num_ranks: int
+) -> np.ndarray:
+    """int64 `(num_units, num_ranks)`: the work of each unit that lies on each rank, and 1 for each row."""
+    sums = sum_by_rank(unit * num_ranks + home, workloads + 1, num_units * num_ranks)
+    return sums.reshape(num_units, num_ranks)
+
+
+def _fill_empty(units: np.ndarray, part_of_unit: np.ndarray, num_parts: int) -> np.ndarray:
+    """Give every empty part the lightest unit of a part that keeps another; no largest load grows by that."""
+    counts = np.bincount(part_of_unit, minlength=num_parts)
+    if counts.all():
+        return part_of_unit
+    filled = part_of_unit.copy()
+    lightest_first = iter(np.argsort(units, kind="stable"))
+    for part in np.flatnonzero(counts == 0):
+        unit = next(unit for unit in lightest_first if counts[filled[unit]] > 1)
+        counts[filled[unit]] -= 1
+        counts[part] += 1
+        filled[unit] = part
+    return filled
