@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from commons.cli.console import print_summary
+from commons.console import print_summary
 from commons.distributed import global_mean_loss
 from commons.micro_batching import MicroBatchSpec, count_loss_tokens, pack_micro_batches, pack_rows
 from commons.trainer.config import load_config

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from commons.cli.console import print_summary
+from commons.console import print_summary
 from commons.dispatch import Trim, scatter_balanced
 from commons.distributed import global_mean_loss
 from commons.perf_model.task_estimator import SelfAttentionTask

@@ -18,7 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import nn
 
-from commons.cli.console import print_summary
+from commons.console import print_summary
 from commons.dispatch import split_balanced
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.trainer.config import load_config

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from commons.distributed.sharding import EmbeddingOptimizer, Sharding, dense_parameters, shard_model
+from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters, shard_model
 from hstu.model.config import SequenceModelConfig
 from hstu.model.sequence_model import SequenceModel
 
@@ -27,7 +27,7 @@ def build_distributed_model(
     process_group: dist.ProcessGroup | None = None,
     local_world_size: int | None = None,
 ) -> DistributedModelParallel:
-    """Shard the tables of a model and copy the rest to every rank; see `commons.distributed.sharding.shard_model`.
+    """Shard the tables of a model and copy the rest to every rank; see `commons.trainer.sharding.shard_model`.
 
     Raises:
         RuntimeError, ValueError: as `shard_model`; also for plain tables, widths without kernels, and on CPU for tables

@@ -24,12 +24,12 @@ from commons.trainer.config import load_config
 from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.errors import run_main
 from commons.trainer.launch import initialize_ranks, seed_all
-from commons.trainer.logging import TrainSummary
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.optimizers import build_optimizer
 from commons.trainer.run import run_training
 from commons.trainer.run_folder import open_run_folder
 from commons.trainer.shuffler import make_shuffler
+from commons.trainer.train_log import TrainSummary
 from hstu.flops import batch_training_flops, count_tokens, hstu_task
 from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
 from hstu.popularity import count_items

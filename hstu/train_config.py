@@ -11,9 +11,9 @@ import tyro
 
 from commons.datasets.data_loader import HSTU_DATASETS, SID_DATASETS
 from commons.datasets.sequence_metadata import TIMESTAMP
-from commons.distributed.sharding import Sharding
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.optimizers import OptimizerArgs
+from commons.trainer.sharding import Sharding
 from commons.trainer.shuffler import require_shuffler
 from hstu.model import ExecutionConfig, HSTUConfig, RankingConfig, RetrievalConfig
 from hstu.model.config import ComputeDtype, InBatchPool, KernelBackend, PositionBias, require_at_least_one

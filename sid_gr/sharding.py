@@ -15,7 +15,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
-from commons.distributed.sharding import EmbeddingOptimizer, Sharding, dense_parameters, shard_model
+from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters, shard_model
 from sid_gr.embedding import TABLE
 from sid_gr.megatron_core import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from sid_gr.megatron_on_cpu import cpu_in_place_of_cuda
@@ -40,7 +40,7 @@ def build_distributed_model(
     Args:
         model: with its table on "meta", or with the same weights on all ranks.
         device: this rank's device.
-        embedding_optimizer: see `commons.distributed.sharding.shard_model`.
+        embedding_optimizer: see `commons.trainer.sharding.shard_model`.
         embedding_lr: its learning rate.
         sharding: "row_wise", "table_wise", or None for the planner's choice between them.
         local_world_size: ranks per host; what torchrun says if not given, else all ranks.

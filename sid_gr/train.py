@@ -30,11 +30,11 @@ from commons.trainer.config import load_config
 from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.errors import run_main
 from commons.trainer.launch import initialize_ranks, seed_all
-from commons.trainer.logging import TrainSummary
 from commons.trainer.optimizers import OptimizerArgs, build_optimizer
 from commons.trainer.run import run_training
 from commons.trainer.run_folder import open_run_folder
 from commons.trainer.shuffler import make_shuffler
+from commons.trainer.train_log import TrainSummary
 from sid_gr.flops import batch_training_flops, sid_task
 from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from commons.cli.console import print_summary
 from commons.cli.cost_target import choose_device, load_cost_target
 from commons.cli.outputs import require_output
+from commons.console import print_summary
 from commons.perf_model.calibration import Calibration, describe_device, is_calibration
 from commons.perf_model.calibration_fit import Verdict, fit_calibration, judge_calibration
 from commons.perf_model.measurement import draw_mixes, measure_steps

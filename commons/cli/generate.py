@@ -8,7 +8,7 @@ from typing import Literal
 
 import tyro
 
-from commons.cli.console import print_summary
+from commons.console import print_summary
 from commons.datasets.public_datasets import PUBLIC_DATASETS
 
 

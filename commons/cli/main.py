@@ -17,7 +17,7 @@ from typing import Protocol
 
 import tyro
 
-from commons.cli.console import parser_error, print_error
+from commons.console import parser_error, print_error
 
 
 class Command(Protocol):

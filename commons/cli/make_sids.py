@@ -10,8 +10,8 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from commons.cli.console import print_summary
 from commons.cli.outputs import require_output
+from commons.console import print_summary
 from commons.datasets.public_datasets import PUBLIC_DATASETS
 from commons.datasets.sequence_file import SequenceFile
 from commons.datasets.sid_assignment import assign_sids

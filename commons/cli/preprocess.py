@@ -11,7 +11,7 @@ from typing import Literal
 
 import tyro
 
-from commons.cli.console import print_summary
+from commons.console import print_summary
 from commons.datasets.event_columns import EventColumns
 from commons.datasets.own_parquet import preprocess_parquet
 from commons.datasets.public_datasets import PUBLIC_DATASETS

@@ -17,7 +17,7 @@ import dacite
 import torch.distributed as dist
 import tyro
 
-from commons.cli.console import parser_error
+from commons.console import parser_error
 from commons.trainer.config_fields import field_paths, renamed_path, require_known_fields
 from commons.trainer.config_file import GIN_REMEDY, find_config, read_config_file
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from commons.sequence_batch.fields import real_rows
-from commons.trainer.logging import StepSums
 from commons.trainer.stop import StopSignal
+from commons.trainer.train_log import StepSums
 
 
 class StepOutput(Protocol):

@@ -37,12 +37,12 @@ from commons.trainer.checkpoint import Checkpointer, TrainProgress
 from commons.trainer.epochs import open_epoch, order_of
 from commons.trainer.evaluation import Metrics, StepOutput, evaluate
 from commons.trainer.launch import describe_ranks
-from commons.trainer.logging import StatsMean, StepClock, StepSums, TrainLog, TrainSummary, step_imbalances
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.profiling import StepProfiler
 from commons.trainer.random_state import kept_random_state
 from commons.trainer.stop import StopSignal, keep_workers
+from commons.trainer.train_log import StatsMean, StepClock, StepSums, TrainLog, TrainSummary, step_imbalances
 
 
 def count_tokens(batch: Any) -> int:

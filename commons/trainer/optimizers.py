@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from commons.distributed.sharding import EmbeddingOptimizer, Sharding, dense_parameters
 from commons.trainer.args import is_positive
+from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters
 
 
 @dataclass

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.trainer.args import TrainerArgs
 from commons.trainer.data import deal_out
-from commons.trainer.logging import TrainSummary
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.train_log import TrainSummary
 
 
 def run_training(

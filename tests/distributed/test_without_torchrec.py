@@ -114,7 +114,7 @@ def _one_rank(rank):
     assert loss.item() == (3.0 + rank) / 2
 
     # What the examples for such batches import besides.
-    for module in ("commons.trainer.config", "commons.trainer.errors", "commons.trainer.launch", "commons.cli.console"):
+    for module in ("commons.trainer.config", "commons.trainer.errors", "commons.trainer.launch", "commons.console"):
         importlib.import_module(module)
 
     imported = sorted(name for name in sys.modules if name.partition(".")[0] in BLOCKED)

@@ -1,4 +1,4 @@
-"""What the commands print: summary tables on stdout, one-line errors on stderr."""
+"""What commands and scripts print: summary tables on stdout, one-line errors on stderr."""
 
 from __future__ import annotations
 
