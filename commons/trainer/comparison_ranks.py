@@ -30,7 +30,7 @@ from commons.trainer.comparison import ComparisonResults, SideResults
 from commons.trainer.comparison_options import ComparisonOptions
 from commons.trainer.evaluation import Metrics, evaluate
 from commons.trainer.launch import seed_all
-from commons.trainer.train_log import StepSums
+from commons.trainer.meter import StepSums
 
 Replica = tuple[torch.nn.Module, torch.optim.Optimizer]
 

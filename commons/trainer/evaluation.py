@@ -1,27 +1,18 @@
-"""An evaluation: every real row of every rank once, in a pipeline of its own, metrics over all ranks."""
+"""Evaluations: every real row of every rank once, in a pipeline of their own, metrics over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from commons.sequence_batch.fields import real_rows
+from commons.trainer.args import TrainerArgs
+from commons.trainer.meter import StepSums
+from commons.trainer.random_state import kept_random_state
 from commons.trainer.stop import StopSignal
-from commons.trainer.train_log import StepSums
-
-
-class StepOutput(Protocol):
-    """What the model returns beside the loss to call `backward` on."""
-
-    @property
-    def loss_sum(self) -> torch.Tensor:
-        """0-dimensional: the loss terms of this rank, summed."""
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """How many terms that are."""
 
 
 class Metrics(Protocol):
@@ -35,6 +26,75 @@ class Metrics(Protocol):
 
     def reset(self) -> None:
         """Forget what was taken."""
+
+
+class Evaluations:
+    """The evaluations of a run: when they are due, and what the latest found.
+
+    Args:
+        args: settings.
+        pipeline: a balanced pipeline over the model, for evaluations alone.
+        batches: host batches of this rank, iterated once per evaluation; None for no evaluation.
+        metrics: what to measure besides the loss.
+        device: of this rank.
+
+    Attributes:
+        results: of the latest one, by their names in the log.
+    """
+
+    def __init__(
+        self,
+        args: TrainerArgs,
+        *,
+        pipeline: Any,
+        batches: Iterable[Any] | None,
+        metrics: Metrics | None,
+        device: torch.device,
+    ) -> None:
+        self._args = args
+        self._pipeline = pipeline
+        self._batches = batches
+        self._metrics = metrics
+        self._device = device
+        self._evaluated_at = -1
+        self.results: dict[str, Any] = {}
+
+    def should_evaluate(self, step: int) -> bool:
+        """Whether an evaluation is due after a step, counted from 1."""
+        return self._batches is not None and step % self._args.eval_interval == 0
+
+    def has_evaluated(self, step: int) -> bool:
+        """Whether the state after a step needs no evaluation (any more)."""
+        return self._batches is None or self._evaluated_at == step
+
+    def restore(self, step: int, results: Mapping[str, Any]) -> None:
+        """Take what an earlier part of a run has found after a step, if it has."""
+        if results:
+            self._evaluated_at, self.results = step, dict(results)
+
+    def evaluate(self, step: int, model: torch.nn.Module, training: Any, stop: StopSignal) -> bool:
+        """Evaluate the state after a step; a collective call, which leaves the random states as they were.
+
+        Args:
+            step: that step.
+            model: left in evaluation mode.
+            training: the pipeline that trains it, without batches in flight; its changes to the model are undone
+                meanwhile, where it has some.
+            stop: ends the evaluation early.
+
+        Returns:
+            Whether there are results; not if it was stopped.
+        """
+        if hasattr(training, "detach"):
+            training.detach()
+        with kept_random_state():  # training is the same, however often it is evaluated
+            batches = itertools.islice(iter(self._batches or ()), self._args.max_eval_iters)
+            results = evaluate(self._pipeline, model, batches, self._metrics, self._device, stop)
+        if not stop.agreed:
+            self.restore(step, {f"eval_{name}": value for name, value in results.items()})
+        if hasattr(training, "attach"):
+            training.attach(model)
+        return not stop.agreed
 
 
 def evaluate(

@@ -68,6 +68,10 @@ class StepUpdate:
         self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._terms: torch.Tensor | None = None
 
+    def is_whole_after(self, step: int) -> bool:
+        """Whether nothing is accumulated after a step, counted from 1, so that a run may end there."""
+        return step % self._args.accumulation_steps == 0
+
     def before_step(self, step: int) -> None:
         """Set the learning rates of a step, counted from 0; tables use theirs in its backward pass."""
         if self._args.lr_schedule == "constant" and self._args.warmup_steps == 0:

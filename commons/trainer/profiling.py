@@ -17,42 +17,50 @@ class StepProfiler:
     """Records steps `[profile_step_start, profile_step_end)` if `profile` is set, else does nothing.
 
     The trace of rank r is written to `<run_dir>/trace-rank<r>.json`.
+
+    Args:
+        args: settings.
+        device: of this rank.
+        first_step: steps that a resumed run has behind it.
     """
 
-    def __init__(self, args: TrainerArgs, device: torch.device) -> None:
-        self._window = (args.profile_step_start, args.profile_step_end) if args.profile else None
+    def __init__(self, args: TrainerArgs, device: torch.device, first_step: int = 0) -> None:
+        self._window = (args.profile_step_start, args.profile_step_end)
         self._path = Path(args.run_dir) / f"trace-rank{dist.get_rank()}.json"
-        self._activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            self._activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile: torch.profiler.profile | None = None
-
-    def step(self, num_steps: int) -> None:
-        """Begin or end the trace as it is due after `num_steps` steps; called before the first one too."""
-        if self._window is None:
-            return
-        if self._profile is None and self._window[0] <= num_steps < self._window[1]:
-            self._profile = torch.profiler.profile(activities=self._activities)
+        self._is_written = not args.profile
+        before = max(0, args.profile_step_start - first_step)
+        num_steps = args.profile_step_end - first_step - before
+        if args.profile and num_steps > 0:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            warmup = min(1, before)
+            schedule = torch.profiler.schedule(
+                skip_first=before - warmup, wait=0, warmup=warmup, active=num_steps, repeat=1
+            )
+            self._profile = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=self._write)
             self._profile.start()
-        elif self._profile is not None:
-            if num_steps < self._window[1]:
-                self._profile.step()
-            else:
-                self.close()
+
+    def step(self) -> None:
+        """Say that a step has ended."""
+        if self._profile is not None:
+            self._profile.step()
 
     def close(self) -> None:
-        """End a trace that is being recorded, and write it; a warning if none ever was."""
-        if self._profile is None:
-            if self._window is not None:
-                first, end = self._window
-                logger.warning(
-                    "no trace was recorded: this run has trained none of the steps from %d to %d; set "
-                    "profile_step_start and profile_step_end to some of its own, counted from 0",
-                    first,
-                    end - 1,
-                )
-            return
-        self._profile.stop()
+        """Write a trace that is being recorded; a warning if none ever was."""
+        if self._profile is not None:
+            self._profile.stop()
+        if not self._is_written:
+            first, end = self._window
+            logger.warning(
+                "no trace was recorded: this run has trained none of the steps from %d to %d; set "
+                "profile_step_start and profile_step_end to some of its own, counted from 0",
+                first,
+                end - 1,
+            )
+
+    def _write(self, profile: torch.profiler.profile) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self._path))
-        self._profile, self._window = None, None
+        profile.export_chrome_trace(str(self._path))
+        self._is_written = True

@@ -11,20 +11,19 @@ import dataclasses
 import json
 import logging
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
+from commons.trainer.args import TrainerArgs
+from commons.trainer.meter import AVERAGED
 from commons.trainer.run_files import (
     LOG_FILE,
     SUMMARY_FILE,
@@ -36,146 +35,6 @@ from commons.trainer.run_files import (
 )
 
 logger = logging.getLogger(__name__)
-
-# Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
-_AVERAGED = (
-    "imbalance_before",
-    "imbalance_after",
-    "largest_load_before",
-    "largest_load_after",
-    "lower_bound",
-    "optimality_gap",
-    "moved",
-    "gated",
-    "num_rows",
-    "rows_moved",
-    "tokens_moved",
-    "token_fraction_moved",
-    "rows_moved_across_nodes",
-    "tokens_moved_across_nodes",
-    "excess_tokens",
-    "bytes_sent",
-    "gather_ms",
-    "plan_ms",
-    "wait_ms",
-    "hidden_fraction",
-    "exchange_ms",
-    "predicted_saving",
-    "predicted_saving_ms",
-    "measured_saving_ms",
-)
-
-
-class StepClock:
-    """Durations of steps: wall time on the CPU, CUDA events elsewhere, which nobody waits for until they are read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._begin: Any = None
-        self._steps: list[tuple[Any, Any]] = []
-
-    def begin(self) -> None:
-        """Begin a step; what has passed since the last one belongs to none."""
-        self._begin = self._now()
-
-    def end(self) -> None:
-        """End a step, and begin the next one."""
-        now = self._now()
-        self._steps.append((self._begin, now))
-        self._begin = now
-
-    def take(self) -> list[float]:
-        """Milliseconds of the steps since the last call."""
-        steps, self._steps = self._steps, []
-        if not self._on_cuda:
-            return [(end - begin) * 1e3 for begin, end in steps]
-        if steps:
-            steps[-1][1].synchronize()
-        return [begin.elapsed_time(end) for begin, end in steps]
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-class StatsMean:
-    """Means of the shuffler's numbers over steps."""
-
-    def __init__(self) -> None:
-        self._counts = dict.fromkeys(_AVERAGED, 0)
-        self._sums = dict.fromkeys(_AVERAGED, 0.0)
-
-    def add(self, stats: ShuffleStats) -> None:
-        """Add a step; what it does not know is left out."""
-        for name in _AVERAGED:
-            value = getattr(stats, name)
-            if value is not None:
-                self._counts[name] += 1
-                self._sums[name] += value
-
-    def means(self) -> dict[str, float]:
-        """By name, of what any step knew."""
-        return {name: self._sums[name] / count for name, count in self._counts.items() if count}
-
-
-@dataclass
-class StepSums:
-    """Sums over steps and, after `all_reduce`, over ranks.
-
-    Attributes:
-        loss_sum: sum of all loss terms, float64, 0-dimensional; None before the first step.
-        loss_terms: number of terms.
-        tokens: tokens of the batches, as they were loaded.
-        rows: real rows of the batches, as they were loaded.
-        flops: operations of forward and backward pass; summed over ranks in float64, exact to 16 digits.
-    """
-
-    loss_sum: torch.Tensor | None = None
-    loss_terms: int = 0
-    tokens: int = 0
-    rows: int = 0
-    flops: int = 0
-
-    def add(self, loss_sum: torch.Tensor, loss_terms: int) -> None:
-        """Add the loss of a step; nothing is read from the device."""
-        term = loss_sum.detach().double()
-        self.loss_sum = term if self.loss_sum is None else self.loss_sum + term
-        self.loss_terms += loss_terms
-
-    def all_reduce(self, device: torch.device) -> StepSums:
-        """The sums over all data-parallel ranks; waits for the device."""
-        counts = torch.tensor(
-            [0.0, self.loss_terms, self.tokens, self.rows, self.flops], dtype=torch.float64, device=device
-        )
-        if self.loss_sum is not None:
-            counts[0] = self.loss_sum
-        dist.all_reduce(counts, group=resolve_process_group())
-        loss_sum, *others = counts.tolist()
-        return StepSums(torch.tensor(loss_sum, dtype=torch.float64), *map(int, others))
-
-    @property
-    def mean_loss(self) -> float:
-        """Mean of all loss terms; 0 without any."""
-        return 0.0 if self.loss_sum is None or self.loss_terms == 0 else float(self.loss_sum) / self.loss_terms
-
-
-def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
-    """Largest load divided by the mean, minus 1, of every step that had one; called on all ranks together.
-
-    Args:
-        loads: of this rank, one per step; as many on all data-parallel ranks.
-        device: of this rank.
-    """
-    total = torch.tensor(loads, dtype=torch.float64, device=device)
-    largest = total.clone()
-    group = resolve_process_group()
-    dist.all_reduce(total, group=group)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    ratios = largest * dist.get_world_size(group) / total
-    return (ratios[total > 0] - 1.0).tolist()
 
 
 @dataclass
@@ -215,9 +74,9 @@ class TrainLog:
     """The progress bar, `<run_dir>/log.jsonl` and scalars for TensorBoard; on other ranks than 0 it does nothing.
 
     Args:
-        run_dir: folder of the run, made if missing; an earlier log is replaced.
+        args: `run_dir`, made if missing, where an earlier log is replaced; `log_interval`; and whether scalars are
+            written to `<run_dir>/tensorboard` too.
         total_steps: steps of the run.
-        tensorboard: whether scalars are written to `<run_dir>/tensorboard` too.
         first_step: steps that a resumed run has behind it; its log is then continued, without the lines of later steps
             that a run which was ended may have written.
 
@@ -226,10 +85,9 @@ class TrainLog:
             for none, and on other ranks than 0.
     """
 
-    def __init__(
-        self, run_dir: str | Path, total_steps: int, tensorboard: bool = False, *, first_step: int = 0
-    ) -> None:
-        self.run_dir = Path(run_dir)
+    def __init__(self, args: TrainerArgs, total_steps: int, *, first_step: int = 0) -> None:
+        self.run_dir = Path(args.run_dir)
+        self._interval = args.log_interval
         self._enabled = dist.get_rank() == 0
         self._bar = tqdm(
             total=total_steps,
@@ -249,7 +107,11 @@ class TrainLog:
                 self.evaluated = evaluation_in(keep_lines_until(path, first_step), first_step)
             self._file = path.open("a" if first_step else "w", encoding="utf-8")
         self._has_failed = False
-        self._scalars = self._open_scalars(first_step) if self._enabled and tensorboard else None
+        self._scalars = self._open_scalars(first_step) if self._enabled and args.tensorboard else None
+
+    def should_write(self, step: int) -> bool:
+        """Whether a line is due after a step, counted from 1."""
+        return step % self._interval == 0
 
     def step(self, stats: ShuffleStats | None) -> None:
         """Move the bar by one step."""
@@ -347,7 +209,7 @@ def _scalar_tag(name: str) -> str:
     """
     if name.startswith("eval_"):
         return f"eval/{name.removeprefix('eval_')}"
-    return f"{'shuffle' if name in _AVERAGED else 'train'}/{name}"
+    return f"{'shuffle' if name in AVERAGED else 'train'}/{name}"
 
 
 def _saving(shuffle: Mapping[str, float]) -> str:

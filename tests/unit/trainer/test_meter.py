@@ -13,7 +13,7 @@ import torch
 
 from commons.distributed.stats import ShuffleStats
 from commons.trainer.launch import initialize_ranks
-from commons.trainer.train_log import StatsMean, StepClock, StepSums
+from commons.trainer.meter import StatsMean, StepClock, StepSums
 
 
 def make_stats(**changes):

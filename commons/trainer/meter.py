@@ -1,0 +1,279 @@
+"""What the steps of a run were like: their times, loss, rows, tokens, operations, and the shuffler's numbers.
+
+A StepMeter takes every batch as it is loaded and every step as it ends, and gives the numbers of a line of the log and
+those of the whole run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from commons.distributed.process_group import resolve_process_group
+from commons.distributed.stats import ShuffleStats
+from commons.perf_model.measured_saving import MeasuredSaving
+from commons.sequence_batch.fields import real_rows
+
+# Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
+AVERAGED = [
+    field.name
+    for field in dataclasses.fields(ShuffleStats)
+    if field.name not in ("step", "step_ms", "loads_before", "loads_after")
+]
+
+
+class StepOutput(Protocol):
+    """What the model returns beside the loss to call `backward` on."""
+
+    @property
+    def loss_sum(self) -> torch.Tensor:
+        """0-dimensional: the loss terms of this rank, summed."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """How many terms that are."""
+
+
+class StepMeter:
+    """Measures the steps of one run.
+
+    Rows move between ranks, but the rows of step n are those that all ranks loaded n-th.
+
+    Args:
+        device: of this rank.
+        count: tokens of a host batch.
+        flops: operations of forward and backward pass on a host batch; None for unknown ones.
+        peak_flops: operations per second of the device, for MFU; None if unknown.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        count: Callable[[Any], int],
+        flops: Callable[[Any], int] | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        self._device = device
+        self._count, self._flops, self._peak_flops = count, flops, peak_flops
+        self._clock = StepClock(device)
+        # Rows, tokens and operations of batches that are loaded but not trained.
+        self._loaded: deque[tuple[int, int, int]] = deque()
+        self._saving = MeasuredSaving()
+        # Of the steps since the last line; None among the stats for a step that was not balanced.
+        self._sums = StepSums()
+        self._stats: list[ShuffleStats | None] = []
+        self._step_flops: list[int] = []
+        # Of all steps.
+        self._loss = 0.0
+        self._tokens = 0
+        self._step_ms: list[float] = []
+        self._mean_stats = StatsMean()
+        self._imbalances: list[float] = []
+
+    def loaded(self, batch: Any) -> None:
+        """Take a host batch that this rank has loaded."""
+        self._loaded.append((real_rows(batch), self._count(batch), 0 if self._flops is None else self._flops(batch)))
+
+    def begin(self) -> None:
+        """Begin to measure; what has passed since the last step belongs to none."""
+        self._clock.begin()
+
+    def step(self, output: StepOutput, stats: ShuffleStats | None) -> None:
+        """Take a step that has just ended; nothing is read from the device."""
+        self._clock.end()
+        rows, tokens, flops = self._loaded.popleft() if self._loaded else (0, 0, 0)
+        self._sums.add(output.loss_sum, output.num_loss_tokens, rows=rows, tokens=tokens, flops=flops)
+        self._step_flops.append(flops)
+        self._stats.append(stats)
+
+    def take(self) -> dict[str, float]:
+        """Numbers of the steps since the last call, by name; empty without steps. Called on all ranks together."""
+        step_ms = self._clock.take()
+        if not step_ms:
+            return {}
+        sums, total_ms = self._sums.all_reduce(self._device), sum(step_ms)
+        numbers = {
+            "loss": sums.mean_loss,
+            "tokens_per_s": sums.tokens / total_ms * 1e3,
+            "rows_per_s": sums.rows / total_ms * 1e3,
+            "step_ms": statistics.median(step_ms),
+            **self._rates(sums.flops, total_ms),
+            **self._imbalance(),
+            **self._shuffle(step_ms),
+        }
+        self._sums, self._stats, self._step_flops = StepSums(), [], []
+        self._loss = sums.mean_loss
+        self._tokens += sums.tokens
+        self._step_ms += step_ms
+        return numbers
+
+    def totals(self) -> dict[str, Any]:
+        """Numbers of all steps that were taken, as TrainSummary has them; without the times, if there are none."""
+        shuffle = self._mean_stats.means() or _not_balanced(self._imbalances)
+        if not self._step_ms:
+            return {"shuffle": shuffle}
+        return {
+            "loss": self._loss,
+            "step_ms": statistics.median(self._step_ms),
+            "tokens_per_s": self._tokens / sum(self._step_ms) * 1e3,
+            "shuffle": shuffle,
+        }
+
+    def _rates(self, flops: float, total_ms: float) -> dict[str, float]:
+        """TFLOPS per rank and, where the device's peak is known, the utilisation of the model."""
+        if self._flops is None:
+            return {}
+        rate = flops / dist.get_world_size() / total_ms * 1e3
+        utilisation = {} if self._peak_flops is None else {"mfu": rate / self._peak_flops}
+        return {"tflops_per_rank": rate / 1e12, **utilisation}
+
+    def _imbalance(self) -> dict[str, float]:
+        """Mean imbalance of the operations since the last line, where no shuffler has looked at the rows."""
+        if self._flops is None or any(stats is not None for stats in self._stats):
+            return {}
+        found = step_imbalances(self._step_flops, self._device)
+        self._imbalances += found
+        return _not_balanced(found)
+
+    def _shuffle(self, step_ms: list[float]) -> dict[str, float]:
+        """Means of the shuffler's numbers since the last line, completed by the time of the step that trained each."""
+        timed = [dataclasses.replace(stats, step_ms=ms) for stats, ms in zip(self._stats, step_ms) if stats is not None]
+        for stats in timed:
+            self._saving.add(stats.largest_load_trained, stats.step_ms or 0.0)
+        ms_per_load = self._saving.ms_per_load() if dist.get_rank() == 0 else None  # rank 0 writes the log
+        mean = StatsMean()
+        for stats in timed:
+            if ms_per_load is not None:
+                saved = stats.largest_load_before - stats.largest_load_after
+                stats = dataclasses.replace(stats, measured_saving_ms=ms_per_load * saved)
+            mean.add(stats)
+            self._mean_stats.add(stats)
+        return mean.means()
+
+
+class StepClock:
+    """Durations of steps: wall time on the CPU, CUDA events elsewhere, which nobody waits for until they are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._begin: Any = None
+        self._steps: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """Begin a step; what has passed since the last one belongs to none."""
+        self._begin = self._now()
+
+    def end(self) -> None:
+        """End a step, and begin the next one."""
+        now = self._now()
+        self._steps.append((self._begin, now))
+        self._begin = now
+
+    def take(self) -> list[float]:
+        """Milliseconds of the steps since the last call."""
+        steps, self._steps = self._steps, []
+        if not self._on_cuda:
+            return [(end - begin) * 1e3 for begin, end in steps]
+        if steps:
+            steps[-1][1].synchronize()
+        return [begin.elapsed_time(end) for begin, end in steps]
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class StatsMean:
+    """Means of the shuffler's numbers over steps."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(AVERAGED, 0)
+        self._sums = dict.fromkeys(AVERAGED, 0.0)
+
+    def add(self, stats: ShuffleStats) -> None:
+        """Add a step; what it does not know is left out."""
+        for name in AVERAGED:
+            value = getattr(stats, name)
+            if value is not None:
+                self._counts[name] += 1
+                self._sums[name] += value
+
+    def means(self) -> dict[str, float]:
+        """By name, of what any step knew."""
+        return {name: self._sums[name] / count for name, count in self._counts.items() if count}
+
+
+@dataclass
+class StepSums:
+    """Sums over steps and, after `all_reduce`, over ranks.
+
+    Attributes:
+        loss_sum: sum of all loss terms, float64, 0-dimensional; None before the first step.
+        loss_terms: number of terms.
+        tokens: tokens of the batches, as they were loaded.
+        rows: real rows of the batches, as they were loaded.
+        flops: operations of forward and backward pass; summed over ranks in float64, exact to 16 digits.
+    """
+
+    loss_sum: torch.Tensor | None = None
+    loss_terms: int = 0
+    tokens: int = 0
+    rows: int = 0
+    flops: int = 0
+
+    def add(self, loss_sum: torch.Tensor, loss_terms: int, *, tokens: int = 0, rows: int = 0, flops: int = 0) -> None:
+        """Add a step; nothing is read from the device."""
+        term = loss_sum.detach().double()
+        self.loss_sum = term if self.loss_sum is None else self.loss_sum + term
+        self.loss_terms += loss_terms
+        self.tokens += tokens
+        self.rows += rows
+        self.flops += flops
+
+    def all_reduce(self, device: torch.device) -> StepSums:
+        """The sums over all data-parallel ranks; waits for the device."""
+        counts = torch.tensor(
+            [0.0, self.loss_terms, self.tokens, self.rows, self.flops], dtype=torch.float64, device=device
+        )
+        if self.loss_sum is not None:
+            counts[0] = self.loss_sum
+        dist.all_reduce(counts, group=resolve_process_group())
+        loss_sum, *others = counts.tolist()
+        return StepSums(torch.tensor(loss_sum, dtype=torch.float64), *map(int, others))
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean of all loss terms; 0 without any."""
+        return 0.0 if self.loss_sum is None or self.loss_terms == 0 else float(self.loss_sum) / self.loss_terms
+
+
+def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
+    """Largest load divided by the mean, minus 1, of every step that had one; called on all ranks together.
+
+    Args:
+        loads: of this rank, one per step; as many on all data-parallel ranks.
+        device: of this rank.
+    """
+    total = torch.tensor(loads, dtype=torch.float64, device=device)
+    largest = total.clone()
+    group = resolve_process_group()
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    ratios = largest * dist.get_world_size(group) / total
+    return (ratios[total > 0] - 1.0).tolist()
+
+
+def _not_balanced(imbalances: list[float]) -> dict[str, float]:
+    """The mean imbalance of rows that stay where they are, by the shuffler's name for it."""
+    return {"imbalance_before": statistics.fmean(imbalances)} if imbalances else {}
