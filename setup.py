@@ -5,18 +5,19 @@ The core is optional: without a C++ compiler the build goes on and the planner r
 
 from pathlib import Path
 
-from setuptools import Extension, setup
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import setup
 
 SOURCES = Path("commons/perf_model/partitioner/native")
 
 setup(
     ext_modules=[
-        Extension(
+        Pybind11Extension(
             "commons.perf_model.partitioner._native",
             sources=[str(SOURCES / "module.cpp")],
             depends=sorted(str(header) for header in SOURCES.glob("*.hpp")),
-            language="c++",
-            extra_compile_args=["-std=c++17", "-O3", "-g0", "-Wall", "-Wextra"],
+            cxx_std=17,
+            extra_compile_args=["-O3", "-g0", "-Wall", "-Wextra"],
             optional=True,
         )
     ]

@@ -27,7 +27,7 @@ class ShufflerOptions:
         equal_size: ranks get row counts that differ by at most one, wherever anything moves.
         transport: "all_to_all" sends each row once, "all_gather" sends it to all; "auto" takes the first where the
             backend has it. Both give bit-identical batches.
-        slack: fraction of the best load that may be given up to keep rows on the rank they are on.
+        slack: fraction of the best load, in [0, 1], that may be given up to keep rows on the rank they are on.
         ranks_per_node: ranks that share a node; rows that leave a node count four times. None: nodes are not looked at.
         max_tokens_per_rank: cap on the tokens of a rank (the shuffler's token_feature_names says what counts as one);
             where no plan keeps it, the one exceeding it least is taken.
@@ -65,7 +65,7 @@ class ShufflerOptions:
         _require_one_of("mode", self.mode, get_args(Mode))
         _require_one_of("partitioner", self.partitioner, sorted(METHODS))
         _require_one_of("transport", self.transport, get_args(Transport))
-        _require_range("slack", self.slack, 0.0, math.inf)
+        _require_range("slack", self.slack, 0.0, 1.0)
         _require_range("min_gain", self.min_gain, 0.0, 1.0)
         _require_range("min_gain_ms", self.min_gain_ms, 0.0, math.inf)
         if self.min_gain_ms and self.calibration is None:

@@ -1,11 +1,10 @@
 """Micro-batches: rows packed under a token budget, evenly, and into the same number on all ranks.
 
-request.py, allocation.py     the allocators "ffd", "kk" and "refined", and what they are asked
-reference.py                  how they work, in numpy
-  bounds.py                   the fewest groups there can be
-  first_fit.py, bin_slack.py  packing under the capacity
+allocation.py                 the allocators "ffd", "kk" and "refined"
+fewest_groups.py              the search: the planner's plans, first fit, repacking, from the fewest groups on
+  l2_bound.py                 the fewest groups there can be
+  first_fit.py, repacking.py  packing under the capacity
   leveling.py                 the least spread
-native_core.py                the same in C++ (beside the planner's core), where it has been built
 metrics.py                    what a packing is worth
 spec.py, packing.py           MicroBatchSpec and pack_micro_batches: from a batch to its micro-batches
   block_packing.py            one rank's rows

@@ -8,15 +8,13 @@ an error.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from commons.micro_batching.bounds import l2_bound
-from commons.micro_batching.native_core import core
-from commons.micro_batching.request import PackRequest
+from commons.micro_batching.fewest_groups import Rows, as_groups, fewest_groups
+from commons.micro_batching.l2_bound import l2_bound
 from commons.perf_model.partitioner.inputs import as_count, as_int64_workloads
 from commons.perf_model.partitioner.problem import INT64_MAX
 
@@ -88,12 +86,12 @@ def refined_allocate(
     """Fewest groups first, then the least spread of their loads.
 
     The number of groups begins at the larger of `min_groups` and the Martello–Toth L2 bound, rounded up to the divisor.
-    For it LPT and Karmarkar-Karp are tried, both with the planner's exchanges, then first fit, minimum bin slack, and
-    packing a few groups anew again and again. In the end exchanges narrow the spread. The next number of groups is
-    tried only if nothing keeps the capacity, so there are never more groups than from "ffd" or "kk".
+    For it the planner's "refined" is tried, then first fit, Karmarkar-Karp, minimum bin slack, and packing a few groups
+    anew again and again. In the end swaps narrow the spread. The next number of groups is tried only if nothing keeps
+    the capacity, so there are never more groups than from "ffd" or "kk".
 
-    For each number of groups that is tried: O(n log n + n·k log k) for the starts, O(n + k log k) for each of the
-    exchanges, of which there are mostly fewer than k, and where only a search can tell, O(n²) for it.
+    For each number of groups that is tried: O(n log n + n·k log k) for the plans, O(n log n) for each of the swaps, of
+    which there are mostly fewer than k, and where only a search can tell, O(n·k) for it.
 
     Args, Returns, Raises: as `ffd_allocate`.
 
@@ -126,79 +124,61 @@ def get_allocate_fn(algorithm: str = "ffd") -> AllocateFn:
 def _allocate(
     algorithm: str, values: Any, capacity: int, min_groups: int, n_groups_divisor: int, equal_size: bool
 ) -> list[list[int]]:
-    request = PackRequest(
-        _as_int64(values),
-        min(as_count(capacity, "capacity", 1), INT64_MAX),
-        algorithm,
-        as_count(min_groups, "min_groups", 1),
-        as_count(n_groups_divisor, "n_groups_divisor", 1),
-        bool(equal_size),
-    )
-    _require_rows(request)
-    groups = core().pack(request)
-    if groups is None:
-        as_int64_workloads(request.values, "values")
-        _require_room(request)
-        raise _no_groups(request)
-    return groups
+    array = as_int64_workloads(values, "values")
+    capacity = min(as_count(capacity, "capacity", 1), INT64_MAX)
+    min_groups, divisor = as_count(min_groups, "min_groups", 1), as_count(n_groups_divisor, "n_groups_divisor", 1)
+    _require_rows(len(array), min_groups, divisor)
+    _require_room(array, capacity)
+    order = np.argsort(-array, kind="stable")
+    rows = Rows(array[order], capacity, min_groups, divisor, bool(equal_size))
+    parts = fewest_groups(rows, algorithm)
+    if parts is None:
+        raise _no_groups(rows)
+    return as_groups(array, order, parts)
 
 
-def _as_int64(values: Any) -> np.ndarray:
-    if type(values) is list and values:
-        try:
-            # Several times faster than numpy; the cores look at the signs.
-            return np.frombuffer(array("q", values), np.int64)
-        except (TypeError, OverflowError):
-            pass
-    return as_int64_workloads(values, "values")
-
-
-def _require_rows(request: PackRequest) -> None:
-    num_rows = len(request.values)
+def _require_rows(num_rows: int, min_groups: int, divisor: int) -> None:
     if num_rows == 0:
         raise ValueError("values is empty; a packing has at least one row: leave out empty batches")
-    for name, count in (("min_groups", request.min_groups), ("n_groups_divisor", request.divisor)):
+    for name, count in (("min_groups", min_groups), ("n_groups_divisor", divisor)):
         if count > num_rows:
             raise ValueError(f"{name} is {count}, there are {num_rows} rows; every group has a row: lower {name}")
 
 
-def _require_room(request: PackRequest) -> None:
-    too_large = np.flatnonzero(request.values > request.capacity)
+def _require_room(values: np.ndarray, capacity: int) -> None:
+    too_large = np.flatnonzero(values > capacity)
     if len(too_large) == 0:
         return
-    named = [f"values[{index}] = {request.values[index]}" for index in too_large[:_NAMED]]
+    named = [f"values[{index}] = {values[index]}" for index in too_large[:_NAMED]]
     if len(too_large) == 1:
-        what = f"{named[0]} is above the capacity {request.capacity}"
+        what = f"{named[0]} is above the capacity {capacity}"
     else:
         more = ", …" if len(too_large) > _NAMED else ""
-        what = (
-            f"{len(too_large)} of {len(request.values)} values are above the capacity {request.capacity} "
-            f"({', '.join(named)}{more})"
-        )
+        what = f"{len(too_large)} of {len(values)} values are above the capacity {capacity} ({', '.join(named)}{more})"
     raise ValueError(f"{what}; a row is never split: raise the capacity, or truncate or drop such rows")
 
 
-def _no_groups(request: PackRequest) -> ValueError:
-    values, capacity, divisor, most = request.values, request.capacity, request.divisor, request.most_groups
-    fewest = l2_bound(np.sort(values)[::-1], capacity)
+def _no_groups(rows: Rows) -> ValueError:
+    weights, capacity, divisor, most = rows.weights, rows.capacity, rows.divisor, rows.most_groups
+    fewest = l2_bound(weights, capacity)
     remedy = "lower n_groups_divisor, raise the capacity or bring more rows"
-    if request.round_up(fewest) > most:
-        why = f"{int(values.sum())} in {len(values)} values" if fewest >= request.min_groups else "min_groups"
+    if rows.round_up(fewest) > most:
+        why = f"{int(weights.sum())} in {len(weights)} values" if fewest >= rows.min_groups else "min_groups"
         return ValueError(
-            f"{max(fewest, request.min_groups)} groups are needed (for {why}, capacity {capacity}), the next multiple "
-            f"of n_groups_divisor {divisor} is {request.round_up(fewest)}, there are {len(values)} rows; every group "
+            f"{max(fewest, rows.min_groups)} groups are needed (for {why}, capacity {capacity}), the next multiple "
+            f"of n_groups_divisor {divisor} is {rows.round_up(fewest)}, there are {len(weights)} rows; every group "
             f"has a row: {remedy}"
         )
     equal, reason = "", "no packing was found"
-    if request.equal_size:
+    if rows.equal_size:
         # More than half as many groups as rows, so these have one row or two; the lightest rows make the best pairs.
         # Fewer groups cannot do better: halved, they would be as many.
-        num_pairs = len(values) - most
-        lightest = np.sort(values)[: 2 * num_pairs]
+        num_pairs = len(weights) - most
+        lightest = weights[len(weights) - 2 * num_pairs :]
         heaviest_pair = int((lightest + lightest[::-1]).max())
         equal = " of equal size"
         reason = f"{num_pairs} groups have two rows, and one of these holds at least {heaviest_pair}"
     return ValueError(
-        f"{len(values)} rows do not fit {most} groups{equal}, the most that n_groups_divisor {divisor} allows, under "
+        f"{len(weights)} rows do not fit {most} groups{equal}, the most that n_groups_divisor {divisor} allows, under "
         f"capacity {capacity}: {reason}; {remedy}"
     )

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commons.micro_batching.allocation import get_allocate_fn
+from commons.micro_batching.fewest_groups import as_groups
 from commons.micro_batching.first_fit import split_heaviest
-from commons.micro_batching.reference import as_groups
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.partitioner import partition
 from commons.perf_model.partitioner.bounds import counting_bound

@@ -33,13 +33,17 @@ def first_fit(weights: np.ndarray, capacity: int) -> np.ndarray:
         node = 1
         while node < size:
             node *= 2
-            node += room[node] < weight
+            if room[node] < weight:
+                node += 1
         groups.append(node - size)
-        room[node] -= weight
-        node //= 2
-        while node:
-            room[node] = max(room[2 * node], room[2 * node + 1])
-            node //= 2
+        most = room[node] = room[node] - weight
+        while node > 1:
+            if room[node ^ 1] > most:
+                most = room[node ^ 1]
+            node >>= 1
+            if room[node] == most:
+                break
+            room[node] = most
     return np.array(groups, np.int64)
 
 
@@ -57,17 +61,21 @@ def first_fit_equal(weights: np.ndarray, capacity: int, num_groups: int) -> np.n
     """
     size, num_larger = divmod(len(weights), num_groups)
     room, counts, groups = [capacity] * num_groups, [0] * num_groups, []
+    not_full = list(range(num_groups))
     for weight in weights.tolist():
-        for group in range(num_groups):
-            has_place = counts[group] < size or (counts[group] == size and num_larger > 0)
-            if has_place and weight <= room[group]:
-                break
-        else:
+        group = next((each for each in not_full if weight <= room[each]), None)
+        if group is None:
             return None
-        num_larger -= counts[group] == size
+        groups.append(group)
         room[group] -= weight
         counts[group] += 1
-        groups.append(group)
+        if counts[group] > size:
+            num_larger -= 1
+            not_full.remove(group)
+            if num_larger == 0:
+                not_full = [each for each in not_full if counts[each] < size]
+        elif counts[group] == size and num_larger == 0:
+            not_full.remove(group)
     return np.array(groups, np.int64)
 
 
@@ -103,15 +111,16 @@ def split_heaviest(weights: np.ndarray, groups: np.ndarray, num_groups: int) -> 
 
     Args:
         weights: int64 `(n,)`, descending.
-        groups: int64 `(n,)`, the group of each row; none is empty.
+        groups: int64 `(n,)`, the group of each row; empty ones are left out.
         num_groups: groups in the end, at most n.
 
     Returns:
         int64 `(n,)`, the group of each row; no load is larger than before.
 
     """
-    groups = groups.copy()
-    for new in range(int(groups.max()) + 1, num_groups):
+    counts = np.bincount(groups)
+    groups = (np.cumsum(counts > 0) - 1)[groups]
+    for new in range(int(np.count_nonzero(counts)), num_groups):
         loads, counts = load_per_part(weights, groups, new), np.bincount(groups, minlength=new)
         heaviest = int(np.where(counts > 1, loads, -1).argmax())
         rows = np.flatnonzero(groups == heaviest)

@@ -1,27 +1,26 @@
-"""Leveling: once the largest load is as low as it gets, exchanges that raise the smallest one."""
+"""Leveling: once the largest load is as low as it gets, swaps of rows that raise the smallest one."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from commons.perf_model.partitioner.exchange import NO_ROW, Choice, Pairs, WorkingPlan, first_best
-from commons.perf_model.partitioner.problem import Limits
+from commons.perf_model.partitioner.problem import Limits, load_per_part
 from commons.perf_model.partitioner.refined import TOLERANCE
 
 # Rounds per group after which the groups are as level as they will get.
 PATIENCE = 4
 
 
-def level(weights: np.ndarray, groups: np.ndarray, num_groups: int, limits: Limits) -> np.ndarray:
-    """Narrow the spread of the loads: largest − smallest.
+def level(weights: np.ndarray, parts: np.ndarray, num_groups: int, limits: Limits) -> np.ndarray:
+    """Narrow the spread of the loads: largest − smallest. O(n log n) for each round.
 
-    In each round the lightest group looks at all others for the exchange of rows, or the row, that brings the smaller
-    of both loads highest; where it finds none, the heaviest looks for what brings the larger load lowest. What one
-    group gains the other loses, so that no load rises above the larger of both: a capacity stays kept.
+    In each round the lightest group looks at all others for the swap of rows, or the row, that brings two loads
+    nearest; where it finds none, the heaviest does. What one group gains the other loses, so that no load rises above
+    the larger of both: a capacity stays kept.
 
     Args:
         weights: int64 `(n,)`, descending.
-        groups: int64 `(n,)`, the group of each row; `limits` are kept.
+        parts: int64 `(n,)`, the group of each row; `limits` are kept.
         num_groups: `k`.
         limits: fewest and most rows per group.
 
@@ -29,39 +28,71 @@ def level(weights: np.ndarray, groups: np.ndarray, num_groups: int, limits: Limi
         int64 `(n,)`, the group of each row; the largest load is not larger, the smallest not smaller than before.
 
     """
-    plan = WorkingPlan(weights, groups, num_groups, limits)
+    groups = _Groups(weights, parts, num_groups, limits)
     enough = max(1, int(weights.sum()) // num_groups // TOLERANCE)
     for _ in range(PATIENCE * num_groups if num_groups > 1 else 0):
-        ranked = np.argsort(-plan.loads, kind="stable")
-        if int(plan.loads[ranked[0]] - plan.loads[ranked[-1]]) <= enough:
+        heaviest, lightest = int(groups.loads.argmax()), int(groups.loads.argmin())
+        if groups.loads[heaviest] - groups.loads[lightest] <= enough:
             break
-        raised = _exchange(plan, heavy=ranked[:-1], light=np.repeat(ranked[-1:], num_groups - 1))
-        if not raised and not _exchange(plan, heavy=np.repeat(ranked[:1], num_groups - 1), light=ranked[:0:-1]):
+        if not groups.swap_best(lightest, takes=True) and not groups.swap_best(heaviest, takes=False):
             break
-    return plan.parts
+    return groups.parts[: len(parts)]
 
 
-def _exchange(plan: WorkingPlan, heavy: np.ndarray, light: np.ndarray) -> bool:
-    """Carry out the exchange that brings two loads nearest, over all pairs of a heavy and a light group `(p,)`."""
-    pairs = Pairs(heavy, light, first=np.zeros(1, np.int64))
-    choice = Choice(plan, pairs)
-    gap = plan.loads[pairs.heavy][choice.pair] - plan.loads[pairs.light][choice.pair]
-    # How far the larger load falls, and the smaller rises; 0 is no exchange.
-    best = np.zeros(len(gap), np.int64)
-    best_back = np.full(len(gap), NO_ROW)
-    for back, exists in choice.partners(choice.weight - gap // 2, range(-1, 1)):
-        taken = choice.weight - plan.weights[back]
-        gain = np.minimum(taken, gap - taken)
-        better = exists & (gain > best)
-        np.copyto(best, gain, where=better)
-        np.copyto(best_back, back, where=better)
-    gain = np.minimum(choice.weight, gap - choice.weight)
-    better = plan.may_move(pairs)[choice.pair] & (gain > best)
-    np.copyto(best, gain, where=better)
-    np.copyto(best_back, NO_ROW, where=better)
-    chosen = first_best(best, choice.first)
-    if best[chosen[0]] <= 0:
-        return False
-    pair = choice.pair[chosen]
-    plan.apply(pairs.heavy[pair], pairs.light[pair], choice.row[chosen], best_back[chosen])
-    return True
+class _Groups:
+    """Groups whose rows are swapped. Each has a row of nothing besides: a swap with that is a move."""
+
+    def __init__(self, weights: np.ndarray, parts: np.ndarray, num_groups: int, limits: Limits) -> None:
+        self.weights = np.append(weights, np.zeros(num_groups, np.int64))  # (n + k,)
+        self.parts = np.append(parts, np.arange(num_groups))  # (n + k,)
+        self.loads = load_per_part(weights, parts, num_groups)  # (k,)
+        self._counts = np.bincount(parts, minlength=num_groups)  # (k,)
+        self._limits = limits
+        self._num_rows = len(parts)
+
+    def swap_best(self, group: int, *, takes: bool) -> bool:
+        """Swap a row of `group` and one of any other group, so that two loads come nearest; False if none do.
+
+        Args:
+            group: the lightest group, or the heaviest.
+            takes: whether load comes to the group, as to the lightest.
+
+        """
+        sign = 1 if takes else -1
+        gap = (sign * (self.loads - self.loads[group]))[self.parts]
+        own = np.append(np.flatnonzero(self.parts[: self._num_rows] == group), self._num_rows + group)
+        own_weights = self.weights[own]
+        # For every row the two rows of the group on either side of the best difference, half the gap. Weights descend.
+        place = np.searchsorted(-own_weights, sign * (gap // 2) - self.weights)
+        best, chosen = 0, (0, 0)
+        for at in (np.maximum(place - 1, 0), np.minimum(place, len(own) - 1)):
+            taken = sign * (self.weights - own_weights[at])
+            gain = np.minimum(taken, gap - taken)  # how far the larger load falls, and the smaller rises
+            if self._limits.min_count > 0:
+                gain[self._forbidden(group, own[at], takes)] = 0
+            row = int(gain.argmax())
+            if gain[row] > best:
+                best, chosen = int(gain[row]), (row, int(own[at[row]]))
+        if best:
+            self._swap(*chosen)
+        return best > 0
+
+    def _forbidden(self, group: int, own: np.ndarray, takes: bool) -> np.ndarray:
+        """Where the swap of each row for `own`, a row of the group, is a forbidden move, bool `(n + k,)`."""
+        may_give = self._counts > self._limits.min_count
+        may_take = self._counts < self._limits.max_count
+        may_move = may_give & may_take[group] if takes else may_take & may_give[group]
+        is_move = own >= self._num_rows
+        is_move[self._num_rows :] = True
+        return is_move & ~may_move[self.parts]
+
+    def _swap(self, row: int, own: int) -> None:
+        other, group = int(self.parts[row]), int(self.parts[own])
+        taken = self.weights[row] - self.weights[own]
+        self.loads[group] += taken
+        self.loads[other] -= taken
+        for each, giver, taker in ((row, other, group), (own, group, other)):
+            if each < self._num_rows:
+                self.parts[each] = taker
+                self._counts[giver] -= 1
+                self._counts[taker] += 1

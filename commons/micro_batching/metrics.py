@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from commons.micro_batching.bounds import l2_bound
+from commons.micro_batching.l2_bound import l2_bound
 from commons.perf_model.partitioner.inputs import as_count, as_int64_workloads
 from commons.perf_model.partitioner.problem import load_per_part
 

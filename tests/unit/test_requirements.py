@@ -19,7 +19,8 @@ from commons.trainer.config_file import tomllib
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 # torchrec's metadata asks for the CUDA build of fbgemm on a machine without CUDA too.
 KNOWN = {("torchrec", "fbgemm-gpu")}
 
@@ -78,6 +79,7 @@ def test_pins_keep_to_the_ranges_that_users_get(python, device):
     pinned = pins(f"{device}.txt", python) | pins("dev.txt", python)
     extras = PROJECT["optional-dependencies"]
     wanted = PROJECT["dependencies"] + extras[device] + extras["megatron"] + extras["dev"]
+    wanted += PYPROJECT["build-system"]["requires"]  # make builds without isolation
     for need in map(Requirement, wanted):
         if applies(need, python) and need.name != "pre-commit":  # a tool of the developer's own
             assert pinned[canonicalize_name(need.name)] in need.specifier, need

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from commons.perf_model.partitioner.problem import INT64_MAX
+from commons.perf_model.partitioner.problem import INT64_MAX, MOST_LOAD
 
 
 def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | None = None) -> np.ndarray:
@@ -24,7 +24,7 @@ def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | Non
 
     Raises:
         ValueError: not one-dimensional, the wrong length, a value that is negative, NaN, infinite or has a fractional
-            part, or a sum that does not fit into int64.
+            part, or a sum of 2^62 or more.
 
     >>> as_int64_workloads([3, 1.0, 2])
     array([3, 1, 2])
@@ -43,13 +43,12 @@ def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | Non
         return array
     if int(array.min()) < 0:
         raise _bad_value(name, int(np.argmax(array < 0)), int(array[np.argmax(array < 0)]))
-    if int(array.max()) > INT64_MAX // len(array):
+    if int(array.max()) > MOST_LOAD // len(array):
         # Exact where a 64-bit sum might wrap: the two halves of every value are summed apart.
         total = (int((array >> 32).sum()) << 32) + int((array & 0xFFFFFFFF).sum())
-        if total > INT64_MAX:
+        if total > MOST_LOAD:
             raise ValueError(
-                f"the sum of {name} is {total}, above the int64 maximum {INT64_MAX}; loads are int64: "
-                "scale the values down"
+                f"the sum of {name} is {total}; it must be below 2^62, {MOST_LOAD + 1}: scale the values down"
             )
     return array
 
@@ -145,11 +144,11 @@ def as_home(home: Any, num_rows: int, k_partitions: int) -> np.ndarray:
 
 
 def as_slack(slack: Any) -> float:
-    """A finite, non-negative number; ValueError otherwise."""
+    """A number in [0, 1]; ValueError otherwise."""
     try:
         number = float(slack)
     except (TypeError, ValueError):
         raise ValueError(f"slack is {slack!r}; it must be a number such as 0.01: pass one") from None
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"slack is {slack}; it must be finite and at least 0: pass a fraction such as 0.01")
+    if not 0 <= number <= 1:
+        raise ValueError(f"slack is {slack}; it must be at least 0 and at most 1: pass a fraction such as 0.01")
     return number

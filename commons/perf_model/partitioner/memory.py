@@ -6,7 +6,7 @@ import numpy as np
 
 from commons.perf_model.partitioner.bounds import counting_bound
 from commons.perf_model.partitioner.exchange import Cap
-from commons.perf_model.partitioner.problem import INT64_MAX, Problem
+from commons.perf_model.partitioner.problem import Problem
 from commons.perf_model.partitioner.refined import refined
 from commons.perf_model.partitioner.refinement import refine
 
@@ -39,7 +39,7 @@ def under_cap(problem: Problem, assignment: np.ndarray, target: int, cap: Cap) -
     largest = problem.largest_load(assignment[problem.order])
     loads = problem.by_sample(problem.weights)[tokens.order]
     for shift in LOAD_ROOM:
-        room = Cap(loads, min(largest + (largest >> shift), INT64_MAX))
+        room = Cap(loads, largest + (largest >> shift))
         parts = refine(tokens.weights, parts, tokens.num_parts, tokens.limits, cap.limit, room)
     parts = refine(tokens.weights, parts, tokens.num_parts, tokens.limits, cap.limit)
     reached = tokens.largest_load(parts)

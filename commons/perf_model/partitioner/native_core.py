@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from functools import cache
 from typing import Protocol
 
@@ -16,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 # Raised, here and in native/plan.hpp, whenever the same request gives another plan: a core that was built before that
 # must not meet ranks that plan by the new code.
-PLANS = 1
+PLANS = 2
 
 
 class Core(Protocol):
@@ -47,24 +46,19 @@ class NativeCore:
 
     def plan(self, request: Request) -> Plan:
         """Plan."""
-        assignment = np.empty(len(request.workloads), np.int64)
-        loads = np.empty(request.num_parts, np.int64)
-        fraction, exponent = math.frexp(request.slack)
-        bound, most_tokens = self._module.plan(
-            request.workloads,
-            request.num_parts,
-            request.method,
-            request.equal_size,
-            request.tokens,
-            request.max_tokens,
-            request.home,
-            request.ranks_per_node,
-            int(fraction * 2**53),  # exact: a float has 53 bits
-            53 - exponent,
-            assignment,
-            loads,
+        return Plan(
+            *self._module.plan(
+                request.workloads,
+                request.num_parts,
+                request.method,
+                request.equal_size,
+                request.tokens,
+                request.max_tokens,
+                request.home,
+                request.ranks_per_node,
+                request.slack,
+            )
         )
-        return Plan(assignment, loads, bound, most_tokens)
 
     def lower_bound(self, workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
         """Lower bound of the largest load."""

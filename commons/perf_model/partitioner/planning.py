@@ -43,7 +43,7 @@ def partition(
             load is never above that of home: where no plan lowers it, home is the plan, even if its sizes differ. A
             home that breaks `max_tokens` is not protected.
         ranks_per_node: partitions `[0, r)`, `[r, 2r)`, … share a node; tokens that leave it count four times.
-        slack: with `home`, how far the largest load may be above that of the plan without it, as a fraction.
+        slack: with `home`, how far the largest load may be above that of the plan without it, in [0, 1].
         best_effort: where no plan keeps `max_tokens`, return the one found that exceeds it least.
 
     Returns:

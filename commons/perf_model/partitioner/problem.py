@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 INT64_MAX = 2**63 - 1
+# Most that workloads or tokens may sum up to: loads stay int64 when a slack of 1 doubles them.
+MOST_LOAD = 2**62 - 1
 
 
 class Limits(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 from commons.perf_model.partitioner.bounds import Split
 from commons.perf_model.partitioner.differencing import differencing
 from commons.perf_model.partitioner.lpt import lpt
-from commons.perf_model.partitioner.problem import INT64_MAX, Problem
+from commons.perf_model.partitioner.problem import Problem
 from commons.perf_model.partitioner.refinement import refine
 
 # Exchanges stop this near the lower bound: one part in ten thousand is far below what a step time can show.
@@ -19,7 +19,7 @@ FEW = 1 << 16
 
 def near(bound: int) -> int:
     """The largest load at which a plan is good enough, given a lower bound of it."""
-    return min(bound + bound // TOLERANCE, INT64_MAX)
+    return bound + bound // TOLERANCE
 
 
 def refined(problem: Problem, bound: int, split: Split | None) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 from commons.perf_model.partitioner.exchange import Cap
 from commons.perf_model.partitioner.locality import Home, even_counts, relabel, repair
 from commons.perf_model.partitioner.memory import under_cap
-from commons.perf_model.partitioner.problem import INT64_MAX, Problem, load_per_part
+from commons.perf_model.partitioner.problem import Problem, load_per_part
 from commons.perf_model.partitioner.refined import refined_to
 from commons.perf_model.partitioner.refinement import refine
 
@@ -131,4 +131,4 @@ def _largest(weights: np.ndarray, parts: np.ndarray, num_parts: int) -> int:
 def with_slack(load: int, slack: float) -> int:
     """`floor(load · (1 + slack))`, exact: a float times a load of 60 bits would round, and rounding must not decide."""
     numerator, denominator = slack.as_integer_ratio()
-    return min(load + load * numerator // denominator, INT64_MAX)
+    return load + load * numerator // denominator

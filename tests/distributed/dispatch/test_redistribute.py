@@ -265,7 +265,7 @@ def mistaken_call(what):
         ("options", "ValueError: equal_size is True on rank 0 and False on rank 1 in redistribute_balanced"),
         ("groups on one rank", "ValueError: group_ids are given on rank 1 and not on rank 0"),
         ("one group", "ValueError: the number of groups is 1, that of parts"),
-        ("slack", "ValueError: rank 0: slack is -1; it must be finite and at least 0"),
+        ("slack", "ValueError: rank 0: slack is -1; it must be at least 0 and at most 1"),
         ("an object", "TypeError: rank 1: 'meta' holds a object; what is not moved with the rows travels as JSON"),
         ("two sides", "ValueError: rank 0: sequences of 'mask' are padded on both sides; rows of different"),
     ],

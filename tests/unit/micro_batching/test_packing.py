@@ -17,12 +17,10 @@ from commons.micro_batching import (
     get_allocate_fn,
     kk_allocate,
     packing_metrics,
-    reference,
     refined_allocate,
     repacking,
 )
-from commons.micro_batching.bounds import l2_bound
-from commons.micro_batching.request import PackRequest
+from commons.micro_batching.l2_bound import l2_bound
 
 ALLOCATORS = (ffd_allocate, kk_allocate, refined_allocate)
 NAMES = ("ffd", "kk", "refined")
@@ -166,9 +164,8 @@ def test_packings_that_only_repacking_finds(monkeypatch):
     capacity = int(values.max())
     assert len(ffd_allocate(values, capacity)) == 30 and len(kk_allocate(values, capacity)) > 30
     assert len(refined_allocate(values, capacity)) == 29
-    monkeypatch.setattr(repacking, "repack", lambda weights, groups, num_groups, capacity: groups)
-    request = PackRequest(values, capacity, "refined")
-    assert len(reference.pack(request)) == 30
+    monkeypatch.setattr(repacking, "MOST_REPACKS", 0)
+    assert len(refined_allocate(values, capacity)) == 30
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda values: np.array(values, np.int16)])
@@ -183,8 +180,8 @@ def test_one_row_and_rows_without_tokens():
         assert allocate([3], 3) == [[0]]
         assert allocate([0], 1) == [[0]]
         assert allocate([0, 0, 0], 1, 2) in ([[0, 2], [1]], [[0], [1, 2]], [[0, 1], [2]])
-        assert allocate([2**62, 2**62 - 1], 2**63 - 1) == [[0, 1]]
-        assert allocate([2**62, 2**62 - 1], 2**80) == [[0, 1]]
+        assert allocate([2**61, 2**61 - 1], 2**62) == [[0, 1]]
+        assert allocate([2**61, 2**61 - 1], 2**80) == [[0, 1]]
 
 
 @pytest.mark.parametrize("allocate", ALLOCATORS)
@@ -203,7 +200,7 @@ def test_one_row_and_rows_without_tokens():
         (([1.5, 2], 8), r"values\[0\] is 1.5; values must be non-negative integers"),
         ((["a"], 8), "values has dtype"),
         (([[1], [2]], 8), r"values has shape \(2, 1\)"),
-        (([2**62, 2**62], 2**62), "the sum of values is 9223372036854775808, above the int64 maximum"),
+        (([2**61, 2**61], 2**62), r"the sum of values is 4611686018427387904; it must be below 2\^62"),
         (([1], 0), "capacity is 0; it must be at least 1"),
         (([1], 2.5), "capacity is 2.5; it must be an integer"),
         (([1], 2, 0), "min_groups is 0; it must be at least 1"),
@@ -281,5 +278,18 @@ def test_the_l2_bound():
     assert bound_of([5] * 10, 10) == 5
     assert bound_of([7, 7, 4, 4], 10) == 4 or bound_of([7, 7, 4, 4], 10) == 3
     assert bound_of([7, 7, 4, 4], 10) == 3  # the fours may share a group, but not with a seven
-    assert bound_of([2**62, 2**62 - 1], 2**62) == 2
+    assert bound_of([2**61, 2**61 - 1], 2**61) == 2
     assert bound_of([0, 0], 5) == 1
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(60, 100))
+def test_the_bound_is_the_definition(values, capacity):
+    weights = np.sort(np.array(values))[::-1]
+    best = 1
+    for alpha in {0, *(value for value in values if 2 * value <= capacity)}:
+        alone = [value for value in values if value > capacity - alpha]
+        large = [value for value in values if capacity - alpha >= value and 2 * value > capacity]
+        light = [value for value in values if 2 * value <= capacity and value >= alpha]
+        beyond = sum(light) - (len(large) * capacity - sum(large))
+        best = max(best, len(alone) + len(large) + max(0, -(-beyond // capacity)))
+    assert l2_bound(weights, capacity) == best

@@ -41,8 +41,10 @@ def test_an_int64_array_is_not_copied():
     assert np.shares_memory(as_int64_workloads(array), array)
 
 
-def test_values_up_to_the_int64_limit_are_exact():
-    assert partition([2**62, 2**62 - 1], 1).loads.tolist() == [2**63 - 1]
+def test_values_up_to_the_limit_are_exact():
+    assert partition([2**61, 2**61 - 1], 1).loads.tolist() == [2**62 - 1]
+    home = partition([2**61, 2**61 - 1], 2, home=[0, 0], slack=1.0)  # a load of twice as much would do
+    assert sorted(home.loads.tolist()) == [2**61 - 1, 2**61]
     assert partition([2**53 + 1, 2**53 + 3], 2).loads.max() == 2**53 + 3
 
 
@@ -58,8 +60,8 @@ def test_values_up_to_the_int64_limit_are_exact():
         ([1, 2**63], r"workloads\[1\] is 9.223372036854776e\+18; values must be at most 9223372036854775807"),
         ([1, 2**70], r"workloads\[1\] is 1180591620717411303424; values must be at most"),
         ([1.0, 1e300], r"workloads\[1\] is 1e\+300; values must be at most"),
-        ([2**62, 2**62], r"the sum of workloads is 9223372036854775808, above the int64 maximum .*: scale"),
-        (np.full(5, 2**62), r"the sum of workloads is 23058430092136939520, above"),
+        ([2**61, 2**61], r"the sum of workloads is 4611686018427387904; it must be below 2\^62, .*: scale"),
+        (np.full(5, 2**62), r"the sum of workloads is 23058430092136939520; it must be below"),
         ([[1, 2], [3, 4]], r"workloads has shape \(2, 2\); one value per row is needed: flatten"),
         (7, r"workloads has shape \(\); one value per row"),
         ([[1, 2], [3]], r"workloads is no one-dimensional list of integers"),
@@ -94,8 +96,9 @@ def test_bad_workloads(function, values, message):
         ({"home": [0, -1, 1]}, r"home\[1\] is -1; a home is a partition in \[0, 2\)"),
         ({"home": np.array([0, -1, 1], np.int32)}, r"home\[1\] is -1; a home is a partition in \[0, 2\)"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0; it must be at least 1"),
-        ({"slack": -0.1}, "slack is -0.1; it must be finite and at least 0"),
-        ({"slack": float("nan")}, "slack is nan; it must be finite and at least 0"),
+        ({"slack": -0.1}, "slack is -0.1; it must be at least 0 and at most 1"),
+        ({"slack": float("nan")}, "slack is nan; it must be at least 0 and at most 1"),
+        ({"slack": 1.01}, "slack is 1.01; it must be at least 0 and at most 1"),
         ({"slack": "much"}, "slack is 'much'; it must be a number"),
     ],
 )

@@ -21,7 +21,7 @@ needs_core = pytest.mark.skipif(CORE is None, reason="the native core has not be
 
 @st.composite
 def requests(draw) -> Request:
-    """Any request: ties, zeros, giants, sums near 2^63, ragged homes, caps that hold and that do not."""
+    """Any request: ties, zeros, giants, sums near 2^62, ragged homes, caps that hold and that do not."""
     k = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 17, 33]))
     n = draw(st.integers(1, draw(st.sampled_from([4, 12, 40, 150]))))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -32,7 +32,7 @@ def requests(draw) -> Request:
         "lognormal": lambda: rng.lognormal(5, 1.4, n).astype(np.int64),
         "uniform": lambda: rng.integers(0, 1000, n),
         "bimodal": lambda: np.where(rng.random(n) < 0.2, 4096 - rng.integers(0, 500, n), 100 + rng.integers(0, 60, n)),
-        "huge": lambda: rng.integers(0, (2**63 - 1) // n, n),
+        "huge": lambda: rng.integers(0, (2**62 - 1) // n, n),
     }[kind]().astype(np.int64)
     workloads = 5120 * lengths + lengths**2 if kind != "huge" and draw(st.booleans()) else lengths
     tokens = draw(st.sampled_from([None, lengths, rng.integers(0, 50, n)]))
@@ -40,7 +40,7 @@ def requests(draw) -> Request:
     homes = {None: None, "even": np.arange(n) % k, "ragged": rng.integers(0, k, n), "one": np.full(n, k - 1)}
     max_tokens = None
     if tokens is not None and draw(st.booleans()):
-        max_tokens = max(1, min(2**63 - 1, int(int(tokens.sum()) / k * draw(st.sampled_from([0.5, 1.0, 1.03, 1.3])))))
+        max_tokens = max(1, int(int(tokens.sum()) / k * draw(st.sampled_from([0.5, 1.0, 1.03, 1.3]))))
     return Request(
         workloads=workloads,
         num_parts=k,
@@ -50,7 +50,7 @@ def requests(draw) -> Request:
         max_tokens=max_tokens,
         home=homes[home],
         ranks_per_node=min(k, draw(st.sampled_from([1, 2, 8, 64]))),
-        slack=draw(st.sampled_from([0.0, 0.01, 0.3, 1e-300, 5e-324, 1e30, 1.7e308])),
+        slack=draw(st.sampled_from([0.0, 0.01, 0.3, 1e-300, 5e-324, 1.0])),
     )
 
 
@@ -78,27 +78,25 @@ def test_native_takes_lists_arrays_and_tensors_through_the_planner():
 
 
 @needs_core
-def test_native_refuses_buffers_of_another_type_or_size():
+def test_native_refuses_arrays_of_another_type_or_size():
     module = pytest.importorskip("commons.perf_model.partitioner._native")
-    rows, loads = np.zeros(3, np.int64), np.zeros(2, np.int64)
+    rows = np.zeros(3, np.int64)
 
-    def plan(workloads=rows, tokens=None, max_tokens=None, home=None, assignment=rows):
-        return module.plan(workloads, 2, "lpt", True, tokens, max_tokens, home, 1, 0, 0, assignment, loads)
+    def plan(workloads=rows, method="lpt", tokens=None, max_tokens=None, home=None, slack=0.0):
+        return module.plan(workloads, 2, method, True, tokens, max_tokens, home, 1, slack)
 
-    with pytest.raises(TypeError, match="workloads is no int64 buffer"):
-        plan(workloads=np.zeros(3))
-    with pytest.raises(ValueError, match="sizes do not match"):
-        plan(assignment=np.zeros(4, np.int64))
-    with pytest.raises(ValueError, match="sizes do not match"):
-        plan(home=np.zeros(2, np.int64))
-    with pytest.raises(ValueError, match="sizes do not match"):
-        plan(max_tokens=5)
-    with pytest.raises((BufferError, ValueError)):
-        plan(assignment=np.frombuffer(bytes(24), np.int64))
+    for workloads in (np.zeros(3), np.zeros(3, np.int32), np.zeros(6, np.int64)[::2], [0, 0, 0]):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            plan(workloads=workloads)
+    for mistake in ({"tokens": rows[:2]}, {"home": rows[:2]}, {"max_tokens": 5}, {"slack": 1.5}):
+        with pytest.raises(ValueError, match="sizes do not match, or a number is out of its range"):
+            plan(**mistake)
     with pytest.raises(ValueError, match="unknown method 'greedy'"):
-        module.plan(rows, 2, "greedy", True, None, None, None, 1, 0, 0, rows, loads)
-    with pytest.raises(TypeError, match="plan takes 12 arguments, got 0"):
-        module.plan()
+        plan(method="greedy")
+    with pytest.raises(ValueError, match="at least one row and one partition"):
+        plan(workloads=rows[:0])
+    with pytest.raises(ValueError, match="at least one row and one partition"):
+        module.lower_bound(rows, 0, True)
 
 
 @pytest.fixture

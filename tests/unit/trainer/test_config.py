@@ -180,10 +180,10 @@ def test_a_file_that_is_none(tmp_path):
 
 def test_yaml_numbers_are_those_of_toml(tmp_path):
     text = YAML.replace("dense_lr: 1", "dense_lr: 1e-3, embedding_lr: 5E-02, adam_eps: .1e-5")
-    text = text.replace("slack: 0.5", "slack: 1e+2, mode: off")
+    text = text.replace("slack: 0.5", "slack: 1e-2, mode: off")
     config = load_config_file(TrainConfig, write(tmp_path, text, "run.yaml"))
     assert (config.optimizer.dense_lr, config.optimizer.embedding_lr, config.optimizer.adam_eps) == (1e-3, 5e-2, 1e-6)
-    assert (config.trainer.shuffler.slack, config.trainer.shuffler.mode) == (100.0, "off")
+    assert (config.trainer.shuffler.slack, config.trainer.shuffler.mode) == (0.01, "off")
     merged = "sharding: &all {item: row_wise}\n".replace("sharding", "table_sharding") + YAML
     config = load_config_file(TrainConfig, write(tmp_path, merged, "run.yaml"))
     assert config.table_sharding == {"item": "row_wise"}

@@ -1,6 +1,8 @@
 // From a request to a plan. The twin of refined.py, memory.py, staying.py and reference.py.
 #pragma once
 
+#include <cmath>
+
 #include "differencing.hpp"
 #include "locality.hpp"
 #include "refinement.hpp"
@@ -8,7 +10,7 @@
 namespace evenrank {
 
 // Raised, here and in native_core.py, whenever the same request gives another plan.
-constexpr int kPlans = 1;
+constexpr int kPlans = 2;
 
 constexpr Weight kTolerance = 10'000;
 constexpr Weight kFew = 1 << 16;
@@ -16,28 +18,13 @@ constexpr std::array<int, 7> kLoadRoom = {8, 6, 5, 4, 3, 2, 1};
 
 enum class Method { kKarmarkarKarp, kLpt, kRefined, kSnake };
 
-// A non-negative number mantissa / 2^shift, exactly.
-struct Slack {
-  Weight mantissa;
-  int shift;
-
-  // floor(load * (1 + slack)), at most kMax.
-  Weight raise(Weight load) const {
-    using Wide = unsigned __int128;
-    Wide extra = static_cast<Wide>(load) * static_cast<Wide>(mantissa);
-    if (shift >= 128) {
-      extra = 0;
-    } else if (shift >= 0) {
-      extra >>= shift;
-    } else if (extra > 0 && (-shift >= 64 || extra > static_cast<Wide>(kMax) >> -shift)) {
-      return kMax;
-    } else {
-      extra <<= -shift & 63;
-    }
-    const Wide sum = extra + static_cast<Wide>(load);
-    return sum > static_cast<Wide>(kMax) ? kMax : static_cast<Weight>(sum);
-  }
-};
+// floor(load * (1 + slack)), exact, for a slack in [0, 1]: a float is 53 bits and a power of two.
+inline Weight with_slack(Weight load, double slack) {
+  int exponent;
+  const auto mantissa = static_cast<std::uint64_t>(std::ldexp(std::frexp(slack, &exponent), 53));
+  const auto product = static_cast<unsigned __int128>(load) * mantissa;
+  return load + static_cast<Weight>(product >> std::min(53 - exponent, 127));
+}
 
 struct Request {
   Weights workloads;
@@ -45,11 +32,10 @@ struct Request {
   Method method;
   bool equal_size;
   Weights tokens;  // empty if there are none
-  bool has_cap;
-  Weight max_tokens;
+  std::optional<Weight> max_tokens;
   Indices home;  // empty if there is none
   Index ranks_per_node;
-  Slack slack;
+  double slack;
 };
 
 struct Plan {
@@ -59,9 +45,7 @@ struct Plan {
   Weight most_tokens;
 };
 
-inline Weight near(Weight bound) {
-  return bound > kMax - bound / kTolerance ? kMax : bound + bound / kTolerance;
-}
+inline Weight near(Weight bound) { return bound + bound / kTolerance; }
 
 inline Indices refine(const Problem& problem, Indices parts, Weight target, const Cap* cap = nullptr) {
   return refine(problem.weights, std::move(parts), problem.num_parts, problem.limits, target, cap);
@@ -107,7 +91,7 @@ inline Indices under_cap(const Problem& problem, Indices assignment, Weight targ
   const Weight largest = problem.largest(take(assignment, problem.order));
   Cap room{take(problem.by_sample(problem.weights), tokens.order), 0};
   for (const int shift : kLoadRoom) {
-    room.limit = largest > kMax - (largest >> shift) ? kMax : largest + (largest >> shift);
+    room.limit = largest + (largest >> shift);
     parts = refine(tokens, std::move(parts), cap.limit, &room);
   }
   parts = refine(tokens, std::move(parts), cap.limit);
@@ -189,7 +173,7 @@ inline Indices stay_home(const Problem& problem, Indices assignment, const Reque
   const Weight best_load = problem.largest(take(assignment, problem.order));
   Home home{take(request.home, problem.order), {}, request.ranks_per_node};
   const Weight home_load = problem.largest(home.parts);
-  Weight load_limit = request.slack.raise(best_load);
+  Weight load_limit = with_slack(best_load, request.slack);
   const bool even = problem.limits.keep(count_per_part(home.parts, num_parts));
   if (keeps(cap, request.home, num_parts)) {
     const bool no_gain = best_load >= home_load || !keeps(cap, assignment, num_parts);
@@ -234,15 +218,15 @@ inline Plan make_plan(const Request& request) {
   }
   Plan plan{problem.by_sample(parts), {}, 0, 0};
   Cap cap;
-  if (request.has_cap) {
-    cap = {request.tokens, request.max_tokens};
+  if (request.max_tokens) {
+    cap = {request.tokens, *request.max_tokens};
     plan.assignment = under_cap(problem, std::move(plan.assignment), near(bound.load), cap);
     Weight reached = largest_load(cap.weights, plan.assignment, num_parts);
     if (!request.home.empty()) reached = std::min(reached, largest_load(cap.weights, request.home, num_parts));
     plan.most_tokens = cap.limit = std::max(cap.limit, reached);
   }
   if (!request.home.empty()) {
-    plan.assignment = stay_home(problem, std::move(plan.assignment), request, request.has_cap ? &cap : nullptr);
+    plan.assignment = stay_home(problem, std::move(plan.assignment), request, request.max_tokens ? &cap : nullptr);
     if (!problem.limits.keep(count_per_part(plan.assignment, num_parts))) {
       const Limits free = Limits::of(static_cast<Weight>(problem.weights.size()), num_parts, false);
       bound = counting_bound(problem.weights, num_parts, free);

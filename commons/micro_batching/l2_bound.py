@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from commons.perf_model.partitioner.problem import INT64_MAX
-
 
 def l2_bound(weights: np.ndarray, capacity: int) -> int:
     """Fewest groups of `capacity` that could hold `weights`, as far as this bound can tell.
@@ -18,7 +16,7 @@ def l2_bound(weights: np.ndarray, capacity: int) -> int:
     Mathematics 28 (1990); its value is at least ⅔ of the fewest groups.
 
     Args:
-        weights: int64 `(n,)`, descending, none above the capacity.
+        weights: int64 `(n,)`, descending, none above the capacity; their sum is at most `MOST_LOAD`.
         capacity: what a group may hold.
 
     Returns:
@@ -26,16 +24,15 @@ def l2_bound(weights: np.ndarray, capacity: int) -> int:
 
     """
     capacity = min(capacity, max(1, int(weights.sum())))
-    if capacity > INT64_MAX // (2 * len(weights)):
-        weights = weights.astype(object)  # Python's integers do not overflow
-    sums = np.zeros(len(weights) + 1, weights.dtype)
+    sums = np.zeros(len(weights) + 1, np.int64)
     np.cumsum(weights, out=sums[1:])
-    num_large = int(np.count_nonzero(2 * weights > capacity))
+    num_large = int(np.count_nonzero(weights > capacity // 2))
     alphas = np.append(weights[num_large:], 0)
     ascending = -weights
     num_alone = np.minimum(np.searchsorted(ascending, alphas - capacity, side="left"), num_large)
     num_kept = np.searchsorted(ascending, -alphas, side="right")
     light = sums[num_kept] - sums[num_large]
-    free = (num_large - num_alone).astype(weights.dtype) * capacity - (sums[num_large] - sums[num_alone])
+    # Room beside the large rows is only counted where there are such rows, each above C ÷ 2: it is below their sum.
+    free = (num_large - num_alone) * capacity - (sums[num_large] - sums[num_alone])
     beyond = int((light - free).max())
     return max(1, num_large + max(0, -(-beyond // capacity)))

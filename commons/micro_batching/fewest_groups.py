@@ -1,0 +1,151 @@
+"""The search for the fewest groups: the planner's plans under a capacity, first fit, and repacking where these fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from commons.micro_batching.first_fit import first_fit, first_fit_equal, multifit, split_heaviest
+from commons.micro_batching.l2_bound import l2_bound
+from commons.micro_batching.leveling import level
+from commons.micro_batching.repacking import pack_under
+from commons.perf_model.partitioner import lower_bound, partition
+from commons.perf_model.partitioner.problem import Limits
+from commons.perf_model.partitioner.refined import FEW
+
+
+@dataclass
+class Rows:
+    """The rows to pack, and what a packing has to keep.
+
+    Attributes:
+        weights: int64 `(n,)`, descending, none above the capacity, at least one.
+        capacity: most that a group may hold.
+        min_groups: fewest groups, at most n.
+        divisor: the number of groups is a multiple of it; at most n.
+        equal_size: whether the groups' numbers of rows differ by one at most.
+        repacked: what repacking has come to with as many groups as it was tried for, above the capacity.
+
+    """
+
+    weights: np.ndarray  # (n,)
+    capacity: int
+    min_groups: int = 1
+    divisor: int = 1
+    equal_size: bool = False
+    repacked: list[list[int]] | None = None
+
+    @property
+    def most_groups(self) -> int:
+        """The largest multiple of the divisor that leaves a row for every group."""
+        return len(self.weights) // self.divisor * self.divisor
+
+    def round_up(self, num_groups: int) -> int:
+        """The smallest number of groups from `num_groups` and `min_groups` on that the divisor allows."""
+        return -(-max(num_groups, self.min_groups) // self.divisor) * self.divisor
+
+    def planned(self, num_groups: int, method: str) -> np.ndarray | None:
+        """Groups by a method of the planner `(n,)`; None if they do not keep the capacity."""
+        plan = partition(self.weights, num_groups, method=method, equal_size=self.equal_size)
+        return plan.assignment if int(plan.loads.max()) <= self.capacity else None
+
+
+# In: the rows and the number of groups that a packing must have. Out: the group of each row, or None.
+Attempt = Callable[[Rows, int], "np.ndarray | None"]
+
+
+def fewest_groups(rows: Rows, algorithm: str) -> np.ndarray | None:
+    """Pack by an algorithm, and where it finds nothing by "refined".
+
+    Args:
+        rows: what to pack.
+        algorithm: "ffd", "kk" or "refined".
+
+    Returns:
+        int64 `(n,)`, the group of each row, none of them empty; None where no packing was found.
+
+    """
+    if algorithm == "ffd" and not rows.equal_size:
+        parts = _first_fit(rows)
+    else:
+        parts = _search(ATTEMPTS[algorithm], rows)
+    return _search(_refined, rows) if parts is None and algorithm != "refined" else parts
+
+
+def as_groups(values: np.ndarray, order: np.ndarray, parts: np.ndarray) -> list[list[int]]:
+    """The indices of each group, ascending; groups heaviest first, of equal ones that with the first index.
+
+    Args:
+        values: int64 `(n,)`.
+        order: int64 `(n,)`, the index of each row.
+        parts: int64 `(n,)`, the group of each row.
+
+    """
+    by_index = np.empty_like(parts)
+    by_index[order] = parts
+    indices = np.argsort(by_index, kind="stable").tolist()
+    ends = np.cumsum(np.bincount(parts)).tolist()
+    groups = [indices[start:end] for start, end in zip([0, *ends[:-1]], ends)]
+    loads = [int(values[group].sum()) for group in groups]
+    return [group for _, group in sorted(zip(loads, groups), key=lambda each: (-each[0], each[1][0]))]
+
+
+def _first_fit(rows: Rows) -> np.ndarray | None:
+    """First fit, and MULTIFIT where it takes too few groups; None where it takes too many."""
+    parts = first_fit(rows.weights, rows.capacity)
+    number = int(parts.max()) + 1
+    num_groups = rows.round_up(number)
+    if num_groups > rows.most_groups:
+        return None
+    return parts if num_groups == number else multifit(rows.weights, rows.capacity, num_groups)
+
+
+def _search(attempt: Attempt, rows: Rows) -> np.ndarray | None:
+    """The first attempt that succeeds, from the fewest groups on."""
+    fewest = rows.round_up(l2_bound(rows.weights, rows.capacity))
+    for num_groups in range(fewest, rows.most_groups + 1, rows.divisor):
+        if lower_bound(rows.weights, num_groups, rows.equal_size) <= rows.capacity:
+            parts = attempt(rows, num_groups)
+            if parts is not None:
+                return parts
+    return None
+
+
+def _first_fit_equal(rows: Rows, num_groups: int) -> np.ndarray | None:
+    return first_fit_equal(rows.weights, rows.capacity, num_groups)
+
+
+def _differencing(rows: Rows, num_groups: int) -> np.ndarray | None:
+    return rows.planned(num_groups, "karmarkar_karp")
+
+
+def _refined(rows: Rows, num_groups: int) -> np.ndarray | None:
+    """Balance, and see whether the capacity is kept; else pack under the capacity. Then narrow the spread."""
+    parts = rows.planned(num_groups, "refined")
+    if parts is None:
+        parts = _first_fit_equal(rows, num_groups) if rows.equal_size else _packed_tightly(rows, num_groups)
+    if parts is None:
+        return None
+    limits = Limits.of(len(parts), num_groups, rows.equal_size)
+    return level(rows.weights, split_heaviest(rows.weights, parts, num_groups), num_groups, limits)
+
+
+def _packed_tightly(rows: Rows, num_groups: int) -> np.ndarray | None:
+    parts = first_fit(rows.weights, rows.capacity)
+    if int(parts.max()) < num_groups:
+        return parts
+    if len(parts) * num_groups > FEW:  # else it was among the starts of the planner
+        found = _differencing(rows, num_groups)
+        if found is not None:
+            return found
+    rows.repacked, done = pack_under(rows.weights.tolist(), num_groups, rows.capacity, rows.repacked)
+    if not done:
+        return None
+    for group, each in enumerate(rows.repacked):
+        parts[each] = group
+    return parts
+
+
+ATTEMPTS: dict[str, Attempt] = {"ffd": _first_fit_equal, "kk": _differencing, "refined": _refined}
