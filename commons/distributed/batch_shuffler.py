@@ -29,7 +29,7 @@ from commons.distributed.process_group import require_process_group, resolve_pro
 from commons.distributed.row_exchange import RowExchange
 from commons.distributed.shuffle_handle import ShuffleHandle
 from commons.distributed.shuffle_session import ShuffleSession
-from commons.distributed.stats import ShuffleStats, stats_of_plan
+from commons.distributed.stats import ShuffleStats
 from commons.distributed.verification import checksums, verify_rows
 from commons.distributed.worker import DaemonWorker
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
@@ -248,22 +248,12 @@ class BaseTaskBalancedBatchShuffler(ABC):
             raise
         self._device = batch_device(batch)
         started = time.perf_counter()
-        plan, exchange = prepared.plan, prepared.exchange
-        if plan is None or exchange is None:
+        if prepared.exchange is None or prepared.stats is None:
             schema = handle.schema()
             return _padding_batch(schema, batch) if handle.local.rows == 0 and schema.states_padding else batch
-        result = self._exchange(batch, handle, exchange)
-        handle.stats = self.last_stats = stats_of_plan(
-            plan,
-            handle.step,
-            gather_ms=prepared.gather_ms,
-            plan_ms=prepared.plan_ms,
-            wait_ms=handle.wait_ms,
-            exchange_ms=(time.perf_counter() - started) * 1e3,
-            bytes_sent=exchange.bytes_sent,
-            ranks_per_node=self.options.ranks_per_node,
-            units_per_ms=None if self._calibrated is None else self._calibrated.units_per_ms,
-        )
+        result = self._exchange(batch, handle, prepared.exchange)
+        exchange_ms = (time.perf_counter() - started) * 1e3
+        handle.stats = self.last_stats = prepared.stats.carried_out(handle.wait_ms, exchange_ms)
         self._count_exceeded_cap(handle.stats)
         return result
 

@@ -22,6 +22,7 @@ from commons.distributed.payload import PayloadLayout
 from commons.distributed.peer_calibration import require_equal_among_peers
 from commons.distributed.row_exchange import RowExchange
 from commons.distributed.schema_agreement import agree_on_schema
+from commons.distributed.stats import ShuffleStats, stats_of_plan
 from commons.perf_model.calibration import CalibratedTask
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 from commons.sequence_batch.schema import BatchSchema
@@ -42,16 +43,14 @@ class PreparedShuffle:
         rows_before: rows of the ranks before this one; global ids start there.
         plan: the plan, the same on every rank; None in mode "off".
         exchange: this rank's part of it; None in mode "off".
-        gather_ms: milliseconds of the gather.
-        plan_ms: milliseconds of planning, comparing plans and building the exchange.
+        stats: of the plan; None in mode "off".
     """
 
     schema: BatchSchema | None = None
     rows_before: int = 0
     plan: ShufflePlan | None = None
     exchange: RowExchange | None = None
-    gather_ms: float = 0.0
-    plan_ms: float = 0.0
+    stats: ShuffleStats | None = None
 
 
 class ShuffleSession:
@@ -110,15 +109,10 @@ class ShuffleSession:
             table = self._gather(step, schema, local)
             if not table[:, _HAS_BATCH].any() or self._ends_early(schema, table):
                 return PreparedShuffle()
-            gathered_at = time.perf_counter()
-            gather_ms = (gathered_at - started) * 1e3
-            rows_before = int(table[: self.channel.rank, _ROWS].sum())
             if self._options.mode == "off":
-                return PreparedShuffle(schema, rows_before, gather_ms=gather_ms)
-            units_per_ms = 1 if calibrated is None else calibrated.units_per_ms
-            plan, exchange = self._plan(step, self._layout, table, local.device, token_features, units_per_ms)
-            plan_ms = (time.perf_counter() - gathered_at) * 1e3
-            return PreparedShuffle(schema, rows_before, plan, exchange, gather_ms, plan_ms)
+                return PreparedShuffle(schema, int(table[: self.channel.rank, _ROWS].sum()))
+            gather_ms = (time.perf_counter() - started) * 1e3
+            return self._plan(step, self._layout, table, local.device, token_features, calibrated, gather_ms)
         except RankMissingError as error:
             self._broken = error
             raise
@@ -195,10 +189,13 @@ class ShuffleSession:
         table: np.ndarray,
         device: torch.device | None,
         token_features: tuple[str, ...] | None,
-        units_per_ms: int,
-    ) -> tuple[ShufflePlan, RowExchange]:
+        calibrated: CalibratedTask | None,
+        gather_ms: float,
+    ) -> PreparedShuffle:
         """Plan and build this rank's exchange; then all ranks compare their plans."""
-        options, made, digest, error = self._options, None, 0, None
+        started = time.perf_counter()
+        options, rank, prepared, digest, error = self._options, self.channel.rank, None, 0, None
+        units_per_ms = None if calibrated is None else calibrated.units_per_ms
         try:
             plan = plan_shuffle(
                 _read_table(layout.schema, table, token_features),
@@ -208,26 +205,39 @@ class ShuffleSession:
                 ranks_per_node=options.ranks_per_node,
                 max_tokens=options.max_tokens_per_rank,
                 min_gain=options.min_gain,
-                min_gain_load=round(options.min_gain_ms * units_per_ms),
+                min_gain_load=round(options.min_gain_ms * (units_per_ms or 1)),
                 carry_out=options.mode == "balance",
                 pads=layout.schema.states_padding,
             )
             on_cuda = device is not None and device.type == "cuda" and self.channel.world_size > 1
-            rank = self.channel.rank
-            made = plan, RowExchange.of(plan, layout, rank, all_gather=self._all_gather, pin_memory=on_cuda)
+            exchange = RowExchange.of(plan, layout, rank, all_gather=self._all_gather, pin_memory=on_cuda)
+            stats = stats_of_plan(
+                plan,
+                step,
+                gather_ms=gather_ms,
+                bytes_sent=exchange.bytes_sent,
+                ranks_per_node=options.ranks_per_node,
+                units_per_ms=units_per_ms,
+            )
+            prepared = PreparedShuffle(layout.schema, int(table[:rank, _ROWS].sum()), plan, exchange, stats)
             digest = plan.digest()
         except Exception as caught:  # of this rank alone, such as too little memory: the comparison tells the others
             error = caught
         self._require_same_plan(step, digest, error)
-        assert made is not None  # noqa: S101  the comparison raised the error
-        without = np.flatnonzero(made[0].result_real_rows == 0)
-        if len(without) and options.mode == "balance" and not layout.schema.states_padding:
+        assert prepared is not None  # noqa: S101  the comparison raised the error
+        self._require_rows_everywhere(layout.schema, plan)
+        plan_ms = (time.perf_counter() - started) * 1e3
+        return dataclasses.replace(prepared, stats=dataclasses.replace(stats, plan_ms=plan_ms))
+
+    def _require_rows_everywhere(self, schema: BatchSchema, plan: ShufflePlan) -> None:
+        """Raise ValueError, on all ranks, if one would train no row of a batch that cannot state padding."""
+        without = np.flatnonzero(plan.result_real_rows == 0)
+        if len(without) and self._options.mode == "balance" and not schema.states_padding:
             raise ValueError(
-                f"ranks {self._named(without)} would train no row, and {layout.schema.type_name} cannot state padding; "
-                "such a batch needs at least one row on every rank: give it a field actual_batch_size, or derive it "
-                "from BaseBatch"
+                f"ranks {self._named(without)} would train no row, and {schema.type_name} cannot state padding; such a "
+                "batch needs at least one row on every rank: give it a field actual_batch_size, or derive it from "
+                "BaseBatch"
             )
-        return made
 
     def _require_same_plan(self, step: int, digest: int, error: Exception | None) -> None:
         """Stop, on all ranks, if one of them has failed or the ranks did not make the same plan."""

@@ -88,6 +88,12 @@ class ShuffleStats:
         """Load of the fullest rank as the batch is trained: before balancing where nothing moved."""
         return max(self.loads_after, default=0)
 
+    def carried_out(self, wait_ms: float, exchange_ms: float) -> ShuffleStats:
+        """The stats with the times of the main thread, which waited for the plan and exchanged rows."""
+        background = self.gather_ms + self.plan_ms
+        hidden = min(1.0, max(0.0, 1.0 - wait_ms / background)) if background else 1.0
+        return dataclasses.replace(self, wait_ms=wait_ms, exchange_ms=exchange_ms, hidden_fraction=hidden)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready values."""
         return dataclasses.asdict(self)
@@ -104,28 +110,21 @@ def stats_of_plan(
     step: int,
     *,
     gather_ms: float,
-    plan_ms: float,
-    wait_ms: float,
-    exchange_ms: float,
     bytes_sent: int,
     ranks_per_node: int | None = None,
     units_per_ms: int | None = None,
 ) -> ShuffleStats:
-    """Stats of a plan and of how it was carried out.
+    """Stats of a plan that is about to be carried out; the other times follow, see `ShuffleStats.carried_out`.
 
     Args:
         plan: the plan.
         step: number of the batch.
-        gather_ms: as in ShuffleStats, measured by this rank; so are the next three.
-        plan_ms: see there.
-        wait_ms: see there.
-        exchange_ms: see there.
-        bytes_sent: payload bytes that this rank sent.
+        gather_ms: milliseconds of the gather.
+        bytes_sent: payload bytes that this rank sends.
         ranks_per_node: ranks that share a node, if known.
         units_per_ms: loads per millisecond, if they are times.
     """
     gathered = plan.gathered
-    background = gather_ms + plan_ms
     total_tokens = int(gathered.tokens.sum())
     tokens_moved = int(gathered.tokens[plan.moves].sum())
     loads_told = plan.loads_after if plan.gated else plan.loads_planned
@@ -150,10 +149,10 @@ def stats_of_plan(
         excess_tokens=plan.excess_tokens,
         bytes_sent=bytes_sent,
         gather_ms=gather_ms,
-        plan_ms=plan_ms,
-        wait_ms=wait_ms,
-        hidden_fraction=min(1.0, max(0.0, 1.0 - wait_ms / background)) if background else 1.0,
-        exchange_ms=exchange_ms,
+        plan_ms=0.0,
+        wait_ms=0.0,
+        hidden_fraction=1.0,
+        exchange_ms=0.0,
         predicted_saving=(before - after) / before if before else 0.0,
         predicted_saving_ms=None if units_per_ms is None else (before - after) / units_per_ms,
         loads_before=tuple(plan.loads_before.tolist()),
