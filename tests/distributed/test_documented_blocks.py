@@ -133,6 +133,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         more={TRAIN_PARQUET: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "an epoch takes a while")},
         files=("data/parquet.parquet/_manifest.json",),
     ),
+    ("docs/architecture.md", "Who may know whom", 0): Picture(),
     ("CONTRIBUTING.md", "Run", 0): Shell(
         instead={
             "pip install -e '.[cpu,megatron,dev]'": (f"{DRY_RUN} -e '.[cpu,megatron,dev]'", INSTALLED_ELSEWHERE),
