@@ -84,6 +84,11 @@ def row_count_values(batch_type: type, rows: int, real: int) -> dict[str, int]:
     return {name: count for name, count in zip(ROW_COUNT_FIELDS, (rows, real)) if name in names}
 
 
+def can_state_padding(batch_type: type) -> bool:
+    """Whether batches of a dataclass can say which rows are padding."""
+    return "actual_batch_size" in row_count_values(batch_type, 0, 0)
+
+
 def require_dataclass(batch: Any) -> None:
     """Raise TypeError unless `batch` is an instance of a dataclass."""
     if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
@@ -204,12 +209,17 @@ def row_counts(batch: Any, items: Mapping[str, Any] | None = None) -> tuple[int,
     actual = getattr(batch, "actual_batch_size", None)
     if actual is None:
         return rows, rows
-    if not 0 <= actual <= rows:
+    return rows, real_within(actual, rows)
+
+
+def real_within(stated: int, rows: int) -> int:
+    """The number of real rows that a batch of `rows` rows states; ValueError for one outside the batch."""
+    if not 0 <= stated <= rows:
         raise ValueError(
-            f"actual_batch_size is {actual}, batch_size is {rows}; real rows are counted within the batch: give a "
+            f"actual_batch_size is {stated}, batch_size is {rows}; real rows are counted within the batch: give a "
             "number between 0 and batch_size"
         )
-    return rows, int(actual)
+    return int(stated)
 
 
 def real_rows(batch: Any) -> int:

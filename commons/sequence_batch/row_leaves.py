@@ -14,7 +14,14 @@ import numpy as np
 import torch
 
 from commons.sequence_batch.fields import num_rows_of
-from commons.sequence_batch.torchrec_types import is_jagged, is_keyed, is_keyed_jagged, new_jagged, new_keyed_jagged
+from commons.sequence_batch.torchrec_types import (
+    empty_keyed_jagged,
+    is_jagged,
+    is_keyed,
+    is_keyed_jagged,
+    new_jagged,
+    new_keyed_jagged,
+)
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -216,13 +223,13 @@ class _KeyedJagged(LeafType["KeyedJaggedTensor"]):
 
     def padding(self, value: KeyedJaggedTensor, num_rows: int) -> KeyedJaggedTensor:
         weights = value.weights_or_none()
-        return new_keyed_jagged(
-            keys=list(value.keys()),
-            values=value.values().new_empty(0),
-            weights=None if weights is None else weights.new_empty(0),
-            lengths=value.lengths().new_zeros(len(value.keys()) * num_rows),
-            stride=num_rows,
-            length_per_key=[0] * len(value.keys()),
+        return empty_keyed_jagged(
+            value.keys(),
+            num_rows,
+            value.values().dtype,
+            None if weights is None else weights.dtype,
+            value.lengths().dtype,
+            value.device(),
         )
 
     def tensors(self, value: KeyedJaggedTensor) -> list[torch.Tensor]:

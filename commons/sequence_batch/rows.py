@@ -47,7 +47,7 @@ from commons.sequence_batch.batch_tree import (
     walk,
     walk_branches,
 )
-from commons.sequence_batch.fields import ROW_COUNT_FIELDS
+from commons.sequence_batch.fields import ROW_COUNT_FIELDS, can_state_padding, real_within
 from commons.sequence_batch.plain_values import canonical_plain, encode_plain
 from commons.sequence_batch.row_leaves import LeafType
 
@@ -111,7 +111,7 @@ class Rows(Generic[B]):
     def states_padding(self) -> bool:
         """Whether the batch can say which of its rows are padding."""
         branches = (node for _, node in walk_branches(self.tree))
-        return any(node.kind == "dataclass" and "actual_batch_size" in node.children for node in branches)
+        return any(node.kind == "dataclass" and can_state_padding(type(node.value)) for node in branches)
 
     @property
     def on_device(self) -> bool:
@@ -267,13 +267,7 @@ def _row_counts(tree: Node) -> tuple[int, int]:
             f"parts of the batch state different numbers of real rows: {named}; a row is padding in all parts or in "
             "none: make actual_batch_size equal"
         )
-    real = next(iter(stated.values()), rows)
-    if not 0 <= real <= rows:
-        raise ValueError(
-            f"actual_batch_size is {real}, the batch has {rows} rows; real rows are counted within the batch: give a "
-            "number between 0 and that"
-        )
-    return rows, real
+    return rows, real_within(next(iter(stated.values()), rows), rows)
 
 
 def _count(tree: Node) -> int:

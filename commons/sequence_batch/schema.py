@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,43 +19,38 @@ from commons.sequence_batch.fields import (
     ROW_COUNT_FIELDS,
     batch_items,
     batch_rows,
+    can_state_padding,
     make_batch,
     require_dataclass,
     row_count_values,
 )
 from commons.sequence_batch.plain_values import canonical_plain, decode_plain, encode_plain, show_plain
-from commons.sequence_batch.torchrec_types import is_keyed_jagged, new_keyed_jagged
+from commons.sequence_batch.torchrec_types import empty_keyed_jagged, is_keyed_jagged
+from commons.sequence_batch.type_names import find_type, name_of, register_type
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-_BATCH_TYPES: dict[str, type] = {}
 # Characters of a value in a message.
 _SHOWN = 200
 
 
 def register_batch_type(batch_type: type) -> type:
     """Make a batch dataclass known by name, for ranks that never see a batch of their own; usable as a decorator."""
-    _BATCH_TYPES[_type_name(batch_type)] = batch_type
+    register_type(batch_type)
     return batch_type
-
-
-def _type_name(batch_type: type) -> str:
-    return f"{batch_type.__module__}.{batch_type.__qualname__}"
 
 
 def _find_batch_type(name: str) -> type:
     """The class of that name: registered, or found in a module that this process has already imported."""
-    if name in _BATCH_TYPES:
-        return _BATCH_TYPES[name]
-    module, _, qualname = name.rpartition(".")
-    found = getattr(sys.modules.get(module), qualname, None)
-    if isinstance(found, type) and dataclasses.is_dataclass(found):
-        return found
-    raise KeyError(
-        f"batch type {name!r} is unknown on this rank, which has no batch of its own; the class must be known by name "
-        "on every rank: import its module, or decorate it with commons.sequence_batch.schema.register_batch_type"
-    )
+    found = find_type(name)
+    if found is None or not dataclasses.is_dataclass(found):
+        raise KeyError(
+            f"batch type {name.replace(':', '.')!r} is unknown on this rank, which has no batch of its own; the class "
+            "must be known by name on every rank: import its module, or decorate it with "
+            "commons.sequence_batch.schema.register_batch_type"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -71,14 +65,7 @@ class JaggedField:
 
     def empty(self, rows: int) -> KeyedJaggedTensor:
         """A KeyedJaggedTensor of `rows` empty rows."""
-        return new_keyed_jagged(
-            keys=list(self.keys),
-            values=torch.empty(0, dtype=self.values_dtype),
-            weights=None if self.weights_dtype is None else torch.empty(0, dtype=self.weights_dtype),
-            lengths=torch.zeros(len(self.keys) * rows, dtype=self.lengths_dtype),
-            stride=rows,
-            length_per_key=[0] * len(self.keys),
-        )
+        return empty_keyed_jagged(self.keys, rows, self.values_dtype, self.weights_dtype, self.lengths_dtype)
 
 
 @dataclass(frozen=True)
@@ -128,9 +115,14 @@ Field: TypeAlias = JaggedField | DenseField | PlainField
 
 @dataclass(frozen=True)
 class BatchSchema:
-    """Type name and fields of a batch, in the order of declaration, with the attributes beside them."""
+    """Type name and fields of a batch, in the order of declaration, with the attributes beside them.
 
-    type_name: str
+    Attributes:
+        batch_type: the class, as `find_type` finds it.
+        fields: what the batch holds.
+    """
+
+    batch_type: str
     fields: tuple[Field, ...]
 
     @cached_property
@@ -151,7 +143,7 @@ class BatchSchema:
     @cached_property
     def states_padding(self) -> bool:
         """Whether batches of this type can say which rows are padding."""
-        return "actual_batch_size" in _field_names(_find_batch_type(self.type_name))
+        return can_state_padding(_find_batch_type(self.batch_type))
 
     @classmethod
     def of(cls, batch: Any, items: Mapping[str, Any] | None = None) -> BatchSchema:
@@ -170,7 +162,12 @@ class BatchSchema:
             items = batch_items(batch)
             batch_rows(batch, items)
         fields = [_describe(name, value) for name, value in items.items() if name not in ROW_COUNT_FIELDS]
-        return cls(_type_name(type(batch)), tuple(fields))
+        return cls(name_of(type(batch)), tuple(fields))
+
+    @property
+    def type_name(self) -> str:
+        """The type's name with its module, for messages."""
+        return self.batch_type.replace(":", ".")
 
     @property
     def class_name(self) -> str:
@@ -197,7 +194,7 @@ class BatchSchema:
         Raises:
             KeyError: a class that is not imported on this rank.
         """
-        batch_type = _find_batch_type(self.type_name)
+        batch_type = _find_batch_type(self.batch_type)
         items: dict[str, Any] = {
             field.name: field.value() if isinstance(field, PlainField) else field.empty(rows) for field in self.fields
         }
@@ -205,7 +202,7 @@ class BatchSchema:
 
     def to_json(self) -> list[Any]:
         """Something that json.dumps takes; `from_json` reads it back."""
-        return [self.type_name, [_field_to_json(field) for field in self.fields]]
+        return [self.batch_type, [_field_to_json(field) for field in self.fields]]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> BatchSchema:
@@ -214,7 +211,7 @@ class BatchSchema:
 
     def differences(self, other: BatchSchema) -> list[str]:
         """What differs between two schemas, one short text per field."""
-        if self.type_name != other.type_name:
+        if self.batch_type != other.batch_type:
             return [f"batch type {self.type_name} and {other.type_name}"]
         mine = {field.name: field for field in self.fields}
         theirs = {field.name: field for field in other.fields}
@@ -223,10 +220,6 @@ class BatchSchema:
             for name in {**mine, **theirs}
             if mine.get(name) != theirs.get(name)
         ]
-
-
-def _field_names(batch_type: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(batch_type)}
 
 
 def _describe(name: str, value: Any) -> Field:

@@ -6,7 +6,10 @@ Whoever has such a tensor has imported TorchRec: its classes are looked up, and 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -34,6 +37,25 @@ def new_keyed_jagged(**parts: Any) -> KeyedJaggedTensor:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     return KeyedJaggedTensor(**parts)
+
+
+def empty_keyed_jagged(
+    keys: Sequence[str],
+    rows: int,
+    values: torch.dtype,
+    weights: torch.dtype | None,
+    lengths: torch.dtype,
+    device: torch.device | None = None,
+) -> KeyedJaggedTensor:
+    """A KeyedJaggedTensor of `rows` empty rows, of these dtypes."""
+    return new_keyed_jagged(
+        keys=list(keys),
+        values=torch.empty(0, dtype=values, device=device),
+        weights=None if weights is None else torch.empty(0, dtype=weights, device=device),
+        lengths=torch.zeros(len(keys) * rows, dtype=lengths, device=device),
+        stride=rows,
+        length_per_key=[0] * len(keys),
+    )
 
 
 def new_jagged(**parts: Any) -> JaggedTensor:

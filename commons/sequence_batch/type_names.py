@@ -1,9 +1,24 @@
-"""Classes by name: a sender says which one it means, a receiver looks it up among the modules that it has imported."""
+"""Classes by name: a sender says which one it means, a receiver looks it up among those that it knows.
+
+It knows what was registered, and what is at its name in a module that it has imported; nothing is imported for a name.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
+
+_REGISTERED: dict[str, type] = {}
+
+
+def register_type(named: type) -> None:
+    """Make a class known by name that is not at its name in a module, such as one made within a function."""
+    _REGISTERED[name_of(named)] = named
+
+
+def name_of(named: type) -> str:
+    """The name of a class, with a colon after its module."""
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def type_name(named: type, where: str) -> str:
@@ -14,20 +29,24 @@ def type_name(named: type, where: str) -> str:
         where: what of the batch is of that class, for the error.
 
     Raises:
-        TypeError: a class that is not at its name, such as one made within a function.
+        TypeError: a class that would not be found, such as one made within a function.
     """
-    name = f"{named.__module__}:{named.__qualname__}"
-    if _lookup(name) is not named:
+    if find_type(name_of(named)) is not named:
         raise TypeError(
             f"{where!r} is a {named.__qualname__}, which is not found under that name in module {named.__module__}; "
             "receivers look classes up by name: define it at the top level of a module"
         )
-    return name
+    return name_of(named)
 
 
-def find_type(name: str, kinds: tuple[type, ...]) -> type | None:
-    """The class of that name if it is a subclass of one of `kinds`; None if there is none. Imports nothing."""
-    found = _lookup(name)
+def find_type(name: str, kinds: tuple[type, ...] = (object,)) -> type | None:
+    """The class of that name if it is a subclass of one of `kinds`; None if there is none."""
+    module, _, qualname = name.partition(":")
+    found: object = _REGISTERED.get(name)
+    if found is None:
+        found = functools.reduce(
+            lambda outer, part: getattr(outer, part, None), qualname.split("."), sys.modules.get(module)
+        )
     return found if isinstance(found, type) and issubclass(found, kinds) else None
 
 
@@ -37,11 +56,4 @@ def unknown_type(name: str) -> KeyError:
     return KeyError(
         f"class {qualname} of module {module} is unknown on this rank; a batch is made again from its classes: import "
         f"{module} on every rank"
-    )
-
-
-def _lookup(name: str) -> object:
-    module, _, qualname = name.partition(":")
-    return functools.reduce(
-        lambda found, part: getattr(found, part, None), qualname.split("."), sys.modules.get(module)
     )

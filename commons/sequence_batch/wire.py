@@ -285,7 +285,7 @@ def _device_at(place: int) -> torch.device:
 
 
 def _find_type(name: str) -> Any:
-    found = find_type(name, (object,))
+    found = find_type(name)
     if found is None or not (dataclasses.is_dataclass(found) or issubclass(found, (Mapping, list, tuple))):
         raise unknown_type(name)
     return found
