@@ -9,11 +9,12 @@ rank has anything for another one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
 from commons.dispatch.channel import EXCHANGE, DispatchChannel
+from commons.distributed.errors import attempt
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
@@ -76,11 +77,9 @@ def exchange(
     """
     own, outgoing, place = None, None, _NO_PIECES
     if error is None and pieces is not None:
-        try:
-            own, outgoing = _pack(channel, pieces, expected_bytes)
-            place = _NOTHING_TO_SEND if outgoing is None else _ON_DEVICE if outgoing.bytes.is_cuda else _ON_HOST
-        except Exception as caught:
-            error = caught
+        packed, error = attempt(lambda: _pack(channel, pieces, expected_bytes))
+        own, outgoing = packed or (None, None)
+        place = _NOTHING_TO_SEND if outgoing is None else _ON_DEVICE if outgoing.bytes.is_cuda else _ON_HOST
     sizes = [0] * channel.world_size if outgoing is None else outgoing.sizes
     places, incoming = channel.begin(call, options, error, place, sizes)
     if max(places) == _NO_PIECES:
@@ -92,14 +91,11 @@ def exchange(
             source = torch.empty(0, dtype=torch.uint8) if outgoing is None else outgoing.bytes
             source = source.to("cuda" if on_device else "cpu")
         messages = channel.send_bytes(source, sizes, incoming)
-    try:
-        by_sender = [_received(message) for message in messages]
-        by_sender[channel.rank] = own
-        result = collect(by_sender)
-    except Exception as caught:
-        error = caught
+    result, error = attempt(
+        lambda: collect([own if rank == channel.rank else _received(part) for rank, part in enumerate(messages)])
+    )
     channel.confirm(error)
-    return Exchanged(result, sum(sizes), sum(incoming))
+    return Exchanged(cast(T, result), sum(sizes), sum(incoming))
 
 
 def _pack(
@@ -118,8 +114,7 @@ def _pack(
             )
             if buffer is None:
                 on_device = message.on_accelerator and channel.can_send_from_device()
-                # Headers differ by a few digits.
-                headers = channel.world_size * (len(message.header) + 64)
+                headers = channel.world_size * (len(message.header) + 64)  # they differ by a few digits
                 buffer = MessageBuffer(expected_bytes + headers, on_accelerator=on_device)
                 buffer.sizes = [0] * rank
         if buffer is not None:

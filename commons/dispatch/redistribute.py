@@ -21,6 +21,7 @@ from commons.dispatch.exchange import Piece, exchange
 from commons.dispatch.planning import as_int64_ids, plan_redistribution
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows, join_trimmed, trim_rows
 from commons.distributed.control import open_channel
+from commons.distributed.errors import attempt
 from commons.distributed.stats import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.inputs import as_slack
@@ -85,16 +86,7 @@ class RedistributedRows(Trimmed, Generic[B]):
             RankMissingError: a rank did not take part in time.
         """
         with open_channel(self._group, self._timeout, DispatchChannel) as channel:
-            rows, error = None, None
-            try:
-                rows = Rows.of(results)
-                if rows.count != len(self.indices):
-                    raise ValueError(
-                        f"results have {rows.count} rows, the batch has {len(self.indices)}; they have a row per row "
-                        "of the batch: keep all rows"
-                    )
-            except Exception as caught:
-                error = caught
+            rows, error = attempt(lambda: self._checked(results))
 
             def in_order(pieces: list[Piece | None]) -> R | None:
                 present = [piece.rows for piece in pieces if piece is not None]
@@ -114,6 +106,15 @@ class RedistributedRows(Trimmed, Generic[B]):
             )
             assert exchanged is not None  # noqa: S101  every rank has results
             return exchanged.result
+
+    def _checked(self, results: R) -> Rows[R]:
+        rows = Rows.of(results)
+        if rows.count != len(self.indices):
+            raise ValueError(
+                f"results have {rows.count} rows, the batch has {len(self.indices)}; they have a row per row of the "
+                "batch: keep all rows"
+            )
+        return rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from commons.dispatch.exchange import Piece, exchange
 from commons.dispatch.planning import part_indices, split_rows, take_part
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
 from commons.distributed.control import open_channel
+from commons.distributed.errors import attempt
 from commons.perf_model.partitioner import Partition
 from commons.perf_model.partitioner.inputs import as_count
 from commons.sequence_batch.rows import Rows
@@ -150,13 +151,10 @@ class BalancedShare(Trimmed, Generic[B]):
             TypeError: results that cannot be sent.
             RankMissingError: a rank did not take part in time.
         """
-        source, error, own = self._source, None, None
+        source = self._source
         with open_channel(source.group, source.timeout, DispatchChannel) as channel:
             receivers = range(channel.world_size) if to_all else (source.rank,)
-            try:
-                own = self._own_results(results)
-            except Exception as caught:
-                error = caught
+            own, error = attempt(lambda: self._own_results(results))
 
             def in_order(pieces: list[Piece | None]) -> R | None:
                 if channel.rank not in receivers:
@@ -279,10 +277,7 @@ def scatter_rows(
     """
     given = None
     if error is None:
-        try:
-            given = source_rows()
-        except Exception as caught:
-            error = caught
+        given, error = attempt(source_rows)
     split = None if given is None else given[1]
 
     def share_of(rank: int) -> Piece:

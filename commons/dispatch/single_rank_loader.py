@@ -16,6 +16,7 @@ from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.planning import require_enough, split_in_turn, split_rows
 from commons.dispatch.scatter import BalancedShare, Source, Split, check_options, scatter_rows
 from commons.dispatch.trim import Trim
+from commons.distributed.errors import attempt
 from commons.distributed.process_group import resolve_process_group
 from commons.sequence_batch.rows import Rows
 
@@ -157,11 +158,9 @@ class _Shares(Iterator[BalancedShare[Any]]):
         owner._batches = 0 if state is None else state["batches"]
         if not owner.is_source:
             return
-        try:
-            # Not with the first batch: a DataLoader draws its seed here, as it would if every rank had its own.
-            self._source = self._open(owner.loader, state)
-        except Exception as caught:  # to be raised on all ranks, with the first batch
-            self._error = caught
+        # Not with the first batch: a DataLoader draws its seed here, as it would if every rank had its own. An error is
+        # raised on all ranks with the first batch.
+        self._source, self._error = attempt(lambda: self._open(owner.loader, state))
 
     def __next__(self) -> BalancedShare[Any]:
         owner = self._owner

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # The exception types that travel by name: a user's mistake raises the same type on every rank.
 _USER_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "KeyError": KeyError}
 # Characters of an error's text that travel; how many different errors, and ranks of each, a message names.
 _LONGEST = 4000
 _NAMED = 16
+
+
+def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What a function returns, or its error: to be told to the other ranks, which wait for this one."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
 
 
 def describe_error(error: Exception) -> list[str]:
