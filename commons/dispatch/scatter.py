@@ -306,26 +306,22 @@ def scatter_rows(
     return None if exchanged is None else dataclasses.replace(exchanged.result, bytes_received=exchanged.bytes_received)
 
 
-def _require_rank(src: Any, world_size: int) -> None:
-    """Raise ValueError unless `src` is a rank of a group of `world_size`."""
-    if as_count(src, "src", 0) >= world_size:
-        raise ValueError(
-            f"src is {src}, the group has {world_size} ranks; the source is a rank of the group, counted from 0: name "
-            "one of them"
-        )
-
-
 def check_options(
     options: dict[str, Any], trim: Trim | Sequence[Trim] | None, world_size: int
 ) -> tuple[dict[str, Any] | None, Exception | None, tuple[Trim, ...]]:
     """What all ranks must pass alike, as JSON holds it; what is wrong with it; and the trims."""
     described: dict[str, Any] | None = None
+    trims: tuple[Trim, ...] = ()
     try:
         trims = as_trims(trim)
         described = options | {"trim": [repr(each) for each in trims]}
-        _require_rank(options["src"], world_size)
+        if as_count(options["src"], "src", 0) >= world_size:
+            raise ValueError(
+                f"src is {options['src']}, the group has {world_size} ranks; the source is a rank of the group, "
+                "counted from 0: name one of them"
+            )
     except Exception as error:
-        return described, error, ()
+        return described, error, trims
     return described, None, trims
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RowField: TypeAlias = "KeyedJaggedTensor | torch.Tensor"
 B = TypeVar("B")
+K = TypeVar("K")
 
 # Plain fields that count rows: they differ between ranks and are set, not compared, when rows move.
 ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
@@ -187,11 +188,18 @@ def batch_rows(batch: Any, items: Mapping[str, Any] | None = None) -> int:
     declared = getattr(batch, "batch_size", None)
     if declared is not None:
         counts = {"batch_size": int(declared), **counts}
+    return common_count(
+        type(batch).__name__,
+        counts,
+        "every tensor's first dimension and every KeyedJaggedTensor's stride must be the batch size: pad or trim them",
+    )
+
+
+def common_count(batch_name: str, counts: Mapping[K, int], rule: str, shown: Callable[[K], str] = str) -> int:
+    """The number of rows that is the same in all fields; ValueError, with the rule and the remedy, if it is not."""
     if len(set(counts.values())) > 1:
-        raise ValueError(
-            f"fields of {type(batch).__name__} disagree on the number of rows: {counts}; every tensor's first "
-            "dimension and every KeyedJaggedTensor's stride must be the batch size: pad or trim them"
-        )
+        named = {shown(field): count for field, count in counts.items()}
+        raise ValueError(f"fields of {batch_name} disagree on the number of rows: {named}; {rule}")
     return next(iter(counts.values()))
 
 

@@ -47,7 +47,7 @@ from commons.sequence_batch.batch_tree import (
     walk,
     walk_branches,
 )
-from commons.sequence_batch.fields import ROW_COUNT_FIELDS, can_state_padding, real_within
+from commons.sequence_batch.fields import ROW_COUNT_FIELDS, can_state_padding, common_count, real_within
 from commons.sequence_batch.plain_values import canonical_plain, encode_plain
 from commons.sequence_batch.row_leaves import LeafType
 
@@ -280,14 +280,13 @@ def _count(tree: Node) -> int:
         raise ValueError(
             f"the batch is a {name} without rows; a batch holds tensors, arrays or lists with an entry per row: add one"
         )
-    if len(set(counts.values())) > 1:
-        named = {path_name(path): count for path, count in counts.items()}
-        raise ValueError(
-            f"fields of the {name} disagree on the number of rows: {named}; the first dimension of every field is the "
-            "batch, and a list has an entry per row: pad or trim them, or make a list that belongs to the whole batch "
-            "a tuple"
-        )
-    return next(iter(counts.values()))
+    return common_count(
+        f"the {name}",
+        counts,
+        "the first dimension of every field is the batch, and a list has an entry per row: pad or trim them, or make a "
+        "list that belongs to the whole batch a tuple",
+        path_name,
+    )
 
 
 def _declared(tree: Node, name: str) -> dict[Path, int]:
