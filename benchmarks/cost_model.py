@@ -30,14 +30,14 @@ from tqdm import tqdm
 
 from benchmarks.gpt_reference import GPTCostTarget
 from benchmarks.report import RESULTS, draw_lengths, heading, table, write_page
-from commons.cli.cost_target import choose_device
+from commons.cli.recipes import choose_device
 from commons.perf_model.calibration import CalibratedTask, Calibration, describe_device
 from commons.perf_model.calibration_fit import StepMeasurement, fit_calibration
 from commons.perf_model.measurement import CostTarget, draw_mixes, measure_steps, time_step
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.trainer import DatasetArgs, TrainerArgs
-from hstu.cost import HSTUCostTarget
+from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
 
 PLANS = ("as loaded", "by operations", "calibrated")
@@ -65,7 +65,7 @@ def hstu_target(sizes: Sizes, device: torch.device) -> CostTarget:
         kv_channels=64 if large else 16,
     )
     dataset = DatasetArgs("random", max_history_seqlen=sizes.longest, num_batches=2)
-    return HSTUCostTarget(TrainConfig(TrainerArgs(sizes.rows, sizes.rows), dataset, model), device)
+    return HSTURecipe(TrainConfig(TrainerArgs(sizes.rows, sizes.rows), dataset, model), device)
 
 
 def gpt_target(sizes: Sizes, device: torch.device) -> CostTarget:

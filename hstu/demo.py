@@ -1,6 +1,6 @@
 """The demo: HSTU trained on two ranks, as batches are loaded and balanced, side by side.
 
-generated archive ─► preprocessor ─► ranks that train both ways (demo_ranks) ─► table, picture, JSON (demo_report).
+generated archive ─► preprocessor ─► ranks that train both ways ─► table, picture, JSON.
 
 Examples:
   python -m hstu.demo
@@ -11,44 +11,30 @@ Examples:
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
-from rich.console import Console
+import torch.distributed as dist
 
-from commons.trainer.comparison import read_results, results_path
-from commons.trainer.comparison_options import ComparisonOptions, choose_ranks, describe_data, prepare_data
+from commons.trainer.comparison_report import Wording
 from commons.trainer.config import load_config
+from commons.trainer.demo import DemoOptions, demo_as_rank, describe_data, prepare_data, start_ranks
 from commons.trainer.errors import run_main
-from commons.trainer.torchrun import torchrun
-from hstu.demo_report import report
+from hstu.recipe import HSTURecipe
 
-
-@dataclass
-class DemoOptions(ComparisonOptions):
-    """What the demo trains, and for how long."""
-
-
-def parse_options() -> DemoOptions:
-    """The options on the command line of this process.
-
-    Raises:
-        ValueError: an unknown option or a wrong value.
-    """
-    return load_config(DemoOptions, sys.argv[1:], prog="python -m hstu.demo", description=__doc__)
+WORDING = Wording(
+    title="HSTU on generated data with MovieLens-1M's format and lengths",
+    items="ratings",
+    metrics={"auc_task_0": "AUC"},
+)
 
 
 def main() -> None:
-    """Prepare the data, start the ranks, report."""
-    options = parse_options()
-    console = Console()
-    console.print(describe_data(prepare_data(options)))
-    num_ranks, where = choose_ranks(options.device)
-    console.print(where)
-    results_path(options.run_dir).unlink(missing_ok=True)
-    status = torchrun(["--standalone", f"--nproc_per_node={num_ranks}", "-m", "hstu.demo_ranks", *sys.argv[1:]])
-    if status:
-        sys.exit(status)
-    report(read_results(options.run_dir), options.run_dir, console)
+    """Prepare the data and start the ranks; or be one of them."""
+    options = load_config(DemoOptions, sys.argv[1:], prog="python -m hstu.demo", description=__doc__)
+    if not dist.is_torchelastic_launched():
+        start_ranks("hstu.demo", options, describe_data(prepare_data(options)))
+        return
+    config = options.training_config(HSTURecipe.config_class, "hstu/configs/demo.toml")
+    demo_as_rank(HSTURecipe, config, options, WORDING)
 
 
 if __name__ == "__main__":

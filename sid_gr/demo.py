@@ -1,6 +1,6 @@
 """The demo: a semantic-ID decoder trained on two ranks, as batches are loaded and balanced, side by side.
 
-generated archive ─► preprocessor ─► semantic IDs ─► ranks that train both ways (demo_ranks) ─► table, picture, JSON.
+generated archive ─► preprocessor ─► semantic IDs ─► ranks that train both ways ─► table, picture, JSON.
 
 Examples:
   python -m sid_gr.demo
@@ -17,30 +17,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
+import torch
+import torch.distributed as dist
 
 from commons.datasets.movielens import SCHEMA
 from commons.datasets.sequence_file import SequenceFileMetadata
 from commons.datasets.sid_assignment import assign_sids
 from commons.datasets.sid_histories import PreprocessedHistories
 from commons.datasets.sid_map import SIDMap
-from commons.trainer.comparison import read_results, results_path
-from commons.trainer.comparison_options import ComparisonOptions, choose_ranks, describe_data, prepare_data
-from commons.trainer.comparison_report import Wording, report
+from commons.trainer import demo
+from commons.trainer.comparison_report import Wording
 from commons.trainer.config import load_config
 from commons.trainer.errors import run_main
-from commons.trainer.torchrun import torchrun
+from sid_gr.metrics import GenerationMetrics
+from sid_gr.model import GenerationOutput
+from sid_gr.model.beam_search import GeneratedItems
+from sid_gr.model.decoder import candidate_codes
+from sid_gr.recipe import SIDGRRecipe
+from sid_gr.train_config import TrainConfig
 
 WORDING = Wording(
     title="SID-GR on generated data with MovieLens-1M's format and lengths",
     items="ratings",
     metrics={"HitRate@10": "HitRate@10", "NDCG@10": "NDCG@10"},
 )
-POPULARITY = "the ten most popular, for everyone"
 
 
 @dataclass
-class DemoOptions(ComparisonOptions):
+class DemoOptions(demo.DemoOptions):
     """What the demo trains, and for how long."""
 
     steps: int = 240
@@ -67,30 +71,19 @@ class DemoOptions(ComparisonOptions):
         return self.data_dir / "sids.parquet"
 
 
-def parse_options() -> DemoOptions:
-    """The options on the command line of this process.
-
-    Raises:
-        ValueError: an unknown option or a wrong value.
-    """
-    return load_config(DemoOptions, sys.argv[1:], prog="python -m sid_gr.demo", description=__doc__)
-
-
 def main() -> None:
-    """Prepare the data, start the ranks, report."""
-    options = parse_options()
-    console = Console()
-    metadata = prepare_data(options)
-    console.print(describe_data(metadata))
-    sid_map = prepare_sids(options, metadata)
-    console.print(f"semantic IDs: {sid_map.num_items:,} movies, {' × '.join(map(str, sid_map.codebook_sizes))} codes")
-    num_ranks, where = choose_ranks(options.device)
-    console.print(where)
-    results_path(options.run_dir).unlink(missing_ok=True)
-    status = torchrun(["--standalone", f"--nproc_per_node={num_ranks}", "-m", "sid_gr.demo_ranks", *sys.argv[1:]])
-    if status:
-        sys.exit(status)
-    report(read_results(options.run_dir), options.run_dir, console, WORDING)
+    """Prepare the data and start the ranks; or be one of them."""
+    options = load_config(DemoOptions, sys.argv[1:], prog="python -m sid_gr.demo", description=__doc__)
+    if not dist.is_torchelastic_launched():
+        metadata = demo.prepare_data(options)
+        sid_map = prepare_sids(options, metadata)
+        codes = " × ".join(map(str, sid_map.codebook_sizes))
+        data = f"{demo.describe_data(metadata)}\n{sid_map.num_items:,} movies, {codes} codes"
+        demo.start_ranks("sid_gr.demo", options, data)
+        return
+    config: TrainConfig = options.training_config(TrainConfig, "sid_gr/configs/demo.toml")
+    sid = dataclasses.replace(config.sid, map_path=str(options.map_path), codebook_sizes=options.codebook_sizes)
+    demo.demo_as_rank(SIDGRRecipe, dataclasses.replace(config, sid=sid), options, WORDING, popularity)
 
 
 def prepare_sids(options: DemoOptions, metadata: SequenceFileMetadata) -> SIDMap:
@@ -106,6 +99,26 @@ def prepare_sids(options: DemoOptions, metadata: SequenceFileMetadata) -> SIDMap
     sid_map = dataclasses.replace(made, options={**made.options, "made_from": made_from})
     sid_map.save(options.map_path)
     return sid_map
+
+
+def popularity(recipe: SIDGRRecipe) -> dict[str, dict[str, float]]:
+    """Metrics of the items that training users have most often, the same for everyone; a collective call."""
+    config, sid_map, trie = recipe.config, recipe.sid_map, recipe.trie
+    beam_width = config.trainer.top_k_for_generation
+    histories = PreprocessedHistories(Path(config.dataset.dataset_path or ""), SCHEMA, "train")
+    users = np.arange(len(histories))
+    rows = sid_map.rows_of(histories.tails(users, histories.lengths(users)))
+    popular = np.argsort(-np.bincount(rows, minlength=sid_map.num_items), kind="stable")[:beam_width]
+    leaves = trie.lookup(torch.from_numpy(sid_map.codes[popular]).to(trie.sids.device))
+    metrics = GenerationMetrics(config.trainer.eval_metrics, beam_width, device=recipe.device)
+    for batch in recipe.open_loaders()[1] or ():
+        lengths = batch.code_lengths(batch.candidate_feature_name)[: batch.actual_batch_size]
+        codes = candidate_codes(batch, int(lengths.sum())).to(leaves.device)
+        ranking = leaves.expand(len(lengths), -1)
+        found = GeneratedItems(ranking, torch.zeros_like(ranking, dtype=torch.float32))
+        lengths = (lengths // batch.num_hierarchies).to(leaves.device)
+        metrics.update(GenerationOutput(torch.zeros(()), 0, found, trie.lookup(codes), lengths))
+    return {"the ten most popular, for everyone": metrics.compute()}
 
 
 if __name__ == "__main__":

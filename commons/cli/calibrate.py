@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from commons.cli.cost_target import choose_device, load_cost_target
 from commons.cli.outputs import require_output
+from commons.cli.recipes import choose_device, load_recipe
 from commons.console import print_summary
 from commons.perf_model.calibration import Calibration, describe_device, is_calibration
 from commons.perf_model.calibration_fit import Verdict, fit_calibration, judge_calibration
@@ -38,8 +38,8 @@ class Calibrate:
     """The calibration, a small TOML file."""
 
     model: str | None = None
-    """Package of the model, installed or in the working directory; its module `cost` has a function
-    cost_target(config, device). None: hstu, or sid_gr where the data set of the config has semantic IDs."""
+    """Package of the model, installed or in the working directory; its module `recipe` names its Recipe, RECIPE. None:
+    hstu, or sid_gr where the data set of the config has semantic IDs."""
 
     num_mixes: int = 80
     """Batches of different sizes and lengths; every fourth is held out of the fit."""
@@ -73,7 +73,7 @@ class Calibrate:
             ) from None
 
     def _measure(self) -> None:
-        target = load_cost_target(self.model, self.config, choose_device(self.device, self.threads))
+        target = load_recipe(self.model, self.config, choose_device(self.device, self.threads))
         mixes = draw_mixes(self.num_mixes, target.batch_size, target.max_length, self.seed)
         measurements = measure_steps(
             target,

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from commons.cli.cost_target import load_cost_target
 from commons.cli.outputs import require_output
+from commons.cli.recipes import load_recipe
 from commons.cli.simulate_figure import require_picture, write_figure
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask, load_calibration
@@ -39,8 +39,8 @@ class Simulate:
     """The TOML or YAML file of a training run: model, data set and batch size."""
 
     model: str | None = None
-    """Package of the model, installed or in the working directory; its module `cost` has a function
-    cost_target(config, device). None: hstu, or sid_gr where the data set of the config has semantic IDs."""
+    """Package of the model, installed or in the working directory; its module `recipe` names its Recipe, RECIPE. None:
+    hstu, or sid_gr where the data set of the config has semantic IDs."""
 
     ranks: tuple[int, ...] = (8, 16, 64)
     """Numbers of ranks to look at."""
@@ -70,7 +70,7 @@ class Simulate:
             inputs = {"--config": self.config, "--shuffler.calibration": measured}
             require_output(self.figure, option="--figure", inputs=inputs)
         calibration = None if self.shuffler.calibration is None else load_calibration(self.shuffler.calibration)
-        target = load_cost_target(self.model, self.config, torch.device("cpu"))
+        target = load_recipe(self.model, self.config, torch.device("cpu"))
         cost = target.task if calibration is None else CalibratedTask(target.task, calibration)
         batches, num_rows = _read(target, cost, max(self.ranks) * self.steps)
         results = [self._simulate(batches, num_ranks, cost) for num_ranks in self.ranks if num_ranks <= len(batches)]

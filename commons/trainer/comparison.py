@@ -1,25 +1,34 @@
-"""What training both ways measured: results by side, the figures computed from them, and the file with all of it.
+"""Training both ways: two replicas of one model train the same batches, as loaded and balanced, step by step in turn.
 
-A demo trains every batch as it was loaded and balanced, in turn; see `comparison_ranks`.
+One replica goes through TorchRec's own pipeline, the other through `balanced(...)` of it. A step is measured from a
+barrier to a barrier, with everything the shuffler does: the balanced side also waits for its worker thread, so that
+none of its work hides in the other side's step. The side that goes first changes with every step, and only steps of one
+pair are compared, so that a machine that drifts changes both.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-import statistics
+import contextlib
+import itertools
+import os
+import platform
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import dacite
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
+from tqdm import tqdm
 
-from commons.datasets.whole_folder import whole_file
-
-# Steps whose mean is called the final loss.
-LAST_STEPS = 10
-_FIRST_STEPS = 5
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.pipeline import TrainPipelineFactory, balanced
+from commons.trainer.evaluation import evaluate
+from commons.trainer.meter import StepSums
+from commons.trainer.recipe import Recipe
 
 
 @dataclass
@@ -39,7 +48,7 @@ class SideResults:
 
 @dataclass
 class ComparisonResults:
-    """What a demo measured.
+    """What training both ways measured.
 
     Attributes:
         machine: what it ran on.
@@ -68,107 +77,149 @@ class ComparisonResults:
     baselines: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Figures:
-    """The numbers that the table shows.
+class Side:
+    """One of the two ways to train: a replica of the model, its pipeline and its batches, the same on both sides.
 
-    Attributes:
-        unbalanced_ms: median step time.
-        balanced_ms: median step time, shuffle included.
-        speedup: median over steps of unbalanced ÷ balanced time.
-        speedup_low: lower end of its 95 % interval.
-        speedup_high: upper end of its 95 % interval.
-        speedup_of_medians: ratio of the median step times.
-        speedup_of_totals: ratio of the total times.
-        possible_speedup: median over steps of largest ÷ mean load before: a step cannot become faster than its mean.
-        imbalance_before: mean over steps of largest ÷ mean load − 1.
-        imbalance_after: the same of balanced batches.
-        token_fraction_moved: mean over steps.
-        rows_moved: mean over steps.
-        shuffle_ms: mean over steps of what the shuffler took of rank 0's main thread.
-        unbalanced_loss: mean of the last steps.
-        balanced_loss: mean of the last steps.
-        first_loss_difference: largest difference of a step's loss over the first steps: rounding.
-        largest_loss_difference: the same over all steps: training amplifies rounding, as it does any other change of
-            the weights by one part in ten million.
+    Args:
+        recipe: of the model.
+        num_steps: batches to train.
+        shuffler: balances; None for TorchRec's own pipeline.
     """
 
-    unbalanced_ms: float
-    balanced_ms: float
-    speedup: float
-    speedup_low: float
-    speedup_high: float
-    speedup_of_medians: float
-    speedup_of_totals: float
-    possible_speedup: float
-    imbalance_before: float
-    imbalance_after: float
-    token_fraction_moved: float
-    rows_moved: float
-    shuffle_ms: float
-    unbalanced_loss: float
-    balanced_loss: float
-    first_loss_difference: float
-    largest_loss_difference: float
+    def __init__(self, recipe: Recipe, num_steps: int, shuffler: BaseTaskBalancedBatchShuffler | None) -> None:
+        self.results = SideResults()
+        self._recipe = recipe
+        self._shuffler = shuffler
+        train_loader, self._eval_loader = recipe.open_loaders()
+        self._model = recipe.build_model()
+        parts = self._model, recipe.build_optimizer(self._model), recipe.device
+        self.pipeline: Any = (
+            TrainPipelineSparseDist(*parts)
+            if shuffler is None
+            else balanced(TrainPipelineSparseDist)(*parts, batch_shuffler=shuffler)
+        )
+        self._batches: Iterator[Any] = itertools.islice(iter(train_loader), num_steps)
+
+    def train_step(self) -> float:
+        """Train one batch; returns the milliseconds until all ranks have, and the shuffler is idle."""
+        device = self._recipe.device
+        dist.barrier()
+        started = time.perf_counter()
+        output = self.pipeline.progress(self._batches)
+        if self._shuffler is not None:
+            self._shuffler.drain()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.barrier()
+        elapsed = (time.perf_counter() - started) * 1e3
+        sums = StepSums()
+        sums.add(output.loss_sum, output.num_loss_tokens)
+        self.results.losses.append(sums.all_reduce(device).mean_loss)
+        return elapsed
+
+    def evaluate(self, shuffler: IdentityBalancedBatchShuffler) -> None:
+        """Note loss, rows and metrics on the users that are not trained on; training is over then."""
+        self.pipeline.detach()
+        pipeline = TrainPipelineFactory.create(
+            "none",
+            model=self._model,
+            optimizer=None,  # type: ignore[arg-type]  # an evaluation takes no step
+            device=self._recipe.device,
+            batch_shuffler=shuffler,
+        )
+        batches = tqdm(self._eval_loader, desc="evaluate", unit="batch", leave=False, disable=dist.get_rank() != 0)
+        metrics = self._recipe.metrics(self._model)
+        self.results.evaluation = evaluate(pipeline, self._model, iter(batches), metrics, self._recipe.device)
 
 
-def compute_figures(results: ComparisonResults) -> Figures:
-    """The figures of a run."""
-    unbalanced, balanced, stats = results.unbalanced, results.balanced, results.stats
-    ratios = [slow / fast for slow, fast in zip(unbalanced.step_ms, balanced.step_ms)]
-    low, high = median_interval(ratios)
-    differences = [abs(a - b) for a, b in zip(unbalanced.losses, balanced.losses)]
-    unbalanced_ms, balanced_ms = statistics.median(unbalanced.step_ms), statistics.median(balanced.step_ms)
+def compare(recipe: Recipe, *, steps: int, warmup_steps: int, quick: bool = False) -> ComparisonResults:
+    """Train every batch both ways and evaluate both replicas; a collective call.
 
-    def mean_of(name: str) -> float:
-        return statistics.fmean(one[name] for one in stats)
+    Args:
+        recipe: of the model, whose training batches are full ones (drop_last).
+        steps: to measure; at most one epoch.
+        warmup_steps: before them.
+        quick: whether that is too short to say anything about time.
 
-    return Figures(
-        unbalanced_ms=unbalanced_ms,
-        balanced_ms=balanced_ms,
-        speedup=statistics.median(ratios),
-        speedup_low=low,
-        speedup_high=high,
-        speedup_of_medians=unbalanced_ms / balanced_ms,
-        speedup_of_totals=sum(unbalanced.step_ms) / sum(balanced.step_ms),
-        possible_speedup=statistics.median(1 + one["imbalance_before"] for one in stats),
-        imbalance_before=mean_of("imbalance_before"),
-        imbalance_after=mean_of("imbalance_after"),
-        token_fraction_moved=mean_of("token_fraction_moved"),
-        rows_moved=mean_of("rows_moved"),
-        shuffle_ms=mean_of("wait_ms") + mean_of("exchange_ms"),
-        unbalanced_loss=statistics.fmean(unbalanced.losses[-LAST_STEPS:]),
-        balanced_loss=statistics.fmean(balanced.losses[-LAST_STEPS:]),
-        first_loss_difference=max(differences[:_FIRST_STEPS]),
-        largest_loss_difference=max(differences),
+    Raises:
+        ValueError: fewer batches than are needed to measure a step.
+    """
+    num_steps = available_steps(recipe.loaders[0], warmup_steps, steps, recipe)
+    shuffler, eval_shuffler = recipe.build_shuffler(balances=True), IdentityBalancedBatchShuffler()
+    sides = Side(recipe, num_steps, None), Side(recipe, num_steps, shuffler)
+    stats = train_both(*sides, warmup_steps, num_steps)
+    for side in sides:
+        side.evaluate(eval_shuffler)
+    for used in (eval_shuffler, shuffler):
+        used.close()
+    return ComparisonResults(
+        machine=describe_machine(recipe.device),
+        num_ranks=dist.get_world_size(),
+        batch_size=recipe.batch_size,
+        max_history_seqlen=recipe.max_length,
+        num_layers=recipe.task.num_layers,
+        warmup_steps=warmup_steps,
+        quick=quick,
+        unbalanced=sides[0].results,
+        balanced=sides[1].results,
+        stats=stats,
     )
 
 
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """A 95 % interval of the median, from the order of the values alone (normal approximation of the binomial).
-
-    >>> median_interval([float(value) for value in range(100)])
-    (40.0, 59.0)
-    """
-    ordered = sorted(values)
-    half_width = 1.96 * math.sqrt(len(ordered)) / 2
-    low = max(math.floor((len(ordered) - 1) / 2 - half_width) + 1, 0)
-    return ordered[low], ordered[len(ordered) - 1 - low]
-
-
-def results_path(run_dir: Path) -> Path:
-    """Where the results of a run are."""
-    return run_dir / "demo.json"
+def available_steps(loader: DataLoader[Any], warmup_steps: int, steps: int, recipe: Recipe) -> int:
+    """Steps to train: as many as asked for, or as every rank has full batches in an epoch of its loader."""
+    shortest = torch.tensor(len(loader), device=recipe.device)
+    dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
+    num_steps = min(warmup_steps + steps, int(shortest))
+    if num_steps <= warmup_steps:
+        raise ValueError(
+            f"the data have {int(shortest)} full batches of {recipe.batch_size} users per rank, warmup_steps is "
+            f"{warmup_steps}; at least one step is measured: lower batch_size or raise num_users"
+        )
+    return num_steps
 
 
-def write_results(results: ComparisonResults, run_dir: Path) -> None:
-    """Write demo.json: the figures, then all that they were computed from."""
-    content = {"figures": dataclasses.asdict(compute_figures(results)), **dataclasses.asdict(results)}
-    with whole_file(results_path(run_dir)) as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode())
+def train_both(unbalanced: Side, balanced_side: Side, warmup_steps: int, num_steps: int) -> list[dict[str, Any]]:
+    """Train every batch both ways, in turn; returns the shuffler's stats of the measured steps."""
+    stats = []
+    order = [unbalanced, balanced_side]
+    with tqdm(total=num_steps, desc="train both ways", unit="step", disable=dist.get_rank() != 0) as progress:
+        for step in range(num_steps):
+            elapsed = {side: side.train_step() for side in order}
+            order.reverse()
+            if step >= warmup_steps:
+                for side, ms in elapsed.items():
+                    side.results.step_ms.append(ms)
+                stats.append(balanced_side.pipeline.last_stats.to_dict())
+            progress.set_postfix(
+                {
+                    "unbalanced": f"{elapsed[unbalanced]:.0f} ms",
+                    "balanced": f"{elapsed[balanced_side]:.0f} ms",
+                    "loss": f"{balanced_side.results.losses[-1]:.4f}",
+                },
+                refresh=False,
+            )
+            progress.update()
+    return stats
 
 
-def read_results(run_dir: Path) -> ComparisonResults:
-    """Read demo.json."""
-    content = json.loads(results_path(run_dir).read_text(encoding="utf-8"))
-    return dacite.from_dict(ComparisonResults, content)
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "processor": _processor_name(),
+        "cpu_count": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+
+
+def _processor_name() -> str:
+    """Linux does not tell `platform` the name of the processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

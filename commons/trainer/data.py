@@ -36,33 +36,41 @@ def train_and_eval_loaders(
     """
     group = resolve_process_group()
     options |= {
-        "max_history_seqlen": dataset.max_history_seqlen,
-        "dataset_path": dataset.dataset_path,
-        "max_num_candidates": dataset.max_num_candidates,
-        "num_tasks": dataset.num_tasks,
         "rank": dist.get_rank(group),
         "world_size": dist.get_world_size(group),
-        "seed": trainer.seed,
         "num_workers": dataset.num_workers,
         "pin_memory": device.type == "cuda",
     }
-    options |= dataset.loader_options()
-    name = dataset.dataset_name
     train_options, batch_size = options, trainer.train_batch_size
     if trainer.single_rank_load:
         # Only what has been dealt out is pinned.
         train_options = options | {"rank": 0, "world_size": 1, "pin_memory": False}
         batch_size *= dist.get_world_size(group)
-    train_loader = get_data_loader(
-        name,
-        "train",
-        batch_size=batch_size,
-        shuffle=dataset.shuffle,
-        drop_last=dataset.drop_last,
-        **train_options,
+    train_loader = _open(
+        "train", dataset, trainer, batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, **train_options
     )
     # Never shuffled and never cut: every user is evaluated once, in the same order every time.
-    return train_loader, get_data_loader(name, "test", batch_size=trainer.eval_batch_size, **options)
+    return train_loader, _open("test", dataset, trainer, trainer.eval_batch_size, **options)
+
+
+def single_process_loader(dataset: DatasetArgs, trainer: TrainerArgs, **options: Any) -> DataLoader[Any]:
+    """The training batches as a single rank would read them; arguments and errors as `train_and_eval_loaders`."""
+    return _open("train", dataset, trainer, trainer.train_batch_size, shuffle=dataset.shuffle, **options)
+
+
+def _open(split: str, dataset: DatasetArgs, trainer: TrainerArgs, batch_size: int, **options: Any) -> DataLoader[Any]:
+    return get_data_loader(
+        dataset.dataset_name,
+        split,
+        batch_size=batch_size,
+        max_history_seqlen=dataset.max_history_seqlen,
+        dataset_path=dataset.dataset_path,
+        max_num_candidates=dataset.max_num_candidates,
+        num_tasks=dataset.num_tasks,
+        seed=trainer.seed,
+        **dataset.loader_options(),
+        **options,
+    )
 
 
 def deal_out(

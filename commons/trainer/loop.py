@@ -31,17 +31,12 @@ from commons.trainer.epochs import open_epoch, order_of
 from commons.trainer.evaluation import Evaluations, Metrics
 from commons.trainer.launch import describe_ranks
 from commons.trainer.loss_scaling import LossScaler
-from commons.trainer.meter import StepMeter, StepOutput
+from commons.trainer.meter import StepMeter, StepOutput, count_values
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.profiling import StepProfiler
 from commons.trainer.resume import RunCheckpoints
 from commons.trainer.stop import StopSignal, keep_workers
 from commons.trainer.train_log import TrainLog, TrainSummary
-
-
-def count_tokens(batch: Any) -> int:
-    """Tokens of a host batch: the values of its features, contextual ones too."""
-    return int(batch.features.values().numel())
 
 
 class TrainingLoop:
@@ -57,7 +52,7 @@ class TrainingLoop:
         eval_shuffler: for evaluation, another one than `shuffler`; needed with an `eval_loader`.
         eval_loader: host batches of this rank; None for no evaluation.
         metrics: what an evaluation measures besides the loss.
-        count: tokens of a host batch.
+        num_tokens: of a host batch, for the log.
         fingerprint: what must be equal to load a checkpoint, JSON-ready; needed for checkpoints.
         flops: operations of forward and backward pass on a host batch; None leaves TFLOPS and MFU out of the log.
         compute_dtype: of the model's matrix products, for MFU.
@@ -76,7 +71,7 @@ class TrainingLoop:
         eval_shuffler: BaseTaskBalancedBatchShuffler | None = None,
         eval_loader: DataLoader[Any] | None = None,
         metrics: Metrics | None = None,
-        count: Callable[[Any], int] = count_tokens,
+        num_tokens: Callable[[Any], int] = count_values,
         fingerprint: Mapping[str, Any] | None = None,
         flops: Callable[[Any], int] | None = None,
         compute_dtype: torch.dtype = torch.float32,
@@ -127,7 +122,7 @@ class TrainingLoop:
             for loader in (getattr(train_loader, "loader", train_loader), eval_loader):
                 keep_workers(loader)
         peak_flops = peak_flops_of(device, compute_dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
-        self._meter = StepMeter(device, count, flops, peak_flops)
+        self._meter = StepMeter(device, num_tokens, flops, peak_flops)
         self._guard = FiniteLossGuard(device, in_float16=loss_scaler is not None)
 
     def run(self) -> TrainSummary:

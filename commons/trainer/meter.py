@@ -30,6 +30,11 @@ AVERAGED = [
 ]
 
 
+def count_values(batch: Any) -> int:
+    """Tokens of a host batch: the values of its features, contextual ones too."""
+    return int(batch.features.values().numel())
+
+
 class StepOutput(Protocol):
     """What the model returns beside the loss to call `backward` on."""
 
@@ -49,7 +54,7 @@ class StepMeter:
 
     Args:
         device: of this rank.
-        count: tokens of a host batch.
+        num_tokens: tokens of a host batch.
         flops: operations of forward and backward pass on a host batch; None for unknown ones.
         peak_flops: operations per second of the device, for MFU; None if unknown.
     """
@@ -57,12 +62,12 @@ class StepMeter:
     def __init__(
         self,
         device: torch.device,
-        count: Callable[[Any], int],
+        num_tokens: Callable[[Any], int],
         flops: Callable[[Any], int] | None = None,
         peak_flops: float | None = None,
     ) -> None:
         self._device = device
-        self._count, self._flops, self._peak_flops = count, flops, peak_flops
+        self._num_tokens, self._flops, self._peak_flops = num_tokens, flops, peak_flops
         self._clock = StepClock(device)
         # Rows, tokens and operations of batches that are loaded but not trained.
         self._loaded: deque[tuple[int, int, int]] = deque()
@@ -80,7 +85,8 @@ class StepMeter:
 
     def loaded(self, batch: Any) -> None:
         """Take a host batch that this rank has loaded."""
-        self._loaded.append((real_rows(batch), self._count(batch), 0 if self._flops is None else self._flops(batch)))
+        flops = 0 if self._flops is None else self._flops(batch)
+        self._loaded.append((real_rows(batch), self._num_tokens(batch), flops))
 
     def begin(self) -> None:
         """Begin to measure; what has passed since the last step belongs to none."""

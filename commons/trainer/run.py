@@ -1,52 +1,68 @@
-"""One run, from what a model's training script has made: its shufflers, who loads the data, the loop, and the end."""
+"""One run of a recipe: its ranks and its folder, its shufflers, who loads the data, the loop, and the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import sys
 
-import torch
-from torch.utils.data import DataLoader
+import torch.distributed as dist
+from rich.console import Console
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.trainer.args import TrainerArgs
+from commons.trainer.config import load_config
 from commons.trainer.data import deal_out
+from commons.trainer.launch import initialize_ranks
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.recipe import Recipe
+from commons.trainer.run_folder import open_run_folder
 from commons.trainer.train_log import TrainSummary
 
 
-def run_training(
-    args: TrainerArgs,
-    *,
-    device: torch.device,
-    build_shuffler: Callable[[bool], BaseTaskBalancedBatchShuffler],
-    train_loader: DataLoader[Any],
-    eval_loader: DataLoader[Any] | None = None,
-    **loop_arguments: Any,
-) -> TrainSummary:
-    """Train and, if there is something to evaluate on, evaluate; called on all ranks together.
+def train_as_rank(recipe_class: type[Recipe], *, prog: str, description: str | None) -> TrainSummary:
+    """One rank of a run that torchrun started with a config and flags: what a model's training script calls.
 
     Args:
-        args: settings.
-        device: of this rank.
-        build_shuffler: makes a shuffler of the user's kind that balances, or (False) one that moves nothing; training
-            and evaluation have one each.
-        train_loader: host batches of this rank; with `args.single_rank_load` rank 0 reads its own for all ranks.
-        eval_loader: host batches of this rank; None for no evaluation.
-        loop_arguments: what TrainingLoop takes besides.
+        recipe_class: the model.
+        prog: name of the script, for the help.
+        description: what it does, with examples, for the help.
     """
+    config = load_config(recipe_class.config_class, sys.argv[1:], prog=prog, description=description)
+    recipe = recipe_class(config, initialize_ranks(config.trainer.world_size, config.trainer.device))
+    recipe.prepare_ranks()
+    open_run_folder(config, recipe.device)
+    return run_training(recipe)
+
+
+def run_training(recipe: Recipe) -> TrainSummary:
+    """Train and, if there is something to evaluate on, evaluate; called on all ranks together.
+
+    Raises:
+        KeyError, FileNotFoundError, ValueError: data or settings that do not fit.
+    """
+    args = recipe.config.trainer
+    train_loader, eval_loader = recipe.loaders
+    if dist.get_rank() == 0:
+        for line in recipe.notes():
+            Console().print(line, highlight=False)
+    model = recipe.build_model()
     balances = args.enable_balanced_shuffler
-    shuffler = build_shuffler(balances or args.balance_batch)
-    eval_shuffler = None if eval_loader is None else build_shuffler(balances and args.shuffle_eval)
-    dealt_out = deal_out(train_loader, args, device, shuffler.get_workloads) if args.single_rank_load else None
+    optimizer, metrics = recipe.build_optimizer(model), recipe.metrics(model)
+    shuffler = recipe.build_shuffler(balances=balances or args.balance_batch)
+    eval_shuffler = None if eval_loader is None else recipe.build_shuffler(balances=balances and args.shuffle_eval)
+    dealt_out = deal_out(train_loader, args, recipe.device, shuffler.get_workloads) if args.single_rank_load else None
     loop = TrainingLoop(
         args,
-        device=device,
+        model=model,
+        optimizer=optimizer,
+        device=recipe.device,
         shuffler=shuffler,
         train_loader=train_loader if dealt_out is None else dealt_out,
         eval_shuffler=eval_shuffler,
         eval_loader=eval_loader,
-        **loop_arguments,
+        metrics=metrics,
+        num_tokens=recipe.num_tokens,
+        fingerprint=recipe.fingerprint(),
+        flops=recipe.flops,
+        compute_dtype=recipe.compute_dtype,
+        loss_scaler=recipe.loss_scaler,
     )
     summary = loop.run()
     # Not after a failure: a worker may then wait for a rank that is gone.

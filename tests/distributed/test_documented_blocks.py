@@ -143,6 +143,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ),
     ("CONTRIBUTING.md", "Test", 0): Python(dict, given.ranks_add_up),
     ("CONTRIBUTING.md", "Add a model", 0): Python(dict, given.mine_is_registered),
+    ("CONTRIBUTING.md", "Add a model", 1): Python(given.a_model, given.recipe_trains),
 }
 
 
@@ -175,9 +176,9 @@ def test_python_blocks_run_as_printed(two_ranks, blocks):
 def _run_python(blocks: list[Block]) -> int:
     for block in blocks:
         listed, printed = BLOCKS[block.key], io.StringIO()
-        names = {"__name__": "documented"} | listed.names()
+        names = {"__name__": "__main__"} | listed.names()
         # Empty lines in front, so that a traceback shows the line of the page.
-        code = compile("\n" * (block.line - 1) + block.text, block.key[0], "exec")
+        code = compile("\n" * (block.line - 1) + block.text, block.key[0], "exec", dont_inherit=True)
         try:
             with contextlib.redirect_stdout(printed):
                 exec(code, names)

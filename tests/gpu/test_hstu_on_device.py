@@ -7,7 +7,8 @@ import math
 import pytest
 
 from commons.trainer.config import load_config
-from hstu.train import train
+from commons.trainer.run import run_training
+from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.models import rank_device
 
@@ -22,7 +23,7 @@ RUN = [
 
 def run(device, run_dir, *flags):
     config = load_config(TrainConfig, [*RUN, "--trainer.run-dir", str(run_dir), *flags])
-    return train(config, rank_device(device))
+    return run_training(HSTURecipe(config, rank_device(device)))
 
 
 @pytest.mark.parametrize("task", ["ranking", "retrieval"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import evenrank
+from commons.trainer.config import load_config
+from commons.trainer.run import run_training
+from commons.trainer.run_folder import open_run_folder
 from tests.helpers import models
 
 _SIZES = [6, 2, 3, 1]
@@ -69,6 +73,47 @@ def mine_is_registered(names: dict[str, Any]) -> None:
         assert sorted(_of_all(rows)) == sorted(_of_all(ids))
     finally:
         shuffler.close()
+
+
+@dataclass
+class _Output:
+    loss_sum: torch.Tensor
+    num_loss_tokens: int
+
+
+class _ItemModel(nn.Module):
+    """Tells the first label of every row from the mean of its items."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.items = nn.EmbeddingBag(100, hidden_size, mode="mean")
+        self.head = nn.Linear(hidden_size, 1)
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, _Output]:
+        rows, items = batch.actual_batch_size, batch.features[batch.item_feature_name]
+        scores = self.head(self.items(items.values().long() % 100, items.offsets()[:-1].long()))[:rows, 0]
+        loss_sum = (scores - 1).square().sum()
+        return evenrank.global_mean_loss(loss_sum, rows), _Output(loss_sum.detach(), rows)
+
+
+def a_model() -> dict[str, Any]:
+    """A model of the user's own."""
+    return {"MyModel": _ItemModel}
+
+
+def recipe_trains(names: dict[str, Any]) -> None:
+    """The recipe of the block is trained, evaluated and simulated."""
+    device = torch.device("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = evenrank.TrainerArgs(
+            4, 4, run_dir=folder, pipeline_type="none", enable_balanced_shuffler=True, tensorboard=False
+        )
+        dataset = evenrank.DatasetArgs("random", 12, num_batches=3)
+        recipe = names["RECIPE"](names["MyConfig"](trainer, dataset, shuffler_type="tokens"), device)
+        summary = run_training(recipe)
+    assert summary.steps == 3 and summary.metrics["eval_rows"] == 24 and summary.shuffle["rows_moved"] > 0
+    batch = next(recipe.host_batches())
+    assert recipe.task.get_workloads(*recipe.row_tokens(batch)).shape == (4,)
 
 
 @dataclass(frozen=True)
@@ -178,13 +223,14 @@ def whole_gradient(names: dict[str, Any]) -> None:
 
 def train_in(folder: str, script: str, arguments: list[str]) -> None:
     """A training script of ours on this rank, as torchrun starts it, but in the process group that there is."""
-    module = importlib.import_module(script)
+    module = importlib.import_module(f"{script.partition('.')[0]}.recipe")
     before = Path.cwd()
     os.chdir(folder)
     try:
-        config = module.load_config(module.TrainConfig, arguments, prog=script)
-        module.open_run_folder(config, torch.device("cpu"))
-        module.train(config, torch.device("cpu"))
+        recipe_class = module.RECIPE
+        config = load_config(recipe_class.config_class, arguments, prog=script)
+        open_run_folder(config, torch.device("cpu"))
+        run_training(recipe_class(config, torch.device("cpu")))
     finally:
         os.chdir(before)
 

@@ -19,15 +19,16 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline.factory import TrainPipelineFactory
 from commons.trainer.config import load_config
 from commons.trainer.evaluation import evaluate
+from commons.trainer.run import run_training
 from hstu import HSTUBalancedBatchShuffler
 from hstu.metrics import RankingMetrics
 from hstu.model import HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
 from hstu.model.gathered_rows import gather_rows
 from hstu.negatives import draw_negatives, sample_negatives, with_negatives
 from hstu.popularity import count_items
+from hstu.recipe import HSTURecipe
 from hstu.retrieval_metrics import RetrievalMetrics
 from hstu.sharding import build_distributed_model, dense_parameters
-from hstu.train import train
 from hstu.train_config import TrainConfig
 
 CPU = torch.device("cpu")
@@ -245,7 +246,7 @@ RUN = [
 
 def run_config(flags, run_dir):
     config = load_config(TrainConfig, [*RUN, "--trainer.run-dir", str(run_dir), *flags])
-    summary = train(config, CPU)
+    summary = run_training(HSTURecipe(config, CPU))
     return summary.steps, summary.loss, summary.metrics
 
 

@@ -12,8 +12,9 @@ from commons.datasets import hstu_batch
 from commons.datasets.kuairand import VERSIONS, preprocess_kuairand
 from commons.datasets.kuairand_generator import generate_kuairand
 from commons.trainer.config import load_config
-from hstu.train import build_shuffler, train
-from hstu.train_config import ModelArgs, TrainConfig
+from commons.trainer.run import run_training
+from hstu.recipe import HSTURecipe
+from hstu.train_config import TrainConfig
 
 VERSION = VERSIONS["kuairand-pure"]
 RUN = [
@@ -43,7 +44,7 @@ def datasets(tmp_path_factory):
 
 def run(flags, run_dir):
     config = load_config(TrainConfig, [*RUN, *flags, "--trainer.run-dir", str(run_dir)])
-    return train(config, torch.device("cpu")).metrics["eval_loss"]
+    return run_training(HSTURecipe(config, torch.device("cpu"))).metrics["eval_loss"]
 
 
 def losses(run_dir):
@@ -80,14 +81,13 @@ def test_the_times_matter(two_ranks, datasets, tmp_path):
 
 
 def counted_features():
-    config = load_config(TrainConfig, [*RUN, "--dataset.dataset-name", "random", "--shuffler-type", "tokens"])
-    model = ModelArgs().retrieval_config(
-        max_sequence_length=9, tables={"user": 5, "item": 5, "action": 5}, item_feature_name="item"
-    )
-    shuffler = build_shuffler(config, model, balances=True)
+    flags = ["--dataset.dataset-name", "random", "--shuffler-type", "tokens", "--model.time-bias", *TASKS["retrieval"]]
+    recipe = HSTURecipe(load_config(TrainConfig, [*RUN, *flags]), torch.device("cpu"))
+    shuffler = recipe.build_shuffler(balances=True)
     shuffler.close()
-    return shuffler.feature_names
+    return shuffler.feature_names, recipe.loaders[0].dataset.dataset[0].features.keys()
 
 
 def test_times_and_negatives_are_no_tokens_to_balance(two_ranks):
-    assert two_ranks.run(counted_features) == [["user", "item", "action"]] * 2
+    (counted, loaded), _ = two_ranks.run(counted_features)
+    assert set(loaded) - set(counted) == {"timestamp"} and len(counted) == len(loaded) - 1

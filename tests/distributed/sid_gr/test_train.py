@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +20,11 @@ import torch
 import torch.distributed as dist
 
 from commons.datasets.sid_random_dataset import random_sid_map
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.data import train_and_eval_loaders
-from commons.trainer.loop import TrainingLoop
-from commons.trainer.optimizers import OptimizerArgs, build_optimizer
-from sid_gr import SIDGRBalancedBatchShuffler
-from sid_gr.metrics import GenerationMetrics
-from sid_gr.train import build_model, train
+from commons.trainer.optimizers import OptimizerArgs
+from commons.trainer.run import run_training
+from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
 from tests.helpers.models import weights_of
 from tests.helpers.sid_models import CPU, model_parallel
@@ -71,35 +66,27 @@ def _train(folder, tensor_parallel_size, **changes):
             top_k_for_generation=5,
             eval_metrics=("HitRate@5", "NDCG@2"),
             tensorboard=False,
+            enable_balanced_shuffler=True,
             **changes,
         )
-        sid_map = random_sid_map(50, (6, 6, 6))
-        dataset = DatasetArgs("sid-random", 12, max_num_candidates=2, num_batches=6, shuffle=True)
-        train_loader, eval_loader = train_and_eval_loaders(dataset, trainer, CPU, sid_map=sid_map)
-        model_args = ModelArgs(16, 2, dropout=0.2, tensor_model_parallel_size=tensor_parallel_size)
-        config = model_args.decoder_config(codebook_sizes=sid_map.codebook_sizes, max_items=14)
-        optimizer = OptimizerArgs(sharding="row_wise")
-        model = build_model(config, sid_map, beam_width=5, optimizer=optimizer, seed=3, device=CPU)
-        shufflers = SIDGRBalancedBatchShuffler(16, 4, 4, 2), IdentityBalancedBatchShuffler()
-        try:
-            summary = TrainingLoop(
-                trainer,
-                model=model,
-                optimizer=build_optimizer(model, optimizer),
-                device=CPU,
-                shuffler=shufflers[0],
-                train_loader=train_loader,
-                eval_shuffler=shufflers[1],
-                eval_loader=eval_loader,
-                metrics=GenerationMetrics(trainer.eval_metrics, 5),
-                fingerprint={"model": asdict(config)},
-            ).run()
-        finally:
-            for shuffler in shufflers:
-                shuffler.close()
+        config = TrainConfig(
+            trainer,
+            DatasetArgs("sid-random", 12, max_num_candidates=2, num_batches=6, shuffle=True),
+            SIDArgs(codebook_sizes=(6, 6, 6), num_random_items=50),
+            ModelArgs(16, 2, dropout=0.2, tensor_model_parallel_size=tensor_parallel_size),
+            OptimizerArgs(sharding="row_wise"),
+        )
+        models = []
+
+        class Kept(SIDGRRecipe):
+            def build_model(self):
+                models.append(super().build_model())
+                return models[0]
+
+        summary = run_training(Kept(config, CPU))
         rows = 2 * 3 * dist.get_world_size(resolve_process_group())
         assert summary.metrics["eval_rows"] == rows  # tensor-parallel peers count the same users
-        return summary.loss, summary.metrics, weights_of(model)
+        return summary.loss, summary.metrics, weights_of(models[0])
 
 
 @pytest.mark.parametrize(("world_size", "tensor_parallel_size"), [(2, 1), (2, 2), (4, 2)])
@@ -138,7 +125,7 @@ def _train_on_own_data(folder, **trainer):
         )
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            summary = train(config, CPU)
+            summary = run_training(SIDGRRecipe(config, CPU))
         return printed.getvalue(), summary.steps, summary.metrics
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.recipe import Recipe
 from commons.trainer.run import run_training
 from tests.helpers import models
 from tests.helpers.models import Head, head_of, rank_batches, weights_of
@@ -176,18 +178,26 @@ def train_alone(run_dir):
     batches = loader(4, 0)
     built = []
 
-    def build_shuffler(balances):
-        built.append(balances)
-        return IdentityBalancedBatchShuffler()
+    class Given(Recipe):
+        task, row_tokens, loaders = None, None, (batches, None)
 
-    summary = run_training(
-        trainer,
-        device=CPU,
-        build_shuffler=build_shuffler,
-        train_loader=batches,
-        model=model,
-        optimizer=optimizer,
-    )
+        def build_model(self):
+            return model
+
+        def build_optimizer(self, model):
+            return optimizer
+
+        def build_shuffler(self, *, balances):
+            built.append(balances)
+            return IdentityBalancedBatchShuffler()
+
+        def fingerprint(self):
+            return {}
+
+        def flops(self, batch):
+            return 0
+
+    summary = run_training(Given(SimpleNamespace(trainer=trainer, dataset=DatasetArgs("random", 5)), CPU))
     return summary.steps, summary.metrics, built
 
 

@@ -11,7 +11,8 @@ import torch
 
 from commons.cli.main import main
 from commons.trainer.config import load_config
-from hstu import train as hstu_train
+from commons.trainer.run import run_training
+from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.hstu_jobs import ROOT
 
@@ -47,18 +48,15 @@ def train(tmp_path: Path, *flags: str) -> tuple[int, dict[str, float], float, li
     """Steps, metrics, how far dense weights came, and the features that have a table."""
     arguments = ["--config", str(CONFIG), "--dataset.dataset-path", str(tmp_path / "data"), *SMALL, *flags]
     config = load_config(TrainConfig, [*arguments, "--trainer.run-dir", str(tmp_path / f"run-{len(flags)}")])
-    build, seen = hstu_train.build_model, []
+    seen = []
 
-    def note_weights(*args, **options):
-        model = build(*args, **options)
-        seen.append((model, {name: weight.detach().clone() for name, weight in dense(model)}))
-        return model
+    class Noted(HSTURecipe):
+        def build_model(self):
+            model = super().build_model()
+            seen.append((model, {name: weight.detach().clone() for name, weight in dense(model)}))
+            return model
 
-    hstu_train.build_model = note_weights
-    try:
-        summary = hstu_train.train(config, torch.device("cpu"))
-    finally:
-        hstu_train.build_model = build
+    summary = run_training(Noted(config, torch.device("cpu")))
     ((model, before),) = seen
     moved = min((weight.detach() - before[name]).abs().max().item() for name, weight in dense(model) if weight.ndim > 1)
     tables = sorted({name.split(".")[-2] for name in model.state_dict() if "embeddings" in name})

@@ -11,9 +11,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commons.trainer.config import load_config
+from commons.trainer.run import run_training
 from commons.trainer.run_files import write_config
 from commons.trainer.run_folder import require_run_folder
-from hstu.train import train
+from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def command(*flags):
     except ValueError as error:
         return str(error)
     write_config(config, config.trainer.run_dir)
-    return train(config, CPU).to_dict()
+    return run_training(HSTURecipe(config, CPU)).to_dict()
 
 
 def lines(folder):

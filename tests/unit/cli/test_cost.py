@@ -61,8 +61,8 @@ def test_calibrate_then_simulate(tmp_path, capsys, config, even_clock, candidate
     "flags, message",
     [
         (["--output", "c.json"], "let it end in .toml"),
-        (["--model", "no_such_package"], "there is no module no_such_package.cost"),
-        (["--model", "commons"], "there is no module commons.cost"),
+        (["--model", "no_such_package"], "there is no module no_such_package.recipe"),
+        (["--model", "commons"], "there is no module commons.recipe"),
         (["--config", "none.toml"], "none.toml does not exist"),
         (["--num-mixes", "3"], "there are 3 measurements"),
         (["--repeats", "0"], "repeats is 0"),
@@ -100,12 +100,12 @@ def test_a_model_of_the_user_s_own(tmp_path, capsys, config, monkeypatch):
     package = tmp_path / "users_model"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "cost.py").write_text("from hstu.cost import cost_target\n")
+    (package / "recipe.py").write_text("from hstu.recipe import RECIPE\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     argv = ["simulate", "--config", str(config), "--ranks", "2", "--steps", "1", "--model", "users_model"]
     assert main(argv) == 0
-    (package / "cost.py").write_text("import a_package_that_is_missing\n")
-    sys.modules.pop("users_model.cost", None)
+    (package / "recipe.py").write_text("import a_package_that_is_missing\n")
+    sys.modules.pop("users_model.recipe", None)
     assert main(argv) == 2
     assert "No module named 'a_package_that_is_missing'" in capsys.readouterr().err
 

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from commons.cli import cost_target as cost_target_module
-from commons.cli.cost_target import load_cost_target
+from commons.cli import recipes
 from commons.cli.main import main
+from commons.cli.recipes import load_recipe
 from commons.datasets.random_dataset import user_like_dataset
 from commons.perf_model import measurement
 from commons.perf_model.task_estimator import SelfAttentionTask
@@ -27,7 +27,7 @@ from tests.helpers.movielens import write_zip
 from tests.helpers.training_configs import CONFIG
 
 # Lengths of rows come from lengths.txt: a line is a batch.
-COST = """
+RECIPE = """
 from pathlib import Path
 
 import torch
@@ -54,9 +54,12 @@ class Target:
         lines = Path("lengths.txt").read_text().splitlines()
         return (torch.tensor([int(length) for length in line.split()]) for line in lines)
 
+    @classmethod
+    def load(cls, config, device):
+        return cls()
 
-def cost_target(config, device):
-    return Target()
+
+RECIPE = Target
 """
 
 
@@ -67,7 +70,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("")
     (tmp_path / "mine" / "settings.py").write_text("BATCH_SIZE = 4\n")
-    (tmp_path / "mine" / "cost.py").write_text(COST)
+    (tmp_path / "mine" / "recipe.py").write_text(RECIPE)
     (tmp_path / "run.toml").write_text("[dataset]\n")
     (tmp_path / "lengths.txt").write_text("10 20 30 40\n" * 3 + "50 60 70 80\n" * 3 + "90\n")
     before = list(sys.path)
@@ -138,8 +141,8 @@ def test_nothing_of_the_working_directory_hides_what_is_installed(mine, tmp_path
         ("settings.py", "import nowhere_to_be_found\n", "cannot be imported (No module named 'nowhere_to_be_found')"),
         ("settings.py", "def broken(:\n", "cannot be imported (invalid syntax (settings.py, line 1))"),
         ("settings.py", "", "cannot be imported (cannot import name 'BATCH_SIZE'"),
-        ("cost.py", "", "module mine.cost has no function cost_target(config, device)"),
-        ("cost.py", None, "there is no module mine.cost, neither installed nor in"),
+        ("recipe.py", "", "module mine.recipe has no RECIPE, the model's class derived from Recipe: add it"),
+        ("recipe.py", None, "there is no module mine.recipe, neither installed nor in"),
     ],
 )
 def test_a_package_with_mistakes_is_one_line(mine, tmp_path, capsys, name, text, message):
@@ -177,22 +180,22 @@ def test_calibrate_ends_with_a_verdict(mine, capsys, clock):
 
 def test_simulate_and_calibrate_know_the_model_by_the_data_set(tmp_path, monkeypatch):
     asked = []
-    fake = types.SimpleNamespace(cost_target=lambda config, device: None)
-    monkeypatch.setattr(cost_target_module, "import_user_module", lambda name: asked.append(name) or fake)
+    fake = types.SimpleNamespace(RECIPE=types.SimpleNamespace(load=lambda config, device: None))
+    monkeypatch.setattr(recipes, "import_user_module", lambda name: asked.append(name) or fake)
     config = tmp_path / "run.toml"
     for name in ("sid-ml-1m", "sid", "sid-random", "ml-1m", "random"):
         config.write_text(f'[dataset]\ndataset_name = "{name}"\n')
-        load_cost_target(None, config, torch.device("cpu"))
+        load_recipe(None, config, torch.device("cpu"))
     config.write_text('dataset = "sid"\n')
-    load_cost_target(None, config, torch.device("cpu"))
-    load_cost_target("sid_gr", config, torch.device("cpu"))
-    assert asked == ["sid_gr.cost"] * 3 + ["hstu.cost"] * 3 + ["sid_gr.cost"]
+    load_recipe(None, config, torch.device("cpu"))
+    load_recipe("sid_gr", config, torch.device("cpu"))
+    assert asked == ["sid_gr.recipe"] * 3 + ["hstu.recipe"] * 3 + ["sid_gr.recipe"]
 
 
 def test_random_data_are_those_of_training_and_have_no_end(tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(CONFIG.format(candidates=3))  # five batches
-    target = load_cost_target("hstu", config, torch.device("cpu"))
+    target = load_recipe("hstu", config, torch.device("cpu"))
     read = [batch.features.values().tolist() for batch in itertools.islice(target.host_batches(), 12)]
     share = {"max_history_seqlen": 64, "max_num_candidates": 3, "batch_size": 8, "world_size": 4, "seed": 2 * 1234}
     ranks = [user_like_dataset(num_batches=3, rank=rank, **share) for rank in range(4)]
@@ -215,7 +218,7 @@ def linked(path, link):
 
 @pytest.mark.parametrize("kind", LINKS)
 def test_no_command_overwrites_what_it_reads(tmp_path, monkeypatch, capsys, kind):
-    monkeypatch.setattr("commons.cli.calibrate.load_cost_target", None)  # no work is done
+    monkeypatch.setattr("commons.cli.calibrate.load_recipe", None)  # no work is done
     config, histories, measured = tmp_path / "run.toml", tmp_path / "h.parquet", tmp_path / "c.svg"
     config.write_text(CONFIG.format(candidates=0))
     pq.write_table(pa.table({"item_id": [[1, 2], [2, 3]]}), histories)

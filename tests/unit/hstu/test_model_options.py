@@ -17,7 +17,7 @@ from commons.datasets.hstu_batch import HSTUBatch
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config import load_config_file
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, fused_attention, interleave_tokens, layer
-from hstu.train import require_device, weights_of
+from hstu.recipe import require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.hstu_models import CONFIG, HSTU, numbered, plain_model, random_batch, with_timestamps
 from tests.helpers.reference_attention import reference_attention

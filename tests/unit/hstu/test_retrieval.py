@@ -20,11 +20,11 @@ from commons.datasets.samplers import BatchOrderSampler, ShardedBatchSampler
 from commons.perf_model.measurement import batch_size_of
 from commons.trainer import DatasetArgs, TrainerArgs
 from hstu import HSTUBalancedBatchShuffler
-from hstu.cost import HSTUCostTarget
 from hstu.model import HSTUConfig, HSTURetrievalModel, RetrievalConfig, RetrievalOutput
 from hstu.model.retrieval import unit
 from hstu.negatives import draw_negatives, sample_negatives, with_negatives
 from hstu.popularity import count_items
+from hstu.recipe import HSTURecipe
 from hstu.retrieval_metrics import RetrievalMetrics, parse_metric
 from hstu.train_config import ModelArgs, TrainConfig
 
@@ -445,7 +445,7 @@ def test_the_cost_of_a_retrieval_model_can_be_measured(num_negatives):
         ModelArgs(hidden_size=8, num_layers=1, num_attention_heads=2, kv_channels=4, num_negatives=num_negatives),
         task="retrieval",
     )
-    target = HSTUCostTarget(config, torch.device("cpu"))
+    target = HSTURecipe(config, torch.device("cpu"))
     batch = target.make_batch([4, 12])
     target.train_step(batch)
     tokens, targets, contextual = target.row_tokens(batch)
@@ -458,7 +458,7 @@ def test_the_cost_of_a_contextual_mask_is_what_the_shuffler_balances():
         DatasetArgs("random", 12, max_num_candidates=2, num_batches=1),
         ModelArgs(hidden_size=8, num_layers=1, num_attention_heads=2, kv_channels=4, contextual_mask=True),
     )
-    target = HSTUCostTarget(config, torch.device("cpu"))
+    target = HSTURecipe(config, torch.device("cpu"))
     batch = target.make_batch([4, 12])
     target.train_step(batch)
     rows = target.row_tokens(batch)

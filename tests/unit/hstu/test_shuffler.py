@@ -9,8 +9,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.perf_model.task_estimator import HSTUAttentionTask
+from commons.trainer import DatasetArgs, TrainerArgs
 from hstu import HSTUBalancedBatchShuffler
-from hstu.flops import batch_training_flops, count_tokens
+from hstu.recipe import HSTURecipe
+from hstu.train_config import ModelArgs, TrainConfig
 
 SIZES = {"hidden_size": 32, "num_heads": 2, "head_dim": 24, "num_layers": 3}
 
@@ -61,9 +63,11 @@ def test_contextual_tokens_that_see_all_cost_more(candidates):
     assert torch.equal(shuffler.get_workloads(batch), expected)
     plain = HSTUBalancedBatchShuffler(**SIZES)
     assert (shuffler.get_workloads(batch)[:5] > plain.get_workloads(batch)[:5]).all()
-    flops = batch_training_flops(shuffler.task, batch, contextual_mask=True)
-    assert flops == 3 * int(expected.sum())
-    assert count_tokens(batch) == int(seqlen.sum())
+    model = ModelArgs(hidden_size=32, num_attention_heads=2, kv_channels=24, num_layers=3, contextual_mask=True)
+    config = TrainConfig(TrainerArgs(6, 6), DatasetArgs("random", 60), model)
+    recipe = HSTURecipe(config, torch.device("cpu"))
+    assert recipe.flops(batch) == 3 * int(expected.sum())
+    assert recipe.num_tokens(batch) == int(seqlen.sum())
     for each in (shuffler, plain):
         each.close()
 

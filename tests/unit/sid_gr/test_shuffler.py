@@ -12,8 +12,8 @@ from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.args import OptimizationArgs
 from sid_gr import SIDGRBalancedBatchShuffler
-from sid_gr.flops import batch_training_flops, sid_task
 from sid_gr.model.config import SIDGRConfig
+from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
 
 SIZES = [5, 3, 7]
@@ -57,8 +57,10 @@ def test_workloads_are_the_operations_of_the_matrix_products(seed, hidden, heads
     workloads = shuffler.get_workloads(batch)
     assert workloads.dtype == torch.int64 and workloads.shape == (batch.batch_size,)
     assert workloads[: batch.actual_batch_size].tolist() == expected
-    config = SIDGRConfig(tuple(SIZES), 12, hidden, layers, heads, kv_channels=head_dim, ffn_hidden_size=ffn)
-    assert batch_training_flops(sid_task(config), batch) == 3 * sum(expected)
+    model = ModelArgs(hidden, layers, heads, kv_channels=head_dim, ffn_hidden_size=ffn)
+    sid = SIDArgs(codebook_sizes=tuple(SIZES))
+    recipe = SIDGRRecipe(TrainConfig(TrainerArgs(6, 6), DatasetArgs("sid-random", 12), sid, model), torch.device("cpu"))
+    assert recipe.flops(batch) == 3 * sum(expected)
     shuffler.close()
 
 

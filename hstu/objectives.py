@@ -1,4 +1,4 @@
-"""What a run does differently for ranking and for retrieval: config of the model, batches, metrics."""
+"""What a model is trained to tell, ranking or retrieval: config of the model, batches, metrics."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hstu.train_config import ModelArgs
 Split = Literal["train", "test"]
 
 
-class Task(ABC):
-    """A task, with the settings of the model for it.
+class Objective(ABC):
+    """What a model is trained to tell, with the settings of the model for it.
 
     Args:
         model: settings of the model.
@@ -62,14 +62,14 @@ class Task(ABC):
 
         Args:
             model: as it is trained.
-            names: of metrics, where the task has a choice.
+            names: of metrics, where the objective has a choice.
             popularity: occurrences `(num_items,)` of every item in training, to compare with; None for no comparison.
             device: of this rank.
 
         """
 
 
-class RankingTask(Task):
+class RankingObjective(Objective):
     """The action on every item, or on every candidate; AUC per task."""
 
     config: RankingConfig
@@ -88,17 +88,17 @@ class RankingTask(Task):
         )
 
     def make_model(self, **options: Any) -> SequenceModel:
-        """See Task."""
+        """See Objective."""
         return HSTURankingModel(self.config, **options)
 
     def metrics(
         self, model: nn.Module, names: Sequence[str], popularity: torch.Tensor | None, device: torch.device
     ) -> Metrics:
-        """See Task; there is no choice of metrics."""
+        """See Objective; there is no choice of metrics."""
         return RankingMetrics(self.config.num_tasks, popularity=popularity, device=device)
 
 
-class RetrievalTask(Task):
+class RetrievalObjective(Objective):
     """The next item among all items; HR@K and NDCG@K."""
 
     config: RetrievalConfig
@@ -111,7 +111,7 @@ class RetrievalTask(Task):
         )
 
     def make_model(self, **options: Any) -> SequenceModel:
-        """See Task."""
+        """See Objective."""
         return HSTURetrievalModel(self.config, **options)
 
     def prepare(self, loader: DataLoader[Any], split: Split, seed: int) -> DataLoader[Any]:
@@ -133,7 +133,7 @@ class RetrievalTask(Task):
     def metrics(
         self, model: nn.Module, names: Sequence[str], popularity: torch.Tensor | None, device: torch.device
     ) -> Metrics:
-        """See Task."""
+        """See Objective."""
         return RetrievalMetrics(
             model,
             self.config.item_feature_name,
@@ -144,12 +144,7 @@ class RetrievalTask(Task):
         )
 
 
-TASKS: dict[str, type[Task]] = {"ranking": RankingTask, "retrieval": RetrievalTask}
-
-
-def data_options(model: ModelArgs) -> dict[str, Any]:
-    """What a data set is asked for besides what every model reads, as arguments of `get_data_loader`."""
-    return {"timestamps": True} if model.time_bias else {}
+OBJECTIVES: dict[str, type[Objective]] = {"ranking": RankingObjective, "retrieval": RetrievalObjective}
 
 
 def feature_roles(data: Any) -> dict[str, Any]:

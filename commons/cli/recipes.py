@@ -1,4 +1,4 @@
-"""Finding the model whose cost a subcommand is asked about."""
+"""Finding the recipe of the model that a subcommand is asked about."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from commons.trainer.config_file import find_config, read_config_file
 from commons.user_package import import_user_module
 
 
-def load_cost_target(model: str | None, config: Path, device: torch.device) -> CostTarget:
-    """The target of a model package, from its module `cost`.
+def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTarget:
+    """The recipe of a model package, from its module `recipe`, in one process.
 
     Args:
-        model: package, installed or in the working directory, such as "hstu"; its module `cost` has a function
-            `cost_target(config, device)`. None: the package of ours that trains on the config's data set.
+        model: package, installed or in the working directory, such as "hstu"; its module `recipe` names its Recipe
+            RECIPE, whose `load(config, device)` is called. None: the package of ours that trains on the config's data
+            set.
         config: the training config; `hstu/configs/random.toml` is found in the installed package too.
         device: where to run.
 
     Raises:
         FileNotFoundError: no config.
-        ValueError: no such package, one that cannot be imported, or one without a cost target; or what its function
-            says of the config.
+        ValueError: no such package, one that cannot be imported, or one without a recipe; or what the recipe says of
+            the config.
     """
     config = find_config(config)
     if not config.is_file():
@@ -34,20 +35,20 @@ def load_cost_target(model: str | None, config: Path, device: torch.device) -> C
         model = _model_of(config)
     if not all(part.isidentifier() for part in model.split(".")):
         raise ValueError(f"model is {model!r}; it names an importable package, such as 'hstu': correct it")
-    name = f"{model}.cost"
+    name = f"{model}.recipe"
     try:
         module = import_user_module(name)
     except (ImportError, SyntaxError) as error:
         # A package that the model itself lacks is another mistake than a wrong name.
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(
-                f"model is {model!r}, and there is no module {name}, neither installed nor in {Path.cwd()}; it has a "
-                "function cost_target(config, device): give 'hstu', or add such a module to your package"
+                f"model is {model!r}, and there is no module {name}, neither installed nor in {Path.cwd()}; it names "
+                "the model's Recipe RECIPE: give 'hstu', or add such a module to your package"
             ) from None
         raise ValueError(f"module {name} cannot be imported ({error}): correct it, or install what it needs") from error
-    if not hasattr(module, "cost_target"):
-        raise ValueError(f"module {name} has no function cost_target(config, device): add it")
-    return module.cost_target(config, device)
+    if not hasattr(module, "RECIPE"):
+        raise ValueError(f"module {name} has no RECIPE, the model's class derived from Recipe: add it")
+    return module.RECIPE.load(config, device)
 
 
 def _model_of(config: Path) -> str:

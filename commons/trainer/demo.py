@@ -1,22 +1,36 @@
-"""What a demo is told, where its ranks run, and the generated data that it trains on."""
+"""A model's demo: a recipe on generated data, trained on ranks as batches are loaded and balanced, side by side.
+
+generated archive ─► preprocessor ─► ranks, which torchrun starts with the same command ─► table, picture, JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from rich.console import Console
 
 from commons.datasets.movielens import preprocess_movielens
 from commons.datasets.movielens_generator import generate_movielens
 from commons.datasets.sequence_file import SequenceFile, SequenceFileMetadata
 from commons.trainer.args import require_at_least
-from commons.trainer.launch import DeviceType
+from commons.trainer.comparison import compare
+from commons.trainer.comparison_report import Wording, report
+from commons.trainer.config import load_config_file
+from commons.trainer.errors import log_to_file
+from commons.trainer.launch import DeviceType, initialize_ranks
+from commons.trainer.recipe import Recipe
+from commons.trainer.torchrun import torchrun
 
 
 @dataclass
-class ComparisonOptions:
+class DemoOptions:
     """What a demo trains both ways, and for how long."""
 
     steps: int = 80
@@ -62,8 +76,80 @@ class ComparisonOptions:
         """Folder of the archive and of the file that it becomes."""
         return self.run_dir / "data"
 
+    def training_config(self, config_class: type[Any], path: str) -> Any:
+        """The training config of a file, on the demo's data and with the demo's sizes, seed and folder.
 
-def prepare_data(options: ComparisonOptions) -> SequenceFileMetadata:
+        Args:
+            config_class: of the model; see `Recipe.config_class`.
+            path: of the file.
+
+        Raises:
+            FileNotFoundError, ValueError: as `load_config_file`.
+        """
+        config = load_config_file(config_class, path)
+        return replace(
+            config,
+            trainer=replace(
+                config.trainer,
+                train_batch_size=self.batch_size,
+                eval_batch_size=self.batch_size,
+                run_dir=str(self.run_dir),
+                seed=self.seed,
+            ),
+            dataset=replace(
+                config.dataset,
+                max_history_seqlen=self.max_history_seqlen,
+                dataset_path=str(self.data_dir),
+                drop_last=True,
+            ),
+            model=replace(config.model, num_layers=self.num_layers),
+        )
+
+
+def start_ranks(module: str, options: DemoOptions, data: str) -> None:
+    """Start this program's command line on ranks, and wait for them; ends the program if one fails.
+
+    Args:
+        module: to run.
+        options: of the demo.
+        data: what to say of its data.
+    """
+    console = Console()
+    console.print(data)
+    num_ranks, where = choose_ranks(options.device)
+    console.print(where)
+    status = torchrun(["--standalone", f"--nproc_per_node={num_ranks}", "-m", module, *sys.argv[1:]])
+    if status:
+        sys.exit(status)
+
+
+def demo_as_rank(
+    recipe_class: type[Recipe],
+    config: Any,
+    options: DemoOptions,
+    wording: Wording,
+    baselines: Callable[[Any], dict[str, dict[str, float]]] | None = None,
+) -> None:
+    """One rank of a demo: train both ways, and report on rank 0.
+
+    Args:
+        recipe_class: the model.
+        config: of its training.
+        options: of the demo.
+        wording: of the report.
+        baselines: metrics of what needs no training, by its name; called with the recipe on all ranks together.
+    """
+    recipe = recipe_class(config, initialize_ranks(device_type=options.device))
+    recipe.prepare_ranks()
+    log_to_file(options.run_dir)
+    results = compare(recipe, steps=options.steps, warmup_steps=options.warmup_steps, quick=options.quick)
+    if baselines is not None:
+        results.baselines = baselines(recipe)
+    if dist.get_rank() == 0:
+        report(results, options.run_dir, Console(), wording)
+
+
+def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
     """Generate an archive and preprocess it as the published one; what an earlier run has made serves again."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         found = SequenceFile(options.data_dir, "ml-1m", []).metadata

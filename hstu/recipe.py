@@ -1,0 +1,242 @@
+"""The HSTU model as a recipe: ranking or retrieval, trained on ranks, compared in the demo, measured and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
+from commons.datasets.random_times import random_times
+from commons.datasets.sequence_metadata import TIMESTAMP
+from commons.perf_model.measurement import RowTokens
+from commons.perf_model.task_estimator import HSTUAttentionTask
+from commons.sequence_batch.fields import real_rows
+from commons.trainer.data import train_and_eval_loaders
+from commons.trainer.evaluation import Metrics
+from commons.trainer.launch import seed_all
+from commons.trainer.loss_scaling import LossScaler
+from commons.trainer.random_state import kept_random_state
+from commons.trainer.recipe import Recipe
+from hstu.lengths import workload_lengths
+from hstu.model import RetrievalConfig
+from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
+from hstu.negatives import NegativeSampling, with_negatives
+from hstu.objectives import OBJECTIVES, Objective, feature_roles
+from hstu.popularity import count_items
+from hstu.sharding import Sharding, build_distributed_model
+from hstu.train_config import ModelArgs, TrainConfig
+
+# A lookup costs the same in any table; a small one leaves the memory to the layers.
+_MOST_MEASURED_TABLE_ROWS = 10_000
+
+
+class HSTURecipe(Recipe):
+    """An HSTU model; what is measured has tables of at most 10,000 rows."""
+
+    config_class = TrainConfig
+    config: TrainConfig
+
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        super().__init__(replace(config, model=config.model.on(device)), device)
+        self.compute_dtype = COMPUTE_DTYPES[config.model.compute_dtype]
+        if config.model.compute_dtype == "fp16":
+            self.loss_scaler = LossScaler(device, initial_scale=config.trainer.optimization.initial_loss_scale)
+
+    @cached_property
+    def task(self) -> HSTUAttentionTask:
+        """The operations of the layers; projections of embeddings, the head and retrieval's scores are left out."""
+        model = self.config.model
+        return HSTUAttentionTask(
+            model.hidden_size,
+            model.num_attention_heads,
+            model.kv_channels,
+            model.num_layers,
+            causal=model.is_causal,
+            target_group_size=model.target_group_size,
+        )
+
+    def row_tokens(self, batch: HSTUBatch) -> RowTokens:
+        """Tokens of every real row and, among them, candidates and what sees all of the history."""
+        rows = real_rows(batch)
+        seqlen, targets, contextual = workload_lengths(batch, contextual_mask=self.config.model.contextual_mask)
+        return RowTokens(seqlen[:rows], targets[:rows], None if contextual is None else contextual[:rows])
+
+    def num_tokens(self, batch: HSTUBatch) -> int:
+        """Tokens that the model computes; what comes with a row besides them does not count."""
+        return int(batch.sequence_lengths()[0].sum())
+
+    def data_options(self) -> dict[str, Any]:
+        """The items' times, where the model has a bias by them."""
+        return {"timestamps": True} if self.config.model.time_bias else {}
+
+    def open_loaders(self) -> tuple[DataLoader[Any], DataLoader[Any]]:
+        """See Recipe; with negatives, where the model wants them with the row. First of all, a look at the device."""
+        require_device(self.config.model, self.device)
+        train, test = train_and_eval_loaders(
+            self.config.dataset, self.config.trainer, self.device, **self.data_options()
+        )
+        objective, seed = self._objective_on(train.dataset), self.config.trainer.seed
+        return objective.prepare(train, "train", seed), objective.prepare(test, "test", seed)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """What the model is trained to tell, on the data of this run."""
+        data: Any = self.loaders[0].dataset
+        return self._objective_on(data.dataset if isinstance(data, NegativeSampling) else data)
+
+    def build_model(self) -> nn.Module:
+        """The model on all ranks: tables sharded, everything else copied."""
+        config, optimizer = self.objective.config, self.config.optimizer
+        # Every rank initialises its own shards of the tables and draws its own dropout; dense weights are rank 0's.
+        seed_all(self.config.trainer.seed + dist.get_rank())
+        model = self.objective.make_model(embedding_device=torch.device("meta"))
+        sharding: dict[str, Sharding | None] = dict.fromkeys(config.embedding_tables, optimizer.sharding)
+        sharding |= self.config.table_sharding
+        if self.loss_scaler is not None:
+            model.scale_loss(self.loss_scaler, [table for table, kind in sharding.items() if kind == "data_parallel"])
+        return build_distributed_model(
+            model,
+            device=self.device,
+            embedding_optimizer=optimizer.embedding_optimizer,
+            embedding_lr=optimizer.embedding_lr,
+            sharding=sharding,
+        )
+
+    def metrics(self, model: nn.Module) -> Metrics:
+        """AUC per task, or HR@K and NDCG@K, and what the items' popularity would have scored, if asked for."""
+        popularity = self._item_popularity() if self.config.popularity_baseline else None
+        return self.objective.metrics(model, self.config.trainer.eval_metrics, popularity, self.device)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the shapes and the meaning of the weights."""
+        return {"task": self.config.task, "model": weights_of(self.objective.config), **super().fingerprint()}
+
+    def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
+        """Dimensions of the layers. Times and negatives come with a row, but are no tokens of it."""
+        model, tokens = self.config.model, list(self.objective.config.embedding_tables)
+        dimensions = {
+            "hidden_size": model.hidden_size,
+            "num_heads": model.num_attention_heads,
+            "head_dim": model.kv_channels,
+            "num_layers": model.num_layers,
+            "causal": model.is_causal,
+            "contextual_mask": model.contextual_mask,
+            "target_group_size": model.target_group_size,
+            "token_feature_names": tokens,
+        }
+        return {"hstu": dimensions, "tokens": {"feature_names": tokens}}
+
+    def single_process_model(self) -> nn.Module:
+        """See Recipe."""
+        model = self._measured_objective.make_model(plain_embeddings=True)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.sparse = True  # the gradient of the rows looked up alone, as TorchRec's tables have it
+        return model
+
+    def make_batch(self, lengths: Sequence[int]) -> HSTUBatch:
+        """A random batch on the device; with candidates at their most, but at least one item before."""
+        example, ids = self._example, self._measured_objective.config.embedding_tables
+        items = torch.as_tensor(lengths, dtype=torch.int64)
+        candidates = None
+        if example.max_num_candidates:
+            candidates = (items - 1).clamp(0, example.max_num_candidates)
+        row_lengths = {
+            name: torch.ones_like(items) if name in example.contextual_feature_names else items
+            for name in example.features.keys()
+        }
+        values = {
+            name: random_times(count) if name == TIMESTAMP else torch.randint(ids[name], (int(count.sum()),))
+            for name, count in row_lengths.items()
+        }
+        predicted = items if candidates is None else candidates
+        tasks = [f"task_{task}" for task in range(self.config.dataset.num_tasks)]
+        labels = padded_kjt(
+            {task: torch.randint(2, (int(predicted.sum()),)).float() for task in tasks},
+            dict.fromkeys(tasks, predicted),
+            len(items),
+        )
+        batch = HSTUBatch(
+            features=padded_kjt(values, row_lengths, len(items)),
+            batch_size=len(items),
+            feature_to_max_seqlen=example.feature_to_max_seqlen,
+            contextual_feature_names=example.contextual_feature_names,
+            labels=labels,
+            item_feature_name=example.item_feature_name,
+            action_feature_name=example.action_feature_name,
+            max_num_candidates=example.max_num_candidates,
+            num_candidates=candidates,
+        )
+        return self._add_negatives(batch).to(self.device)
+
+    def host_batches(self) -> Iterator[HSTUBatch]:
+        """See Recipe.
+
+        Raises:
+            ValueError: the data do not fit the model.
+        """
+        _ = self._measured_objective
+        return super().host_batches()
+
+    def _objective_on(self, data: Any, tables: dict[str, int] | None = None) -> Objective:
+        return OBJECTIVES[self.config.task](self.config.model, self.config.dataset, data, tables)
+
+    @cached_property
+    def _measured_objective(self) -> Objective:
+        data: Any = self.single_loader.dataset
+        rows = {name: min(rows, _MOST_MEASURED_TABLE_ROWS) for name, rows in data.vocabulary_sizes.items()}
+        return self._objective_on(data, rows)
+
+    @cached_property
+    def _example(self) -> HSTUBatch:
+        """The first batch shows what batches of this data set look like."""
+        for batch in self.host_batches():
+            return batch
+        raise ValueError("the data set has no batch for training: check its path and split")
+
+    def _add_negatives(self, batch: HSTUBatch) -> HSTUBatch:
+        config = self._measured_objective.config
+        if not isinstance(config, RetrievalConfig) or config.negatives_feature_name is None:
+            return batch
+        shape = (batch.batch_size, config.num_negatives)
+        drawn = torch.randint(config.embedding_tables[config.item_feature_name], shape)
+        return with_negatives(batch, config.negatives_feature_name, drawn)
+
+    def _item_popularity(self) -> torch.Tensor:
+        """Occurrences `(num_items,)` of every item in the training data, as the model is shown them; collective."""
+        # Every rank reads its own rows, once, in any order.
+        trainer = replace(self.config.trainer, single_rank_load=False, balance_batch=False)
+        dataset = replace(self.config.dataset, shuffle=False, drop_last=False)
+        with kept_random_state():
+            loader, _ = train_and_eval_loaders(dataset, trainer, self.device)
+            item_feature_name = feature_roles(loader.dataset)["item_feature_name"]
+            return count_items(loader, self.objective.config.embedding_tables[item_feature_name], device=self.device)
+
+
+RECIPE = HSTURecipe
+
+
+def require_device(model: ModelArgs, device: torch.device) -> None:
+    """Raise ValueError where the model asks for something that this device does not have."""
+    if device.type == "cuda":
+        return
+    for asked, name, instead in (
+        (model.compile is True, "compile is True", "unset it"),
+        (model.kernel_backend != "pytorch", f"kernel_backend is {model.kernel_backend!r}", "choose 'pytorch'"),
+    ):
+        if asked:
+            raise ValueError(f"{name} and the device is {device.type!r}; it is made for CUDA: {instead}")
+
+
+def weights_of(config: SequenceModelConfig) -> dict[str, Any]:
+    """What a checkpoint has to agree on with a model: all but how it is executed."""
+    fields = asdict(config)
+    del fields["hstu"]["execution"]
+    return fields

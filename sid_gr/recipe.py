@@ -1,0 +1,182 @@
+"""The semantic-ID decoder as a recipe: trained on ranks, compared in the demo, measured and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commons.datasets.gpt_sid_batch import GPTSIDBatch
+from commons.datasets.sid_dataset import CANDIDATE, HISTORY, SIDDataset
+from commons.datasets.sid_map import SIDMap
+from commons.distributed.process_group import resolve_process_group
+from commons.perf_model.measurement import RowTokens
+from commons.perf_model.task_estimator import SelfAttentionTask, training_flops
+from commons.sequence_batch.fields import real_rows
+from commons.trainer.evaluation import Metrics
+from commons.trainer.launch import seed_all
+from commons.trainer.recipe import Recipe
+from sid_gr.batch_shuffler import decoder_flops
+from sid_gr.megatron_core import parallel_state
+from sid_gr.metrics import GenerationMetrics
+from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie
+from sid_gr.parallel import initialize_model_parallel
+from sid_gr.sharding import build_distributed_model
+from sid_gr.train_config import TrainConfig
+
+
+class SIDGRRecipe(Recipe):
+    """A decoder of megatron-core layers; where several ranks share one, after `initialize_model_parallel`."""
+
+    config_class = TrainConfig
+    config: TrainConfig
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device) -> SIDGRRecipe:
+        """See Recipe; ValueError for a config with tensor parallelism too, whose decoder several processes share."""
+        recipe = super().load(path, device)
+        size = recipe.config.model.tensor_model_parallel_size
+        if size > 1:
+            raise ValueError(
+                f"tensor_model_parallel_size is {size}; costs are measured in one process: measure a config with 1"
+            )
+        return recipe
+
+    @cached_property
+    def task(self) -> SelfAttentionTask:
+        """The operations of the layers."""
+        config = self._decoder_config(1)
+        return SelfAttentionTask(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.head_dim,
+            config.num_layers,
+            ffn_hidden_size=config.ffn_width,
+        )
+
+    def row_tokens(self, batch: GPTSIDBatch) -> RowTokens:
+        """Tokens of every real row, none of them a target that others do not see."""
+        return RowTokens(batch.sequence_lengths()[: real_rows(batch)])
+
+    def flops(self, batch: GPTSIDBatch) -> int:
+        """Forward and backward operations of layers and heads on a host batch; lookups are small and left out."""
+        return training_flops(int(decoder_flops(self.task, batch).sum()))
+
+    def prepare_ranks(self) -> None:
+        """Make megatron-core's groups."""
+        initialize_model_parallel(self.config.model.tensor_model_parallel_size)
+
+    @cached_property
+    def sid_map(self) -> SIDMap:
+        """Semantic IDs of the items."""
+        return self.config.sid.load_map(self.config.dataset.dataset_name, self.config.trainer.seed)
+
+    @cached_property
+    def trie(self) -> SIDTrie:
+        """The IDs that items have, which beam search looks among."""
+        return SIDTrie(self.sid_map.codes, self.sid_map.codebook_sizes)
+
+    def data_options(self) -> dict[str, Any]:
+        """The map, and the column of histories in a file of the user's own."""
+        column = {"history_column": self.config.sid.history_column}
+        return {"sid_map": self.sid_map} | (column if self.config.dataset.dataset_name == "sid" else {})
+
+    def notes(self) -> list[str]:
+        """How many users have more items than a row holds."""
+        loaders = zip(("training", "evaluation"), self.loaders)
+        datasets: dict[str, Any] = {name: loader.dataset for name, loader in loaders if loader is not None}
+        return [
+            f"{name}: {dataset.num_cut_histories:,} of {len(dataset):,} users have more than {dataset.max_items:,} "
+            f"items; {dataset.num_cut_items:,} of their oldest items are cut off"
+            for name, dataset in datasets.items()
+            if isinstance(dataset, SIDDataset) and dataset.num_cut_histories
+        ]
+
+    @cached_property
+    def model_config(self) -> SIDGRConfig:
+        """The model's own config, for the longest row of this run's data."""
+        datasets: list[Any] = [loader.dataset for loader in self.loaders if loader is not None]
+        return self._decoder_config(max(dataset.max_items for dataset in datasets))
+
+    def build_model(self) -> nn.Module:
+        """The model on all ranks: the table sharded, the decoder copied to every data-parallel rank.
+
+        Leaves the ranks with random states for their dropout: one for every data-parallel rank, since tensor-parallel
+        peers drop the same elements.
+        """
+        seed, optimizer = self.config.trainer.seed, self.config.optimizer
+        seed_all(seed)  # the same whole weights on all ranks, of which tensor-parallel ranks keep their part
+        model = SIDGRModel(
+            self.model_config,
+            trie=self.trie,
+            beam_width=self.config.trainer.top_k_for_generation,
+            feature_names=(HISTORY, CANDIDATE),
+            embedding_device=torch.device("meta"),
+        )
+        seed_all(seed + 1 + dist.get_rank())  # every rank initialises its own rows of the table
+        sharded = build_distributed_model(
+            model,
+            device=self.device,
+            embedding_optimizer=optimizer.embedding_optimizer,
+            embedding_lr=optimizer.embedding_lr,
+            sharding=optimizer.sharding,
+        )
+        seed_all(seed + 1 + dist.get_rank(resolve_process_group()))
+        return sharded
+
+    def metrics(self, model: nn.Module) -> Metrics:
+        """HitRate@K, NDCG@K and Recall@K of the items that beam search finds."""
+        trainer = self.config.trainer
+        return GenerationMetrics(trainer.eval_metrics, trainer.top_k_for_generation, device=self.device)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the shapes and the meaning of the weights."""
+        return {"model": asdict(self.model_config), **super().fingerprint()}
+
+    def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
+        """Dimensions of the layers."""
+        config = self._decoder_config(1)
+        dimensions = {
+            "hidden_size": config.hidden_size,
+            "num_heads": config.num_attention_heads,
+            "head_dim": config.head_dim,
+            "num_layers": config.num_layers,
+            "ffn_hidden_size": config.ffn_width,
+        }
+        return {"sid_gr": dimensions}
+
+    def single_process_model(self) -> nn.Module:
+        """See Recipe."""
+        # megatron-core's layers ask for their group, even where it is this process alone.
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        if not parallel_state.model_parallel_is_initialized():
+            initialize_model_parallel()
+        data: Any = self.single_loader.dataset
+        return SIDGRModel(self._decoder_config(data.max_items), feature_names=(HISTORY, CANDIDATE))
+
+    def make_batch(self, lengths: Sequence[int]) -> GPTSIDBatch:
+        """A random batch on the device; as many of a row's items are candidates as training takes."""
+        items = torch.as_tensor(lengths, dtype=torch.int64)
+        candidates = items.clamp(max=self.config.dataset.max_num_candidates or int(items.max()))
+        batch = GPTSIDBatch.random_of_lengths(
+            items - candidates,
+            candidates,
+            self.sid_map.codebook_sizes,
+            HISTORY,
+            CANDIDATE,
+            sids=torch.from_numpy(self.sid_map.codes),
+        )
+        return batch.to(self.device)
+
+    def _decoder_config(self, max_items: int) -> SIDGRConfig:
+        return self.config.model.decoder_config(codebook_sizes=self.config.sid.codebook_sizes, max_items=max_items)
+
+
+RECIPE = SIDGRRecipe
