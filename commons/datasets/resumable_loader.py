@@ -1,4 +1,4 @@
-"""The loader of batches: torchdata's StatefulDataLoader over a data set whose items are batches.
+"""The loader of batches: torch's DataLoader over a data set whose items are batches, which tells its place in the data.
 
 A worker process hands a batch over as one tensor in shared memory. Sent as it is, a batch would take a file descriptor
 and a connection for every tensor in it, which costs a worker more than to assemble a small batch.
@@ -7,15 +7,13 @@ and a connection for every tensor in it, which costs a worker more than to assem
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from commons.datasets.samplers import EpochSampler
 from commons.sequence_batch.wire import decode, encode
@@ -24,7 +22,7 @@ from commons.sequence_batch.wire import decode, encode
 _OF_A_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 
 
-class ResumableLoader(StatefulDataLoader):
+class ResumableLoader(DataLoader[Any]):
     """Batches in the order of a sampler, assembled by worker processes or by none.
 
     Args:
@@ -35,50 +33,58 @@ class ResumableLoader(StatefulDataLoader):
 
     """
 
+    sampler: EpochSampler[Any]
+
     def __init__(
         self, dataset: Dataset[Any], sampler: EpochSampler[Any], *, num_workers: int = 0, pin_memory: bool = False
     ) -> None:
-        with warnings.catch_warnings():
-            # torchdata 0.11 sets one of torch's vitals, which newer versions of torch call deprecated and ignore.
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
-            super().__init__(
-                dataset,
-                batch_size=None,  # the items of the data set are batches
-                sampler=sampler,
-                num_workers=num_workers,
-                collate_fn=wrap if num_workers > 0 else None,
-                pin_memory=pin_memory,
-                persistent_workers=num_workers > 0,
-            )
+        super().__init__(
+            dataset,
+            batch_size=None,  # the items of the data set are batches
+            sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=wrap if num_workers > 0 else None,
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+        )
+        self._latest: _Batches | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own type is private
         """Batches of the next epoch."""
-        return map(unwrap, _WithPlainErrors(super().__iter__()))
+        epoch, first_row = self.sampler.epoch, self.sampler.first_row
+        self._latest = _Batches(super().__iter__(), epoch, first_row)
+        return self._latest
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch given; what a loader of the same settings goes on from, JSON-ready."""
-        return {"num_workers": self.num_workers, "iterator": super().state_dict()}
+        """The place behind the last batch given, JSON-ready: the epoch, and its rows before it, over all ranks."""
+        epoch, row = self.sampler.epoch, self.sampler.first_row
+        if self._latest is not None and not self._latest.has_ended:
+            epoch = self._latest.epoch
+            row = self._latest.first_row + self.sampler.skip(self._latest.num_given)
+        return {"epoch": epoch, "row": row, "sampler": self.sampler.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration go on from a place; those after it draw the next epochs.
 
         Raises:
-            ValueError: no state of a loader, or that of one with another number of workers; when the iteration begins,
-                also one of other data, another batch size or another rank.
+            ValueError: no state of a loader, or that of one of other data, another batch size or another rank.
 
         """
-        if not state_dict.get("iterator") or "num_workers" not in state_dict:
+        if set(state_dict) != {"epoch", "row", "sampler"}:
             raise ValueError(
-                f"the loader's state has {list(state_dict)}; it has num_workers and, not empty, iterator: give what "
-                "state_dict() returned"
+                f"the loader's state has {list(state_dict)}; it has epoch, row and sampler: give what state_dict() "
+                "returned"
             )
-        saved = state_dict["num_workers"]
-        if saved != self.num_workers:
-            raise ValueError(
-                f"the loader's state has {saved} workers, this loader has {self.num_workers}; workers read ahead in "
-                "turn: give the same num_workers, or begin at a row with sampler.start_at"
-            )
-        super().load_state_dict(state_dict["iterator"])
+        for name, value in self.sampler.identity().items():
+            saved = state_dict["sampler"].get(name)
+            if saved != value:
+                raise ValueError(
+                    f"the loader's state has {name} {saved}, this loader has {value}; a state tells a place in one "
+                    "order of batches: make the loader as it was, or begin at a row with sampler.start_at"
+                )
+        self._latest = None
+        self.sampler.set_epoch(state_dict["epoch"])
+        self.sampler.start_at(state_dict["row"])
 
 
 @dataclass(frozen=True)
@@ -118,20 +124,35 @@ def unwrap(item: Any) -> Any:
     return item.unwrap() if isinstance(item, WrappedBatch) else item
 
 
-class _WithPlainErrors(Iterator[Any]):
-    """Batches of an iterator, whose data's errors say the same from a worker process as from this one."""
+class _Batches(Iterator[Any]):
+    """Batches of one epoch, counted; the data's errors say the same from a worker process as from this one.
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
+    Attributes:
+        epoch: that epoch.
+        first_row: its rows before the first batch, over all ranks.
+        num_given: batches given.
+        has_ended: whether there are no more.
+    """
+
+    def __init__(self, iterator: Iterator[Any], epoch: int, first_row: int) -> None:
         self._iterator = iterator
+        self.epoch, self.first_row = epoch, first_row
+        self.num_given = 0
+        self.has_ended = False
 
     def __next__(self) -> Any:
         try:
-            return next(self._iterator)
+            batch = unwrap(next(self._iterator))
+        except StopIteration:
+            self.has_ended = True
+            raise
         except (ValueError, OSError) as error:
             message = _message_in_worker(error)
             if message is None:
                 raise
             raise type(error)(message) from error
+        self.num_given += 1
+        return batch
 
 
 def _message_in_worker(error: Exception) -> str | None:

@@ -1,7 +1,7 @@
 """Which rows or batches a rank reads in an epoch, and in what order.
 
-Every iteration draws the next epoch, unless `set_epoch` chooses one. An iterator tells and takes its place in the epoch
-(`state_dict`, `load_state_dict`), which is all that a resumable loader needs.
+Every iteration draws the next epoch, unless `set_epoch` chooses one. A place in an epoch is the number of rows before
+it, over all ranks (`start_at`): it means the same to another number of ranks, and to any number of worker processes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -29,7 +29,8 @@ class EpochSampler(Sampler[T]):
     """A sampler whose order is a pure function of seed and epoch.
 
     Attributes:
-        epoch: the epoch that the next iteration draws; it rises by one when an iteration has given its first item.
+        epoch: the epoch that the next iteration draws; it rises by one when an iteration has given its first item, or
+            has none to give.
         first_row: rows at the front of the epoch, over all ranks, that the next iteration leaves out.
 
     """
@@ -69,8 +70,16 @@ class EpochSampler(Sampler[T]):
             return np.arange(size)
         return np.random.default_rng([self._seed, epoch]).permutation(size)
 
-    def __iter__(self) -> EpochIterator[T]:
-        return EpochIterator(self)
+    def __iter__(self) -> Iterator[T]:
+        return self._draw(self.epoch, self.first_row)
+
+    def _draw(self, epoch: int, first_row: int) -> Iterator[T]:
+        items = self.items(epoch, first_row)
+        first = next(items, None)
+        self.set_epoch(epoch + 1)
+        if first is not None:
+            yield first
+            yield from items
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -85,53 +94,7 @@ class EpochSampler(Sampler[T]):
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What has to be equal for a state of an iterator to mean the same items, JSON-ready."""
-
-
-class EpochIterator(Iterator[T], Generic[T]):
-    """The items of one epoch of a sampler, from a place that can be saved and restored."""
-
-    def __init__(self, sampler: EpochSampler[T]) -> None:
-        self._sampler = sampler
-        self._begin(sampler.epoch, sampler.first_row)
-
-    def _begin(self, epoch: int, first_row: int, num_given: int = 0) -> None:
-        self._epoch, self._first_row, self._num_given = epoch, first_row, num_given
-        self._items = self._sampler.items(epoch, first_row + self._sampler.skip(num_given))
-
-    def __next__(self) -> T:
-        item = next(self._items)
-        if self._num_given == 0:
-            self._sampler.set_epoch(self._epoch + 1)
-        self._num_given += 1
-        return item
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place in the epoch, JSON-ready."""
-        return {
-            "epoch": self._epoch,
-            "first_row": self._first_row,
-            "num_given": self._num_given,
-            "sampler": self._sampler.identity(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place.
-
-        Raises:
-            ValueError: a state of a sampler over other data, with another batch size, or of another rank.
-
-        """
-        for name, value in self._sampler.identity().items():
-            saved = state["sampler"].get(name)
-            if saved != value:
-                raise ValueError(
-                    f"the loader's state has {name} {saved}, this loader has {value}; a state tells a place in one "
-                    "order of batches: make the loader as it was, or begin at a row with sampler.start_at"
-                )
-        self._begin(state["epoch"], state["first_row"], state["num_given"])
-        if self._num_given:
-            self._sampler.set_epoch(self._epoch + 1)
+        """What has to be equal for a place to mean the same items, JSON-ready."""
 
 
 @dataclass(frozen=True)
