@@ -90,7 +90,7 @@ class ModelArgs:
     """Retrieval: by which cosines are divided."""
 
     def __post_init__(self) -> None:
-        # The configs of both tasks raise what is wrong with a number, whatever the data set and the task.
+        # The configs of both objectives raise what is wrong with a number, whatever the data set and the objective.
         num_tasks = self.prediction_head_arch[-1] if self.prediction_head_arch else 1
         RankingConfig(self._hstu_config(1), {"item": 1}, self.prediction_head_arch, num_tasks)
         RetrievalConfig(

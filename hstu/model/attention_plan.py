@@ -257,8 +257,8 @@ def _cut_rows(
 ) -> list[_Cut]:
     """Cut rows, longest first, into blocks; rows without history come last and are in no block.
 
-    The rule is that of ski rental: padding is accepted until it has cost as much as a new block would. So short rows
-    share a block whatever their lengths, and long ones are padded little.
+    Padding is accepted until it has cost as much as a new block would: so short rows share a block whatever their
+    lengths, and long ones are padded little.
     """
 
     def pairs(length: int, num_dense: int) -> int:

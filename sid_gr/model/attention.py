@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from sid_gr.megatron_core import PackedSeqParams
-from sid_gr.model.token_layout import RowBlock, TokenLayout
+from sid_gr.model.token_layout import DenseBlock, TokenLayout
 
 if TYPE_CHECKING:
     from sid_gr.model.decoding_cache import DecodingCache
@@ -101,7 +101,7 @@ class CausalRows(AttentionPattern):
         return torch.cat(attended)
 
 
-def pad(tokens: torch.Tensor, block: RowBlock) -> torch.Tensor:
+def pad(tokens: torch.Tensor, block: DenseBlock) -> torch.Tensor:
     """The tokens of a block, `(num_tokens, num_heads, head_dim)`, as `(num_rows, num_heads, length, head_dim)`."""
     if block.slots is not None:
         padded = tokens.new_zeros(block.num_rows * block.length, *tokens.shape[1:])
@@ -109,7 +109,7 @@ def pad(tokens: torch.Tensor, block: RowBlock) -> torch.Tensor:
     return tokens.view(block.num_rows, block.length, *tokens.shape[1:]).transpose(1, 2)
 
 
-def unpad(rows: torch.Tensor, block: RowBlock) -> torch.Tensor:
+def unpad(rows: torch.Tensor, block: DenseBlock) -> torch.Tensor:
     """The inverse of `pad`."""
     tokens = rows.transpose(1, 2).flatten(0, 1)
     return tokens if block.slots is None else tokens.index_select(0, block.slots)

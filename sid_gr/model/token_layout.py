@@ -25,7 +25,7 @@ import torch
 _DISPATCH_PAIRS = {"cpu": 2**13, "accelerator": 2**23}
 
 
-class RowBlock(NamedTuple):
+class DenseBlock(NamedTuple):
     """Rows that attend as one dense batch.
 
     Attributes:
@@ -67,7 +67,7 @@ class TokenLayout:
     last_history: torch.Tensor
     prefix_lengths: torch.Tensor
     order: torch.Tensor
-    blocks: list[RowBlock]
+    blocks: list[DenseBlock]
 
     @property
     def num_rows(self) -> int:
@@ -196,15 +196,15 @@ def lay_out(
     )
 
 
-def _cut_blocks(sorted_lengths: np.ndarray, num_heads: int, device: torch.device) -> list[RowBlock]:
+def _cut_blocks(sorted_lengths: np.ndarray, num_heads: int, device: torch.device) -> list[DenseBlock]:
     """Cut rows, longest first, into blocks; a block to be padded has an empty tensor in place of its slots.
 
-    The rule is that of ski rental: padding is accepted until it has cost as much as a block of its own would. So short
-    rows share a block whatever their lengths, and long ones are padded little.
+    Padding is accepted until it has cost as much as a block of its own would: so short rows share a block whatever
+    their lengths, and long ones are padded little.
     """
     dispatch = _DISPATCH_PAIRS["cpu" if device.type == "cpu" else "accelerator"]
     pending = torch.empty(0, dtype=torch.int64)
-    blocks: list[RowBlock] = []
+    blocks: list[DenseBlock] = []
     wasted = 0
     for row, length in enumerate(sorted_lengths.tolist()):
         if blocks:
@@ -212,14 +212,14 @@ def _cut_blocks(sorted_lengths: np.ndarray, num_heads: int, device: torch.device
             wasted += (longest * (longest + 1) - length * (length + 1)) // 2 * num_heads
             if wasted <= dispatch:
                 slots = None if length == longest else pending
-                blocks[-1] = RowBlock(first_row, num_rows + 1, num_tokens + length, longest, slots)
+                blocks[-1] = DenseBlock(first_row, num_rows + 1, num_tokens + length, longest, slots)
                 continue
-        blocks.append(RowBlock(row, 1, length, length, None))
+        blocks.append(DenseBlock(row, 1, length, length, None))
         wasted = 0
     return blocks
 
 
-def _slots(sorted_lengths: np.ndarray, block: RowBlock) -> np.ndarray:
+def _slots(sorted_lengths: np.ndarray, block: DenseBlock) -> np.ndarray:
     lengths = sorted_lengths[block.first_row : block.first_row + block.num_rows]
     return np.repeat(np.arange(block.num_rows) * block.length, lengths) + _places(lengths)
 
