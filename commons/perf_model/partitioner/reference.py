@@ -46,7 +46,11 @@ def plan(request: Request) -> Plan:
             # Home won over equal sizes, so only the bound for free sizes holds for it.
             bound, _ = counting_bound(problem.weights, num_parts, Limits.of(len(assignment), num_parts, False))
     loads = load_per_part(request.workloads, assignment, num_parts)
-    return Plan(assignment, loads, bound, 0 if cap is None else cap.limit)
+    most_tokens = 0
+    if request.max_tokens is not None and request.tokens is not None:
+        held = load_per_part(request.tokens, assignment, num_parts)
+        most_tokens = max(request.max_tokens, int(held.max()))
+    return Plan(assignment, loads, bound, most_tokens)
 
 
 def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:

@@ -179,6 +179,12 @@ def test_the_plan_does_not_share_memory_with_home():
     assert plan.assignment.tolist() == [0, 1, 1, 1]
 
 
+def test_a_cap_that_only_the_way_back_home_keeps_is_no_error():
+    values = [3, 5, 11, 13, 15, 17]  # without a home, swaps get to 33 tokens
+    plan = partition(values, 2, equal_size=False, tokens=values, max_tokens=32, home=[0, 0, 0, 0, 0, 1])
+    assert plan.loads.tolist() == [32, 32]
+
+
 def test_a_cap_wins_over_home():
     plan = partition([4, 4, 1, 1], 2, tokens=[1, 1, 9, 9], max_tokens=10, home=[0, 0, 1, 1], slack=0.0)
     assert max(sums([1, 1, 9, 9], plan.assignment.tolist(), 2)) <= 10

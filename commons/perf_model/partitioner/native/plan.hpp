@@ -223,7 +223,7 @@ inline Plan make_plan(const Request& request) {
     plan.assignment = under_cap(problem, std::move(plan.assignment), near(bound.load), cap);
     Weight reached = largest_load(cap.weights, plan.assignment, num_parts);
     if (!request.home.empty()) reached = std::min(reached, largest_load(cap.weights, request.home, num_parts));
-    plan.most_tokens = cap.limit = std::max(cap.limit, reached);
+    cap.limit = std::max(cap.limit, reached);
   }
   if (!request.home.empty()) {
     plan.assignment = stay_home(problem, std::move(plan.assignment), request, request.max_tokens ? &cap : nullptr);
@@ -231,6 +231,10 @@ inline Plan make_plan(const Request& request) {
       const Limits free = Limits::of(static_cast<Weight>(problem.weights.size()), num_parts, false);
       bound = counting_bound(problem.weights, num_parts, free);
     }
+  }
+  if (request.max_tokens) {
+    const Weight most = largest_load(request.tokens, plan.assignment, num_parts);
+    plan.most_tokens = std::max(*request.max_tokens, most);
   }
   plan.loads = load_per_part(request.workloads, plan.assignment, num_parts);
   plan.bound = bound.load;
