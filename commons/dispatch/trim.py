@@ -222,7 +222,7 @@ def find_windows(rows: Rows[Any], trims: Sequence[Trim]) -> list[Window]:
     Raises:
         KeyError, ValueError: as `trim_batch`.
     """
-    leaves = {path: (leaf_type, value) for path, leaf_type, value in rows}
+    leaves = {path: (leaf_type, value) for path, leaf_type, value in rows.leaves()}
     return [_window(trim, leaves) for trim in trims]
 
 

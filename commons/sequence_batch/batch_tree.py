@@ -80,19 +80,10 @@ def parse(value: Any, below_dataclass: bool = False) -> Node:
 
 
 def walk(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Path and node of every leaf, depth first."""
-    if node.leaf_type is not None:
-        yield path, node
+    """Path and node of everything in a tree, depth first; a path is the tuple of keys that lead to it."""
+    yield path, node
     for key, child in node.children.items():
         yield from walk(child, (*path, key))
-
-
-def walk_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Path and node of every branch, depth first."""
-    if node.kind is not None:
-        yield path, node
-    for key, child in node.children.items():
-        yield from walk_branches(child, (*path, key))
 
 
 def map_trees(nodes: Sequence[Node], function: LeafFunction, rows: int, real: int, path: Path = ()) -> Node:

@@ -45,7 +45,6 @@ from commons.sequence_batch.batch_tree import (
     parse,
     path_name,
     walk,
-    walk_branches,
 )
 from commons.sequence_batch.fields import ROW_COUNT_FIELDS, can_state_padding, common_count, real_within
 from commons.sequence_batch.plain_values import canonical_plain, encode_plain
@@ -69,8 +68,8 @@ class Rows(Generic[B]):
     real: int
 
     @classmethod
-    def of(cls, batch: B | Rows[B]) -> Rows[B]:
-        """The rows of a batch; of what is parsed already, itself.
+    def of(cls, batch: B) -> Rows[B]:
+        """Parse a batch.
 
         Raises:
             ValueError: leaves with different numbers of rows, a 0-dimensional tensor, no leaf at all, an
@@ -81,8 +80,6 @@ class Rows(Generic[B]):
         3
 
         """
-        if isinstance(batch, Rows):
-            return batch
         tree = parse(batch)
         return cls(tree, *_row_counts(tree))
 
@@ -110,26 +107,21 @@ class Rows(Generic[B]):
     @property
     def states_padding(self) -> bool:
         """Whether the batch can say which of its rows are padding."""
-        branches = (node for _, node in walk_branches(self.tree))
-        return any(node.kind == "dataclass" and can_state_padding(type(node.value)) for node in branches)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether any tensor lies on a device rather than on the host."""
-        return any(tensor.device.type != "cpu" for _, leaf_type, leaf in self for tensor in leaf_type.tensors(leaf))
+        nodes = (node for _, node in walk(self.tree))
+        return any(node.kind == "dataclass" and can_state_padding(type(node.value)) for node in nodes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors and numeric arrays; Python objects are not counted."""
         total = 0
-        for _, leaf_type, value in self:
+        for _, leaf_type, value in self.leaves():
             total += sum(tensor.numel() * tensor.element_size() for tensor in leaf_type.tensors(value))
             if isinstance(value, np.ndarray) and value.dtype != object:
                 total += value.nbytes
         return total
 
-    def __iter__(self) -> Iterator[tuple[Path, LeafType[Any], Any]]:
-        """Path, kind and value of every leaf, depth first; a path is the tuple of keys that lead to it."""
+    def leaves(self) -> Iterator[tuple[Path, LeafType[Any], Any]]:
+        """Path, kind and value of every leaf, depth first."""
         for path, node in walk(self.tree):
             if node.leaf_type is not None:
                 yield path, node.leaf_type, node.value
@@ -292,7 +284,7 @@ def _count(tree: Node) -> int:
 def _declared(tree: Node, name: str) -> dict[Path, int]:
     """What branches say of their rows: dataclasses in the field of that name, TensorDicts in their batch_size."""
     declared: dict[Path, int] = {}
-    for path, node in walk_branches(tree):
+    for path, node in walk(tree):
         if node.kind == "tensordict" and name == "batch_size":
             declared[(*path, name)] = node.value.batch_size[0]
         elif node.kind == "dataclass" and name in node.children and node.children[name].value is not None:

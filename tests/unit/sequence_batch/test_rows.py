@@ -58,7 +58,7 @@ def test_padded_rows(ids, extra):
     everything_padded = Rows.of(everything(ids)).pad(len(ids) + extra).batch
     assert count_rows(everything_padded) == len(ids) + extra and Rows.of(everything_padded).real == len(ids)
     assert as_values(select_rows(everything_padded, range(len(ids)))) == as_values(everything(ids))
-    for _, leaf_type, leaf in Rows.of(select_rows(everything_padded, range(len(ids), len(ids) + extra))):
+    for _, leaf_type, leaf in Rows.of(select_rows(everything_padded, range(len(ids), len(ids) + extra))).leaves():
         assert not any(bool(tensor.any()) for tensor in leaf_type.tensors(leaf))
 
 
@@ -80,11 +80,13 @@ def test_results_own_their_storage():
         batch = make([3, 1])
         for result in (select_rows(batch, [0, 1]), concat_rows([batch]), Rows.of(batch).pad(2).batch):
             mine = {
-                tensor.untyped_storage().data_ptr() for _, kind, leaf in Rows.of(batch) for tensor in kind.tensors(leaf)
+                tensor.untyped_storage().data_ptr()
+                for _, kind, leaf in Rows.of(batch).leaves()
+                for tensor in kind.tensors(leaf)
             }
             own = {
                 tensor.untyped_storage().data_ptr()
-                for _, kind, leaf in Rows.of(result)
+                for _, kind, leaf in Rows.of(result).leaves()
                 for tensor in kind.tensors(leaf)
             }
             assert not mine & own

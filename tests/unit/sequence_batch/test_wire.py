@@ -75,7 +75,7 @@ def test_several_batches_in_one_buffer():
     storages = [
         tensor.untyped_storage()
         for part in parts[:2]
-        for _, kind, leaf in Rows.of(decode(part)[0][0])
+        for _, kind, leaf in Rows.of(decode(part)[0][0]).leaves()
         for tensor in kind.tensors(leaf)
     ]
     assert len({storage.data_ptr() for storage in storages}) == len(storages)
