@@ -291,7 +291,7 @@ class ControlChannel:
 def open_channel(
     group: dist.ProcessGroup | None,
     timeout: float,
-    channel_type: type[C] = ControlChannel,  # type: ignore[assignment]
+    channel_type: type[C],
     *,
     moves_rows: bool = True,
 ) -> Iterator[C]:

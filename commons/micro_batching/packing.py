@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.distributed.control import open_channel
+from commons.distributed.control import ControlChannel, open_channel
 from commons.micro_batching.agreement import (
     Needs,
     all_can_make,
@@ -91,7 +91,7 @@ def pack_micro_batches(
     options: dict[str, Any] = {"spec": type(spec).__name__, "workloads given": workloads is not None}
     if isinstance(spec, MicroBatchSpec):
         options |= dataclasses.asdict(spec)
-    with open_channel(group, timeout, moves_rows=False) as channel:
+    with open_channel(group, timeout, ControlChannel, moves_rows=False) as channel:
         needs = exchange_needs(channel, options, None if offer is None else offer.needs, error)
         assert offer is not None  # noqa: S101  a mistake has been raised
         number = most_needed(needs)
