@@ -26,6 +26,7 @@ from commons.distributed.stats import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.inputs import as_slack
 from commons.perf_model.shuffle_plan import ShufflePlan
+from commons.sequence_batch.plain_values import differences
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
@@ -311,11 +312,10 @@ def _raise_for_difference(schemas: list[dict[str, Any] | None]) -> None:
     """Raise ValueError for ranks whose batches differ; None stands for a rank without a batch."""
     (first_rank, first), *others = ((rank, schema) for rank, schema in enumerate(schemas) if schema is not None)
     for rank, other in others:
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if names:
-            shown = "; ".join(f"{name!r}: {first.get(name)} and {other.get(name)}" for name in names[:3])
+        different = differences(first, other)
+        if different:
             raise ValueError(
-                f"the batches of ranks {first_rank} and {rank} differ: {shown}; rows can be mixed where type, keys, "
-                "dtypes, shapes of rows and metadata are the same on all ranks: make them equal, or name what "
-                "differs in width in Trim.fields"
+                f"the batches of ranks {first_rank} and {rank} differ: {'; '.join(different[:3])}; rows can be mixed "
+                "where type, keys, dtypes, shapes of rows and metadata are the same on all ranks: make them equal, or "
+                "name what differs in width in Trim.fields"
             )

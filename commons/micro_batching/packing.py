@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.control import ControlChannel, open_channel
+from commons.distributed.errors import attempt
 from commons.micro_batching.agreement import (
     Needs,
     all_can_make,
@@ -83,11 +84,7 @@ def pack_micro_batches(
     ([[0, 1], [2, 3]], [8, 8])
 
     """
-    offer, error = None, None
-    try:
-        offer = _Offer.of(batch, spec, lengths, workloads, loss_tokens)
-    except Exception as caught:  # every rank shall hear of it
-        error = caught
+    offer, error = attempt(lambda: _Offer.of(batch, spec, lengths, workloads, loss_tokens))
     options: dict[str, Any] = {"spec": type(spec).__name__, "workloads given": workloads is not None}
     if isinstance(spec, MicroBatchSpec):
         options |= dataclasses.asdict(spec)

@@ -6,6 +6,7 @@ import base64
 import enum
 import json
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,15 @@ def show_plain(data: Any) -> str:
     if kind in (_ENUM, _NAMED_TUPLE):
         return f"{content[0].rpartition(':')[2]}({_listed(content[1:])})"
     return f"{kind}({_listed(content) if isinstance(content, list) else content})"
+
+
+def differences(first: Mapping[str, Any], other: Mapping[str, Any], show: Callable[[Any], str] = str) -> list[str]:
+    """What differs between two descriptions of batches by name, one short text each; None stands for what is absent."""
+    return [
+        f"{name!r}: {show(first.get(name))} and {show(other.get(name))}"
+        for name in {**first, **other}
+        if first.get(name) != other.get(name)
+    ]
 
 
 def _listed(items: list[Any]) -> str:

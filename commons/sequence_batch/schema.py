@@ -24,7 +24,7 @@ from commons.sequence_batch.fields import (
     require_dataclass,
     row_count_values,
 )
-from commons.sequence_batch.plain_values import canonical_plain, decode_plain, encode_plain, show_plain
+from commons.sequence_batch.plain_values import canonical_plain, decode_plain, differences, encode_plain, show_plain
 from commons.sequence_batch.torchrec_types import empty_keyed_jagged, is_keyed_jagged
 from commons.sequence_batch.type_names import find_type, name_of, register_type
 
@@ -215,11 +215,7 @@ class BatchSchema:
             return [f"batch type {self.type_name} and {other.type_name}"]
         mine = {field.name: field for field in self.fields}
         theirs = {field.name: field for field in other.fields}
-        return [
-            f"field {name!r}: {_summary(mine.get(name))} and {_summary(theirs.get(name))}"
-            for name in {**mine, **theirs}
-            if mine.get(name) != theirs.get(name)
-        ]
+        return [f"field {text}" for text in differences(mine, theirs, _summary)]
 
 
 def _describe(name: str, value: Any) -> Field:
