@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, on any number of ranks.
+"""Checkpoints: when a run saves them, where it goes on, and all that it needs for that, on any number of ranks.
 
 All ranks write, to a folder that all of them share; `checkpoint_folder` says how it looks. torch.distributed.checkpoint
 uses pickle for its metadata: load only checkpoints that you trust.
@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from commons.trainer.args import TrainerArgs
 from commons.trainer.broadcast import broadcast_text
 from commons.trainer.checkpoint_folder import (
     DIGEST_BYTES,
@@ -69,11 +70,10 @@ class TrainProgress:
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of one run; every method is called on all ranks together.
+    """Saves and loads the checkpoints of one run; `resume` and `save` are called on all ranks together.
 
     Args:
-        folder: of the checkpoints, made if missing, shared by all ranks.
-        keep: checkpoints to keep; older ones are removed after a new one is whole.
+        args: when to save and to which folder, which all ranks share; what to go on from.
         model: on a TorchRec DistributedModelParallel, sharded tables are saved as they lie.
         optimizer: of the dense parameters.
         fingerprint: what must be equal to load a checkpoint, JSON-ready: dimensions of the model, kinds of optimizers.
@@ -82,14 +82,14 @@ class Checkpointer:
         loss_scaler: whose scale is saved and, where the checkpoint has one, loaded; None for no scale.
 
     Attributes:
-        loaded_from: the checkpoint that was loaded, if one was.
+        folder: to save to.
+        saves: whether the run saves.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        args: TrainerArgs,
         *,
-        keep: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         fingerprint: Mapping[str, Any],
@@ -97,23 +97,71 @@ class Checkpointer:
         order: Mapping[str, Any] | None = None,
         loss_scaler: LossScaler | None = None,
     ) -> None:
-        self.folder = Path(folder)
-        self._keep = keep
+        self.folder = Path(args.ckpt_save_dir)
+        self.saves = args.ckpt_save_interval > 0
+        self._args = args
+        self._saved_at = -1
         self._model, self._optimizer = model, optimizer
         # As it will be read: tuples become lists, keys strings.
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._device = device
         self._order = dict(order or {})
         self._loss_scaler = loss_scaler
-        self.loaded_from: Path | None = None
+        self._loaded_from: Path | None = None
         # Found to be damaged when this run wanted to load them; rank 0 keeps them.
         self._damaged: list[Path] = []
 
-    def save(self, progress: TrainProgress) -> Path | None:
-        """Write a checkpoint of the state after `progress.step` steps; no batch may be in flight.
+    def resume(self) -> tuple[TrainProgress, str]:
+        """Load what the settings name, and claim the folder to save to.
 
         Returns:
-            Its folder; None if it could not be written, which is logged, and leaves the checkpoints before as they are.
+            How far the run has come, and what to say about that, or "".
+
+        Raises:
+            FileNotFoundError: no checkpoint where the settings say.
+            ValueError: the checkpoint is damaged, of another model, or of another version; or the folder to save to
+                cannot be made or written, or holds checkpoints of later steps.
+        """
+        progress, said = TrainProgress(), ""
+        if self._args.ckpt_load_dir:
+            folder = Path(self._args.ckpt_load_dir)
+            # One command starts a run and, given again, goes on with it.
+            loaded = self._load(folder, may_be_empty=self.saves and folder.resolve() == self.folder.resolve())
+            if loaded is None:
+                said = f"{folder} holds no checkpoint yet: a new run"
+            else:
+                progress, said = loaded, f"resumed after step {loaded.step}, from {self._loaded_from}"
+        if self.saves:
+            if problem := self._on_rank_0(lambda: claim(self.folder, progress.step, self._damaged)):
+                raise ValueError(problem)
+            if self._loaded_from is not None and self._loaded_from.resolve().parent == self.folder.resolve():
+                self._saved_at = progress.step
+        return progress, said
+
+    def should_save(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step, counted from 1."""
+        return self.saves and step % self._args.ckpt_save_interval == 0
+
+    def has_saved(self, step: int) -> bool:
+        """Whether the state after a step needs no checkpoint (any more)."""
+        return not self.saves or self._saved_at == step
+
+    def how_to_resume(self, step: int) -> str:
+        """What to say after a run that was stopped; "" where nothing was saved."""
+        return f"; go on with --trainer.ckpt-load-dir {self._args.ckpt_save_dir}" if self._saved_at == step else ""
+
+    def require_saved(self, step: int) -> None:
+        """Raise RuntimeError if the last state of a run should have been saved and was not."""
+        if not self.has_saved(step):
+            raise RuntimeError(
+                f"the state after step {step} could not be saved to {self._args.ckpt_save_dir}; its checkpoints of "
+                "earlier steps stay: make room there and go on from the last one"
+            )
+
+    def save(self, progress: TrainProgress) -> None:
+        """Write a checkpoint of the state after `progress.step` steps; no batch may be in flight.
+
+        One that cannot be written is logged, and leaves the checkpoints before as they are.
 
         Raises:
             ArithmeticError: a weight is not finite, so that nobody could go on from this state.
@@ -133,7 +181,7 @@ class Checkpointer:
             digests, problem = self._digests_of(unfinished)
         if not problem:
             problem = self._on_rank_0(
-                lambda: complete_checkpoint(unfinished, final, self._state_of(progress), self._keep, digests)
+                lambda: complete_checkpoint(unfinished, final, self._state_of(progress), self._args.ckpt_keep, digests)
             )
         if problem:
             self._on_rank_0(lambda: discard(unfinished))
@@ -144,10 +192,10 @@ class Checkpointer:
                     problem,
                     self.folder,
                 )
-            return None
-        return final
+        else:
+            self._saved_at = progress.step
 
-    def load(self, path: str | Path, *, may_be_empty: bool = False) -> TrainProgress | None:
+    def _load(self, path: Path, *, may_be_empty: bool) -> TrainProgress | None:
         """Load a checkpoint, or the latest whole one of a folder of them; sets this rank's random states too.
 
         Every file is read once more before, to compare its digest; ranks share the files. Checkpoints of a folder that
@@ -159,13 +207,9 @@ class Checkpointer:
 
         Returns:
             How far its run had come; None for a folder that may be empty and is.
-
-        Raises:
-            FileNotFoundError: no checkpoint there.
-            ValueError: the checkpoint is damaged, of another model, or of another version.
         """
         while True:
-            mine = json.dumps(self._choose(Path(path), may_be_empty)) if dist.get_rank() == 0 else ""
+            mine = json.dumps(self._choose(path, may_be_empty)) if dist.get_rank() == 0 else ""
             answer = json.loads(broadcast_text(mine, self._device))
             if "error" in answer:
                 raise (FileNotFoundError if answer["kind"] == "FileNotFoundError" else ValueError)(answer["error"])
@@ -175,29 +219,15 @@ class Checkpointer:
             problem = self._load_from(chosen, state["digests"])
             if not problem:
                 break
-            if chosen == Path(path):
+            if chosen == path:
                 raise ValueError(problem)
             if dist.get_rank() == 0:
                 self._damaged.append(chosen)
                 warn_of_damage(problem)
-        self.loaded_from = chosen
+        self._loaded_from = chosen
         if self._loss_scaler is not None and state.get("loss_scaler"):
             self._loss_scaler.load_state_dict(state["loss_scaler"])
         return TrainProgress(**state["progress"])
-
-    def claim_folder(self, step: int) -> None:
-        """Make the folder if it is missing, and sure that its checkpoints of steps after `step` will be this run's.
-
-        Raises:
-            ValueError: the folder cannot be made or written, or holds some already.
-        """
-        problem = self._on_rank_0(lambda: claim(self.folder, step, self._damaged))
-        if problem:
-            raise ValueError(problem)
-
-    def has_loaded_own(self) -> bool:
-        """Whether the checkpoint that was loaded lies in the folder to which this run saves."""
-        return self.loaded_from is not None and self.loaded_from.resolve().parent == self.folder.resolve()
 
     def _load_from(self, path: Path, digests: Mapping[str, str]) -> str:
         """Load a checkpoint; returns on all ranks why that could not be done, or ""."""

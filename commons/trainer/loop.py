@@ -26,7 +26,7 @@ from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.trainer.args import TrainerArgs
 from commons.trainer.broadcast import broadcast_text
-from commons.trainer.checkpoint import TrainProgress
+from commons.trainer.checkpoint import Checkpointer, TrainProgress
 from commons.trainer.epochs import open_epoch, order_of
 from commons.trainer.evaluation import Evaluations, Metrics
 from commons.trainer.launch import describe_ranks
@@ -34,7 +34,6 @@ from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.meter import StepMeter, StepOutput, count_values
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.profiling import StepProfiler
-from commons.trainer.resume import RunCheckpoints
 from commons.trainer.stop import StopSignal, keep_workers
 from commons.trainer.train_log import TrainLog, TrainSummary
 
@@ -108,7 +107,7 @@ class TrainingLoop:
         )
         # Where only the number of steps is limited, the data repeats.
         self._num_epochs = args.num_epochs or (None if args.max_train_iters else 1)
-        self._checkpoints = RunCheckpoints(
+        self._checkpoints = Checkpointer(
             args,
             model=model,
             optimizer=optimizer,
@@ -117,8 +116,8 @@ class TrainingLoop:
             order=order_of(train_loader),
             loss_scaler=loss_scaler,
         )
-        self._stop = StopSignal(enabled=self._checkpoints.are_saved)
-        if self._checkpoints.are_saved:
+        self._stop = StopSignal(enabled=self._checkpoints.saves)
+        if self._checkpoints.saves:
             for loader in (getattr(train_loader, "loader", train_loader), eval_loader):
                 keep_workers(loader)
         peak_flops = peak_flops_of(device, compute_dtype) if args.peak_tflops is None else args.peak_tflops * 1e12

@@ -360,8 +360,7 @@ def _save_weights_that_are(value, folder):
     """Save a good state, then one with a spoilt weight in the shard of rank 1; what is said of that."""
     model = build_sharded()[0]
     checkpoints = Checkpointer(
-        folder,
-        keep=1,
+        TrainerArgs(1, 1, ckpt_save_dir=folder, ckpt_keep=1),
         model=model,
         optimizer=torch.optim.SGD(dense_parameters(model).values(), lr=0.1, momentum=0.9),
         fingerprint={},
