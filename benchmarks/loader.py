@@ -23,8 +23,7 @@ import torch
 
 from benchmarks.report import heading, table, write_page
 from commons.datasets.data_loader import get_data_loader
-from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.movielens_generator import generate_movielens
+from commons.datasets.generated_ratings import generate_ratings
 
 _TARGET = 20_000
 _MAX_HISTORY = 2_400  # longer than any
@@ -72,8 +71,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         users = 600 if arguments.quick else 12_000
-        generate_movielens(folder / "ml-1m.zip", num_users=users, show_progress=True)
-        preprocess_movielens(folder / "ml-1m.zip", folder, test_fraction=0.0)
+        generate_ratings(folder, num_users=users, test_fraction=0.0, show_progress=True)
         for batch_size in (32, 256):
             for num_workers in (0, 1, 2):
                 first, later, by_cpu, mean = measure(folder, batch_size, num_workers, 2 if arguments.quick else 5)

@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.raw_data.generators import GENERATORS
 from benchmarks.report import heading, table, write_page
-from commons.datasets.public_datasets import PUBLIC_DATASETS
 
 _TARGET_ROWS, _TARGET_GIB = 1e6, 2.0
 _DATASETS = {"ml-20m": "ml-20m.zip", "kuairand-1k": "KuaiRand-1K"}
@@ -72,8 +72,9 @@ def main() -> None:
             folder = Path(temporary, name)
             folder.mkdir()
             source = folder / archive
-            users = PUBLIC_DATASETS[name].num_users // (10 if arguments.quick else 1)
-            PUBLIC_DATASETS[name].generate(source, num_users=users, show_progress=True)
+            generate, published = GENERATORS[name]
+            users = published // (10 if arguments.quick else 1)
+            generate(source, num_users=users, show_progress=True)
             repeats = 1 if arguments.quick or name in _LARGE else 3
             count, found, seconds, shards, num_bytes, peak = measure(name, source, folder, repeats)
             kind = "zip" if archive.endswith(".zip") else "folder"

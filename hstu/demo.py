@@ -1,6 +1,6 @@
 """The demo: HSTU trained on two ranks, as batches are loaded and balanced, side by side.
 
-generated archive ─► preprocessor ─► ranks that train both ways ─► table, picture, JSON.
+generated ratings ─► ranks that train both ways ─► table, picture, JSON.
 
 Examples:
   python -m hstu.demo

@@ -1,6 +1,6 @@
 """The demo: a semantic-ID decoder trained on two ranks, as batches are loaded and balanced, side by side.
 
-generated archive ─► preprocessor ─► semantic IDs ─► ranks that train both ways ─► table, picture, JSON.
+generated ratings ─► semantic IDs ─► ranks that train both ways ─► table, picture, JSON.
 
 Examples:
   python -m sid_gr.demo

@@ -30,7 +30,6 @@ class Command(Protocol):
 # The module of commons.cli and the class of every subcommand.
 _COMMANDS = {
     "calibrate": ("calibrate", "Calibrate"),
-    "generate": ("generate", "Generate"),
     "make-sids": ("make_sids", "MakeSids"),
     "preprocess": ("preprocess", "Preprocess"),
     "simulate": ("simulate", "Simulate"),

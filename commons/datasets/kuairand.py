@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from commons.datasets.csv_member import CsvColumn, CsvLayout, read_csv_member, read_text_columns
-from commons.datasets.generated_archive import GENERATED_MARK
 from commons.datasets.preprocessing import OpenedArchive, Preprocessor
-from commons.datasets.raw_archive import RawArchive, open_archive
+from commons.datasets.raw_archive import GENERATED_MARK, RawArchive, open_archive
 from commons.datasets.sequence_file import HasAction, SequenceSchema
 from commons.datasets.sequence_writer import IdMap, SeenIds, SequenceSource, UserTable, encode
 from commons.datasets.user_partitions import UserPartitions, partitions_for
@@ -133,8 +132,7 @@ def _open(version: KuaiRandVersion, source: str | Path, show_progress: bool) -> 
     archive = open_archive(
         source,
         [f"{version.folder}/data", "data"],
-        f"the source is {name} as published, or its unpacked folder: correct the path, or write a generated archive "
-        f"with `evenrank generate {version.name} --output {name}`",
+        f"the source is {name} as published, or its unpacked folder: correct the path",
         show_progress=show_progress,
     )
     archive.require(

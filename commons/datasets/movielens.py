@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from commons.datasets.csv_member import CsvColumn, CsvLayout, read_csv_member
-from commons.datasets.generated_archive import GENERATED_MARK
 from commons.datasets.movielens_archive import read_movielens_archive
 from commons.datasets.preprocessing import OpenedArchive, Preprocessor
-from commons.datasets.raw_archive import RawArchive, open_archive
+from commons.datasets.raw_archive import GENERATED_MARK, RawArchive, open_archive
 from commons.datasets.sequence_file import SequenceSchema
 from commons.datasets.sequence_writer import IdMap, SeenIds, SequenceSource, UserTable, encode
 from commons.datasets.user_partitions import UserPartitions, partitions_for
@@ -61,7 +61,7 @@ SCHEMA_20M = SequenceSchema(
     tasks=(is_liked_in_halves, is_top_rated_in_halves),
 )
 # Ratings are used as they are: an embedding table for them has a row 0 that nothing uses.
-_RATINGS_1M, _RATINGS_20M = 6, 11
+RATING_VALUES, _RATINGS_20M = 6, 11
 _BYTES_PER_RATING_1M = 21
 
 
@@ -73,18 +73,11 @@ def _open_1m(source: str | Path, show_progress: bool) -> OpenedArchive:
         for num_bytes, ratings in archive.rating_batches():
             partitions.add(*(ratings[name].to_numpy() for name in ("user_id", "movie_id", "rating", "timestamp")))
             on_bytes(num_bytes)
-        user_ids = archive.users["user_id"].to_numpy()
-        order = np.argsort(user_ids)
-        encoded = {name: encode(archive.users[name]) for name in _CONTEXTUAL[1:]}
         return SequenceSource(
             interactions=partitions,
-            users=UserTable(
-                user_ids[order],
-                {name: ids[order] for name, (ids, _) in encoded.items()},
-                {name: values for name, (_, values) in encoded.items()},
-            ),
+            users=user_table(archive.users),
             items=IdMap(np.sort(archive.movies["movie_id"].to_numpy())),
-            action_vocabulary_size=_RATINGS_1M,
+            action_vocabulary_size=RATING_VALUES,
             generated=archive.generated,
             sha256=archive.checksum(),
         )
@@ -93,6 +86,23 @@ def _open_1m(source: str | Path, show_progress: bool) -> OpenedArchive:
 
 
 preprocess_movielens = Preprocessor(_open_1m)
+
+
+def user_table(users: pa.Table) -> UserTable:
+    """The users of MovieLens-1M, with ids for what is known of them.
+
+    Args:
+        users: user_id int32, each once, and the contextual features.
+
+    """
+    user_ids = users["user_id"].to_numpy()
+    order = np.argsort(user_ids)
+    encoded = {name: encode(users[name]) for name in _CONTEXTUAL[1:]}
+    return UserTable(
+        user_ids[order],
+        {name: ids[order] for name, (ids, _) in encoded.items()},
+        {name: values for name, (_, values) in encoded.items()},
+    )
 
 
 # Ids of a stream are looked up in tables with a place for each possible one; published ids are far smaller.
@@ -119,8 +129,7 @@ def _open_20m(source: str | Path, show_progress: bool) -> OpenedArchive:
     archive = open_archive(
         source,
         ["ml-20m"],
-        "the source is ml-20m.zip as published, or its unpacked folder: correct the path, or write a generated archive "
-        "with `evenrank generate ml-20m --output ml-20m.zip`",
+        "the source is ml-20m.zip as published, or its unpacked folder: correct the path",
         show_progress=show_progress,
     )
     archive.require(

@@ -18,8 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commons.datasets.generated_archive import GENERATED_MARK
-from commons.datasets.raw_archive import RawArchive, bounded_line, open_archive
+from commons.datasets.raw_archive import GENERATED_MARK, RawArchive, bounded_line, open_archive
 
 ENCODING = "latin-1"
 _BLOCK = 4 << 20
@@ -119,8 +118,7 @@ def read_movielens_archive(source: str | Path) -> MovieLensArchive:
     archive = open_archive(
         source,
         ["ml-1m"],
-        "the source is ml-1m.zip as published, or its unpacked folder: correct the path, or write a generated archive "
-        "with `evenrank generate ml-1m --output ml-1m.zip`",
+        "the source is ml-1m.zip as published, or its unpacked folder: correct the path",
     )
     archive.require(FILE_NAMES, "MovieLens-1M", "give the path of ml-1m.zip or of its unpacked folder")
     users, movies = _read_table(archive, _USERS, "user_id"), _read_table(archive, _MOVIES, "movie_id")

@@ -83,29 +83,46 @@ class Preprocessor:
         """
         check_split(test_fraction, seed)
         archive = self.open(source, show_progress)
-        target = Path(output) / f"{archive.schema.dataset_name}.parquet"
+        target = _target(archive, output)
         if Path(source).resolve().is_relative_to(target.resolve()):
             raise FileExistsError(
                 f"source is {source}, which lies in {target}; that folder is replaced by the data set: give another "
                 "output"
             )
-        disable = None if show_progress else True
-        with whole_folder(target, may_replace=is_preprocessed, what="preprocessed data set") as folder:
-            with tqdm(total=archive.num_bytes, desc="read", unit="B", unit_scale=True, disable=disable) as progress:
-                sequences = archive.read(folder / _PARTITIONS, progress.update)
-            sequences.interactions.close()
-            num_rows = sequences.interactions.num_rows
-            with tqdm(total=num_rows, desc="write", unit="row", unit_scale=True, disable=disable) as progress:
-                write_sequences(
-                    folder,
-                    archive.schema,
-                    sequences,
-                    test_fraction=test_fraction,
-                    seed=seed,
-                    on_rows=progress.update,
-                )
-            sequences.interactions.remove()
-        return target
+        return write_data_set(archive, output, test_fraction=test_fraction, seed=seed, show_progress=show_progress)
+
+
+def write_data_set(
+    archive: OpenedArchive, output: str | Path, *, test_fraction: float, seed: int, show_progress: bool
+) -> Path:
+    """Write the columnar files of what has been opened; they appear when they are complete.
+
+    Args, Returns, Raises: as `Preprocessor`.
+
+    """
+    check_split(test_fraction, seed)
+    target = _target(archive, output)
+    disable = None if show_progress else True
+    with whole_folder(target, may_replace=is_preprocessed, what="preprocessed data set") as folder:
+        with tqdm(total=archive.num_bytes, desc="read", unit="B", unit_scale=True, disable=disable) as progress:
+            sequences = archive.read(folder / _PARTITIONS, progress.update)
+        sequences.interactions.close()
+        num_rows = sequences.interactions.num_rows
+        with tqdm(total=num_rows, desc="write", unit="row", unit_scale=True, disable=disable) as progress:
+            write_sequences(
+                folder,
+                archive.schema,
+                sequences,
+                test_fraction=test_fraction,
+                seed=seed,
+                on_rows=progress.update,
+            )
+        sequences.interactions.remove()
+    return target
+
+
+def _target(archive: OpenedArchive, output: str | Path) -> Path:
+    return Path(output) / f"{archive.schema.dataset_name}.parquet"
 
 
 def check_split(test_fraction: float, seed: int) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+# First words of the README of an archive that holds generated data; published READMEs begin otherwise.
+GENERATED_MARK = "GENERATED DATA"
 _BLOCK = 1 << 20
 _MOST_EXPANSION, _ALWAYS_ALLOWED = 100, 64 << 20
 _LONGEST_LINE = 64 << 10

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.movielens_generator import generate_movielens
+from commons.datasets.generated_ratings import generate_ratings
 from commons.datasets.sequence_file import SequenceFile, SequenceFileMetadata
 from commons.trainer.args import require_at_least
 from commons.trainer.comparison import compare
@@ -73,7 +72,7 @@ class DemoOptions:
 
     @property
     def data_dir(self) -> Path:
-        """Folder of the archive and of the file that it becomes."""
+        """Folder of the data."""
         return self.run_dir / "data"
 
     def training_config(self, config_class: type[Any], path: str) -> Any:
@@ -150,7 +149,7 @@ def demo_as_rank(
 
 
 def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
-    """Generate an archive and preprocess it as the published one; what an earlier run has made serves again."""
+    """Write generated data as the preprocessor writes the published ones; what an earlier run has made serves again."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         found = SequenceFile(options.data_dir, "ml-1m", []).metadata
         if not found.generated:
@@ -160,10 +159,7 @@ def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
             )
         if (found.num_users, found.options["seed"]) == (options.num_users, options.seed):
             return found
-    archive = options.data_dir / "ml-1m.zip"
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    generate_movielens(archive, num_users=options.num_users, seed=options.seed, show_progress=True)
-    path = preprocess_movielens(archive, options.data_dir, seed=options.seed)
+    path = generate_ratings(options.data_dir, num_users=options.num_users, seed=options.seed, show_progress=True)
     return SequenceFile(path, "ml-1m", []).metadata
 
 

@@ -125,7 +125,8 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 1): Python(given.rows_of_ranks, given.results_came_home),
     ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 2): Python(given.language_model, given.whole_gradient),
     ("README.md", "Train on your data", 0): Shell(
-        prepare=("evenrank generate ml-1m --output ml-1m.zip --num-users 80",),  # in the place of the published archive
+        # In the place of the published archive.
+        prepare=("python -m benchmarks.raw_data ml-1m --output ml-1m.zip --num-users 80",),
         more={TRAIN: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "an epoch takes minutes")},
         files=("data/ml-1m.parquet/_manifest.json", "runs/train/log.jsonl"),
     ),

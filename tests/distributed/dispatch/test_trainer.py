@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
+from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.movielens_generator import generate_movielens
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import balanced
 from commons.trainer import DatasetArgs, TrainerArgs

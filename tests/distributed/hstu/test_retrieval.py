@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, padded_kjt
 from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.movielens_generator import generate_movielens
 from commons.datasets.resumable_loader import ResumableLoader
 from commons.datasets.samplers import ShardedBatchSampler
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler

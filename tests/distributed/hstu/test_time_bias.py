@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.raw_data.kuairand import generate_kuairand
 from commons.datasets import hstu_batch
 from commons.datasets.kuairand import VERSIONS, preprocess_kuairand
-from commons.datasets.kuairand_generator import generate_kuairand
 from commons.trainer.config import load_config
 from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
+from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.movielens_generator import generate_movielens
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
 from commons.trainer.args import OptimizationArgs

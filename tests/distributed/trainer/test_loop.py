@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.movielens_generator import generate_movielens
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.data import train_and_eval_loaders

@@ -8,16 +8,16 @@ import sys
 
 import pytest
 
-from commons.cli.generate import Generate
+from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.cli.main import main
+from commons.cli.preprocess import Preprocess
 from commons.datasets.sequence_file import SequenceFile
 from tests.helpers.movielens import RATINGS, write_zip
 
 
-def test_generate_then_preprocess(tmp_path, capsys):
+def test_preprocess(tmp_path, capsys):
     source, output = tmp_path / "ml-1m.zip", tmp_path / "data"
-    assert main(["generate", "ml-1m", "--output", str(source), "--num-users", "40", "--seed", "3"]) == 0
-    assert "ml-1m (generated)" in capsys.readouterr().out
+    generate_movielens(source, num_users=40, seed=3)
     arguments = ["--source", str(source), "--output", str(output), "--test-fraction", "0.5", "--seed", "1"]
     assert main(["preprocess", "ml-1m", *arguments]) == 0
     printed = capsys.readouterr()
@@ -36,18 +36,17 @@ def test_published_data_are_not_called_generated(tmp_path, capsys):
     assert "generated" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["generate", "preprocess"])
-def test_help_has_examples(command, capsys):
-    assert main([command, "--help"]) == 0
+def test_help_has_examples(capsys):
+    assert main(["preprocess", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert f"\n  evenrank {command} ml-1m --" in printed
+    assert "\n  evenrank preprocess ml-1m --" in printed
     assert "--seed" in printed
 
 
 def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    for command in ("calibrate", "generate", "make-sids", "preprocess", "simulate"):
+    for command in ("calibrate", "make-sids", "preprocess", "simulate"):
         assert f"• {command} " in printed
 
 
@@ -59,21 +58,20 @@ def test_help_lists_the_commands(capsys):
         (["preprocess", "ml-20m", "--source", "a", "--output", "b"], "ml-20m"),
         (["preprocess", "ml-1m", "--source", "a"], "--output"),
         (["preprocess", "ml-1m", "--source", "a", "--output", "b", "--bogus", "1"], "--bogus"),
-        (["generate", "ml-1m", "--output", "a.zip", "--num-users", "many"], "--num-users"),
-        (["generate", "ml-1m", "--output", "a.zip", "--num-users", "0"], "num_users is 0"),
+        (
+            ["preprocess", "ml-1m", "--source", "fine.zip", "--output", "b", "--seed", "many"],
+            "--test-fraction",
+        ),
+        (
+            ["preprocess", "ml-1m", "--source", "fine.zip", "--output", "b", "--test-fraction", "2"],
+            "test_fraction is 2",
+        ),
         (["preprocess", "ml-1m", "--source", "missing.zip", "--output", "b"], "missing.zip does not exist"),
         (["preprocess", "ml-1m", "--source", "bad.zip", "--output", "b"], "bad.zip is no complete zip file"),
         (["preprocess", "ml-1m", "--source", "bad_line.zip", "--output", "b"], "ratings.dat line 2 is '1::2'"),
         (
             ["preprocess", "ml-1m", "--source", "fine.zip", "--output", "bad.zip/sub"],
             "bad.zip/sub cannot be made a fold",
-        ),
-        (["generate", "ml-1m", "--output", "bad.zip/a.zip", "--num-users", "2"], "bad.zip cannot be made a folder"),
-        (["generate", "ml-20m", "--output", "new/a.zip", "--num-users", "-1"], "num_users is -1"),
-        (["generate", "ml-20m", "--output", "new/a.zip", "--num-users", "1" + "0" * 30], "give 1 to 99,999,999"),
-        (
-            ["generate", "ml-1m", "--output", "new/a.zip", "--num-users", "99999999"],
-            "that takes about 3,073.4 GiB of mem",
         ),
     ],
 )
@@ -92,15 +90,13 @@ def test_mistakes(tmp_path, monkeypatch, capsys, arguments, message):
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("arguments", [["preprocess", "ml-1m", "--source", "fine.zip"], ["generate", "ml-20m"]])
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys, arguments):
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_zip(tmp_path / "fine.zip", ratings=RATINGS * 5_000)
-    output = ["--output", "new/deep/out.zip"] + (["--num-users", "20"] if "generate" in arguments else [])
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))  # no file may grow beyond, as on a full disk
-        status = main([*arguments, *output])
+        status = main(["preprocess", "ml-1m", "--source", "fine.zip", "--output", "new/deep/out"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert status == 2
@@ -114,20 +110,20 @@ def test_data_are_prepared_without_waiting_for_torch(tmp_path):
     program = """
 import sys
 from commons.cli.main import main
-assert main(["generate", "ml-1m", "--output", sys.argv[1], "--num-users", "3"]) == 0
 assert main(["preprocess", "ml-1m", "--source", sys.argv[1], "--output", sys.argv[2]]) == 0
 assert main(["preprocess", "ml-1m", "--source", "no.zip", "--output", sys.argv[2]]) == 2
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "ml-1m.zip"), str(tmp_path)], check=True, timeout=60)
+    source = write_zip(tmp_path / "ml-1m.zip")
+    subprocess.run([sys.executable, "-c", program, str(source), str(tmp_path)], check=True, timeout=60)
 
 
 def test_ctrl_c(monkeypatch, capsys):
     def interrupt(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Generate, "run", interrupt)
-    assert main(["generate", "ml-1m", "--output", "a.zip"]) == 130
+    monkeypatch.setattr(Preprocess, "run", interrupt)
+    assert main(["preprocess", "ml-1m", "--source", "a.zip", "--output", "b"]) == 130
     assert capsys.readouterr().err == "evenrank: interrupted\n"
 
 

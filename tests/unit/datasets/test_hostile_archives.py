@@ -12,9 +12,9 @@ import zipfile
 
 import pytest
 
+from benchmarks.raw_data.kuairand import generate_kuairand
 from commons.datasets import raw_archive
 from commons.datasets.kuairand import VERSIONS
-from commons.datasets.kuairand_generator import generate_kuairand
 from commons.datasets.movielens import preprocess_movielens, preprocess_movielens_20m
 from commons.datasets.public_datasets import PUBLIC_DATASETS
 from tests.helpers.movielens import MOVIES, RATINGS, USERS

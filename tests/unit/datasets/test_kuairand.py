@@ -11,10 +11,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from benchmarks.raw_data.kuairand import generate_kuairand
 from commons.datasets import csv_member, user_partitions
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.kuairand import FEEDBACK_WEIGHTS, VERSIONS, preprocess_kuairand
-from commons.datasets.kuairand_generator import generate_kuairand
 from commons.datasets.sequence_file import SequenceFile
 from tests.helpers.kuairand import EARLY, LATE, LOG_HEADER, PURE, USERS, V27K, files_of, users_csv, write_tar
 

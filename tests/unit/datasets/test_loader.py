@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.movielens_generator import generate_movielens
 from commons.datasets.samplers import BatchOrderSampler, ShardedBatchSampler
 
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.raw_data.histories import lengths_with
+from benchmarks.raw_data.movielens_20m import _QUANTILES, NUM_USERS, generate_movielens_20m
 from commons.datasets import csv_member, user_partitions
 from commons.datasets.data_loader import get_data_loader
-from commons.datasets.latent_histories import lengths_with
 from commons.datasets.movielens import SCHEMA_20M, preprocess_movielens_20m
-from commons.datasets.movielens_20m_generator import _QUANTILES, NUM_USERS, generate_movielens_20m
 from commons.datasets.sequence_file import SequenceFile
 from tests.helpers.movielens_20m import HEADER, MOVIES, RATINGS, write_archive
 

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.datasets import sequence_metadata, sequence_writer, user_partitions
 from commons.datasets.data_loader import get_data_loader, list_datasets
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.datasets.movielens import SCHEMA, preprocess_movielens
-from commons.datasets.movielens_generator import generate_movielens
 from commons.datasets.sequence_dataset import SequenceDataset
 from commons.datasets.sequence_file import SequenceFile
 from tests.helpers.movielens import MOVIES, write_zip

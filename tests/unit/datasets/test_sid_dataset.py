@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.datasets import sid_histories
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.gpt_sid_batch import LABEL_NAME, codebook_offsets
 from commons.datasets.movielens import SCHEMA, preprocess_movielens
-from commons.datasets.movielens_generator import generate_movielens
 from commons.datasets.sid_dataset import SIDDataset
 from commons.datasets.sid_histories import ParquetHistories, PreprocessedHistories
 from commons.datasets.sid_map import SIDMap

@@ -3,7 +3,7 @@
 Lengths follow the counted statistics of KuaiRand-27K (27,285 users, mean 11,812, median 8,594, 100 to 228,000);
 KuaiRand-1K is a sample of the same users. KuaiRand-Pure publishes the mean alone, 52.7; its shape here is chosen. The
 rates of each kind of feedback are those of KuaiRand-27K's standard logs. The number of videos falls with that of users.
-What is watched and how it pleases comes from latent_histories. The statistics of videos are left out.
+What is watched and how it pleases comes from `histories`. The statistics of videos are left out.
 """
 
 from __future__ import annotations
@@ -20,15 +20,10 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 from tqdm import tqdm
 
-from commons.datasets.generated_archive import (
-    GENERATED_MARK,
-    ArchiveForm,
-    GeneratedArchive,
-    check_request,
-    generated_archive,
-)
+from benchmarks.raw_data.archive import ArchiveForm, GeneratedArchive, check_request, generated_archive
+from benchmarks.raw_data.histories import Items, Rows, draw_histories, lengths_with
 from commons.datasets.kuairand import KuaiRandVersion
-from commons.datasets.latent_histories import LatentItems, LatentRows, draw_histories, lengths_with
+from commons.datasets.raw_archive import GENERATED_MARK
 
 # Midnights of April 8 and 22, 2022, in China, and the last interaction.
 _FIRST_MS, _SECOND_PERIOD_MS, _LAST_MS = 1_649_347_200_000, 1_650_556_800_000, 1_652_025_130_589
@@ -68,7 +63,7 @@ _VIDEO_HEADER = (
 _README = f"""{GENERATED_MARK}: this is not {{folder}}.
 
 The files have the format of {{folder}} (https://kuairand.com/), and the lengths its statistics. Users, videos and
-interactions were drawn at random by `evenrank generate {{name}}`; none of them is real.
+interactions were drawn at random; none of them is real.
 
 users: {{num_users}}
 interactions: {{num_rows}}
@@ -129,11 +124,11 @@ def generate_kuairand(
     num_videos = max(round(size.num_videos * min(num_users / size.num_users, 1)), 1_000)
     with generated_archive(output, form) as folder:
         (folder / form.readme).write_text(
-            _README.format(folder=version.folder, name=version.name, num_users=num_users, num_rows=num_rows, seed=seed)
+            _README.format(folder=version.folder, num_users=num_users, num_rows=num_rows, seed=seed)
         )
         _write_users(folder / "data" / version.user_file, num_users, rng)
         _write_videos(folder / "data" / f"video_features_basic_{version.suffix}.csv", num_videos, rng)
-        items, video_ids = LatentItems.draw(num_videos, rng), rng.permutation(num_videos).astype(np.int32)
+        items, video_ids = Items.draw(num_videos, rng), rng.permutation(num_videos).astype(np.int32)
         with (
             _Logs(folder / "data", version) as logs,
             tqdm(
@@ -183,7 +178,7 @@ class _Logs:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def write(self, rows: LatentRows, video_ids: np.ndarray, thresholds: np.ndarray, rng: np.random.Generator) -> None:
+    def write(self, rows: Rows, video_ids: np.ndarray, thresholds: np.ndarray, rng: np.random.Generator) -> None:
         """Write the rows of some users, and a few at random."""
         num_rows = len(rows.users)
         # Not every user is there from the first day on.
@@ -201,7 +196,7 @@ class _Logs:
 
 
 def _log_columns(
-    rows: LatentRows, videos: np.ndarray, time_ms: np.ndarray, thresholds: np.ndarray, rng: np.random.Generator
+    rows: Rows, videos: np.ndarray, time_ms: np.ndarray, thresholds: np.ndarray, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
     """The 19 columns of a log, in order."""
     num_rows = len(videos)

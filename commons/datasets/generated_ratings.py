@@ -1,4 +1,4 @@
-"""A generated archive in the raw format of MovieLens-1M, for machines that cannot download the published one.
+"""Generated ratings in the columnar files of MovieLens-1M: data for the demos, with something to learn.
 
 Users, movies and ratings come from a small latent model, so that there is something to learn:
 
@@ -16,24 +16,20 @@ Lengths follow the published statistics: 20 plus a Weibull variable of shape 0.7
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pcsv
 from tqdm import tqdm
 
-from commons.datasets.generated_archive import (
-    GENERATED_MARK,
-    ArchiveForm,
-    GeneratedArchive,
-    check_request,
-    generated_archive,
-)
-from commons.datasets.movielens_archive import ENCODING, FILE_NAMES
+from commons.datasets.memory import require_memory
+from commons.datasets.movielens import RATING_VALUES, SCHEMA, user_table
+from commons.datasets.preprocessing import OpenedArchive, write_data_set
+from commons.datasets.sequence_writer import IdMap, SequenceSource
+from commons.datasets.user_partitions import UserPartitions
 
-_FORM = ArchiveForm("ml-1m", "README", FILE_NAMES)
 NUM_USERS = 6_040
 _MIN_LENGTH, _MAX_LENGTH, _MEAN_LENGTH = 20, 2_314, 1_000_209 / 6_040
 _WEIBULL_SHAPE = 0.76
@@ -44,10 +40,7 @@ _FEMALE_SHARE = 0.283
 _NUM_OCCUPATIONS = 21
 _NUM_ZIPS = 3_439
 _FIRST_SECOND, _LAST_SECOND = 956_703_932, 1_046_454_590  # April 2000 to February 2003
-_GENRES = (
-    *("Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy"),
-    *("Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
-)
+NUM_GENRES = 18
 
 _LATENT_SIZE = 16
 _NUM_PHASES = 8
@@ -58,58 +51,92 @@ _QUALITY_SCALE, _OPINION_SCALE, _MILDNESS_SCALE, _NOISE_SCALE = 0.6, 1.0, 0.4, 0
 _BYTES_PER_USER = 33_000  # memory: drawn ratings, which are all held until they are sorted
 _USERS_PER_CHUNK = 128
 
-_README = f"""{GENERATED_MARK}: this is not MovieLens-1M.
 
-The files have the format of MovieLens-1M (https://grouplens.org/datasets/movielens/1m/), and the lengths its published
-statistics. Users, movies and ratings were drawn at random by `evenrank generate ml-1m`; none of them is real.
+@dataclass(frozen=True)
+class Ratings:
+    """Generated ratings, and who gave them to what.
 
-users: {{num_users}}
-ratings: {{num_ratings}}
-seed: {{seed}}
-"""
-
-
-def generate_movielens(
-    output: str | Path, *, num_users: int = NUM_USERS, seed: int = 0, show_progress: bool = False
-) -> GeneratedArchive:
-    """Write a generated archive.
-
-    Args:
-        output: a path that ends in `.zip` becomes a zip file, any other a folder. It appears when it is complete.
-        num_users: users; the published number if not given.
-        seed: the same seed gives the same archive.
-        show_progress: show a progress bar on stderr, if that is a terminal.
-
-    Returns:
-        Where it is and what it holds.
-
-    Raises:
-        FileExistsError: something at `output` that is not an earlier archive of the same kind.
-        ValueError: `num_users` below 1 or more than there is memory for, or a negative seed.
+    Attributes:
+        movies: all movies.
+        users: all users.
+        table: user_id, movie_id, rating (1 to 5) and timestamp (seconds since 1970), int64; users in order, each one's
+            ratings in random order.
 
     """
-    output = Path(output)
-    check_request(output, _FORM, num_users=num_users, seed=seed, bytes_per_user=_BYTES_PER_USER)
-    rng = np.random.default_rng(seed)
-    genres = _draw_genres(rng)
-    movies = _draw_movies(genres, rng)
-    users = _draw_users(num_users, genres, rng)
-    ratings = _draw_ratings(movies, users, rng, show_progress)
-    readme = _README.format(num_users=num_users, num_ratings=ratings.num_rows, seed=seed)
-    contents = {
-        "README": readme.encode(ENCODING),
-        "movies.dat": movies.lines.encode(ENCODING),
-        "ratings.dat": _format_ratings(ratings),
-        "users.dat": users.lines.encode(ENCODING),
-    }
-    with generated_archive(output, _FORM) as folder:
-        for name, data in contents.items():
-            (folder / name).write_bytes(data)
-    return GeneratedArchive(output, num_users, ratings.num_rows, int(users.lengths.max()))
+
+    movies: Movies
+    users: Users
+    table: pa.Table
+
+    @classmethod
+    def draw(cls, num_users: int = NUM_USERS, *, seed: int = 0, show_progress: bool = False) -> Ratings:
+        """Draw ratings; the same seed gives the same ones.
+
+        Raises:
+            ValueError: `num_users` below 1 or more than there is memory for, or a negative seed.
+
+        """
+        if num_users < 1:
+            raise ValueError(f"num_users is {num_users}; data have at least one user: give 1 or more")
+        require_memory(num_users * _BYTES_PER_USER, f"num_users is {num_users:,}", "give fewer")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
+        rng = np.random.default_rng(seed)
+        genres = _draw_genres(rng)
+        movies = _draw_movies(genres, rng)
+        users = _draw_users(num_users, genres, rng)
+        return cls(movies, users, _draw_ratings(movies, users, rng, show_progress))
+
+
+def generate_ratings(
+    output: str | Path,
+    *,
+    num_users: int = NUM_USERS,
+    test_fraction: float = 0.1,
+    seed: int = 0,
+    show_progress: bool = False,
+) -> Path:
+    """Write generated ratings as the preprocessor of MovieLens-1M writes the published ones.
+
+    Args:
+        output: folder for `ml-1m.parquet`, made if missing.
+        num_users: users; the published number if not given.
+        test_fraction: expected part of the users in the test split, in `[0, 1]`.
+        seed: of the ratings and of the split; the same seed gives the same files.
+        show_progress: show progress bars on stderr, if that is a terminal.
+
+    Returns:
+        The folder of the data set.
+
+    Raises:
+        FileExistsError: something in the data set's place that no preprocessor wrote.
+        BlockingIOError: another process is writing to the same place.
+        ValueError: `num_users` below 1 or more than there is memory for, a fraction outside `[0, 1]`, or a
+            negative seed.
+
+    """
+    drawn = Ratings.draw(num_users, seed=seed, show_progress=show_progress)
+
+    def read(folder: Path, on_bytes: Callable[[int], object]) -> SequenceSource:
+        partitions = UserPartitions(folder, 1)
+        columns = {name: drawn.table[name].to_numpy() for name in ("user_id", "movie_id", "rating", "timestamp")}
+        ids = (columns[name].astype(np.int32) for name in ("user_id", "movie_id"))
+        partitions.add(*ids, columns["rating"], columns["timestamp"])
+        return SequenceSource(
+            interactions=partitions,
+            users=user_table(drawn.users.table),
+            items=IdMap(drawn.movies.all_ids.astype(np.int32)),
+            action_vocabulary_size=RATING_VALUES,
+            generated=True,
+            sha256="",
+        )
+
+    archive = OpenedArchive(SCHEMA, drawn.table.nbytes, read)
+    return write_data_set(archive, output, test_fraction=test_fraction, seed=seed, show_progress=show_progress)
 
 
 @dataclass(frozen=True)
-class _Movies:
+class Movies:
     """The movies that are rated, the most popular first.
 
     Attributes:
@@ -117,7 +144,9 @@ class _Movies:
         vectors: float32 `(num_movies, latent_size)`; dot products with a unit vector have a standard deviation of 1.
         quality: float32 `(num_movies,)`, mean 0 and standard deviation 1.
         popularity: float32 `(num_movies,)`, weights in the choice of a movie.
-        lines: movies.dat.
+        all_ids: int64 `(num_all,)`, ascending: the movies that nobody rates among them.
+        all_genres: up to three genres of each, int64 `(num_all, 3)`, some more than once.
+        years: int64 `(num_all,)`.
 
     """
 
@@ -125,11 +154,13 @@ class _Movies:
     vectors: np.ndarray
     quality: np.ndarray
     popularity: np.ndarray
-    lines: str
+    all_ids: np.ndarray
+    all_genres: np.ndarray
+    years: np.ndarray
 
 
 @dataclass(frozen=True)
-class _Users:
+class Users:
     """The users in the order of their ids, 1 to num_users.
 
     Attributes:
@@ -138,7 +169,7 @@ class _Users:
         taste_end: the same.
         opinion: the same: the part of the opinion that is independent of the taste.
         mildness: float32 `(num_users,)`, mean 0 and standard deviation 1.
-        lines: users.dat.
+        table: user_id and age and occupation int32, gender and zip string.
 
     """
 
@@ -147,7 +178,7 @@ class _Users:
     taste_end: np.ndarray
     opinion: np.ndarray
     mildness: np.ndarray
-    lines: str
+    table: pa.Table
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
@@ -160,31 +191,29 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 def _draw_genres(rng: np.random.Generator) -> np.ndarray:
     """Unit vectors of the genres: float32 `(num_genres, latent_size)`."""
-    return _unit(_normal(rng, len(_GENRES), _LATENT_SIZE))
+    return _unit(_normal(rng, NUM_GENRES, _LATENT_SIZE))
 
 
-def _draw_movies(genres: np.ndarray, rng: np.random.Generator) -> _Movies:
+def _draw_movies(genres: np.ndarray, rng: np.random.Generator) -> Movies:
     ids = 1 + np.sort(rng.permutation(_MAX_MOVIE_ID - 1)[: _NUM_MOVIES - 1])
     ids = np.append(ids, _MAX_MOVIE_ID)
     # One to three genres each; a repeated draw means fewer.
-    genre_ids = rng.integers(len(_GENRES), size=(_NUM_MOVIES, 3))
+    genre_ids = rng.integers(NUM_GENRES, size=(_NUM_MOVIES, 3))
     genre_ids[:, 1:] = np.where(rng.random((_NUM_MOVIES, 2)) < 0.5, genre_ids[:, :1], genre_ids[:, 1:])
     years = rng.integers(1919, 2001, _NUM_MOVIES)
-    lines = [
-        f"{movie}::Generated n° {movie}: {_GENRES[own[0]]} ({year})::{'|'.join(_GENRES[g] for g in sorted(set(own)))}\n"
-        for movie, own, year in zip(ids.tolist(), genre_ids.tolist(), years.tolist())
-    ]
     by_popularity = rng.permutation(_NUM_MOVIES)[:_NUM_RATED_MOVIES]
     own_part = _unit(_normal(rng, _NUM_RATED_MOVIES, _LATENT_SIZE))
     vectors = _unit(_unit(genres[genre_ids[by_popularity]].sum(axis=1)) + 0.5 * own_part)
     # The number of ratings of the published movies falls about like this with the rank.
     popularity = np.exp(-np.arange(_NUM_RATED_MOVIES, dtype=np.float32) / 650) + np.float32(0.002)
-    return _Movies(
+    return Movies(
         ids=ids[by_popularity],
         vectors=vectors * np.float32(np.sqrt(_LATENT_SIZE)),
         quality=_normal(rng, _NUM_RATED_MOVIES),
         popularity=popularity,
-        lines="".join(lines),
+        all_ids=ids,
+        all_genres=genre_ids,
+        years=years,
     )
 
 
@@ -200,7 +229,7 @@ def _user_lengths(num_users: int) -> np.ndarray:
     return lengths
 
 
-def _draw_users(num_users: int, genres: np.ndarray, rng: np.random.Generator) -> _Users:
+def _draw_users(num_users: int, genres: np.ndarray, rng: np.random.Generator) -> Users:
     is_female = rng.random(num_users) < _FEMALE_SHARE
     age = rng.choice(len(_AGES), num_users, p=np.array(_AGE_SHARES) / sum(_AGE_SHARES))
     occupation = rng.integers(_NUM_OCCUPATIONS, size=num_users)
@@ -209,39 +238,42 @@ def _draw_users(num_users: int, genres: np.ndarray, rng: np.random.Generator) ->
         for code in rng.integers(100_000, size=_NUM_ZIPS)
     ]
     zip_ids = rng.integers(_NUM_ZIPS, size=num_users)
-    lines = [
-        f"{user}::{'F' if female else 'M'}::{_AGES[age_id]}::{work}::{zips[zip_id]}\n"
-        for user, (female, age_id, work, zip_id) in enumerate(
-            zip(is_female.tolist(), age.tolist(), occupation.tolist(), zip_ids.tolist()), start=1
-        )
-    ]
+    table = pa.table(
+        {
+            "user_id": np.arange(1, num_users + 1, dtype=np.int32),
+            "gender": pa.array(["M", "F"]).take(pa.array(is_female.astype(np.int8))),
+            "age": np.array(_AGES, np.int32)[age],
+            "occupation": occupation.astype(np.int32),
+            "zip": pa.array(zips).take(pa.array(zip_ids)),
+        }
+    )
     # A taste is a few genres, what is usual at that gender and age, and something of its own.
     group_taste = _unit(_normal(rng, 2, len(_AGES), _LATENT_SIZE))[is_female.astype(np.int64), age]
 
     def draw_taste() -> np.ndarray:
-        own_genres = genres[rng.integers(len(_GENRES), size=(num_users, 2))].sum(axis=1)
+        own_genres = genres[rng.integers(NUM_GENRES, size=(num_users, 2))].sum(axis=1)
         return _unit(
             own_genres + np.float32(0.5) * group_taste + np.float32(0.1) * _normal(rng, num_users, _LATENT_SIZE)
         )
 
     start = draw_taste()
-    return _Users(
+    return Users(
         lengths=rng.permutation(_user_lengths(num_users)),
         taste_start=start,
         taste_end=_unit((1 - _DRIFT) * start + _DRIFT * draw_taste()),
         opinion=draw_taste(),
         mildness=_normal(rng, num_users),
-        lines="".join(lines),
+        table=table,
     )
 
 
-def _draw_ratings(movies: _Movies, users: _Users, rng: np.random.Generator, show_progress: bool) -> pa.Table:
+def _draw_ratings(movies: Movies, users: Users, rng: np.random.Generator, show_progress: bool) -> pa.Table:
     """ratings.dat as a table, users in order, each user's ratings in random order."""
     num_users = len(users.lengths)
     # Users of similar length together: a chunk looks for as many movies as its longest user needs.
     by_length = np.argsort(users.lengths, kind="stable")
     parts: list[tuple[np.ndarray, ...]] = []
-    with tqdm(total=num_users, desc="generate ml-1m", unit="user", disable=None if show_progress else True) as progress:
+    with tqdm(total=num_users, desc="generate", unit="user", disable=None if show_progress else True) as progress:
         for start in range(0, num_users, _USERS_PER_CHUNK):
             chunk = by_length[start : start + _USERS_PER_CHUNK]
             parts += _pick_movies(movies, users, chunk, rng)
@@ -267,7 +299,7 @@ def _draw_ratings(movies: _Movies, users: _Users, rng: np.random.Generator, show
 
 
 def _pick_movies(
-    movies: _Movies, users: _Users, chunk: np.ndarray, rng: np.random.Generator
+    movies: Movies, users: Users, chunk: np.ndarray, rng: np.random.Generator
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     """What the users of a chunk watch: for each phase their index, the movie's, the phase, and the opinion of it.
 
@@ -309,15 +341,3 @@ def _draw_timestamps(user: np.ndarray, phase: np.ndarray, rng: np.random.Generat
     first = np.searchsorted(user, np.arange(num_users))  # every user has ratings
     elapsed -= elapsed[first][user]
     return np.minimum(start[user] + elapsed, _LAST_SECOND).astype(np.int64)
-
-
-def _format_ratings(ratings: pa.Table) -> bytes:
-    # `a::b` is `a`, nothing and `b`, separated by single colons.
-    nothing = pa.nulls(ratings.num_rows, pa.string())
-    columns: list[pa.ChunkedArray | pa.Array] = []
-    for column in ratings.columns:
-        columns += [column, nothing]
-    table = pa.table(columns[:-1], names=[str(index) for index in range(len(columns) - 1)])
-    sink = pa.BufferOutputStream()
-    pcsv.write_csv(table, sink, pcsv.WriteOptions(include_header=False, delimiter=":", quoting_style="none"))
-    return sink.getvalue().to_pybytes()

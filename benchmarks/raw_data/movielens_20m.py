@@ -1,7 +1,7 @@
 """A generated archive in the raw format of MovieLens-20M, at any size.
 
 Lengths follow the published statistics (138,493 users, mean 144.4, quartiles 35, 68 and 155, 20 to 9,254), ratings the
-published histogram; what is watched and how it is liked comes from latent_histories. The genome files are left out.
+published histogram; what is watched and how it is liked comes from `histories`. The genome files are left out.
 """
 
 from __future__ import annotations
@@ -13,14 +13,9 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 from tqdm import tqdm
 
-from commons.datasets.generated_archive import (
-    GENERATED_MARK,
-    ArchiveForm,
-    GeneratedArchive,
-    check_request,
-    generated_archive,
-)
-from commons.datasets.latent_histories import LatentItems, LatentRows, draw_histories, lengths_with
+from benchmarks.raw_data.archive import ArchiveForm, GeneratedArchive, check_request, generated_archive
+from benchmarks.raw_data.histories import Items, Rows, draw_histories, lengths_with
+from commons.datasets.raw_archive import GENERATED_MARK
 
 NUM_USERS = 138_493
 _NUM_RATINGS = 20_000_263
@@ -38,8 +33,7 @@ _FORM = ArchiveForm("ml-20m", "README.txt", ("links.csv", "movies.csv", "ratings
 _README = f"""{GENERATED_MARK}: this is not MovieLens-20M.
 
 The files have the format of MovieLens-20M (https://grouplens.org/datasets/movielens/20m/), and the
-lengths its published statistics. Users, movies and ratings were drawn at random by `evenrank generate ml-20m`; none of
-them is real.
+lengths its published statistics. Users, movies and ratings were drawn at random; none of them is real.
 
 users: {{num_users}}
 ratings: {{num_ratings}}
@@ -73,7 +67,7 @@ def generate_movielens_20m(
     num_ratings, longest = int(lengths.sum()), int(lengths.max())
     with generated_archive(output, _FORM) as folder:
         movie_ids = _write_movies(folder, rng)
-        items = LatentItems.draw(_NUM_RATED_MOVIES, rng)
+        items = Items.draw(_NUM_RATED_MOVIES, rng)
         with (
             (folder / "ratings.csv").open("wb") as file,
             tqdm(
@@ -98,7 +92,7 @@ def generate_movielens_20m(
 
 
 def _write_movies(folder: Path, rng: np.random.Generator) -> np.ndarray:
-    """movies.csv, links.csv and an empty tags.csv; returns the ids of the rated movies in the order of LatentItems."""
+    """movies.csv, links.csv and an empty tags.csv; returns the ids of the rated movies in the order of Items."""
     ids = np.append(1 + np.sort(rng.permutation(_MAX_MOVIE_ID - 1)[: _NUM_MOVIES - 1]), _MAX_MOVIE_ID)
     genres = rng.integers(len(_GENRES), size=(_NUM_MOVIES, 2))
     years = rng.integers(1919, 2015, _NUM_MOVIES)
@@ -115,7 +109,7 @@ def _write_movies(folder: Path, rng: np.random.Generator) -> np.ndarray:
 
 
 def _write_ratings(
-    file: object, rows: LatentRows, movie_ids: np.ndarray, thresholds: np.ndarray, rng: np.random.Generator
+    file: object, rows: Rows, movie_ids: np.ndarray, thresholds: np.ndarray, rng: np.random.Generator
 ) -> None:
     movies = movie_ids[rows.items]
     stars = pa.array([f"{half / 2:.1f}" for half in range(1, 11)])
@@ -132,7 +126,7 @@ def _write_ratings(
     pcsv.write_csv(table, file, pcsv.WriteOptions(include_header=False, quoting_style="none"))
 
 
-def _draw_timestamps(rows: LatentRows, rng: np.random.Generator) -> np.ndarray:
+def _draw_timestamps(rows: Rows, rng: np.random.Generator) -> np.ndarray:
     """Seconds, rising within a user: most rate for a few days, some for years."""
     user = rows.users - rows.users[0]
     num_users = int(user[-1]) + 1

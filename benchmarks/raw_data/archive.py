@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from commons.datasets.memory import require_memory
+from commons.datasets.raw_archive import GENERATED_MARK
 from commons.datasets.whole_folder import check_replaceable, owned_folder, parents_of, require_there, whole_folder
 
-# First words of the README of an archive that a generator wrote; published READMEs begin otherwise.
-GENERATED_MARK = "GENERATED DATA"
 # Fixed, so that the same contents give the same bytes.
 _ZIP_TIME = (2000, 1, 1, 0, 0, 0)
 _TAR_TIME = 946_684_800

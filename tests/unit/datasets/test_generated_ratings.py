@@ -1,4 +1,4 @@
-"""The generated archive: the published statistics, and something to learn."""
+"""Generated ratings, as columnar files and as a raw archive: the published statistics, and something to learn."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc
 
+from benchmarks.raw_data.movielens_1m import generate_movielens
+from commons.datasets.generated_ratings import _user_lengths, generate_ratings
 from commons.datasets.movielens import preprocess_movielens
 from commons.datasets.movielens_archive import read_movielens_archive
-from commons.datasets.movielens_generator import _user_lengths, generate_movielens
 from commons.datasets.sequence_file import SequenceFile
 
 
@@ -58,6 +59,16 @@ def test_archive_has_the_published_format(archive, archive_path):
     assert times.max() <= 1_046_454_590
     with zipfile.ZipFile(archive_path) as members:
         assert members.read("ml-1m/README").startswith(b"GENERATED DATA")
+
+
+def test_the_files_are_those_that_the_archive_becomes(tmp_path):
+    written = generate_ratings(tmp_path / "written", num_users=80, seed=2, test_fraction=0.2)
+    archive = generate_movielens(tmp_path / "ml-1m.zip", num_users=80, seed=2)
+    expected = preprocess_movielens(archive.path, tmp_path / "read", seed=2, test_fraction=0.2)
+    files = [path.relative_to(expected) for path in sorted(expected.rglob("*.parquet"))]
+    assert len(files) > 4 and files == [path.relative_to(written) for path in sorted(written.rglob("*.parquet"))]
+    assert all((written / file).read_bytes() == (expected / file).read_bytes() for file in files)
+    assert SequenceFile(written, "ml-1m", []).metadata.generated
 
 
 def test_same_seed_same_bytes(tmp_path):
