@@ -1,39 +1,40 @@
 """CSV members of raw archives, read as a stream of checked columns.
 
-Input: a stream of a CSV file with a header line, and the wanted columns. Output: numpy columns, batch by batch. Arrow
-parses whole blocks at once; only when a block is wrong is the file read again, line by line, to name the line.
+Input: a stream of a CSV file with a header line, and the wanted columns. Output: columns, batch by batch. Arrow parses
+whole blocks at once and says which row is wrong.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
-import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pcsv
 
-from commons.datasets.raw_archive import RawArchive, bounded_line
+from commons.datasets.raw_archive import LONGEST_LINE, bounded_line, overlong_line
 
 _BLOCK = 8 << 20
-_NUMBER = {True: re.compile(r"\d{1,18}"), False: re.compile(r"\d{1,9}(\.\d{1,9})?")}
-_ARROW_TYPES = {"int32": pa.int32(), "int64": pa.int64(), "float32": pa.float32()}
+_ARROW_TYPES = {"int32": pa.int32(), "int64": pa.int64(), "float32": pa.float32(), "text": pa.string()}
 _LONGEST_SHOWN = 80
+# What Arrow says of a row, with its number, the header line left out.
+_BAD_VALUE = re.compile(r"In CSV column #(\d+): Row #(\d+): .*?invalid value '(.*)'", re.DOTALL)
+_BAD_ROW = re.compile(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
+_REMEDY = "mend it or download the archive again"
 
 
 @dataclass(frozen=True)
 class CsvColumn:
-    """A column of numbers.
+    """A column.
 
     Attributes:
         name: in the header.
-        dtype: of the result: "int32", "int64", or "float32" where numbers may have a fraction.
+        dtype: of the result: "int32", "int64", "float32" where numbers may have a fraction, or "text".
         low: smallest number.
         high: largest number.
         rule: what the column holds, for errors: "seconds since 1970".
@@ -42,13 +43,15 @@ class CsvColumn:
 
     name: str
     dtype: str
-    low: float
-    high: float
-    rule: str
+    low: float = 0
+    high: float = 0
+    rule: str = "a text"
 
-    def fits(self, text: str) -> bool:
-        """Whether a field holds such a number."""
-        return bool(_NUMBER[self.dtype != "float32"].fullmatch(text)) and self.low <= float(text) <= self.high
+    def first_outside(self, values: np.ndarray) -> int | None:
+        """The first number out of range, NaN included; None if there is none."""
+        if self.dtype == "text" or not len(values) or (values.min() >= self.low and values.max() <= self.high):
+            return None
+        return int((~((values >= self.low) & (values <= self.high))).argmax())
 
 
 @dataclass(frozen=True)
@@ -68,174 +71,113 @@ class CsvLayout:
 
 
 def read_csv_member(
-    archive: RawArchive, name: str, stream: io.RawIOBase, layout: CsvLayout, on_bytes: Callable[[int], object]
-) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    where: str, stream: io.RawIOBase | io.BytesIO, layout: CsvLayout, on_bytes: Callable[[int], object]
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read the columns of a member.
 
     Args:
-        archive: that holds the member; a malformed line is looked for in a fresh stream of it.
-        name: of the member.
+        where: archive and member, for errors.
         stream: the member.
         layout: of the member.
         on_bytes: called with the number of bytes read.
 
     Yields:
-        The line number of the batch's first row, and the columns by name, each `(num_rows,)`.
+        The line number of the batch's first row, and the columns by name: arrays `(num_rows,)`, or lists of text.
 
     Raises:
         ValueError: a missing column, or a malformed or overlong line, which is named by its number.
 
     """
-    where = f"{archive.path}: {name}"
-    counting = _CountingStream(stream, on_bytes)
-    header = _fields(counting.first_line(f"{where} line 1"), f"{where} line 1")
-    _check_header(header, where, layout.title, [column.name for column in layout.columns])
-    line, problem = 2, ""
+    lines = _Lines(stream, on_bytes)
+    header = _fields(lines.first(f"{where} line 1"), f"{where} line 1")
+    missing = [column.name for column in layout.columns if header.count(column.name) != 1]
+    if missing:
+        raise ValueError(
+            f"{where} has columns {', '.join(header) or 'none'}, but not {', '.join(missing)}, or not once; it is to "
+            f"be {layout.title}: give the archive as published"
+        )
+    line = 2
     try:
         reader = pcsv.open_csv(
-            counting,
-            read_options=pcsv.ReadOptions(block_size=_BLOCK, column_names=header),
+            lines,
+            # With threads the errors would not say which row.
+            read_options=pcsv.ReadOptions(block_size=_BLOCK, column_names=header, use_threads=False),
             parse_options=pcsv.ParseOptions(ignore_empty_lines=False),
             convert_options=pcsv.ConvertOptions(
                 include_columns=[column.name for column in layout.columns],
                 column_types={column.name: _ARROW_TYPES[column.dtype] for column in layout.columns},
                 null_values=[],
-                check_utf8=False,
+                check_utf8=any(column.dtype == "text" for column in layout.columns),
             ),
         )
         for batch in reader:
-            columns = {column.name: batch.column(column.name).to_numpy() for column in layout.columns}
-            if not all(_in_range(columns[column.name], column) for column in layout.columns):
-                problem = "a number is out of range"
-                break
+            columns = {}
+            for column in layout.columns:
+                values = batch.column(column.name)
+                columns[column.name] = values.to_pylist() if column.dtype == "text" else values.to_numpy()
+                index = column.first_outside(columns[column.name])
+                if index is not None:
+                    raise _bad_value(where, line + index, column, str(columns[column.name][index]))
             yield line, columns
             line += batch.num_rows
     except pa.ArrowInvalid as error:
-        problem = str(error).splitlines()[0]
-        if counting.is_empty and layout.may_be_empty:
-            return
-    if problem:
-        with contextlib.closing(archive.streams([name])) as streams:
-            _raise_for_line(next(streams)[1], where, layout, problem)
+        nothing_read = line == 2 and "Empty CSV" in str(error)
+        if not (nothing_read and (layout.may_be_empty or lines.is_overlong)):
+            raise _described(str(error), where, layout, header, nothing_read) from error
+    if lines.is_overlong:
+        raise overlong_line(f"{where} line {line}")
 
 
-def _in_range(values: np.ndarray, column: CsvColumn) -> bool:
-    # NaN is no number within bounds.
-    return not len(values) or bool(values.min() >= column.low and values.max() <= column.high)
-
-
-def _check_header(header: list[str], where: str, title: str, names: Sequence[str]) -> None:
-    missing = [name for name in names if header.count(name) != 1]
-    if missing:
-        raise ValueError(
-            f"{where} has columns {', '.join(header) or 'none'}, but not {', '.join(missing)}, or not once; it is to "
-            f"be {title}: give the archive as published"
-        )
-
-
-def _raise_for_line(stream: io.RawIOBase, where: str, layout: CsvLayout, problem: str) -> NoReturn:
-    """Raise ValueError for the first malformed line."""
-    header: list[str] = []
-    number = 0
-    for number, line in enumerate(_lines(io.BufferedReader(stream, _BLOCK), where), start=1):
-        fields = _fields(line, f"{where} line {number}")
-        if number == 1:
-            header = fields
-        elif len(fields) != len(header):
-            raise ValueError(
-                f"{where} line {number} is {_shorten(','.join(fields))}, {len(fields)} fields; the header has "
-                f"{len(header)}: mend it or download the archive again"
-            )
-        else:
-            for column in layout.columns:
-                text = fields[header.index(column.name)]
-                if not column.fits(text):
-                    raise ValueError(
-                        f"{where} line {number} has {column.name} {_shorten(text)}; {column.name} is {column.rule}: "
-                        "mend it or download the archive again"
-                    )
-    if number < 2:
-        raise ValueError(
+def _described(problem: str, where: str, layout: CsvLayout, header: list[str], is_empty: bool) -> ValueError:
+    """The error for what Arrow says."""
+    if is_empty:
+        return ValueError(
             f"{where} has no line below its header; it is to be {layout.title}: download the archive again"
         )
-    raise ValueError(f"{where} cannot be read ({problem}); it is to be {layout.title}: download the archive again")
+    if found := _BAD_ROW.match(problem):
+        row, expected, got, text = found.groups()
+        return ValueError(
+            f"{where} line {int(row) + 1} is {_shorten(text)}, {got} fields; the header has {expected}: {_REMEDY}"
+        )
+    if found := _BAD_VALUE.match(problem):
+        place, row, text = found.groups()
+        column = next(each for each in layout.columns if each.name == header[int(place)])
+        return _bad_value(where, int(row) + 1, column, text)
+    first = problem.splitlines()[0]
+    return ValueError(f"{where} cannot be read ({first}); it is to be {layout.title}: download the archive again")
 
 
-def _lines(reader: Any, where: str) -> Iterator[str]:
-    """Lines of a buffered reader."""
-    for number in itertools.count(1):
-        line = bounded_line(reader, f"{where} line {number}")
-        if not line:
-            return
-        yield line.decode("utf-8-sig" if number == 1 else "utf-8", errors="replace")
+def _bad_value(where: str, line: int, column: CsvColumn, text: str) -> ValueError:
+    return ValueError(
+        f"{where} line {line} has {column.name} {_shorten(text)}; {column.name} is {column.rule}: {_REMEDY}"
+    )
 
 
 def _fields(line: str, where: str) -> list[str]:
     try:
         return next(csv.reader([line.rstrip("\r\n")]), [])
     except csv.Error as error:
-        raise _no_csv(where, error) from error
-
-
-def _no_csv(where: str, error: csv.Error) -> ValueError:
-    return ValueError(
-        f"{where} is no line of a CSV file ({error}); fields are separated by commas and lines by line feeds: download "
-        "the archive again"
-    )
-
-
-def read_text_columns(data: bytes, names: Sequence[str], where: str, title: str) -> dict[str, list[str]]:
-    """Columns of a small CSV file as text.
-
-    Args:
-        data: the file.
-        names: of the columns; others are passed over.
-        where: archive and member, for errors.
-        title: what the file is, for errors.
-
-    Raises:
-        ValueError: a missing column, a line with another number of fields than the header, or one of more than 64 KiB.
-
-    """
-    rows = csv.reader(_lines(io.BytesIO(data), where))
-    columns: dict[str, list[str]] = {name: [] for name in names}
-    try:
-        _fill_columns(columns, rows, where, title)
-    except csv.Error as error:
-        raise _no_csv(f"{where} line {rows.line_num}", error) from error
-    return columns
-
-
-def _fill_columns(columns: dict[str, list[str]], rows: Any, where: str, title: str) -> None:
-    header: list[str] = next(rows, [])
-    _check_header(header, where, title, list(columns))
-    # One string for all rows that hold it.
-    known: dict[str, dict[str, str]] = {name: {} for name in columns}
-    places = [(header.index(name), values, known[name]) for name, values in columns.items()]
-    for fields in rows:
-        if len(fields) != len(header):
-            raise ValueError(
-                f"{where} line {rows.line_num} is {_shorten(','.join(fields))}, {len(fields)} fields; the header has "
-                f"{len(header)}: mend it or download the archive again"
-            )
-        for place, values, texts in places:
-            values.append(texts.setdefault(fields[place], fields[place]))
+        raise ValueError(
+            f"{where} is no line of a CSV file ({error}); fields are separated by commas and lines by line feeds: "
+            "download the archive again"
+        ) from error
 
 
 def _shorten(text: str) -> str:
     return repr(text) if len(text) <= _LONGEST_SHOWN else repr(text[:_LONGEST_SHOWN]) + " …"
 
 
-class _CountingStream(io.RawIOBase):
-    """A stream whose header line is taken off first, and whose bytes are counted."""
+class _Lines(io.RawIOBase):
+    """A stream whose header line is taken off first, whose bytes are counted, and which ends at an overlong line."""
 
-    def __init__(self, stream: io.RawIOBase, on_bytes: Callable[[int], object]) -> None:
+    def __init__(self, stream: io.RawIOBase | io.BytesIO, on_bytes: Callable[[int], object]) -> None:
         super().__init__()
-        self._buffered = io.BufferedReader(stream, _BLOCK)
+        self._buffered = io.BufferedReader(stream, _BLOCK)  # type: ignore[type-var]  # BytesIO has all that it takes
         self._on_bytes = on_bytes
-        self.is_empty = True  # below the header
+        self._tail = b""  # of a line whose end has not been read
+        self.is_overlong = False
 
-    def first_line(self, where: str) -> str:
+    def first(self, where: str) -> str:
         line = bounded_line(self._buffered, where)
         self._on_bytes(len(line))
         return line.decode("utf-8-sig", errors="replace")
@@ -243,8 +185,20 @@ class _CountingStream(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
-        count = self._buffered.readinto(buffer)
-        self.is_empty = self.is_empty and count == 0
-        self._on_bytes(count)
-        return count
+    def read(self, size: int = -1) -> bytes:
+        """Whole lines, as many as fit."""
+        if self.is_overlong:
+            return b""
+        new = self._buffered.read(size - len(self._tail))
+        self._on_bytes(len(new))
+        block = self._tail + new
+        end = block.rfind(b"\n") + 1 if new else 0
+        start = 0
+        while len(block) - start > LONGEST_LINE:
+            found = block.rfind(b"\n", start, start + LONGEST_LINE)
+            if found < 0:
+                self.is_overlong = True
+                return block[:start]
+            start = found + 1
+        self._tail = block[end:] if end else b""
+        return block[:end] if end else block

@@ -11,6 +11,7 @@ these eight in order: the first is a click.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from commons.datasets.csv_member import CsvColumn, CsvLayout, read_csv_member, read_text_columns
+from commons.datasets.csv_member import CsvColumn, CsvLayout, read_csv_member
 from commons.datasets.preprocessing import OpenedArchive, Preprocessor
 from commons.datasets.raw_archive import GENERATED_MARK, RawArchive, open_archive
 from commons.datasets.sequence_file import HasAction, SequenceSchema
@@ -64,6 +65,7 @@ _LOG = CsvLayout(
     ),
     may_be_empty=True,  # one of a few users may be
 )
+_USERS = CsvLayout("KuaiRand's user features", (_LOG.columns[0], *(CsvColumn(name, "text") for name in USER_FEATURES)))
 _BYTES_PER_ROW = 70
 
 
@@ -146,7 +148,7 @@ def _open(version: KuaiRandVersion, source: str | Path, show_progress: bool) -> 
         partitions = UserPartitions(folder, partitions_for(num_bytes / _BYTES_PER_ROW))
         known, videos = IdMap(users.user_ids), SeenIds()
         for log, stream in archive.streams(version.log_names):
-            for line, columns in read_csv_member(archive, log, stream, _LOG, on_bytes):
+            for line, columns in read_csv_member(f"{archive.path}: {log}", stream, _LOG, on_bytes):
                 _check_users(archive, log, line, columns["user_id"], known, version)
                 weights = np.zeros(len(columns["user_id"]), np.int16)
                 for feedback, weight in FEEDBACK_WEIGHTS.items():
@@ -169,22 +171,18 @@ def _open(version: KuaiRandVersion, source: str | Path, show_progress: bool) -> 
 
 def _read_users(archive: RawArchive, version: KuaiRandVersion) -> UserTable:
     where = f"{archive.path}: {version.user_file}"
-    columns = read_text_columns(
-        archive.read(version.user_file), ["user_id", *USER_FEATURES], where, "KuaiRand's user features"
-    )
-    raw = columns.pop("user_id")
-    if not raw:
-        raise ValueError(f"{where} has no line below its header; a data set has users: download the archive again")
-    seen: set[int] = set()
-    for line, text in enumerate(raw, start=2):
-        if not _LOG.columns[0].fits(text):
-            raise ValueError(
-                f"{where} line {line} has user_id {text!r}; user_id is {_ID_RULE}: download the archive again"
-            )
-        if int(text) in seen:
-            raise ValueError(f"{where} line {line} has user_id {text} again; every user has one line: remove the line")
-        seen.add(int(text))
-    user_ids = np.array(raw, dtype=np.int64).astype(np.int32)
+    stream = io.BytesIO(archive.read(version.user_file))
+    columns: dict[str, list[Any]] = {name: [] for name in ("user_id", *USER_FEATURES)}
+    for _, batch in read_csv_member(where, stream, _USERS, lambda count: None):
+        for name, values in columns.items():
+            values.extend(batch[name])
+    user_ids = np.array(columns.pop("user_id"), dtype=np.int32)
+    first = np.unique(user_ids, return_index=True)[1]
+    if len(first) < len(user_ids):
+        again = np.setdiff1d(np.arange(len(user_ids)), first)[0]
+        raise ValueError(
+            f"{where} line {again + 2} has user_id {user_ids[again]} again; every user has one line: remove the line"
+        )
     order = np.argsort(user_ids)
     # A missing value is a value of its own, the empty text.
     encoded = {name: encode(values) for name, values in columns.items()}

@@ -143,7 +143,7 @@ def _open_20m(source: str | Path, show_progress: bool) -> OpenedArchive:
         partitions = UserPartitions(folder, partitions_for(archive.sizes[_RATINGS_FILE] / _BYTES_PER_RATING))
         users = SeenIds()
         for name, stream in archive.streams([_RATINGS_FILE]):
-            for line, columns in read_csv_member(archive, name, stream, _RATINGS_CSV, on_bytes):
+            for line, columns in read_csv_member(f"{archive.path}: {name}", stream, _RATINGS_CSV, on_bytes):
                 halves = np.rint(columns["rating"] * 2).astype(np.int16)
                 _check_ratings(archive, line, columns, halves, items)
                 users.add(columns["userId"])
@@ -179,7 +179,7 @@ def _movie_ids(archive: RawArchive) -> np.ndarray:
     batches = [
         columns["movieId"]
         for name, stream in archive.streams([_MOVIES_FILE])
-        for _, columns in read_csv_member(archive, name, stream, _MOVIES_CSV, lambda count: None)
+        for _, columns in read_csv_member(f"{archive.path}: {name}", stream, _MOVIES_CSV, lambda count: None)
     ]
     movies, counts = np.unique(np.concatenate(batches), return_counts=True)
     if counts.max() > 1:

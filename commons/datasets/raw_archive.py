@@ -28,7 +28,7 @@ from tqdm import tqdm
 GENERATED_MARK = "GENERATED DATA"
 _BLOCK = 1 << 20
 _MOST_EXPANSION, _ALWAYS_ALLOWED = 100, 64 << 20
-_LONGEST_LINE = 64 << 10
+LONGEST_LINE = 64 << 10
 _MOST_IN_MEMORY = 256 << 20
 _MOST_MEMBERS = 10_000
 _README_BYTES = 1 << 20
@@ -361,13 +361,18 @@ def bounded_line(reader: Any, where: str) -> bytes:
         ValueError: a line of more than 64 KiB; `where` says which one.
 
     """
-    line = reader.readline(_LONGEST_LINE + 1)
-    if len(line) > _LONGEST_LINE:
-        raise ValueError(
-            f"{where} has more than {_LONGEST_LINE:,} bytes, which is the most that a line may have: mend it or "
-            "download the archive again"
-        )
+    line = reader.readline(LONGEST_LINE + 1)
+    if len(line) > LONGEST_LINE:
+        raise overlong_line(where)
     return line
+
+
+def overlong_line(where: str) -> ValueError:
+    """The error for a line of more than 64 KiB."""
+    return ValueError(
+        f"{where} has more than {LONGEST_LINE:,} bytes, which is the most that a line may have: mend it or download "
+        "the archive again"
+    )
 
 
 @contextlib.contextmanager

@@ -58,14 +58,8 @@ def test_help_lists_the_commands(capsys):
         (["preprocess", "ml-20m", "--source", "a", "--output", "b"], "ml-20m"),
         (["preprocess", "ml-1m", "--source", "a"], "--output"),
         (["preprocess", "ml-1m", "--source", "a", "--output", "b", "--bogus", "1"], "--bogus"),
-        (
-            ["preprocess", "ml-1m", "--source", "fine.zip", "--output", "b", "--seed", "many"],
-            "--test-fraction",
-        ),
-        (
-            ["preprocess", "ml-1m", "--source", "fine.zip", "--output", "b", "--test-fraction", "2"],
-            "test_fraction is 2",
-        ),
+        (["preprocess", "ml-1m", "--source", "fine.zip", "--output", "b", "--seed", "many"], "--seed"),
+        (["preprocess", "ml-1m", "--source", "fine.zip", "--output", "b", "--seed", "-1"], "seed is -1"),
         (["preprocess", "ml-1m", "--source", "missing.zip", "--output", "b"], "missing.zip does not exist"),
         (["preprocess", "ml-1m", "--source", "bad.zip", "--output", "b"], "bad.zip is no complete zip file"),
         (["preprocess", "ml-1m", "--source", "bad_line.zip", "--output", "b"], "ratings.dat line 2 is '1::2'"),

@@ -121,7 +121,7 @@ class TestBadArchives:
             ("7,50,3.5,99999999999999999999", "line 4 has timestamp '99999999999999999999'"),
             ("7,50,3.5", "line 4 is '7,50,3.5', 3 fields; the header has 4"),
             ("7,50,3.5,1,1", "line 4 is '7,50,3.5,1,1', 5 fields"),
-            ("", "line 4 is '', 0 fields"),
+            ("", "line 4 has userId ''"),
             ("7,50,nan,1", "line 4 has rating 'nan'"),
             ("7,50,0.0,1", "line 4 has rating '0.0'"),
             ("7,50,5.5,1", "line 4 has rating '5.5'"),
