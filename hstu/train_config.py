@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from commons.checks import require_at_least
 from commons.datasets.data_loader import HSTU_DATASETS, SID_DATASETS
 from commons.datasets.sequence_metadata import TIMESTAMP
 from commons.trainer import DatasetArgs, TrainerArgs
@@ -16,7 +17,7 @@ from commons.trainer.optimizers import OptimizerArgs
 from commons.trainer.sharding import Sharding
 from commons.trainer.shuffler import require_shuffler
 from hstu.model import ExecutionConfig, HSTUConfig, RankingConfig, RetrievalConfig
-from hstu.model.config import ComputeDtype, InBatchPool, KernelBackend, PositionBias, require_at_least_one
+from hstu.model.config import ComputeDtype, InBatchPool, KernelBackend, PositionBias
 
 
 @dataclass
@@ -103,7 +104,7 @@ class ModelArgs:
         )
         for name in ("item_embedding_dim", "contextual_embedding_dim"):
             if getattr(self, name) is not None:
-                require_at_least_one(name, getattr(self, name))
+                require_at_least(name, getattr(self, name), 1)
 
     def on(self, device: torch.device) -> ModelArgs:
         """These settings with what they leave to the device."""

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import tyro
 
+from commons.checks import require_at_least
 from commons.datasets.random_distribution import RANDOM_DATASETS
 from commons.datasets.sid_builders import DEFAULT_HISTORY_COLUMN
 from commons.datasets.sid_map import SIDMap
 from commons.datasets.sid_random_dataset import random_sid_map
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.args import require_at_least
 from commons.trainer.optimizers import OptimizerArgs
 from commons.trainer.shuffler import require_shuffler
 from sid_gr.metrics import parse_metric

@@ -8,9 +8,9 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from commons.checks import as_count
 from commons.dispatch.planning import part_indices, split_rows, take_part
-from commons.distributed.stats import imbalance
-from commons.perf_model.partitioner.inputs import as_count
+from commons.perf_model.loads import imbalance
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")

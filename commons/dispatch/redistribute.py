@@ -22,7 +22,7 @@ from commons.dispatch.planning import as_int64_ids, plan_redistribution
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows, join_trimmed, trim_rows
 from commons.distributed.control import open_channel
 from commons.distributed.errors import attempt
-from commons.distributed.stats import imbalance
+from commons.perf_model.loads import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.inputs import as_slack
 from commons.perf_model.shuffle_plan import ShufflePlan

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from commons.checks import as_count
 from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.exchange import Piece, exchange
 from commons.dispatch.planning import part_indices, split_rows, take_part
@@ -21,7 +22,6 @@ from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
 from commons.distributed.control import open_channel
 from commons.distributed.errors import attempt
 from commons.perf_model.partitioner import Partition
-from commons.perf_model.partitioner.inputs import as_count
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")

@@ -25,7 +25,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.process_group import all_gather_single
-from commons.perf_model.shuffle_plan import ShufflePlan, sum_by_rank
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.fields import batch_device, copy_batch, row_count_values
 from commons.sequence_batch.jagged import permute_segments
 

@@ -9,8 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from commons.perf_model.loads import imbalance
 from commons.perf_model.shuffle_plan import ShufflePlan
 
 
@@ -99,10 +98,6 @@ class ShuffleStats:
         return dataclasses.asdict(self)
 
 
-def imbalance(loads: np.ndarray) -> float:
-    """Largest load divided by the mean, minus 1; 0 for no load at all."""
-    total = int(loads.sum())
-    return 0.0 if total == 0 else int(loads.max()) * len(loads) / total - 1.0
 
 
 def stats_of_plan(

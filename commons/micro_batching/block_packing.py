@@ -14,10 +14,11 @@ from commons.micro_batching.allocation import get_allocate_fn
 from commons.micro_batching.fewest_groups import as_groups
 from commons.micro_batching.first_fit import split_heaviest
 from commons.micro_batching.spec import MicroBatchSpec
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import partition
 from commons.perf_model.partitioner.bounds import counting_bound
 from commons.perf_model.partitioner.exchange import Cap
-from commons.perf_model.partitioner.problem import Problem, load_per_part
+from commons.perf_model.partitioner.problem import Problem
 from commons.perf_model.partitioner.refined import near
 from commons.perf_model.partitioner.refinement import refine
 
@@ -107,7 +108,7 @@ class BlockPacking:
             best_effort=True,
         )
         counts = np.bincount(plan.assignment, minlength=number)
-        if int(counts.min()) > 0 and int(load_per_part(self.tokens, plan.assignment, number).max()) <= budget:
+        if int(counts.min()) > 0 and int(sum_by_rank(plan.assignment, self.tokens, number).max()) <= budget:
             return plan.groups()
         # The planner did not get under the budget. The packing is, and exchanges balance it from there.
         weights, parts = self._by_weight(workloads, groups)

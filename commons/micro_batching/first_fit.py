@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.lpt import lpt
-from commons.perf_model.partitioner.problem import Limits, load_per_part
+from commons.perf_model.partitioner.problem import Limits
 
 
 def first_fit(weights: np.ndarray, capacity: int) -> np.ndarray:
@@ -121,7 +122,7 @@ def split_heaviest(weights: np.ndarray, groups: np.ndarray, num_groups: int) -> 
     counts = np.bincount(groups)
     groups = (np.cumsum(counts > 0) - 1)[groups]
     for new in range(int(np.count_nonzero(counts)), num_groups):
-        loads, counts = load_per_part(weights, groups, new), np.bincount(groups, minlength=new)
+        loads, counts = sum_by_rank(groups, weights, new), np.bincount(groups, minlength=new)
         heaviest = int(np.where(counts > 1, loads, -1).argmax())
         rows = np.flatnonzero(groups == heaviest)
         halves = lpt(weights[rows], 2, Limits(0, len(rows)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from commons.perf_model.partitioner.problem import Limits, load_per_part
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.partitioner.problem import Limits
 from commons.perf_model.partitioner.refined import TOLERANCE
 
 # Rounds per group after which the groups are as level as they will get.
@@ -45,7 +46,7 @@ class _Groups:
     def __init__(self, weights: np.ndarray, parts: np.ndarray, num_groups: int, limits: Limits) -> None:
         self.weights = np.append(weights, np.zeros(num_groups, np.int64))  # (n + k,)
         self.parts = np.append(parts, np.arange(num_groups))  # (n + k,)
-        self.loads = load_per_part(weights, parts, num_groups)  # (k,)
+        self.loads = sum_by_rank(parts, weights, num_groups)  # (k,)
         self._counts = np.bincount(parts, minlength=num_groups)  # (k,)
         self._limits = limits
         self._num_rows = len(parts)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from commons.checks import as_count
 from commons.micro_batching.l2_bound import l2_bound
-from commons.perf_model.partitioner.inputs import as_count, as_int64_workloads
-from commons.perf_model.partitioner.problem import load_per_part
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.partitioner.inputs import as_int64_workloads
 
 
 def packing_metrics(
@@ -56,7 +57,7 @@ def packing_metrics(
     """
     array = as_int64_workloads(values, "values")
     capacity = as_count(capacity, "capacity", 1)
-    loads = load_per_part(array, _group_of_each(groups, len(array)), len(groups))
+    loads = sum_by_rank(_group_of_each(groups, len(array)), array, len(groups))
     total, num_groups = int(array.sum()), len(groups)
     largest, smallest, mean = int(loads.max()), int(loads.min()), total / num_groups
     deviation = float(np.std(loads))

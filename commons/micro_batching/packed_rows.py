@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from commons.checks import require_at_least
+
 MaskKind = Literal["block_diagonal", "causal"]
 
 # The label that PyTorch's and Hugging Face's losses leave out.
@@ -103,8 +105,7 @@ def pack_rows(
     """
     if mask not in (None, "block_diagonal", "causal"):
         raise ValueError(f"mask is {mask!r}; it must be 'block_diagonal', 'causal' or None: choose one")
-    if isinstance(pad_to_multiple_of, bool) or not isinstance(pad_to_multiple_of, int) or pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of!r}; it must be an integer of at least 1: raise it")
+    require_at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
     fields = dict(batch.items())
     lengths, places, shape = _token_places(fields)
     num_tokens = places.numel()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from commons.checks import require_at_least
 from commons.micro_batching.allocation import get_allocate_fn
 
 Order = Literal["heaviest_first", "light_ends"]
@@ -41,16 +42,11 @@ class MicroBatchSpec:
 
     def __post_init__(self) -> None:
         for name in ("n_mbs", "granularity", "n_mbs_divisor"):
-            _require_positive(name, getattr(self, name), "an integer of at least 1")
+            require_at_least(name, getattr(self, name), 1)
         if self.max_tokens_per_mb is not None:
-            _require_positive("max_tokens_per_mb", self.max_tokens_per_mb, "an integer of at least 1, or None")
+            require_at_least("max_tokens_per_mb", self.max_tokens_per_mb, 1)
         get_allocate_fn(self.packing_algorithm)
         if self.order not in get_args(Order):
             raise ValueError(
                 f"order is {self.order!r}; it must be one of {', '.join(map(repr, get_args(Order)))}: choose one"
             )
-
-
-def _require_positive(name: str, value: Any, rule: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be {rule}: correct it")

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import lower_bound, partition
 
 
@@ -134,13 +135,6 @@ class ShufflePlan:
 
     def _sum_by(self, rank: np.ndarray, values: np.ndarray) -> np.ndarray:
         return sum_by_rank(rank, values, self.gathered.num_ranks)
-
-
-def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:
-    """int64 `(num_ranks,)` sums of `values` by `rank`, exact (a float bincount would round beyond 2**53)."""
-    totals = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(totals, rank, values)
-    return totals
 
 
 def stay_home(gathered: GatheredRows, max_tokens: int | None = None, pads: bool = True) -> ShufflePlan:

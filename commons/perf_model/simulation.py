@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from commons.perf_model.calibration import Calibration
-from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle, sum_by_rank
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 
 
 @dataclass(frozen=True)

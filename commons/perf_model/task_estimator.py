@@ -14,6 +14,8 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 
+from commons.checks import require_at_least
+
 IntLike = TypeVar("IntLike", int, np.ndarray, torch.Tensor)
 
 _INT64_MAX = 2**63 - 1
@@ -119,8 +121,7 @@ class AttentionTask(ABC):
             value = getattr(self, item.name)
             if isinstance(item.default, bool) or value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{item.name} is {value!r}; a model dimension must be a positive integer: correct it")
+            require_at_least(item.name, value, 1)
 
     @abstractmethod
     def _pairs(self, seqlen: Any, num_targets: Any, num_contextual: Any) -> Any:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from commons.checks import require_at_least
 from commons.datasets.event_columns import EventColumns
 from commons.datasets.random_distribution import RANDOM_DATASETS, LengthDistribution
 from commons.distributed.options import ShufflerOptions
@@ -282,14 +283,6 @@ class DatasetArgs:
         if self.dataset_name in RANDOM_DATASETS:
             return {"num_batches": self.num_batches, "length_distribution": self.length_distribution}
         return {"columns": self.columns} if self.columns.is_given else {}
-
-
-def require_at_least(name: str, value: Any, least: int) -> None:
-    """Raise ValueError unless `value` is an integer of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}; it is an integer of at least {least}: correct it")
-    if value > _MOST:
-        raise ValueError(f"{name} is {value!r}; it is an integer of at least {least} and below 2**63: lower it")
 
 
 def is_positive(value: Any, most: float = sys.float_info.max) -> bool:

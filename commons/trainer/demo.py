@@ -1,6 +1,6 @@
 """A model's demo: a recipe on generated data, trained on ranks as batches are loaded and balanced, side by side.
 
-generated archive ─► preprocessor ─► ranks, which torchrun starts with the same command ─► table, picture, JSON.
+generated ratings ─► ranks, which torchrun starts with the same command ─► table, picture, JSON.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from commons.checks import require_at_least
 from commons.datasets.generated_ratings import generate_ratings
 from commons.datasets.sequence_file import SequenceFile, SequenceFileMetadata
-from commons.trainer.args import require_at_least
 from commons.trainer.comparison import compare
 from commons.trainer.comparison_report import Wording, report
 from commons.trainer.config import load_config_file

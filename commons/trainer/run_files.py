@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commons.datasets.whole_folder import whole_file
+
 CONFIG_FILE, LOG_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER = "config.json", "log.jsonl", "summary.json", "tensorboard"
 
 
@@ -64,9 +66,8 @@ def evaluation_in(records: list[dict[str, Any]], step: int) -> dict[str, float]:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file aside and give it its name, so that it is never half there."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    with whole_file(path) as file:
+        file.write(text.encode())
 
 
 def without_nan(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from commons.checks import require_at_least
+
 PositionBias = Literal["direct", "bucketed", "none"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 KernelBackend = Literal["pytorch", "hstu_attn"]
@@ -109,7 +111,7 @@ class HSTUConfig:
             "target_group_size",
             "time_buckets",
         ):
-            require_at_least_one(name, getattr(self, name))
+            require_at_least(name, getattr(self, name), 1)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
         _require_one_of("position_bias", self.position_bias, PositionBias)
@@ -146,7 +148,7 @@ class SequenceModelConfig:
         if not self.embedding_tables:
             raise ValueError("embedding_tables is empty; every feature needs a table: give its number of rows by name")
         for name, num_rows in self.embedding_tables.items():
-            require_at_least_one(f"embedding_tables[{name!r}]", num_rows)
+            require_at_least(f"embedding_tables[{name!r}]", num_rows, 1)
         unknown = [name for name in self.embedding_dims if name not in self.embedding_tables]
         if unknown:
             raise ValueError(
@@ -154,7 +156,7 @@ class SequenceModelConfig:
                 "table: correct the names"
             )
         for name, width in self.embedding_dims.items():
-            require_at_least_one(f"embedding_dims[{name!r}]", width)
+            require_at_least(f"embedding_dims[{name!r}]", width, 1)
 
     @property
     def table_widths(self) -> dict[str, int]:
@@ -182,9 +184,9 @@ class RankingConfig(SequenceModelConfig):
         super().__post_init__()
         # A configuration file has lists.
         object.__setattr__(self, "prediction_head_arch", tuple(self.prediction_head_arch))
-        require_at_least_one("num_tasks", self.num_tasks)
+        require_at_least("num_tasks", self.num_tasks, 1)
         for width in self.prediction_head_arch:
-            require_at_least_one("a width in prediction_head_arch", width)
+            require_at_least("a width in prediction_head_arch", width, 1)
         if not self.prediction_head_arch or self.prediction_head_arch[-1] != self.num_tasks:
             raise ValueError(
                 f"prediction_head_arch is {list(self.prediction_head_arch)}, num_tasks is {self.num_tasks}; the last "
@@ -254,12 +256,6 @@ class RetrievalConfig(SequenceModelConfig):
     def item_dim(self) -> int:
         """Width of the items' table, in which queries and items are compared."""
         return self.table_widths[self.item_feature_name]
-
-
-def require_at_least_one(name: str, value: int) -> None:
-    """Raise ValueError unless `value` is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it counts something: give an integer of at least 1")
 
 
 def _require_one_of(name: str, value: str, kind: Any) -> None:

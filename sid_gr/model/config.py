@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from commons.checks import require_at_least
+
 HeadKind = Literal["separate", "shared"]
 
 
@@ -54,12 +56,12 @@ class SIDGRConfig:
         if not self.codebook_sizes:
             raise ValueError("codebook_sizes is empty; an item has at least one code: give the size of every codebook")
         for size in self.codebook_sizes:
-            _require_at_least_one("a size in codebook_sizes", size)
+            require_at_least("a size in codebook_sizes", size, 1)
         for name in ("max_items", "hidden_size", "num_layers", "num_attention_heads", "tensor_model_parallel_size"):
-            _require_at_least_one(name, getattr(self, name))
+            require_at_least(name, getattr(self, name), 1)
         for name in ("kv_channels", "ffn_hidden_size"):
             if getattr(self, name) is not None:
-                _require_at_least_one(name, getattr(self, name))
+                require_at_least(name, getattr(self, name), 1)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size is {self.hidden_size}, num_attention_heads is {self.num_attention_heads}; without "
@@ -98,9 +100,3 @@ class SIDGRConfig:
     def max_sequence_length(self) -> int:
         """The most tokens of a row: BOS and all codes but the last one, which predicts nothing."""
         return self.max_items * self.num_hierarchies
-
-
-def _require_at_least_one(name: str, value: int) -> None:
-    """Raise ValueError unless `value` is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it counts something: give an integer of at least 1")

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from commons.perf_model.partitioner.problem import Limits, load_per_part
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.partitioner.problem import Limits
 
 # The row that a move brings back.
 NO_ROW = -1
@@ -79,11 +80,11 @@ class WorkingPlan:
     ) -> None:
         self.weights = weights
         self.parts = parts.copy()
-        self.loads = load_per_part(weights, parts, num_parts)
+        self.loads = sum_by_rank(parts, weights, num_parts)
         self.counts = np.bincount(parts, minlength=num_parts)
         self._limits = limits
         self._cap = cap
-        self._held = None if cap is None else load_per_part(cap.weights, parts, num_parts)
+        self._held = None if cap is None else sum_by_rank(parts, cap.weights, num_parts)
 
     def may_move(self, pairs: Pairs) -> np.ndarray:
         """Whether the counts allow a move within each pair, bool `(p,)`."""

@@ -118,17 +118,6 @@ def _bad_value(name: str, index: int, value: Any) -> ValueError:
     return ValueError(f"{name}[{index}] is {value}; {rule}: correct the cost model or the data")
 
 
-def as_count(value: Any, name: str, minimum: int) -> int:
-    """An integer that is at least `minimum`; ValueError otherwise."""
-    try:
-        integer = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}; it must be an integer: pass one") from None
-    if integer < minimum:
-        raise ValueError(f"{name} is {integer}; it must be at least {minimum}: raise it")
-    return integer
-
-
 def as_home(home: Any, num_rows: int, k_partitions: int) -> np.ndarray:
     """The partition each row is in now, as int64 `(n,)`; ValueError unless each lies in `[0, k_partitions)`."""
     array = _as_int64(home, "home")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.exchange import (
     NO_ROW,
     Cap,
@@ -20,7 +21,7 @@ from commons.perf_model.partitioner.exchange import (
     first_best,
     pair_up,
 )
-from commons.perf_model.partitioner.problem import Limits, load_per_part
+from commons.perf_model.partitioner.problem import Limits
 
 # A token over the network between nodes costs as much as this many within a node.
 NODE_COST = 4
@@ -183,7 +184,7 @@ def even_counts(weights: np.ndarray, num_parts: int, limits: Limits, limit: int,
 
     """
     counts = np.bincount(home.parts, minlength=num_parts)
-    loads = load_per_part(weights, home.parts, num_parts)
+    loads = sum_by_rank(home.parts, weights, num_parts)
     quota = np.clip(counts, limits.min_count, limits.max_count)
     # What the limits leave over, or lack, is settled with the fullest and emptiest ones.
     fullest = np.argsort(-counts, kind="stable")
@@ -256,4 +257,4 @@ def relabel(parts: np.ndarray, rows: np.ndarray, names: np.ndarray, home: Home) 
 def _sum_by_key(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct keys, ascending, and the sum of the values of each."""
     distinct, place = np.unique(keys, return_inverse=True)
-    return distinct, load_per_part(values, place, len(distinct))
+    return distinct, sum_by_rank(place, values, len(distinct))

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from commons.checks import as_count
 from commons.perf_model.partitioner import reference
-from commons.perf_model.partitioner.inputs import as_count, as_home, as_int64_workloads, as_slack
+from commons.perf_model.partitioner.inputs import as_home, as_int64_workloads, as_slack
 from commons.perf_model.partitioner.native_core import core_for
 from commons.perf_model.partitioner.problem import INT64_MAX
 from commons.perf_model.partitioner.request import Plan, Request

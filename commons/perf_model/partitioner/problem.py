@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from commons.perf_model.loads import sum_by_rank
+
 INT64_MAX = 2**63 - 1
 # Most that workloads or tokens may sum up to: loads stay int64 when a slack of 1 doubles them.
 MOST_LOAD = 2**62 - 1
@@ -68,15 +70,8 @@ class Problem:
 
     def loads(self, parts: np.ndarray) -> np.ndarray:
         """Load of each partition, int64 `(k,)`."""
-        return load_per_part(self.weights, parts, self.num_parts)
+        return sum_by_rank(parts, self.weights, self.num_parts)
 
     def largest_load(self, parts: np.ndarray) -> int:
         """Load of the heaviest partition."""
         return int(self.loads(parts).max())
-
-
-def load_per_part(weights: np.ndarray, parts: np.ndarray, num_parts: int) -> np.ndarray:
-    """Sum of `weights` in each partition, int64 `(num_parts,)`; exact, unlike a weighted bincount."""
-    loads = np.zeros(num_parts, np.int64)
-    np.add.at(loads, parts, weights)
-    return loads

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.bounds import Split, counting_bound
 from commons.perf_model.partitioner.differencing import differencing
 from commons.perf_model.partitioner.exchange import Cap
 from commons.perf_model.partitioner.lpt import lpt
 from commons.perf_model.partitioner.memory import under_cap
-from commons.perf_model.partitioner.problem import Limits, Problem, load_per_part
+from commons.perf_model.partitioner.problem import Limits, Problem
 from commons.perf_model.partitioner.refined import near, refined
 from commons.perf_model.partitioner.request import Plan, Request
 from commons.perf_model.partitioner.snake import snake
@@ -45,10 +46,10 @@ def plan(request: Request) -> Plan:
         if not problem.limits.keep(np.bincount(assignment, minlength=num_parts)):
             # Home won over equal sizes, so only the bound for free sizes holds for it.
             bound, _ = counting_bound(problem.weights, num_parts, Limits.of(len(assignment), num_parts, False))
-    loads = load_per_part(request.workloads, assignment, num_parts)
+    loads = sum_by_rank(assignment, request.workloads, num_parts)
     most_tokens = 0
     if request.max_tokens is not None and request.tokens is not None:
-        held = load_per_part(request.tokens, assignment, num_parts)
+        held = sum_by_rank(assignment, request.tokens, num_parts)
         most_tokens = max(request.max_tokens, int(held.max()))
     return Plan(assignment, loads, bound, most_tokens)
 
@@ -62,4 +63,4 @@ def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
 def _least_of_largest(tokens: np.ndarray, assignment: np.ndarray, request: Request) -> int:
     """Most tokens of a partition in the plan, or at home if it is less there."""
     plans = [assignment] if request.home is None else [assignment, request.home]
-    return min(int(load_per_part(tokens, parts, request.num_parts).max()) for parts in plans)
+    return min(int(sum_by_rank(parts, tokens, request.num_parts).max()) for parts in plans)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from commons.perf_model.loads import imbalance
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
@@ -31,8 +33,7 @@ class Partition:
     @property
     def imbalance(self) -> float:
         """Largest load ÷ mean load − 1; 0.0 if there is no load."""
-        total = int(self.loads.sum())
-        return int(self.loads.max()) * len(self.loads) / total - 1.0 if total else 0.0
+        return imbalance(self.loads)
 
     @property
     def optimality_gap(self) -> float:

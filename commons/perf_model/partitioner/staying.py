@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.exchange import Cap
 from commons.perf_model.partitioner.locality import Home, even_counts, relabel, repair
 from commons.perf_model.partitioner.memory import under_cap
-from commons.perf_model.partitioner.problem import Problem, load_per_part
+from commons.perf_model.partitioner.problem import Problem
 from commons.perf_model.partitioner.refined import refined_to
 from commons.perf_model.partitioner.refinement import refine
 
@@ -125,7 +126,7 @@ def _movable(sizes: np.ndarray) -> np.ndarray:
 
 
 def _largest(weights: np.ndarray, parts: np.ndarray, num_parts: int) -> int:
-    return int(load_per_part(weights, parts, num_parts).max())
+    return int(sum_by_rank(parts, weights, num_parts).max())
 
 
 def with_slack(load: int, slack: float) -> int:

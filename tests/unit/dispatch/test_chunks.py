@@ -103,7 +103,7 @@ def test_results_of_chunks_may_be_of_another_kind():
         (dense([])[:0], 1, [], {}, "the batch has 0 rows that are no padding; at least one is needed"),
         (padded_batch([], 3), 1, [1, 1, 1], {}, "the batch has 0 rows that are no padding"),
         (dense([1]), 2, [1], {}, r"number of rows is 1, that of parts \(chunks or ranks\) is 2; .* or pad=True"),
-        (dense([1, 2]), 0, [1, 2], {}, "num_chunks is 0; it must be at least 1"),
+        (dense([1, 2]), 0, [1, 2], {}, "num_chunks is 0; it must be an integer of at least 1"),
         (dense([1, 2]), 1.5, [1, 2], {}, "num_chunks is 1.5; it must be an integer"),
         ({"a": dense([1, 2]), "b": dense([1])}, 1, [1, 2], {}, "disagree on the number of rows: {'a': 2, 'b': 1}"),
         (dense([1, 2]), 2, [1], {}, "workloads has 1 entries, there are 2 rows"),

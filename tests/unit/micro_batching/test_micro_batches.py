@@ -262,7 +262,7 @@ def test_the_spec_in_toml_and_flags(tmp_path):
         ({"n_mbs": True}, "n_mbs is True"),
         ({"granularity": -2}, "granularity is -2"),
         ({"n_mbs_divisor": 0}, "n_mbs_divisor is 0"),
-        ({"max_tokens_per_mb": 0}, "max_tokens_per_mb is 0; it must be an integer of at least 1, or None"),
+        ({"max_tokens_per_mb": 0}, "max_tokens_per_mb is 0; it must be an integer of at least 1"),
         ({"packing_algorithm": "FFD"}, "packing_algorithm is 'FFD'; it must be one of 'ffd', 'kk', 'refined'"),
         ({"packing_algorithm": None}, "packing_algorithm is None"),
         ({"order": "random"}, "order is 'random'; it must be one of 'heaviest_first', 'light_ends'"),

@@ -201,10 +201,10 @@ def test_one_row_and_rows_without_tokens():
         ((["a"], 8), "values has dtype"),
         (([[1], [2]], 8), r"values has shape \(2, 1\)"),
         (([2**61, 2**61], 2**62), r"the sum of values is 4611686018427387904; it must be below 2\^62"),
-        (([1], 0), "capacity is 0; it must be at least 1"),
+        (([1], 0), "capacity is 0; it must be an integer of at least 1"),
         (([1], 2.5), "capacity is 2.5; it must be an integer"),
-        (([1], 2, 0), "min_groups is 0; it must be at least 1"),
-        (([1], 2, 1, 0), "n_groups_divisor is 0; it must be at least 1"),
+        (([1], 2, 0), "min_groups is 0; it must be an integer of at least 1"),
+        (([1], 2, 1, 0), "n_groups_divisor is 0; it must be an integer of at least 1"),
     ],
 )
 def test_mistakes_are_one_line(allocate, arguments, message):

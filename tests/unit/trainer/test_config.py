@@ -141,7 +141,10 @@ def test_lengths_of_random_data_by_file_and_by_flag(tmp_path):
             r"NetworkArgs.norm_epsilon \(remove it\)",
         ),
         (TOML.replace("= 4", '= "4"'), "run.toml: trainer.train_batch_size is '4'; it must be int: correct it"),
-        (TOML.replace("= 4", "= 0"), "run.toml: train_batch_size is 0; it is an integer of at least 1: correct it"),
+        (
+            TOML.replace("= 4", "= 0"),
+            "run.toml: train_batch_size is 0; it must be an integer of at least 1: correct it",
+        ),
         (TOML.replace("eval_batch_size = 8", ""), "trainer.eval_batch_size is missing; it has no default: add it"),
         (TOML.replace("slack = 0.5", 'mode = "on"'), "trainer.shuffler.mode is 'on'; it must be .*'balance'"),
         ('shuffler_type = "hst"\n' + TOML, "shuffler_type is 'hst'; registered are .*hstu.*: choose one"),
@@ -231,7 +234,10 @@ def test_a_huge_seed(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--trainer.train-batch-size", "0"], "^train_batch_size is 0; it is an integer of at least 1: correct it"),
+        (
+            ["--trainer.train-batch-size", "0"],
+            "^train_batch_size is 0; it must be an integer of at least 1: correct it",
+        ),
         (["--trainer.train-batch-sise", "4"], "^Unrecognized options: --trainer.train-batch-sise.*Perhaps you meant"),
         (["--trainer.train-batch-size", "many"], "--trainer.train-batch-size"),
         (["--config"], "--config is without a value"),

@@ -1,0 +1,39 @@
+"""Checks of integers that a user gives."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+_MOST = 2**63 - 1
+
+
+def require_at_least(name: str, value: Any, least: int) -> None:
+    """Raise ValueError unless `value` is an `int` from `least` to 2^63 − 1; for fields that become JSON."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _no_integer(name, value, least)
+    as_count(value, name, least)
+    if value > _MOST:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least} and below 2**63: lower it")
+
+
+def as_count(value: Any, name: str, least: int) -> int:
+    """Any integer, numpy's included, as an `int`; ValueError unless it is at least `least`.
+
+    >>> as_count(2.0, "num_chunks", 1)
+    Traceback (most recent call last):
+        ...
+    ValueError: num_chunks is 2.0; it must be an integer of at least 1: correct it
+
+    """
+    try:
+        integer = operator.index(value)
+    except TypeError:
+        raise _no_integer(name, value, least) from None
+    if integer < least:
+        raise _no_integer(name, integer, least)
+    return integer
+
+
+def _no_integer(name: str, value: Any, least: int) -> ValueError:
+    return ValueError(f"{name} is {value!r}; it must be an integer of at least {least}: correct it")

@@ -1,0 +1,18 @@
+"""What ranks, partitions or groups hold in sum, and how unevenly."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int64 `(num_ranks,)` sums of `values` by `rank`, exact: a float bincount rounds beyond 2^53."""
+    totals = np.zeros(num_ranks, np.int64)
+    np.add.at(totals, rank, values)
+    return totals
+
+
+def imbalance(loads: np.ndarray) -> float:
+    """Largest load divided by the mean, minus 1; 0.0 if there is no load."""
+    total = int(loads.sum())
+    return int(loads.max()) * len(loads) / total - 1.0 if total else 0.0
