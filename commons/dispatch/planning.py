@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from commons.perf_model.partitioner import Partition, as_int64_workloads, partition
 from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.partitioner import Partition, as_int64_workloads, partition
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
 from commons.sequence_batch.rows import Rows
 

@@ -98,8 +98,6 @@ class ShuffleStats:
         return dataclasses.asdict(self)
 
 
-
-
 def stats_of_plan(
     plan: ShufflePlan,
     step: int,
