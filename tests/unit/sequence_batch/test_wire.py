@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.rows import Rows
+from commons.sequence_batch.schema import register_batch_type
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 from tests.helpers.any_batches import KINDS, as_values, dense, nested
 from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
@@ -133,3 +134,13 @@ def test_what_cannot_be_sent():
         with pytest.raises(TypeError, match=message):
             encode(batch)
     assert type(there_and_back(OrderedDict(x=dense([1])))[0][0]) is OrderedDict
+
+
+def test_a_registered_class_is_found_wherever_it_was_made():
+    @register_batch_type
+    @dataclass
+    class Registered:
+        x: torch.Tensor
+
+    (result,), _ = there_and_back(Registered(dense([1, 2])))
+    assert type(result) is Registered and torch.equal(result.x, dense([1, 2]))
