@@ -47,21 +47,20 @@ class ResumableLoader(DataLoader[Any]):
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
         )
-        self._latest: _Batches | None = None
+        self._place: _Place | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own type is private
         """Batches of the next epoch."""
-        epoch, first_row = self.sampler.epoch, self.sampler.first_row
-        self._latest = _Batches(super().__iter__(), epoch, first_row)
-        return self._latest
+        place = self._place = _Place(self.sampler.epoch, self.sampler.first_row)
+        return _Batches(super().__iter__(), place)
 
     def state_dict(self) -> dict[str, Any]:
         """The place behind the last batch given, JSON-ready: the epoch, and its rows before it, over all ranks."""
-        epoch, row = self.sampler.epoch, self.sampler.first_row
-        if self._latest is not None and not self._latest.has_ended:
-            epoch = self._latest.epoch
-            row = self._latest.first_row + self.sampler.skip(self._latest.num_given)
-        return {"epoch": epoch, "row": row, "sampler": self.sampler.identity()}
+        place = self._place
+        if place is None or place.has_ended:
+            place = _Place(self.sampler.epoch, self.sampler.first_row)
+        row = place.first_row + self.sampler.skip(place.num_given)
+        return {"epoch": place.epoch, "row": row, "sampler": self.sampler.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration go on from a place; those after it draw the next epochs.
@@ -82,7 +81,7 @@ class ResumableLoader(DataLoader[Any]):
                     f"the loader's state has {name} {saved}, this loader has {value}; a state tells a place in one "
                     "order of batches: make the loader as it was, or begin at a row with sampler.start_at"
                 )
-        self._latest = None
+        self._place = None
         self.sampler.set_epoch(state_dict["epoch"])
         self.sampler.start_at(state_dict["row"])
 
@@ -124,34 +123,42 @@ def unwrap(item: Any) -> Any:
     return item.unwrap() if isinstance(item, WrappedBatch) else item
 
 
-class _Batches(Iterator[Any]):
-    """Batches of one epoch, counted; the data's errors say the same from a worker process as from this one.
+@dataclass
+class _Place:
+    """How far an iteration has come.
 
     Attributes:
-        epoch: that epoch.
-        first_row: its rows before the first batch, over all ranks.
+        epoch: that it draws.
+        first_row: rows of the epoch before its first batch, over all ranks.
         num_given: batches given.
         has_ended: whether there are no more.
     """
 
-    def __init__(self, iterator: Iterator[Any], epoch: int, first_row: int) -> None:
+    epoch: int
+    first_row: int
+    num_given: int = 0
+    has_ended: bool = False
+
+
+class _Batches(Iterator[Any]):
+    """Batches of one iteration, counted; the data's errors say the same from a worker process as from this one."""
+
+    def __init__(self, iterator: Iterator[Any], place: _Place) -> None:
         self._iterator = iterator
-        self.epoch, self.first_row = epoch, first_row
-        self.num_given = 0
-        self.has_ended = False
+        self._place = place
 
     def __next__(self) -> Any:
         try:
             batch = unwrap(next(self._iterator))
         except StopIteration:
-            self.has_ended = True
+            self._place.has_ended = True
             raise
         except (ValueError, OSError) as error:
             message = _message_in_worker(error)
             if message is None:
                 raise
             raise type(error)(message) from error
-        self.num_given += 1
+        self._place.num_given += 1
         return batch
 
 
