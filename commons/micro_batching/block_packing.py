@@ -17,10 +17,10 @@ from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import partition
 from commons.perf_model.partitioner.bounds import counting_bound
-from commons.perf_model.partitioner.exchange import Cap
 from commons.perf_model.partitioner.problem import Problem
 from commons.perf_model.partitioner.refined import near
 from commons.perf_model.partitioner.refinement import refine
+from commons.perf_model.partitioner.swaps import Cap
 
 # What balances workloads under a cap on tokens, by packing algorithm.
 _PLANNERS = {"kk": "karmarkar_karp", "refined": "refined"}
@@ -110,7 +110,7 @@ class BlockPacking:
         counts = np.bincount(plan.assignment, minlength=number)
         if int(counts.min()) > 0 and int(sum_by_rank(plan.assignment, self.tokens, number).max()) <= budget:
             return plan.groups()
-        # The planner did not get under the budget. The packing is, and exchanges balance it from there.
+        # The planner did not get under the budget. The packing is, and swaps balance it from there.
         weights, parts = self._by_weight(workloads, groups)
         order = _descending(workloads)
         problem = Problem.of(workloads, number, equal_size=False)

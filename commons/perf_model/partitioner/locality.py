@@ -1,7 +1,7 @@
 """Locality: reach a load as good as the refined one while most rows stay where they are.
 
 A plan is repaired from home: every partition starts with the rows that are there now, and those that are too heavy
-exchange rows with others, choosing the exchange that takes off most load per token moved. A token that crosses nodes
+swap rows with others, choosing the swap that takes off most load per token moved. A token that crosses nodes
 counts `NODE_COST` times.
 """
 
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from commons.perf_model.loads import sum_by_rank
-from commons.perf_model.partitioner.exchange import (
+from commons.perf_model.partitioner.problem import Limits
+from commons.perf_model.partitioner.swaps import (
     NO_ROW,
     Cap,
     Choice,
     Pairs,
-    WorkingPlan,
+    WorkingPartition,
     first_best,
     pair_up,
 )
-from commons.perf_model.partitioner.problem import Limits
 
 # A token over the network between nodes costs as much as this many within a node.
 NODE_COST = 4
@@ -31,7 +31,7 @@ REACH = 4
 MAX_ROUNDS = 64
 # Efficiency is (load taken off) · 2^31 ÷ (cost), both reduced to 31 bits: an integer, and the same on every CPU.
 _BITS = 31
-# An exchange that costs nothing, or brings rows home, is worth more than any other.
+# A swap that costs nothing, or brings rows home, is worth more than any other.
 _FREE = 1 << 62
 _NONE = -1
 
@@ -71,9 +71,9 @@ def repair(
     home: Home,
     cap: Cap | None = None,
 ) -> np.ndarray:
-    """Take the load above `limit` off every partition by exchanges that move few tokens.
+    """Take the load above `limit` off every partition by swaps that move few tokens.
 
-    First within nodes, then between all partitions. An exchange takes no partition above the limit, so it may end
+    First within nodes, then between all partitions. A swap takes no partition above the limit, so it may end
     with some that are still above it.
 
     Args:
@@ -83,13 +83,13 @@ def repair(
         limits: fewest and most rows per partition; `parts` keeps them.
         limit: largest load wanted.
         home: where rows are now and what moving them costs.
-        cap: a second weight of which an exchange takes no partition above a limit.
+        cap: a second weight of which a swap takes no partition above a limit.
 
     Returns:
         int64 `(n,)`, the partition of each row.
 
     """
-    plan = WorkingPlan(weights, parts, num_parts, limits, cap)
+    plan = WorkingPartition(weights, parts, num_parts, limits, cap)
     gain_shift = max(0, int(weights.max(initial=0)).bit_length() - _BITS)
     cost_shift = max(0, (2 * NODE_COST * int(home.sizes.max(initial=0))).bit_length() - _BITS)
     ranks = np.arange(num_parts)
@@ -103,7 +103,7 @@ def repair(
             if pairs is None:
                 break
             rounds += 1
-            if _exchange(plan, pairs, limit, home, gain_shift, cost_shift):
+            if _swap(plan, pairs, limit, home, gain_shift, cost_shift):
                 level = max(level - 1, 0)
             elif most_heavy > 1:
                 level += 1
@@ -134,8 +134,8 @@ def _pairs_within(groups: list[np.ndarray], loads: np.ndarray, limit: int, level
     return pairs, most_heavy
 
 
-def _exchange(plan: WorkingPlan, pairs: Pairs, limit: int, home: Home, gain_shift: int, cost_shift: int) -> bool:
-    """Carry out the most efficient exchange of every heavy partition; whether there was any."""
+def _swap(plan: WorkingPartition, pairs: Pairs, limit: int, home: Home, gain_shift: int, cost_shift: int) -> bool:
+    """Carry out the most efficient swap of every heavy partition; whether there was any."""
     choice = Choice(plan, pairs)
     heavy, light = pairs.heavy[choice.pair], pairs.light[choice.pair]
     excess = plan.loads[heavy] - limit

@@ -9,14 +9,14 @@ import numpy as np
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.bounds import Split, counting_bound
 from commons.perf_model.partitioner.differencing import differencing
-from commons.perf_model.partitioner.exchange import Cap
+from commons.perf_model.partitioner.home_rows import keep_rows_home
 from commons.perf_model.partitioner.lpt import lpt
-from commons.perf_model.partitioner.memory import under_cap
 from commons.perf_model.partitioner.problem import Limits, Problem
 from commons.perf_model.partitioner.refined import near, refined
 from commons.perf_model.partitioner.request import Plan, Request
 from commons.perf_model.partitioner.snake import snake
-from commons.perf_model.partitioner.staying import stay_home
+from commons.perf_model.partitioner.swaps import Cap
+from commons.perf_model.partitioner.token_cap import under_cap
 
 Algorithm = Callable[[Problem, int, "Split | None"], np.ndarray]
 
@@ -42,7 +42,9 @@ def plan(request: Request) -> Plan:
         cap = Cap(request.tokens, max(request.max_tokens, _least_of_largest(request.tokens, assignment, request)))
     if request.home is not None:
         sizes = request.workloads if request.tokens is None else request.tokens
-        assignment = stay_home(problem, assignment, request.home, sizes, request.ranks_per_node, request.slack, cap)
+        assignment = keep_rows_home(
+            problem, assignment, request.home, sizes, request.ranks_per_node, request.slack, cap
+        )
         if not problem.limits.keep(np.bincount(assignment, minlength=num_parts)):
             # Home won over equal sizes, so only the bound for free sizes holds for it.
             bound, _ = counting_bound(problem.weights, num_parts, Limits.of(len(assignment), num_parts, False))

@@ -1,4 +1,4 @@
-"""The planner's default: the best of several starts, then exchanges."""
+"""The planner's default: the best of several starts, then swaps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commons.perf_model.partitioner.lpt import lpt
 from commons.perf_model.partitioner.problem import Problem
 from commons.perf_model.partitioner.refinement import refine
 
-# Exchanges stop this near the lower bound: one part in ten thousand is far below what a step time can show.
+# Swaps stop this near the lower bound: one part in ten thousand is far below what a step time can show.
 TOLERANCE = 10_000
 # Up to this many rows times partitions, a second start is worth its time, and so are the n merges of k sums that
 # Karmarkar-Karp takes with free sizes.
@@ -23,7 +23,7 @@ def near(bound: int) -> int:
 
 
 def refined(problem: Problem, bound: int, split: Split | None) -> np.ndarray:
-    """LPT or Karmarkar-Karp, whichever ends lower, then exchanges until the largest load is near the bound.
+    """LPT or Karmarkar-Karp, whichever ends lower, then swaps until the largest load is near the bound.
 
     Args:
         problem: the rows.

@@ -1,19 +1,19 @@
-"""Refinement: exchange rows between a heavy and a light partition until the largest load is near its lower bound."""
+"""Refinement: swap rows between a heavy and a light partition until the largest load is near its lower bound."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from commons.perf_model.partitioner.exchange import (
+from commons.perf_model.partitioner.problem import Limits
+from commons.perf_model.partitioner.swaps import (
     NO_ROW,
     Cap,
     Choice,
     Pairs,
-    WorkingPlan,
+    WorkingPartition,
     first_best,
     pair_up,
 )
-from commons.perf_model.partitioner.problem import Limits
 
 # Give up when this many rounds have not taken a quarter off what is left above the target.
 PATIENCE = 16
@@ -25,9 +25,9 @@ REACH_WITH_CAP = 16
 def refine(
     weights: np.ndarray, parts: np.ndarray, num_parts: int, limits: Limits, target: int, cap: Cap | None = None
 ) -> np.ndarray:
-    """Lower the largest load to `target`, or as far as exchanges go.
+    """Lower the largest load to `target`, or as far as swaps go.
 
-    In each round the partitions above the target share the others out among them. Each finds the exchange that brings
+    In each round the partitions above the target share the others out among them. Each finds the swap that brings
     the larger of both loads lowest: for a row of its own that is with a row as much lighter as is nearest to half the
     difference of the loads. If the heaviest finds none, half as many look among all others, at last it alone.
 
@@ -43,7 +43,7 @@ def refine(
         int64 `(n,)`, the partition of each row; the largest load is never above that of `parts`.
 
     """
-    plan = WorkingPlan(weights, parts, num_parts, limits, cap)
+    plan = WorkingPartition(weights, parts, num_parts, limits, cap)
     reach = REACH if cap is None else REACH_WITH_CAP
     level = 0
     rounds = 0
@@ -60,7 +60,7 @@ def refine(
         rounds += 1
         num_over = int(np.count_nonzero(plan.loads > target))
         num_heavy = max(1, min(num_over, num_parts // 2) >> level)
-        if _exchange(plan, pair_up(ranked, num_heavy), reach):
+        if _swap(plan, pair_up(ranked, num_heavy), reach):
             level = max(level - 1, 0)
         elif num_heavy > 1:
             level += 1
@@ -69,12 +69,12 @@ def refine(
     return plan.parts
 
 
-def _exchange(plan: WorkingPlan, pairs: Pairs, reach: int) -> bool:
-    """Carry out the best exchange of every heavy partition; whether the first, the heaviest, found one."""
+def _swap(plan: WorkingPartition, pairs: Pairs, reach: int) -> bool:
+    """Carry out the best swap of every heavy partition; whether the first, the heaviest, found one."""
     choice = Choice(plan, pairs)
     heavy_load, light_load = plan.loads[pairs.heavy][choice.pair], plan.loads[pairs.light][choice.pair]
     gap = heavy_load - light_load
-    # How far the larger of both loads falls; 0 is no exchange.
+    # How far the larger of both loads falls; 0 is no swap.
     best = np.zeros(len(gap), np.int64)
     best_row = np.full(len(gap), NO_ROW)
 

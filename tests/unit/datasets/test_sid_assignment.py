@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.cli.main import main
-from commons.datasets import memory
+from commons.datasets import available_memory
 from commons.datasets.movielens import preprocess_movielens
 from commons.datasets.sid_assignment import _Codebook, assign_sids, count_cooccurrences, embed_items
 from commons.datasets.sid_map import SIDMap
@@ -136,12 +136,12 @@ def test_sizes_are_bounded(changes, message):
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
     arguments = {"item_ids": np.arange(50), "codebook_sizes": [8, 4, 16], "histories": grouped_users()}
-    monkeypatch.setattr(memory, "available_memory", lambda: 30_000)
+    monkeypatch.setattr(available_memory, "available_memory", lambda: 30_000)
     with pytest.raises(
         ValueError, match=r"vector_size is 64 for 50 items, codebook_sizes is \[8, 4, 16\]; that takes ab"
     ):
         assign_sids(**arguments)
-    monkeypatch.setattr(memory, "available_memory", lambda: 4_000_000)
+    monkeypatch.setattr(available_memory, "available_memory", lambda: 4_000_000)
     with pytest.raises(ValueError, match=r"65,536 codes, and 50 items that begin alike are to share them; that takes"):
         assign_sids(**arguments | {"codebook_sizes": [1, 65_536], "vector_size": 1, "item_ids": np.arange(50)})
 

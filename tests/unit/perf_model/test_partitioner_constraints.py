@@ -192,6 +192,6 @@ def test_a_cap_wins_over_home():
 
 @given(st.integers(0, 2**62 - 1), st.floats(0, 1))
 def test_slack_is_exact(load, slack):
-    from commons.perf_model.partitioner.staying import with_slack
+    from commons.perf_model.partitioner.home_rows import with_slack
 
     assert with_slack(load, slack) == int(load * (1 + Fraction(slack)))

@@ -1,7 +1,7 @@
 // Repair from home, even counts, and names for a finished plan. The twin of locality.py.
 #pragma once
 
-#include "exchange.hpp"
+#include "swaps.hpp"
 
 namespace evenrank {
 
@@ -54,8 +54,8 @@ struct Repair {
   }
 };
 
-// The most efficient exchange of `heavy` with its share of the others; whether there was one.
-inline bool relieve(WorkingPlan& plan, Index heavy, const Share& share, const Repair& repair) {
+// The most efficient swap of `heavy` with its share of the others; whether there was one.
+inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, const Repair& repair) {
   const Weights& loads = plan.loads();
   const std::vector<Item>& rows = plan.items(heavy);
   const Weight excess = loads[heavy] - repair.limit;
@@ -104,7 +104,7 @@ struct Round {
   Index most_heavy = 0;
 };
 
-inline Round relieve_groups(WorkingPlan& plan, std::vector<Indices>& groups, const Repair& repair, int level) {
+inline Round relieve_groups(WorkingPartition& plan, std::vector<Indices>& groups, const Repair& repair, int level) {
   Round round;
   for (Indices& group : groups) {
     const Index num_over = static_cast<Index>(
@@ -123,7 +123,7 @@ inline Round relieve_groups(WorkingPlan& plan, std::vector<Indices>& groups, con
 
 inline Indices repair(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, Weight limit,
                       const Home& home, const Cap* cap = nullptr) {
-  WorkingPlan plan(weights, std::move(parts), num_parts, limits, cap);
+  WorkingPartition plan(weights, std::move(parts), num_parts, limits, cap);
   const Repair repair{home, limit, std::max(0, bit_length(largest_of(weights)) - kBits),
                       std::max(0, bit_length(2 * kNodeCost * largest_of(home.sizes)) - kBits)};
   std::vector<std::vector<Indices>> phases;

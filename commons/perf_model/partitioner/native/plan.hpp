@@ -1,4 +1,4 @@
-// From a request to a plan. The twin of refined.py, memory.py, staying.py and reference.py.
+// From a request to a plan. The twin of refined.py, token_cap.py, home_rows.py and reference.py.
 #pragma once
 
 #include <cmath>
@@ -168,7 +168,7 @@ inline std::optional<Indices> repair_home(const Problem& problem, const Home& ho
   return redeal_heaviest(problem, std::move(parts), home, load_limit, cap);
 }
 
-inline Indices stay_home(const Problem& problem, Indices assignment, const Request& request, const Cap* cap) {
+inline Indices keep_rows_home(const Problem& problem, Indices assignment, const Request& request, const Cap* cap) {
   const Index num_parts = problem.num_parts;
   const Weight best_load = problem.largest(take(assignment, problem.order));
   Home home{take(request.home, problem.order), {}, request.ranks_per_node};
@@ -226,7 +226,7 @@ inline Plan make_plan(const Request& request) {
     cap.limit = std::max(cap.limit, reached);
   }
   if (!request.home.empty()) {
-    plan.assignment = stay_home(problem, std::move(plan.assignment), request, request.max_tokens ? &cap : nullptr);
+    plan.assignment = keep_rows_home(problem, std::move(plan.assignment), request, request.max_tokens ? &cap : nullptr);
     if (!problem.limits.keep(count_per_part(plan.assignment, num_parts))) {
       const Limits free = Limits::of(static_cast<Weight>(problem.weights.size()), num_parts, false);
       bound = counting_bound(problem.weights, num_parts, free);

@@ -1,7 +1,7 @@
-// Exchanges that lower the largest load. The twin of refinement.py.
+// Swaps that lower the largest load. The twin of refinement.py.
 #pragma once
 
-#include "exchange.hpp"
+#include "swaps.hpp"
 
 namespace evenrank {
 
@@ -9,8 +9,8 @@ constexpr int kPatience = 16;
 constexpr Weight kReach = 1;
 constexpr Weight kReachWithCap = 16;
 
-// The best exchange of `heavy` with its share of the others; whether there was one.
-inline bool lower(WorkingPlan& plan, Index heavy, const Share& share, Weight reach) {
+// The best swap of `heavy` with its share of the others; whether there was one.
+inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weight reach) {
   const Weights& loads = plan.loads();
   const std::vector<Item>& rows = plan.items(heavy);
   Weight best = 0;
@@ -52,7 +52,7 @@ inline bool lower(WorkingPlan& plan, Index heavy, const Share& share, Weight rea
 inline Indices refine(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, Weight target,
                       const Cap* cap = nullptr) {
   if (num_parts == 1) return parts;
-  WorkingPlan plan(weights, std::move(parts), num_parts, limits, cap);
+  WorkingPartition plan(weights, std::move(parts), num_parts, limits, cap);
   const Weight reach = cap == nullptr ? kReach : kReachWithCap;
   Indices ranked = range(num_parts);
   Weight checkpoint = kMax;

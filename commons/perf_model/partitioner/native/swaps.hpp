@@ -1,4 +1,4 @@
-// A plan that exchanges change in place. The twin of exchange.py, one exchange at a time.
+// A partition that swaps change in place. The twin of swaps.py, one swap at a time.
 #pragma once
 
 #include "problem.hpp"
@@ -16,9 +16,9 @@ inline void rank_by_load(const Weights& loads, Indices& parts) {
             [&](Index a, Index b) { return loads[a] != loads[b] ? loads[a] > loads[b] : a < b; });
 }
 
-class WorkingPlan {
+class WorkingPartition {
  public:
-  WorkingPlan(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, const Cap* cap)
+  WorkingPartition(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, const Cap* cap)
       : parts_(std::move(parts)), loads_(num_parts, 0), items_(num_parts), limits_(limits), cap_(cap) {
     const Indices counts = count_per_part(parts_, num_parts);
     for (Index part = 0; part < num_parts; ++part) items_[part].reserve(counts[part] + 1);
@@ -74,7 +74,7 @@ class WorkingPlan {
   const Cap* cap_;
 };
 
-// The light partitions that fall to one of the heavy ones: dealt like cards, lightest first.
+// The light partitions that fall to one of the heavy ones: in turn, lightest first.
 class Share {
  public:
   Share(const Indices& ranked, Index num_heavy, Index heavy)

@@ -1,8 +1,8 @@
-"""What refinement and repair share: a plan in the making, who looks at whom, and the rows they may choose between.
+"""Swaps of rows between partitions, for refinement and repair: a partition that they change, pairs, and candidates.
 
-One *round* pairs the heaviest partitions with others, finds the best exchange for each of them, and carries all of
-these out at once; every partition takes part in one exchange at most, so that they do not disturb one another. An
-exchange gives one row for one, or for none: a move.
+One *round* pairs the heaviest partitions with others, finds the best swap for each of them, and carries all of
+these out at once; every partition takes part in one swap at most, so that they do not disturb one another. A swap
+gives one row for one, or for none: a move.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Cap(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Partitions that may exchange rows: consecutive pairs with the same heavy partition are its choice.
+    """Partitions that may swap rows: consecutive pairs with the same heavy partition are its choice.
 
     Attributes:
         heavy: int64 `(p,)`, the partition that has too much.
@@ -48,24 +48,24 @@ class Pairs(NamedTuple):
 
 
 def pair_up(ranked: np.ndarray, num_heavy: int) -> Pairs:
-    """Deal the other partitions out to the `num_heavy` first ones like cards, lightest first; what is left sits out.
+    """Assign the other partitions to the `num_heavy` first ones in turn, lightest first; what is left takes no part.
 
     Args:
         ranked: int64 `(k,)`, partitions from heaviest to lightest.
-        num_heavy: how many look for an exchange, at most half of them.
+        num_heavy: how many look for a swap, at most half of them.
 
     """
     share = (len(ranked) - num_heavy) // num_heavy
-    dealt = np.arange(num_heavy * share).reshape(share, num_heavy).T.ravel()
+    in_turn = np.arange(num_heavy * share).reshape(share, num_heavy).T.ravel()
     return Pairs(
         heavy=np.repeat(ranked[:num_heavy], share),
-        light=ranked[len(ranked) - 1 - dealt],
+        light=ranked[len(ranked) - 1 - in_turn],
         first=np.arange(0, num_heavy * share, share),
     )
 
 
-class WorkingPlan:
-    """A plan that exchanges change in place.
+class WorkingPartition:
+    """A partition of the rows that swaps change in place.
 
     Attributes:
         weights: int64 `(n,)`, descending.
@@ -91,7 +91,7 @@ class WorkingPlan:
         return (self.counts[pairs.heavy] > self._limits.min_count) & (self.counts[pairs.light] < self._limits.max_count)
 
     def keeps_cap(self, pairs: Pairs, choice: Choice, back: np.ndarray | None) -> np.ndarray | bool:
-        """Whether the second weight allows exchanging each query's row for `back`, bool `(q,)`; None for a move."""
+        """Whether the second weight allows swapping each query's row for `back`, bool `(q,)`; None for a move."""
         if self._cap is None or self._held is None:
             return True
         taken = self._cap.weights[choice.row]
@@ -127,7 +127,7 @@ class Choice:
 
     """
 
-    def __init__(self, plan: WorkingPlan, pairs: Pairs) -> None:
+    def __init__(self, plan: WorkingPartition, pairs: Pairs) -> None:
         num_rows = len(plan.parts)
         self._num_rows = num_rows
         self._weights = plan.weights

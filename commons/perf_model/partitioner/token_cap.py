@@ -1,14 +1,14 @@
-"""Memory: plans under a cap on the tokens of a partition."""
+"""Plans under a cap on the tokens of a partition."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from commons.perf_model.partitioner.bounds import counting_bound
-from commons.perf_model.partitioner.exchange import Cap
 from commons.perf_model.partitioner.problem import Problem
 from commons.perf_model.partitioner.refined import refined
 from commons.perf_model.partitioner.refinement import refine
+from commons.perf_model.partitioner.swaps import Cap
 
 # While tokens are lowered, loads may rise by 2^-8 of the largest, if that is not enough by more, at last at any price.
 LOAD_ROOM = (8, 6, 5, 4, 3, 2, 1)
@@ -17,7 +17,7 @@ LOAD_ROOM = (8, 6, 5, 4, 3, 2, 1)
 def under_cap(problem: Problem, assignment: np.ndarray, target: int, cap: Cap) -> np.ndarray:
     """Change a plan until no partition holds more tokens than the cap allows, then balance its loads under it.
 
-    Tokens are lowered by the same exchanges as loads. If those do not get there, a plan that balances tokens alone
+    Tokens are lowered by the same swaps as loads. If those do not get there, a plan that balances tokens alone
     may; if that does not either, its cap is what it reached.
 
     Args:

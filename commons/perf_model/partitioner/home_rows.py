@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from commons.perf_model.loads import sum_by_rank
-from commons.perf_model.partitioner.exchange import Cap
 from commons.perf_model.partitioner.locality import Home, even_counts, relabel, repair
-from commons.perf_model.partitioner.memory import under_cap
 from commons.perf_model.partitioner.problem import Problem
 from commons.perf_model.partitioner.refined import refined_to
 from commons.perf_model.partitioner.refinement import refine
+from commons.perf_model.partitioner.swaps import Cap
+from commons.perf_model.partitioner.token_cap import under_cap
 
 
-def stay_home(
+def keep_rows_home(
     problem: Problem,
     assignment: np.ndarray,
     home: np.ndarray,
