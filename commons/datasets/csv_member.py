@@ -172,7 +172,7 @@ class _Lines(io.RawIOBase):
 
     def __init__(self, stream: io.RawIOBase | io.BytesIO, on_bytes: Callable[[int], object]) -> None:
         super().__init__()
-        self._buffered = io.BufferedReader(stream, _BLOCK)  # type: ignore[type-var]  # BytesIO has all that it takes
+        self._buffered = io.BufferedReader(stream, _BLOCK)
         self._on_bytes = on_bytes
         self._tail = b""  # of a line whose end has not been read
         self.is_overlong = False

@@ -119,9 +119,9 @@ def generate_ratings(
 
     def read(folder: Path, on_bytes: Callable[[int], object]) -> SequenceSource:
         partitions = UserPartitions(folder, 1)
-        columns = {name: drawn.table[name].to_numpy() for name in ("user_id", "movie_id", "rating", "timestamp")}
-        ids = (columns[name].astype(np.int32) for name in ("user_id", "movie_id"))
-        partitions.add(*ids, columns["rating"], columns["timestamp"])
+        columns = [drawn.table[name].to_numpy() for name in ("user_id", "movie_id", "rating", "timestamp")]
+        users, movies, ratings, seconds = columns
+        partitions.add(users.astype(np.int32), movies.astype(np.int32), ratings, seconds)
         return SequenceSource(
             interactions=partitions,
             users=user_table(drawn.users.table),
