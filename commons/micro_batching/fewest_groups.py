@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -45,6 +46,11 @@ class Rows:
     def round_up(self, num_groups: int) -> int:
         """The smallest number of groups from `num_groups` and `min_groups` on that the divisor allows."""
         return -(-max(num_groups, self.min_groups) // self.divisor) * self.divisor
+
+    @cached_property
+    def first_fit(self) -> np.ndarray:
+        """Groups by first fit `(n,)`."""
+        return first_fit(self.weights, self.capacity)
 
     def planned(self, num_groups: int, method: str) -> np.ndarray | None:
         """Groups by a method of the planner `(n,)`; None if they do not keep the capacity."""
@@ -94,7 +100,7 @@ def as_groups(values: np.ndarray, order: np.ndarray, parts: np.ndarray) -> list[
 
 def _first_fit(rows: Rows) -> np.ndarray | None:
     """First fit, and MULTIFIT where it takes too few groups; None where it takes too many."""
-    parts = first_fit(rows.weights, rows.capacity)
+    parts = rows.first_fit
     number = int(parts.max()) + 1
     num_groups = rows.round_up(number)
     if num_groups > rows.most_groups:
@@ -133,7 +139,7 @@ def _refined(rows: Rows, num_groups: int) -> np.ndarray | None:
 
 
 def _packed_tightly(rows: Rows, num_groups: int) -> np.ndarray | None:
-    parts = first_fit(rows.weights, rows.capacity)
+    parts = rows.first_fit
     if int(parts.max()) < num_groups:
         return parts
     if len(parts) * num_groups > FEW:  # else it was among the starts of the planner
@@ -143,9 +149,10 @@ def _packed_tightly(rows: Rows, num_groups: int) -> np.ndarray | None:
     rows.repacked, done = pack_under(rows.weights.tolist(), num_groups, rows.capacity, rows.repacked)
     if not done:
         return None
+    packed = np.empty_like(parts)
     for group, each in enumerate(rows.repacked):
-        parts[each] = group
-    return parts
+        packed[each] = group
+    return packed
 
 
 ATTEMPTS: dict[str, Attempt] = {"ffd": _first_fit_equal, "kk": _differencing, "refined": _refined}

@@ -65,26 +65,24 @@ class _Groups:
         own_weights = self.weights[own]
         # For every row the two rows of the group on either side of the best difference, half the gap. Weights descend.
         place = np.searchsorted(-own_weights, sign * (gap // 2) - self.weights)
-        best, chosen = 0, (0, 0)
-        for at in (np.maximum(place - 1, 0), np.minimum(place, len(own) - 1)):
-            taken = sign * (self.weights - own_weights[at])
-            gain = np.minimum(taken, gap - taken)  # how far the larger load falls, and the smaller rises
-            if self._limits.min_count > 0:
-                gain[self._forbidden(group, own[at], takes)] = 0
-            row = int(gain.argmax())
-            if gain[row] > best:
-                best, chosen = int(gain[row]), (row, int(own[at[row]]))
-        if best:
-            self._swap(*chosen)
-        return best > 0
+        at = np.array((np.maximum(place - 1, 0), np.minimum(place, len(own) - 1)))  # (2, n + k)
+        taken = sign * (self.weights - own_weights[at])
+        gain = np.minimum(taken, gap - taken)  # how far the larger load falls, and the smaller rises
+        if self._limits.min_count > 0:
+            gain[self._forbidden(group, own[at], takes)] = 0
+        side, row = divmod(int(gain.argmax()), len(place))
+        if gain[side, row] <= 0:
+            return False
+        self._swap(row, int(own[at[side, row]]))
+        return True
 
     def _forbidden(self, group: int, own: np.ndarray, takes: bool) -> np.ndarray:
-        """Where the swap of each row for `own`, a row of the group, is a forbidden move, bool `(n + k,)`."""
+        """Where the swap of each row for `own`, a row of the group, is a forbidden move, bool `(2, n + k)`."""
         may_give = self._counts > self._limits.min_count
         may_take = self._counts < self._limits.max_count
         may_move = may_give & may_take[group] if takes else may_take & may_give[group]
         is_move = own >= self._num_rows
-        is_move[self._num_rows :] = True
+        is_move[:, self._num_rows :] = True
         return is_move & ~may_move[self.parts]
 
     def _swap(self, row: int, own: int) -> None:
