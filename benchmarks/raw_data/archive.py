@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from commons.datasets.available_memory import require_memory
 from commons.datasets.raw_archive import GENERATED_MARK
-from commons.datasets.whole_folder import check_replaceable, owned_folder, parents_of, require_there, whole_folder
+from commons.whole_folder import check_replaceable, owned_folder, parents_of, require_there, whole_folder
 
 # Fixed, so that the same contents give the same bytes.
 _ZIP_TIME = (2000, 1, 1, 0, 0, 0)

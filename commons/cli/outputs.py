@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from commons.datasets.whole_folder import check_replaceable, whole_file
+from commons.whole_folder import check_replaceable, whole_file
 
 
 class _TriedError(Exception):

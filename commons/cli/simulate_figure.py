@@ -9,8 +9,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from commons.datasets.whole_folder import whole_file
 from commons.perf_model.simulation import SimulatedSteps
+from commons.whole_folder import whole_file
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _BEFORE, _AFTER = "#b5442e", "#2e6fb5"

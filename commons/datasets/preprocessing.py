@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from commons.datasets.sequence_file import SequenceSchema
 from commons.datasets.sequence_writer import SequenceSource, is_preprocessed, write_sequences
-from commons.datasets.whole_folder import whole_folder
+from commons.whole_folder import whole_folder
 
 _PARTITIONS = "_partitions"
 

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from commons.datasets.whole_folder import whole_file
+from commons.whole_folder import whole_file
 
 _METADATA_KEY = b"evenrank.sids"
 _FORMAT_VERSION = 1

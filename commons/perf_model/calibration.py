@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from commons.datasets.whole_folder import whole_file
 from commons.perf_model.task_estimator import AttentionTask
+from commons.whole_folder import whole_file
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from commons.datasets.whole_folder import whole_file
 from commons.trainer.comparison import ComparisonResults
+from commons.whole_folder import whole_file
 
 # Steps whose mean is called the final loss.
 _LAST_STEPS = 10

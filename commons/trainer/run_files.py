@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commons.datasets.whole_folder import whole_file
+from commons.whole_folder import whole_file
 
 CONFIG_FILE, LOG_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER = "config.json", "log.jsonl", "summary.json", "tensorboard"
 

@@ -22,7 +22,7 @@ from commons.datasets.sequence_file import SequenceFile
 from commons.datasets.sequence_metadata import histogram_keys, histogram_of
 from commons.datasets.sequence_writer import IdMap, SeenIds, _row_groups
 from commons.datasets.user_partitions import UserPartitions, partitions_for
-from commons.datasets.whole_folder import whole_file, whole_folder
+from commons.whole_folder import whole_file, whole_folder
 
 _ANY = {"may_replace": lambda path: True, "what": "thing"}
 
