@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.raw_data.movielens_20m import generate_movielens_20m
-from commons.datasets import whole_folder as whole_folder_module
+from commons import whole_folder as whole_folder_module
 from commons.datasets.movielens import preprocess_movielens_20m
 from commons.datasets.sequence_file import SequenceFile
 from commons.datasets.sequence_metadata import histogram_keys, histogram_of
