@@ -12,6 +12,7 @@ from commons.micro_batching.first_fit import first_fit, first_fit_equal, multifi
 from commons.micro_batching.l2_bound import l2_bound
 from commons.micro_batching.leveling import level
 from commons.micro_batching.repacking import pack_under
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import lower_bound, partition
 from commons.perf_model.partitioner.problem import Limits
 from commons.perf_model.partitioner.refined import FEW
@@ -94,7 +95,7 @@ def as_groups(values: np.ndarray, order: np.ndarray, parts: np.ndarray) -> list[
     indices = np.argsort(by_index, kind="stable").tolist()
     ends = np.cumsum(np.bincount(parts)).tolist()
     groups = [indices[start:end] for start, end in zip([0, *ends[:-1]], ends)]
-    loads = [int(values[group].sum()) for group in groups]
+    loads = sum_by_rank(by_index, values, len(groups)).tolist()
     return [group for _, group in sorted(zip(loads, groups), key=lambda each: (-each[0], each[1][0]))]
 
 

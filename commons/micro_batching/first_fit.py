@@ -15,6 +15,41 @@ from commons.perf_model.partitioner.lpt import lpt
 from commons.perf_model.partitioner.problem import Limits
 
 
+class _Rooms:
+    """The room of every group, in a tree: every node has the most room among those below it."""
+
+    def __init__(self, num_groups: int, capacity: int) -> None:
+        self._size = 1 << (num_groups - 1).bit_length()
+        self._most = [capacity] * (2 * self._size)
+        for group in range(num_groups, self._size):
+            self.set(group, -1)
+
+    def take(self, weight: int) -> int | None:
+        """Take room in the first group that has it; None if there is none."""
+        most, node = self._most, 1
+        if most[1] < weight:
+            return None
+        while node < self._size:
+            node *= 2
+            if most[node] < weight:
+                node += 1
+        group = node - self._size
+        self.set(group, most[node] - weight)
+        return group
+
+    def set(self, group: int, room: int) -> None:
+        """Say how much room a group has; −1 closes it."""
+        most, node = self._most, self._size + group
+        most[node] = room
+        while node > 1:
+            if most[node ^ 1] > room:
+                room = most[node ^ 1]
+            node >>= 1
+            if most[node] == room:
+                break
+            most[node] = room
+
+
 def first_fit(weights: np.ndarray, capacity: int) -> np.ndarray:
     """Pack rows into as many groups as it takes. O(n log n).
 
@@ -26,30 +61,12 @@ def first_fit(weights: np.ndarray, capacity: int) -> np.ndarray:
         int64 `(n,)`, the group of each row; groups are numbered as they are opened.
 
     """
-    # A tree over the room of n groups: every node has the most room among those below it.
-    size = 1 << (len(weights) - 1).bit_length()
-    room = [capacity] * (2 * size)
-    groups = []
-    for weight in weights.tolist():
-        node = 1
-        while node < size:
-            node *= 2
-            if room[node] < weight:
-                node += 1
-        groups.append(node - size)
-        most = room[node] = room[node] - weight
-        while node > 1:
-            if room[node ^ 1] > most:
-                most = room[node ^ 1]
-            node >>= 1
-            if room[node] == most:
-                break
-            room[node] = most
-    return np.array(groups, np.int64)
+    rooms = _Rooms(len(weights), capacity)
+    return np.array([rooms.take(weight) for weight in weights.tolist()], np.int64)
 
 
 def first_fit_equal(weights: np.ndarray, capacity: int, num_groups: int) -> np.ndarray | None:
-    """Pack rows into `num_groups` groups whose sizes differ by one at most. O(n·k).
+    """Pack rows into `num_groups` groups whose sizes differ by one at most. O(n log k).
 
     Args:
         weights: int64 `(n,)`, descending.
@@ -61,22 +78,20 @@ def first_fit_equal(weights: np.ndarray, capacity: int, num_groups: int) -> np.n
 
     """
     size, num_larger = divmod(len(weights), num_groups)
-    room, counts, groups = [capacity] * num_groups, [0] * num_groups, []
-    not_full = list(range(num_groups))
+    rooms, counts, groups = _Rooms(num_groups, capacity), [0] * num_groups, []
     for weight in weights.tolist():
-        group = next((each for each in not_full if weight <= room[each]), None)
+        group = rooms.take(weight)
         if group is None:
             return None
         groups.append(group)
-        room[group] -= weight
         counts[group] += 1
+        full = [group] if counts[group] > size or (counts[group] == size and num_larger == 0) else []
         if counts[group] > size:
             num_larger -= 1
-            not_full.remove(group)
             if num_larger == 0:
-                not_full = [each for each in not_full if counts[each] < size]
-        elif counts[group] == size and num_larger == 0:
-            not_full.remove(group)
+                full = [each for each in range(num_groups) if counts[each] >= size]
+        for each in full:
+            rooms.set(each, -1)
     return np.array(groups, np.int64)
 
 

@@ -157,7 +157,7 @@ inline Indices repair(const Weights& weights, Indices parts, Index num_parts, co
 inline Indices even_counts(const Weights& weights, Index num_parts, const Limits& limits, Weight limit,
                            const Home& home) {
   const Indices counts = count_per_part(home.parts, num_parts);
-  Weights loads = load_per_part(weights, home.parts, num_parts);
+  Weights loads = sum_by_rank(home.parts, weights, num_parts);
   Indices quota(num_parts);
   Weight surplus = -static_cast<Weight>(weights.size());
   for (Index part = 0; part < num_parts; ++part) {

@@ -115,7 +115,7 @@ inline bool keeps(const Cap* cap, const Indices& parts, Index num_parts) {
 inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices parts, const Home& home,
                                               Weight load_limit, const Cap* cap) {
   const Index num_parts = problem.num_parts;
-  const Weights loads = load_per_part(problem.weights, parts, num_parts);
+  const Weights loads = sum_by_rank(parts, problem.weights, num_parts);
   Indices ranked = range(num_parts);
   rank_by_load(loads, ranked);
   Index num_over = 0;
@@ -236,7 +236,7 @@ inline Plan make_plan(const Request& request) {
     const Weight most = largest_load(request.tokens, plan.assignment, num_parts);
     plan.most_tokens = std::max(*request.max_tokens, most);
   }
-  plan.loads = load_per_part(request.workloads, plan.assignment, num_parts);
+  plan.loads = sum_by_rank(plan.assignment, request.workloads, num_parts);
   plan.bound = bound.load;
   return plan;
 }

@@ -40,14 +40,14 @@ struct Cap {
   Weight limit;
 };
 
-inline Weights load_per_part(const Weights& weights, const Indices& parts, Index num_parts) {
+inline Weights sum_by_rank(const Indices& parts, const Weights& weights, Index num_parts) {
   Weights loads(num_parts, 0);
   for (std::size_t row = 0; row < weights.size(); ++row) loads[parts[row]] += weights[row];
   return loads;
 }
 
 inline Weight largest_load(const Weights& weights, const Indices& parts, Index num_parts) {
-  const Weights loads = load_per_part(weights, parts, num_parts);
+  const Weights loads = sum_by_rank(parts, weights, num_parts);
   return *std::max_element(loads.begin(), loads.end());
 }
 

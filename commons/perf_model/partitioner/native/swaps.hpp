@@ -26,7 +26,7 @@ class WorkingPartition {
       items_[parts_[row]].push_back({weights[row], static_cast<Index>(row)});
       loads_[parts_[row]] += weights[row];
     }
-    if (cap_ != nullptr) held_ = load_per_part(cap_->weights, parts_, num_parts);
+    if (cap_ != nullptr) held_ = sum_by_rank(parts_, cap_->weights, num_parts);
   }
 
   const Weights& loads() const { return loads_; }
