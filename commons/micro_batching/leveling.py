@@ -60,30 +60,32 @@ class _Groups:
 
         """
         sign = 1 if takes else -1
-        gap = (sign * (self.loads - self.loads[group]))[self.parts]
+        # Rows of nothing are only of use to a group that gives.
+        weights, parts = (each[: self._num_rows if takes else None] for each in (self.weights, self.parts))
+        gap = (sign * (self.loads - self.loads[group]))[parts]
         own = np.append(np.flatnonzero(self.parts[: self._num_rows] == group), self._num_rows + group)
         own_weights = self.weights[own]
         # For every row the two rows of the group on either side of the best difference, half the gap. Weights descend.
-        place = np.searchsorted(-own_weights, sign * (gap // 2) - self.weights)
-        at = np.array((np.maximum(place - 1, 0), np.minimum(place, len(own) - 1)))  # (2, n + k)
-        taken = sign * (self.weights - own_weights[at])
+        place = np.searchsorted(-own_weights, sign * (gap // 2) - weights)
+        at = np.array((np.maximum(place - 1, 0), np.minimum(place, len(own) - 1)))  # (2, n) or (2, n + k)
+        taken = sign * (weights - own_weights[at])
         gain = np.minimum(taken, gap - taken)  # how far the larger load falls, and the smaller rises
         if self._limits.min_count > 0:
-            gain[self._forbidden(group, own[at], takes)] = 0
+            gain[self._forbidden(group, parts, own[at], takes)] = 0
         side, row = divmod(int(gain.argmax()), len(place))
         if gain[side, row] <= 0:
             return False
         self._swap(row, int(own[at[side, row]]))
         return True
 
-    def _forbidden(self, group: int, own: np.ndarray, takes: bool) -> np.ndarray:
-        """Where the swap of each row for `own`, a row of the group, is a forbidden move, bool `(2, n + k)`."""
+    def _forbidden(self, group: int, parts: np.ndarray, own: np.ndarray, takes: bool) -> np.ndarray:
+        """Where the swap of each row, in `parts`, for `own`, a row of the group, is a forbidden move, like `own`."""
         may_give = self._counts > self._limits.min_count
         may_take = self._counts < self._limits.max_count
         may_move = may_give & may_take[group] if takes else may_take & may_give[group]
         is_move = own >= self._num_rows
         is_move[:, self._num_rows :] = True
-        return is_move & ~may_move[self.parts]
+        return is_move & ~may_move[parts]
 
     def _swap(self, row: int, own: int) -> None:
         other, group = int(self.parts[row]), int(self.parts[own])
