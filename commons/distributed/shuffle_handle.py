@@ -117,11 +117,15 @@ class ShuffleHandle:
     def _looks_like(self, batch: Any, schema: BatchSchema) -> bool:
         """Whether `batch` has the type and sizes of the one that was started; its fields are read by name."""
         local = self.local
-        if type(batch).__name__ != schema.class_name or schema.rows_of(batch) != local.rows:
+        if type(batch).__name__ != schema.class_name:
             return False
-        actual = getattr(batch, "actual_batch_size", None)
-        sizes = tuple(tensor.numel() for tensor in schema.row_tensors(batch))
-        return actual in (None, local.real_rows) and (local.schema is None or sizes == local.sizes)
+        try:
+            rows, sizes = schema.rows_of(batch), tuple(tensor.numel() for tensor in schema.row_tensors(batch))
+        except (AttributeError, RuntimeError):  # a row field that this batch does not have, or of another kind
+            return False
+        if rows != local.rows or getattr(batch, "actual_batch_size", None) not in (None, local.real_rows):
+            return False
+        return local.schema is None or sizes == local.sizes
 
     def _belongs_to(self, batch: Any, schema: BatchSchema) -> bool:
         """Whether `batch` is the one that was started, or a copy of it.

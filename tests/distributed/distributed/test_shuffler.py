@@ -207,6 +207,8 @@ def _misuse():
         handle = shuffler.start_shuffle(batch)
         for call in (
             lambda: shuffler.finish_shuffle(batch.index_select([0, 1]), handle),
+            lambda: shuffler.finish_shuffle(dataclasses.replace(batch, labels=None), handle),
+            lambda: shuffler.finish_shuffle(dataclasses.replace(batch, labels=batch.sample_id), handle),
             lambda: shuffler.finish_shuffle(batch, None),
         ):
             try:
@@ -227,8 +229,9 @@ def _misuse():
 
 def test_handles_are_used_once_and_on_their_own_batch(two_ranks):
     for messages in two_ranks.run(_misuse):
-        other, missing, twice, closed = messages
+        other, no_labels, dense_labels, missing, twice, closed = messages
         assert "started with a RichBatch of 4 rows" in other and "2 rows" in other
+        assert all("and is finished with a RichBatch of 4 rows" in text for text in (no_labels, dense_labels))
         assert "start first" in missing and "used twice" in twice and "closed" in closed
 
 
