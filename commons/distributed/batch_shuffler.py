@@ -240,7 +240,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             raise TypeError(
                 f"handle is a {type(handle).__name__}; finish needs what start_shuffle returned: start first"
             )
-        prepared = handle.prepared()
+        prepared, schema = handle.prepared(), handle.schema()
         try:
             handle.take(batch)
         except Exception as error:
@@ -249,7 +249,6 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self._device = batch_device(batch)
         started = time.perf_counter()
         if prepared.exchange is None or prepared.stats is None:
-            schema = handle.schema()
             return _padding_batch(schema, batch) if handle.local.rows == 0 and schema.states_padding else batch
         result = self._exchange(batch, handle, prepared.exchange)
         exchange_ms = (time.perf_counter() - started) * 1e3

@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed import local_rows
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.control import ControlChannel
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import Part
 from commons.perf_model.partitioner import METHODS
@@ -236,6 +237,18 @@ def test_handles_are_used_once_and_on_their_own_batch(two_ranks):
 
 
 # ------------------------------------------------------------------------------------------------ end of data
+
+
+def _finished_after_the_end():
+    with closing(SquareShuffler()) as shuffler, mock.patch.object(ControlChannel, "post_failure") as posted:
+        handle = shuffler.start_shuffle(None)
+        with pytest.raises(ValueError, match="no rank has a batch at step 0; the data has ended"):
+            shuffler.finish_shuffle(my_batch(1, [4] * 4), handle)
+        return handle.ended, posted.called
+
+
+def test_a_shuffle_that_ended_for_all_is_no_failure_to_tell_others(two_ranks):
+    assert two_ranks.run(_finished_after_the_end) == [(True, False)] * 2
 
 
 def _ends(counts):
