@@ -227,7 +227,7 @@ def _run_command(command: str, two_ranks: Any) -> str:
     """Run one command in the working directory and return what it shows; AssertionError if it fails.
 
     `evenrank` and a training under torchrun run in processes that have TorchRec already, which takes seconds to
-    import: by what the command's script calls, with what torchrun would hand on. test_hstu_train.py launches them.
+    import: by what the command's script calls, with what torchrun would hand on. hstu/test_train.py launches them.
     """
     program, *arguments = command.split("<<")[:1] if "<<" in command else shlex.split(command)
     name = Path(program).name
