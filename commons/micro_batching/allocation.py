@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
-from commons.micro_batching.fewest_groups import Rows, as_groups, fewest_groups
+from commons.micro_batching.fewest_groups import PackingProblem, as_groups, fewest_groups
 from commons.micro_batching.l2_bound import l2_bound
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 from commons.perf_model.partitioner.problem import INT64_MAX
@@ -131,10 +131,10 @@ def _allocate(
     _require_rows(len(array), min_groups, divisor)
     _require_room(array, capacity)
     order = np.argsort(-array, kind="stable")
-    rows = Rows(array[order], capacity, min_groups, divisor, bool(equal_size))
-    parts = fewest_groups(rows, algorithm)
+    problem = PackingProblem(array[order], capacity, min_groups, divisor, bool(equal_size))
+    parts = fewest_groups(problem, algorithm)
     if parts is None:
-        raise _no_groups(rows)
+        raise _no_groups(problem)
     return as_groups(array, order, parts)
 
 
@@ -159,19 +159,19 @@ def _require_room(values: np.ndarray, capacity: int) -> None:
     raise ValueError(f"{what}; a row is never split: raise the capacity, or truncate or drop such rows")
 
 
-def _no_groups(rows: Rows) -> ValueError:
-    weights, capacity, divisor, most = rows.weights, rows.capacity, rows.divisor, rows.most_groups
+def _no_groups(problem: PackingProblem) -> ValueError:
+    weights, capacity, divisor, most = problem.weights, problem.capacity, problem.divisor, problem.most_groups
     fewest = l2_bound(weights, capacity)
     remedy = "lower n_groups_divisor, raise the capacity or bring more rows"
-    if rows.round_up(fewest) > most:
-        why = f"{int(weights.sum())} in {len(weights)} values" if fewest >= rows.min_groups else "min_groups"
+    if problem.round_up(fewest) > most:
+        why = f"{int(weights.sum())} in {len(weights)} values" if fewest >= problem.min_groups else "min_groups"
         return ValueError(
-            f"{max(fewest, rows.min_groups)} groups are needed (for {why}, capacity {capacity}), the next multiple "
-            f"of n_groups_divisor {divisor} is {rows.round_up(fewest)}, there are {len(weights)} rows; every group "
+            f"{max(fewest, problem.min_groups)} groups are needed (for {why}, capacity {capacity}), the next multiple "
+            f"of n_groups_divisor {divisor} is {problem.round_up(fewest)}, there are {len(weights)} rows; every group "
             f"has a row: {remedy}"
         )
     equal, reason = "", "no packing was found"
-    if rows.equal_size:
+    if problem.equal_size:
         # More than half as many groups as rows, so these have one row or two; the lightest rows make the best pairs.
         # Fewer groups cannot do better: halved, they would be as many.
         num_pairs = len(weights) - most

@@ -19,7 +19,7 @@ from commons.perf_model.partitioner.refined import FEW
 
 
 @dataclass
-class Rows:
+class PackingProblem:
     """The rows to pack, and what a packing has to keep.
 
     Attributes:
@@ -60,25 +60,25 @@ class Rows:
 
 
 # In: the rows and the number of groups that a packing must have. Out: the group of each row, or None.
-Attempt = Callable[[Rows, int], "np.ndarray | None"]
+Attempt = Callable[[PackingProblem, int], "np.ndarray | None"]
 
 
-def fewest_groups(rows: Rows, algorithm: str) -> np.ndarray | None:
+def fewest_groups(problem: PackingProblem, algorithm: str) -> np.ndarray | None:
     """Pack by an algorithm, and where it finds nothing by "refined".
 
     Args:
-        rows: what to pack.
+        problem: what to pack.
         algorithm: "ffd", "kk" or "refined".
 
     Returns:
         int64 `(n,)`, the group of each row, none of them empty; None where no packing was found.
 
     """
-    if algorithm == "ffd" and not rows.equal_size:
-        parts = _first_fit(rows)
+    if algorithm == "ffd" and not problem.equal_size:
+        parts = _first_fit(problem)
     else:
-        parts = _search(ATTEMPTS[algorithm], rows)
-    return _search(_refined, rows) if parts is None and algorithm != "refined" else parts
+        parts = _search(ATTEMPTS[algorithm], problem)
+    return _search(_refined, problem) if parts is None and algorithm != "refined" else parts
 
 
 def as_groups(values: np.ndarray, order: np.ndarray, parts: np.ndarray) -> list[list[int]]:
@@ -99,59 +99,59 @@ def as_groups(values: np.ndarray, order: np.ndarray, parts: np.ndarray) -> list[
     return [group for _, group in sorted(zip(loads, groups), key=lambda each: (-each[0], each[1][0]))]
 
 
-def _first_fit(rows: Rows) -> np.ndarray | None:
+def _first_fit(problem: PackingProblem) -> np.ndarray | None:
     """First fit, and MULTIFIT where it takes too few groups; None where it takes too many."""
-    parts = rows.first_fit
+    parts = problem.first_fit
     number = int(parts.max()) + 1
-    num_groups = rows.round_up(number)
-    if num_groups > rows.most_groups:
+    num_groups = problem.round_up(number)
+    if num_groups > problem.most_groups:
         return None
-    return parts if num_groups == number else multifit(rows.weights, rows.capacity, num_groups)
+    return parts if num_groups == number else multifit(problem.weights, problem.capacity, num_groups)
 
 
-def _search(attempt: Attempt, rows: Rows) -> np.ndarray | None:
+def _search(attempt: Attempt, problem: PackingProblem) -> np.ndarray | None:
     """The first attempt that succeeds, from the fewest groups on."""
-    fewest = rows.round_up(l2_bound(rows.weights, rows.capacity))
-    for num_groups in range(fewest, rows.most_groups + 1, rows.divisor):
-        if lower_bound(rows.weights, num_groups, rows.equal_size) <= rows.capacity:
-            parts = attempt(rows, num_groups)
+    fewest = problem.round_up(l2_bound(problem.weights, problem.capacity))
+    for num_groups in range(fewest, problem.most_groups + 1, problem.divisor):
+        if lower_bound(problem.weights, num_groups, problem.equal_size) <= problem.capacity:
+            parts = attempt(problem, num_groups)
             if parts is not None:
                 return parts
     return None
 
 
-def _first_fit_equal(rows: Rows, num_groups: int) -> np.ndarray | None:
-    return first_fit_equal(rows.weights, rows.capacity, num_groups)
+def _first_fit_equal(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
+    return first_fit_equal(problem.weights, problem.capacity, num_groups)
 
 
-def _differencing(rows: Rows, num_groups: int) -> np.ndarray | None:
-    return rows.planned(num_groups, "karmarkar_karp")
+def _differencing(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
+    return problem.planned(num_groups, "karmarkar_karp")
 
 
-def _refined(rows: Rows, num_groups: int) -> np.ndarray | None:
+def _refined(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
     """Balance, and see whether the capacity is kept; else pack under the capacity. Then narrow the spread."""
-    parts = rows.planned(num_groups, "refined")
+    parts = problem.planned(num_groups, "refined")
     if parts is None:
-        parts = _first_fit_equal(rows, num_groups) if rows.equal_size else _packed_tightly(rows, num_groups)
+        parts = _first_fit_equal(problem, num_groups) if problem.equal_size else _packed_tightly(problem, num_groups)
     if parts is None:
         return None
-    limits = Limits.of(len(parts), num_groups, rows.equal_size)
-    return level(rows.weights, split_heaviest(rows.weights, parts, num_groups), num_groups, limits)
+    limits = Limits.of(len(parts), num_groups, problem.equal_size)
+    return level(problem.weights, split_heaviest(problem.weights, parts, num_groups), num_groups, limits)
 
 
-def _packed_tightly(rows: Rows, num_groups: int) -> np.ndarray | None:
-    parts = rows.first_fit
+def _packed_tightly(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
+    parts = problem.first_fit
     if int(parts.max()) < num_groups:
         return parts
     if len(parts) * num_groups > FEW:  # else it was among the starts of the planner
-        found = _differencing(rows, num_groups)
+        found = _differencing(problem, num_groups)
         if found is not None:
             return found
-    rows.repacked, done = pack_under(rows.weights.tolist(), num_groups, rows.capacity, rows.repacked)
+    problem.repacked, done = pack_under(problem.weights.tolist(), num_groups, problem.capacity, problem.repacked)
     if not done:
         return None
     packed = np.empty_like(parts)
-    for group, each in enumerate(rows.repacked):
+    for group, each in enumerate(problem.repacked):
         packed[each] = group
     return packed
 
