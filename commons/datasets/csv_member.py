@@ -17,11 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pcsv
 
-from commons.datasets.raw_archive import LONGEST_LINE, bounded_line, overlong_line
+from commons.datasets.raw_archive import LONGEST_LINE, bounded_line, overlong_line, shortened
 
 _BLOCK = 8 << 20
 _ARROW_TYPES = {"int32": pa.int32(), "int64": pa.int64(), "float32": pa.float32(), "text": pa.string()}
-_LONGEST_SHOWN = 80
 # What Arrow says of a row, with its number, the header line left out.
 _BAD_VALUE = re.compile(r"In CSV column #(\d+): Row #(\d+): .*?invalid value '(.*)'", re.DOTALL)
 _BAD_ROW = re.compile(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
@@ -137,7 +136,7 @@ def _described(problem: str, where: str, layout: CsvLayout, header: list[str], i
     if found := _BAD_ROW.match(problem):
         row, expected, got, text = found.groups()
         return ValueError(
-            f"{where} line {int(row) + 1} is {_shorten(text)}, {got} fields; the header has {expected}: {_REMEDY}"
+            f"{where} line {int(row) + 1} is {shortened(text)}, {got} fields; the header has {expected}: {_REMEDY}"
         )
     if found := _BAD_VALUE.match(problem):
         place, row, text = found.groups()
@@ -149,7 +148,7 @@ def _described(problem: str, where: str, layout: CsvLayout, header: list[str], i
 
 def _bad_value(where: str, line: int, column: CsvColumn, text: str) -> ValueError:
     return ValueError(
-        f"{where} line {line} has {column.name} {_shorten(text)}; {column.name} is {column.rule}: {_REMEDY}"
+        f"{where} line {line} has {column.name} {shortened(text)}; {column.name} is {column.rule}: {_REMEDY}"
     )
 
 
@@ -161,10 +160,6 @@ def _fields(line: str, where: str) -> list[str]:
             f"{where} is no line of a CSV file ({error}); fields are separated by commas and lines by line feeds: "
             "download the archive again"
         ) from error
-
-
-def _shorten(text: str) -> str:
-    return repr(text) if len(text) <= _LONGEST_SHOWN else repr(text[:_LONGEST_SHOWN]) + " …"
 
 
 class _Lines(io.RawIOBase):

@@ -24,7 +24,7 @@ from commons.datasets.csv_member import CsvColumn, CsvLayout, read_csv_member
 from commons.datasets.preprocessing import OpenedArchive, Preprocessor
 from commons.datasets.raw_archive import GENERATED_MARK, RawArchive, open_archive
 from commons.datasets.sequence_file import HasAction, SequenceSchema
-from commons.datasets.sequence_writer import IdMap, SeenIds, SequenceSource, UserTable, encode
+from commons.datasets.sequence_writer import IdMap, SeenIds, SequenceSource, UserTable, ids_of_values
 from commons.datasets.user_partitions import UserPartitions, partitions_for
 
 FEEDBACK_WEIGHTS = {
@@ -185,7 +185,7 @@ def _read_users(archive: RawArchive, version: KuaiRandVersion) -> UserTable:
         )
     order = np.argsort(user_ids)
     # A missing value is a value of its own, the empty text.
-    encoded = {name: encode(values) for name, values in columns.items()}
+    encoded = {name: ids_of_values(values) for name, values in columns.items()}
     return UserTable(
         user_ids[order],
         {name: ids[order] for name, (ids, _) in encoded.items()},

@@ -19,7 +19,7 @@ from commons.datasets.movielens_archive import read_movielens_archive
 from commons.datasets.preprocessing import OpenedArchive, Preprocessor
 from commons.datasets.raw_archive import GENERATED_MARK, RawArchive, open_archive
 from commons.datasets.sequence_file import SequenceSchema
-from commons.datasets.sequence_writer import IdMap, SeenIds, SequenceSource, UserTable, encode
+from commons.datasets.sequence_writer import IdMap, SeenIds, SequenceSource, UserTable, ids_of_values
 from commons.datasets.user_partitions import UserPartitions, partitions_for
 
 DATASET_NAME = "ml-1m"
@@ -97,7 +97,7 @@ def user_table(users: pa.Table) -> UserTable:
     """
     user_ids = users["user_id"].to_numpy()
     order = np.argsort(user_ids)
-    encoded = {name: encode(users[name]) for name in _CONTEXTUAL[1:]}
+    encoded = {name: ids_of_values(users[name]) for name in _CONTEXTUAL[1:]}
     return UserTable(
         user_ids[order],
         {name: ids[order] for name, (ids, _) in encoded.items()},

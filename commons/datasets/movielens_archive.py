@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commons.datasets.raw_archive import GENERATED_MARK, RawArchive, bounded_line, open_archive
+from commons.datasets.raw_archive import GENERATED_MARK, RawArchive, bounded_line, open_archive, shortened
 
 ENCODING = "latin-1"
 _BLOCK = 4 << 20
@@ -158,7 +158,7 @@ def _parse_block(block: bytes, layout: _LineFormat, where: str, first_line: int)
     if fields.null_count:
         index = int(np.flatnonzero(fields.is_null().to_numpy(zero_copy_only=False))[0])
         raise ValueError(
-            f"{where} line {first_line + index} is {_shorten(lines[index].as_py())}; a line is {layout.description}: "
+            f"{where} line {first_line + index} is {shortened(lines[index].as_py())}; a line is {layout.description}: "
             "mend it or download the archive again"
         )
     return pa.table({name: fields.field(name).cast(dtype) for name, (_, dtype) in layout.fields.items()})
@@ -182,7 +182,3 @@ def _check_known(ids: np.ndarray, known: np.ndarray, where: str, first_line: int
             f"{where} line {first_line + index} has {column} {ids[index]}, which {file_name} does not list; both files "
             "come from one archive: download it again"
         )
-
-
-def _shorten(line: str, limit: int = 80) -> str:
-    return repr(line) if len(line) <= limit else repr(line[:limit]) + " …"

@@ -29,6 +29,7 @@ GENERATED_MARK = "GENERATED DATA"
 _BLOCK = 1 << 20
 _MOST_EXPANSION, _ALWAYS_ALLOWED = 100, 64 << 20
 LONGEST_LINE = 64 << 10
+_LONGEST_SHOWN = 80
 _MOST_IN_MEMORY = 256 << 20
 _MOST_MEMBERS = 10_000
 _README_BYTES = 1 << 20
@@ -365,6 +366,11 @@ def bounded_line(reader: Any, where: str) -> bytes:
     if len(line) > LONGEST_LINE:
         raise overlong_line(where)
     return line
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text from an archive, quoted, for errors."""
+    return repr(text) if len(text) <= _LONGEST_SHOWN else repr(text[:_LONGEST_SHOWN]) + " …"
 
 
 def overlong_line(where: str) -> ValueError:

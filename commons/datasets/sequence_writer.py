@@ -314,7 +314,7 @@ def _row_groups(lengths: np.ndarray) -> list[int]:
     return groups
 
 
-def encode(values: list[Any] | pa.ChunkedArray) -> tuple[np.ndarray, list[Any]]:
+def ids_of_values(values: list[Any] | pa.ChunkedArray) -> tuple[np.ndarray, list[Any]]:
     """Ids of raw values, int32 `(n,)`, and the raw value of each id, sorted."""
     encoded = pa.chunked_array([values] if isinstance(values, list) else values.chunks).combine_chunks()
     encoded = encoded.dictionary_encode()
