@@ -143,6 +143,7 @@ class Rows(Generic[B]):
 
         Raises:
             ValueError: an index outside the batch, or padding before a real row.
+            TypeError: something that is no array.
         """
         chosen = _as_indices(indices, self.count)
         is_real = chosen < self.real
@@ -294,7 +295,13 @@ def _declared(tree: Node, name: str) -> dict[Path, int]:
 
 def _as_indices(indices: Any, rows: int) -> torch.Tensor:
     """int64 `(N,)` on the CPU; ValueError unless all are rows of the batch."""
-    chosen = torch.as_tensor(np.asarray(indices) if isinstance(indices, (list, tuple, range)) else indices)
+    try:
+        chosen = torch.as_tensor(np.asarray(indices) if isinstance(indices, (list, tuple, range)) else indices)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"indices are a {type(indices).__name__} that is no array of integers ({error}); rows are chosen by a "
+            "one-dimensional list of integers: pass the positions of the rows"
+        ) from error
     if chosen.numel() == 0:
         chosen = chosen.to(torch.int64)
     if chosen.dtype == torch.bool or chosen.is_floating_point() or chosen.dim() != 1:

@@ -221,6 +221,12 @@ def test_wrong_indices(indices, message):
         select_rows(dense([1, 2]), indices)
 
 
+@pytest.mark.parametrize("indices", [None, "first", ["first"], [[0], [0, 1]], {0}])
+def test_what_is_no_array_of_indices(indices):
+    with pytest.raises(TypeError, match="is no array of integers .*; rows are chosen by a one-dimensional list"):
+        select_rows(dense([1, 2]), indices)
+
+
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
