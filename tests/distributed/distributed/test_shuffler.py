@@ -578,30 +578,3 @@ def test_what_counts_as_a_token_can_be_said(two_ranks):
     assert excess == [7, 7, 1]
     for said in two_ranks.run(_named_tokens, ["b", "c"]):
         assert "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names" in said
-
-
-def _late(timeout):
-    rank = dist.get_rank()
-    shuffler = SquareShuffler(ShufflerOptions(timeout=timeout))
-    shuffler.shuffle(my_batch(0, [4] * 4))
-    if rank == 1:
-        return "was late"
-    try:
-        shuffler.shuffle(my_batch(1, [4] * 4))
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_rank_that_does_not_take_part_is_named(world_size):
-    from tests.helpers.rank_pool import RankPool
-
-    pool = RankPool(world_size)
-    try:
-        results = pool.run(_late, 3.0)
-    finally:
-        pool.stop()
-    for rank, text in enumerate(results):
-        if rank != 1:
-            assert "rank 1 did not take part in the gather of step 1" in text
