@@ -22,7 +22,7 @@ SEARCHES = (10, 20, 40)
 NEIGHBORHOODS = (6, 12)
 LIGHTEST = 3
 # Times that this is done, and at most four times for each group.
-MOST_REPACKS = 180
+MOST_REPACKS = 150
 
 
 def pack_under(
