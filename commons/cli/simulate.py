@@ -88,19 +88,12 @@ class Simulate:
     def _simulate(
         self, batches: Sequence[RowCosts], num_ranks: int, cost: AttentionTask | CalibratedTask
     ) -> SimulatedSteps:
-        options = self.shuffler
-        units_per_ms = cost.units_per_ms if isinstance(cost, CalibratedTask) else 0
+        calibrated = cost if isinstance(cost, CalibratedTask) else None
         return simulate_steps(
             batches[: num_ranks * self.steps],
             num_ranks,
-            calibration=cost.calibration if isinstance(cost, CalibratedTask) else None,
-            method=options.partitioner,
-            equal_size=options.equal_size,
-            slack=options.slack,
-            ranks_per_node=options.ranks_per_node,
-            max_tokens=options.max_tokens_per_rank,
-            min_gain=options.min_gain,
-            min_gain_load=round(options.min_gain_ms * units_per_ms),
+            calibration=None if calibrated is None else calibrated.calibration,
+            **self.shuffler.plan_arguments(None if calibrated is None else calibrated.units_per_ms),
         )
 
     def _shortage(self, num_batches: int, num_rows: int, batch_size: int) -> list[str]:

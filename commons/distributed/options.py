@@ -82,6 +82,18 @@ class ShufflerOptions:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63):
                 raise ValueError(f"{name} is {value!r}; it is a positive integer below 2**63, or None: correct it")
 
+    def plan_arguments(self, units_per_ms: int | None) -> dict[str, Any]:
+        """What `plan_shuffle` is told of these options; `units_per_ms` are loads per millisecond, None for no times."""
+        return {
+            "method": self.partitioner,
+            "equal_size": self.equal_size,
+            "slack": self.slack,
+            "ranks_per_node": self.ranks_per_node,
+            "max_tokens": self.max_tokens_per_rank,
+            "min_gain": self.min_gain,
+            "min_gain_load": round(self.min_gain_ms * (units_per_ms or 0)),
+        }
+
     def to_json(self) -> str:
         """The options as sorted JSON, for the comparison between ranks."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)

@@ -8,6 +8,7 @@ import json
 import torch
 
 from commons.distributed.control import ControlChannel
+from commons.distributed.errors import attempt
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import Calibration
@@ -65,10 +66,6 @@ def agree_on_schema(
                 f"the batches of ranks {first} and {rank} differ: {'; '.join(different)}; all ranks must bring the "
                 "same type, keys, dtypes and plain values: make them equal, or a property what depends on the rows"
             )
-    error = None
-    try:
-        schemas[first].empty_batch()
-    except Exception as caught:  # of a type that this rank has not imported: the others must not go on without it
-        error = caught
+    _, error = attempt(schemas[first].empty_batch)  # of a type that this rank may not have imported
     channel.agree("agreement on the batch type", {}, error, step=step)
     return schemas[first], most_rows

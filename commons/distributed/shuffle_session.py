@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.control import ControlChannel, RankMissingError
+from commons.distributed.errors import attempt
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
@@ -149,23 +150,18 @@ class ShuffleSession:
     def _agree(self, step: int, local: LocalRows, calibrated: CalibratedTask | None) -> PayloadLayout | None:
         options, calibration = self._options, None if calibrated is None else calibrated.calibration
         if options.calibration is not None and options.mode != "off":
-            try:
-                require_equal_among_peers(calibration, self.channel.generation, options.timeout / 2)
-            except Exception as caught:
-                local = dataclasses.replace(local, error=local.error or caught)
+            generation, limit = self.channel.generation, options.timeout / 2
+            _, error = attempt(lambda: require_equal_among_peers(calibration, generation, limit))
+            local = dataclasses.replace(local, error=local.error or error)
         schema, self._capacity = agree_on_schema(self.channel, step, options, self._shuffler_type, calibration, local)
         return None if schema is None else PayloadLayout.of(schema)
 
     def _gather(self, step: int, schema: BatchSchema, local: LocalRows) -> np.ndarray:
         """The gathered table: header and rows of every rank; once more, larger, if a rank's rows outgrew the buffer."""
         columns = 0 if self._options.mode == "off" else 1 + schema.num_keys
-        own, error = np.zeros(0, dtype=np.int64), local.error
-        if local.schema is not None and error is None:
-            try:
-                _require_same_schema(schema, local.schema)
-                own = local.table().ravel() if columns else own
-            except Exception as caught:
-                error = caught
+        own, error = attempt(lambda: _own_table(schema, local, columns))
+        error = local.error or error
+        own = np.zeros(0, dtype=np.int64) if own is None else own
         while True:
             message = np.zeros(_HEADER + self._capacity * columns, dtype=np.int64)
             message[:_HEADER] = (step, local.schema is not None, local.rows, local.real_rows)
@@ -194,20 +190,15 @@ class ShuffleSession:
     ) -> PreparedShuffle:
         """Plan and build this rank's exchange; then all ranks compare their plans."""
         started = time.perf_counter()
-        options, rank, prepared, digest, error = self._options, self.channel.rank, None, 0, None
+        options, rank = self._options, self.channel.rank
         units_per_ms = None if calibrated is None else calibrated.units_per_ms
-        try:
+
+        def make() -> tuple[ShufflePlan, RowExchange, ShuffleStats, int]:
             plan = plan_shuffle(
                 _read_table(layout.schema, table, token_features),
-                method=options.partitioner,
-                equal_size=options.equal_size,
-                slack=options.slack,
-                ranks_per_node=options.ranks_per_node,
-                max_tokens=options.max_tokens_per_rank,
-                min_gain=options.min_gain,
-                min_gain_load=round(options.min_gain_ms * (units_per_ms or 1)),
                 carry_out=options.mode == "balance",
                 pads=layout.schema.states_padding,
+                **options.plan_arguments(units_per_ms),
             )
             on_cuda = device is not None and device.type == "cuda" and self.channel.world_size > 1
             exchange = RowExchange.of(plan, layout, rank, all_gather=self._all_gather, pin_memory=on_cuda)
@@ -219,15 +210,15 @@ class ShuffleSession:
                 ranks_per_node=options.ranks_per_node,
                 units_per_ms=units_per_ms,
             )
-            prepared = PreparedShuffle(layout.schema, int(table[:rank, _ROWS].sum()), plan, exchange, stats)
-            digest = plan.digest()
-        except Exception as caught:  # of this rank alone, such as too little memory: the comparison tells the others
-            error = caught
-        self._require_same_plan(step, digest, error)
-        assert prepared is not None  # noqa: S101  the comparison raised the error
+            return plan, exchange, stats, plan.digest()
+
+        made, error = attempt(make)  # too little memory, say, on this rank alone: the comparison tells the others
+        self._require_same_plan(step, 0 if made is None else made[-1], error)
+        assert made is not None  # noqa: S101  the comparison raised the error
+        plan, exchange, stats, _ = made
         self._require_rows_everywhere(layout.schema, plan)
-        plan_ms = (time.perf_counter() - started) * 1e3
-        return dataclasses.replace(prepared, stats=dataclasses.replace(stats, plan_ms=plan_ms))
+        stats = dataclasses.replace(stats, plan_ms=(time.perf_counter() - started) * 1e3)
+        return PreparedShuffle(layout.schema, int(table[:rank, _ROWS].sum()), plan, exchange, stats)
 
     def _require_rows_everywhere(self, schema: BatchSchema, plan: ShufflePlan) -> None:
         """Raise ValueError, on all ranks, if one would train no row of a batch that cannot state padding."""
@@ -275,12 +266,16 @@ class ShuffleSession:
         return [self.channel.members[rank] for rank in ranks.tolist()]
 
 
-def _require_same_schema(agreed: BatchSchema, own: BatchSchema) -> None:
-    if own != agreed:
+def _own_table(agreed: BatchSchema, local: LocalRows, columns: int) -> np.ndarray:
+    """This rank's part of the gathered table, flat; empty without a batch, and where no columns are asked for."""
+    if local.schema is None:
+        return np.zeros(0, dtype=np.int64)
+    if local.schema != agreed:
         raise ValueError(
-            f"this batch differs from the first: {'; '.join(agreed.differences(own))}; type, keys, dtypes and plain "
-            "values stay the same: make every batch alike, or a property what depends on the rows"
+            f"this batch differs from the first: {'; '.join(agreed.differences(local.schema))}; type, keys, dtypes and "
+            "plain values stay the same: make every batch alike, or a property what depends on the rows"
         )
+    return local.table().ravel() if columns else np.zeros(0, dtype=np.int64)
 
 
 def _read_table(schema: BatchSchema, table: np.ndarray, token_features: tuple[str, ...] | None) -> GatheredRows:
