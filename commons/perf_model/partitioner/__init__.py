@@ -11,9 +11,19 @@ Workloads in, `Partition` out. `partition` is the planner; `lower_bound` is the 
     partitioning.py   the public functions
 """
 
+from commons.perf_model.partitioner.grid import Grid, partition_grid
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 from commons.perf_model.partitioner.partitioning import karmarkar_karp, lower_bound, partition
 from commons.perf_model.partitioner.reference import METHODS
 from commons.perf_model.partitioner.result import Partition
 
-__all__ = ["METHODS", "Partition", "as_int64_workloads", "karmarkar_karp", "lower_bound", "partition"]
+__all__ = [
+    "METHODS",
+    "Grid",
+    "Partition",
+    "as_int64_workloads",
+    "karmarkar_karp",
+    "lower_bound",
+    "partition",
+    "partition_grid",
+]
