@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from commons.datasets.available_memory import require_memory
+from commons.available_memory import require_memory
 from commons.datasets.raw_archive import GENERATED_MARK
 from commons.whole_folder import check_replaceable, owned_folder, parents_of, require_there, whole_folder
 

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from commons.datasets.available_memory import require_memory
+from commons.available_memory import require_memory
 from commons.datasets.movielens import RATING_VALUES, SCHEMA, user_table
 from commons.datasets.preprocessing import OpenedArchive, write_data_set
 from commons.datasets.sequence_writer import IdMap, SequenceSource

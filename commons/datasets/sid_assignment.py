@@ -29,7 +29,7 @@ from sklearn.decomposition import TruncatedSVD
 from sklearn.preprocessing import normalize
 from threadpoolctl import threadpool_limits
 
-from commons.datasets.available_memory import require_memory
+from commons.available_memory import require_memory
 from commons.datasets.sid_histories import Histories, history_chunks
 from commons.datasets.sid_map import SIDMap
 

@@ -16,21 +16,20 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from commons.distributed.control import RankMissingError
 from commons.distributed.group_pool import only_device
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import require_process_group, resolve_process_group
-from commons.distributed.row_exchange import RowExchange
 from commons.distributed.shuffle_handle import ShuffleHandle
 from commons.distributed.shuffle_session import ShuffleSession
 from commons.distributed.stats import ShuffleStats
-from commons.distributed.verification import checksums, verify_rows
+from commons.distributed.window import ShuffledWindow, WindowReader, shuffle_window
 from commons.distributed.worker import DaemonWorker
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.task_estimator import AttentionTask
@@ -44,10 +43,11 @@ T = TypeVar("T")
 # How long close() waits for the worker thread.
 _CLOSE_SECONDS = 5.0
 
-_Sessions: TypeAlias = "dict[dist.ProcessGroup | None, ShuffleSession]"
+# By group, and window or None.
+_Sessions: TypeAlias = "dict[tuple[dist.ProcessGroup | None, int | None], ShuffleSession]"
 # What collected shufflers leave behind. Not theirs to close: the last reference to a process group, were it that of a
 # daemon thread when the program ends, would abort the program.
-_ABANDONED: deque[tuple[DaemonWorker, _Sessions]] = deque()
+_ABANDONED: deque[tuple[list[DaemonWorker], _Sessions]] = deque()
 
 
 class BaseTaskBalancedBatchShuffler(ABC):
@@ -89,10 +89,11 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self._pg_group = pg_group
         self._sessions: _Sessions = {}
         self._worker = DaemonWorker(f"evenrank-{type(self).__name__}")
+        self._window_worker = DaemonWorker(f"evenrank-windows-{type(self).__name__}")
         self._order = threading.Lock()
         self._closed = False
         # Whoever drops a shuffler without close() closes it; without waiting, since that can happen at any line.
-        self._when_collected = weakref.finalize(self, _abandon, self._worker, self._sessions)
+        self._when_collected = weakref.finalize(self, _abandon, [self._worker, self._window_worker], self._sessions)
         self._when_collected.atexit = False
         self._calibrated: CalibratedTask | None = None
         self._calibration_error: Exception | None = None
@@ -203,8 +204,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         Raises:
             RuntimeError: the shuffler is closed.
         """
-        if self._closed:
-            raise RuntimeError("the shuffler is closed; it cannot start another shuffle: make a new one")
+        self._require_open()
         session = self._session(pg_group)
         device = self._device or only_device(self._group(pg_group))
         problem = error or self._calibration_problem(device)
@@ -215,7 +215,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         calibrated = self._calibrated
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
-            future = self._worker.submit(lambda: session.prepare(step, local, calibrated, names))
+            future = self._worker.submit(lambda: session.prepare(step, [local], calibrated, names))
         return ShuffleHandle(step, session, batch, local, future)
 
     def finish_shuffle(self, batch: T, handle: ShuffleHandle) -> T:
@@ -248,13 +248,54 @@ class BaseTaskBalancedBatchShuffler(ABC):
             raise
         self._device = batch_device(batch)
         started = time.perf_counter()
-        if prepared.exchange is None or prepared.stats is None:
+        if prepared.exchange is None:
             return _padding_batch(schema, batch) if handle.local.rows == 0 and schema.states_padding else batch
-        result = self._exchange(batch, handle, prepared.exchange)
+        (result,) = handle.session.exchange_rows(handle.step, prepared.exchange, [batch])
         exchange_ms = (time.perf_counter() - started) * 1e3
-        handle.stats = self.last_stats = prepared.stats.carried_out(handle.wait_ms, exchange_ms)
-        self._count_exceeded_cap(handle.stats)
+        handle.stats = prepared.stats[0].carried_out(handle.wait_ms, exchange_ms)
+        self.note([handle.stats])
         return result
+
+    def connect_window(self, window: int, pg_group: dist.ProcessGroup | None = None) -> None:
+        """Make the process groups for windows now; as `connect`.
+
+        Args:
+            window: most batches of a rank that are planned together.
+            pg_group: the group, if not the shuffler's own.
+        """
+        self._session(pg_group, window)
+
+    def note(self, stats: Sequence[ShuffleStats]) -> None:
+        """Take the stats of steps whose rows are where they are trained, at least one."""
+        self.last_stats = stats[-1]
+        self._count_exceeded_cap(stats[0])
+
+    def start_window(self, reader: WindowReader, pg_group: dist.ProcessGroup | None = None) -> Future[ShuffledWindow]:
+        """Begin a window of host batches; returns at once, a thread of its own reads, plans and exchanges it.
+
+        All ranks of the group call this together, on the main thread; windows are made one after another.
+
+        Args:
+            reader: of this rank's batches.
+            pg_group: the group, if not the shuffler's own.
+
+        Returns:
+            The window, or the error of any rank, on every rank; nothing that was read is lost with it.
+
+        Raises:
+            RuntimeError: the shuffler is closed.
+        """
+        self._require_open()
+        session = self._session(pg_group, reader.window)
+        device = self._device or only_device(self._group(pg_group))
+        problem = self._calibration_problem(device)
+        names = None if self.token_feature_names is None else tuple(self.token_feature_names)
+        calibrated, step = self._calibrated, session.next_step()
+
+        def describe(batch: Any) -> LocalRows:
+            return LocalRows(error=problem) if problem is not None else self._describe(batch, torch.device("cpu"))
+
+        return self._window_worker.submit(lambda: shuffle_window(session, step, reader, describe, calibrated, names))
 
     def realign(self, pg_group: dist.ProcessGroup | None = None, until: Callable[[], bool] = lambda: True) -> None:
         """Bring all ranks to the same step, after threads of theirs have started different numbers of shuffles.
@@ -287,8 +328,14 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self._closed = True
         self._when_collected.detach()
         # A worker that waits for a rank that will not come is left behind: a daemon, whose groups are not used again.
-        if self._worker.stop(timeout=min(_CLOSE_SECONDS, self.options.timeout)):
+        limit = min(_CLOSE_SECONDS, self.options.timeout)
+        ended = [worker.stop(timeout=limit) for worker in (self._worker, self._window_worker)]
+        if all(ended):
             _close_sessions(self._sessions)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the shuffler is closed; it cannot start another shuffle: make a new one")
 
     def _calibration_problem(self, device: torch.device | None) -> Exception | None:
         """Why the workloads are not the measured ones that were asked for, on the device if it is known."""
@@ -311,12 +358,12 @@ class BaseTaskBalancedBatchShuffler(ABC):
     def _group(self, pg_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return resolve_process_group(pg_group if pg_group is not None else self._pg_group)
 
-    def _session(self, pg_group: dist.ProcessGroup | None) -> ShuffleSession:
+    def _session(self, pg_group: dist.ProcessGroup | None, window: int | None = None) -> ShuffleSession:
         group = self._group(pg_group)
-        if group not in self._sessions:
+        if (group, window) not in self._sessions:
             _close_abandoned()
-            self._sessions[group] = ShuffleSession(group, self.options, type(self).__name__)
-        return self._sessions[group]
+            self._sessions[group, window] = ShuffleSession(group, self.options, type(self).__name__, window)
+        return self._sessions[group, window]
 
     def _describe(self, batch: Any, device: torch.device | None) -> LocalRows:
         """What this rank brings; a mistake included, so that all ranks raise it."""
@@ -335,28 +382,6 @@ class BaseTaskBalancedBatchShuffler(ABC):
         unknown = [name for name in self.token_feature_names or () if name not in keys]
         if unknown:
             raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
-
-    def _exchange(self, batch: T, handle: ShuffleHandle, exchange: RowExchange) -> T:
-        """The batch to train, verified if that is asked for."""
-        session, verify = handle.session, self.options.verify
-        try:
-            before = checksums(batch, exchange.layout) if verify else None
-            result = batch
-            if exchange.moves or exchange.changes:
-                buffer, packed = exchange.pack(batch)
-                if exchange.moves:
-                    session.send_rows(handle.step, exchange, packed, buffer)
-                if exchange.changes:
-                    result = exchange.unpack(batch, buffer)
-        except RankMissingError:
-            raise
-        except Exception as error:  # of this rank alone, such as too little memory
-            session.post_failure(handle.step, error)
-            raise
-        if before is not None:
-            after = checksums(result, exchange.layout)
-            verify_rows(before, after, exchange.layout, session.channel.payload_group, handle.step)
-        return result
 
     def _indices(self, handle: ShuffleHandle, batch: Any) -> torch.Tensor:
         prepared = handle.prepared()
@@ -398,19 +423,20 @@ class IdentityBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         return torch.ones(batch_rows(batch), dtype=torch.int64, device=batch_device(batch))
 
 
-def _abandon(worker: DaemonWorker, sessions: _Sessions) -> None:
-    worker.finish()
-    _ABANDONED.append((worker, sessions))
+def _abandon(workers: list[DaemonWorker], sessions: _Sessions) -> None:
+    for worker in workers:
+        worker.finish()
+    _ABANDONED.append((workers, sessions))
 
 
 def _close_abandoned() -> None:
     """Give back the groups of collected shufflers whose work has ended; called where groups are made."""
     for _ in range(len(_ABANDONED)):
-        worker, sessions = _ABANDONED.popleft()
-        if worker.has_ended:
+        workers, sessions = _ABANDONED.popleft()
+        if all(worker.has_ended for worker in workers):
             _close_sessions(sessions, collected=True)
         else:
-            _ABANDONED.append((worker, sessions))
+            _ABANDONED.append((workers, sessions))
 
 
 def _close_sessions(sessions: _Sessions, collected: bool = False) -> None:

@@ -248,6 +248,11 @@ class ControlChannel:
         )
 
     @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """The gloo group, for host tensors on the thread that uses the channel; None for a group of one."""
+        return self._group
+
+    @property
     def has_all_to_all(self) -> bool:
         """Whether rows can be sent to their receivers alone."""
         return self._groups is None or self._groups.has_all_to_all is not False

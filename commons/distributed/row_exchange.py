@@ -1,20 +1,21 @@
 """EXCHANGE and SELECT: a plan as one rank's permutes, splits and lengths; the rows packed, sent and put in order.
 
-The worker thread makes a RowExchange from the plan. On the main thread `pack` writes the batch into one buffer, one
-collective moves the rows, and `unpack` builds the batch that this rank trains. The buffer holds segments of 4-byte
-words in three regions:
+The worker thread makes a RowExchange from the plan. `pack` writes the rank's batch into one buffer, one collective
+moves the rows, and `unpack` builds the batch that this rank trains. Of a window, all batches of the rank are packed
+into the buffer, and unpacked from it step by step. The buffer holds segments of 4-byte words in three regions:
 
-    own       every row the rank brought, segment by segment: segment s of row r is at s · rows + r
+    own       every row the rank brought, batch by batch and segment by segment: segment s of row r of a batch that
+              begins at segment b is at b + s · rows + r
     received  what arrived, row by row: all segments of one row side by side
     zero      one row of padding: zero words for jagged segments, zeros for dense ones
 
-One permute of the own region packs what is sent; one permute of the whole buffer gives the result in ascending global
+One permute of the own region packs what is sent; one permute of the whole buffer gives a result in ascending global
 id, padding last. Every size follows from the gathered lengths, so that none is read back from a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,42 +53,58 @@ class Permute:
 
 
 @dataclass(frozen=True)
-class RowExchange:
-    """What one rank does to carry out a plan; sizes are in words.
+class ResultRows:
+    """One batch that a rank trains, as it is taken from the buffer; sizes are in words.
 
     Attributes:
-        layout: the parts of a row.
-        moves: whether rows of any rank move, so that all of them run the collective.
-        changes: whether this rank's rows differ from those it brought.
-        input_splits: words to every rank.
-        output_splits: words from every rank; of an all-gather, from every rank to all of them.
-        block_words: words of the largest sender, to which an all-gather pads; 0 for an all-to-all.
-        regions: words of the three regions of the buffer.
-        own_parts: words of every part in the own region.
-        result_parts: words of every part in the result.
-        send: own region → what is sent.
+        changes: whether its rows differ from those that the rank brought there.
         select: buffer → result.
+        parts: words of every part.
         rows: rows of the result, padding included.
         real_rows: those that are no padding.
         lengths: by field, the lengths of the result's KeyedJaggedTensors, on the host.
         length_per_key: by field, their sums.
     """
 
-    layout: PayloadLayout
-    moves: bool
     changes: bool
-    input_splits: list[int]
-    output_splits: list[int]
-    block_words: int
-    regions: list[int]
-    own_parts: list[int]
-    result_parts: list[int]
-    send: Permute
     select: Permute
+    parts: list[int]
     rows: int
     real_rows: int
     lengths: dict[str, torch.Tensor]
     length_per_key: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """What one rank does to carry out a plan; sizes are in words.
+
+    Attributes:
+        layout: the parts of a row.
+        moves: whether rows of any rank move, so that all of them run the collective.
+        input_splits: words to every rank.
+        output_splits: words from every rank; of an all-gather, from every rank to all of them.
+        block_words: words of the largest sender, to which an all-gather pads; 0 for an all-to-all.
+        regions: words of the three regions of the buffer.
+        own_parts: by batch that the rank brought, words of every part in the own region.
+        send: own region → what is sent.
+        results: the batches that the rank trains, one for each step.
+    """
+
+    layout: PayloadLayout
+    moves: bool
+    input_splits: list[int]
+    output_splits: list[int]
+    block_words: int
+    regions: list[int]
+    own_parts: list[list[int]]
+    send: Permute
+    results: list[ResultRows]
+
+    @property
+    def changes(self) -> bool:
+        """Whether this rank's rows differ from those it brought."""
+        return any(result.changes for result in self.results)
 
     @classmethod
     def of(
@@ -104,82 +121,89 @@ class RowExchange:
             pin_memory: whether the batch is trained on CUDA, so that copies to it need not wait.
         """
         gathered = plan.gathered
-        home, local_row, lengths = gathered.home, gathered.local_row, gathered.lengths
-        row_words = layout.words(lengths)  # (N, segments)
+        home, num_ranks = gathered.home, gathered.num_ranks
+        sender, receiver = home // gathered.steps, plan.destination // gathered.steps
+        row_words = layout.words(gathered.lengths)  # (N, segments)
         words_of_row = row_words.sum(axis=1)
         segments = np.arange(layout.num_segments)
+        places = range(rank * gathered.steps, (rank + 1) * gathered.steps)
 
-        own_rows = int(gathered.rows[rank])
-        own_row_lengths = np.zeros((own_rows, lengths.shape[1]), dtype=np.int64)
-        own_row_lengths[local_row[home == rank]] = lengths[home == rank]
-        own_lengths = layout.words(own_row_lengths).T.ravel()  # segment by segment
+        own_tables = [_own_lengths(plan, place) for place in places]
+        own_lengths = np.concatenate([layout.words(table).T.ravel() for table in own_tables])
+        own_rows = np.array([len(table) for table in own_tables])
+        own = np.flatnonzero(sender == rank)
+        step = home[own] - places.start
+        # Of every real row that this rank has or gets: its first segment in the buffer, and from one to the next.
+        first, stride = np.empty(len(home), dtype=np.int64), np.ones(len(home), dtype=np.int64)
+        first[own] = (np.cumsum(own_rows) - own_rows)[step] * len(segments) + gathered.local_row[own]
+        stride[own] = own_rows[step]
 
         moved = np.flatnonzero(plan.moves)
-        moved = moved[np.lexsort((local_row[moved], plan.destination[moved], home[moved]))]  # sender, receiver, row
-        sent, arriving = moved[home[moved] == rank], moved[plan.destination[moved] == rank]
+        moved = moved[np.lexsort((moved, receiver[moved], sender[moved]))]
+        sent, arriving = moved[sender[moved] == rank], moved[receiver[moved] == rank]
         if all_gather:
-            arriving, block_words, received_lengths, first_segment = _blocks(moved, home, row_words, gathered.num_ranks)
+            arriving, block_words, received_lengths, first_segment = _blocks(moved, sender, row_words, num_ranks)
         else:
             block_words, received_lengths = 0, row_words[arriving].ravel()
             first_segment = np.arange(len(arriving)) * len(segments)
+        came = receiver[arriving] == rank
+        first[arriving[came]] = len(own_lengths) + first_segment[came]
 
-        result, rows = plan.rows_for(rank), plan.result_batch_size(rank)
-        stays = home[result] == rank
-        position = np.empty(len(home), dtype=np.int64)
-        position[arriving] = first_segment
-        first_received, first_zero = len(own_lengths), len(own_lengths) + len(received_lengths)
-        source = np.empty((len(segments), rows), dtype=np.int64)  # in the buffer, of every segment of the result
-        kept, came = np.flatnonzero(stays), np.flatnonzero(~stays)
-        source[:, kept] = segments[:, None] * own_rows + local_row[result[kept]]
-        source[:, came] = first_received + position[result[came]] + segments[:, None]
-        source[:, len(result) :] = (first_zero + segments)[:, None]
-        result_lengths = np.zeros((rows, lengths.shape[1]), dtype=np.int64)
-        result_lengths[: len(result)] = lengths[result]
-        zero_lengths = layout.words(np.zeros((1, lengths.shape[1]), dtype=np.int64))[0]
-
+        zero_lengths = layout.words(np.zeros((1, gathered.lengths.shape[1]), dtype=np.int64))[0]
         host = _host_tensors(pin_memory)
-        result_parts = layout.words_of_parts(result_lengths)
-        of_fields = layout.split_keys(result_lengths)
+        buffer_lengths = host(np.concatenate([own_lengths, received_lengths, zero_lengths]))
+        first_zero = len(own_lengths) + len(received_lengths)
+
+        def result(place: int) -> ResultRows:
+            chosen, rows = plan.rows_for(place), plan.result_batch_size(place)
+            source = np.empty((len(segments), rows), dtype=np.int64)  # in the buffer, of every segment of the result
+            source[:, : len(chosen)] = first[chosen] + segments[:, None] * stride[chosen]
+            source[:, len(chosen) :] = (first_zero + segments)[:, None]
+            lengths = np.zeros((rows, gathered.lengths.shape[1]), dtype=np.int64)
+            lengths[: len(chosen)] = gathered.lengths[chosen]
+            parts, of_fields = layout.words_of_parts(lengths), layout.split_keys(lengths)
+            return ResultRows(
+                changes=rows != gathered.rows[place] or not np.array_equal(chosen, np.flatnonzero(home == place)),
+                select=Permute(host(source.ravel(), torch.int32), buffer_lengths, sum(parts)),
+                parts=parts,
+                rows=rows,
+                real_rows=len(chosen),
+                lengths={field.name: host(table.ravel(), field.lengths_dtype) for field, table in of_fields},
+                length_per_key={field.name: table.sum(axis=1).tolist() for field, table in of_fields},
+            )
+
         return cls(
             layout=layout,
             moves=bool(words_of_row[moved].sum()),
-            changes=bool(len(sent) or len(came) or rows != own_rows),
-            input_splits=sum_by_rank(plan.destination[sent], words_of_row[sent], gathered.num_ranks).tolist(),
-            output_splits=sum_by_rank(home[arriving], words_of_row[arriving], gathered.num_ranks).tolist(),
+            input_splits=sum_by_rank(receiver[sent], words_of_row[sent], num_ranks).tolist(),
+            output_splits=sum_by_rank(sender[arriving], words_of_row[arriving], num_ranks).tolist(),
             block_words=block_words,
             regions=[int(region.sum()) for region in (own_lengths, received_lengths, zero_lengths)],
-            own_parts=layout.words_of_parts(own_row_lengths),
-            result_parts=result_parts,
+            own_parts=[layout.words_of_parts(table) for table in own_tables],
             send=Permute(
-                host((segments * own_rows + local_row[sent][:, None]).ravel(), torch.int32),
+                host((first[sent][:, None] + segments * stride[sent][:, None]).ravel(), torch.int32),
                 host(own_lengths),
                 int(words_of_row[sent].sum()),
             ),
-            select=Permute(
-                host(source.ravel(), torch.int32),
-                host(np.concatenate([own_lengths, received_lengths, zero_lengths])),
-                sum(result_parts),
-            ),
-            rows=rows,
-            real_rows=len(result),
-            lengths={field.name: host(table.ravel(), field.lengths_dtype) for field, table in of_fields},
-            length_per_key={field.name: table.sum(axis=1).tolist() for field, table in of_fields},
+            results=[result(place) for place in places],
         )
 
-    def pack(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a batch into a new buffer, and pack the rows that leave it.
+    def pack(self, batches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write batches into a new buffer, and pack the rows that leave them.
 
         Args:
-            batch: this rank's; on CUDA the current stream must be the one that copied it.
+            batches: this rank's, at least one; on CUDA the current stream must be the one that copied them.
 
         Returns:
             The buffer, int32 `(sum(regions),)`, and what is sent, int32 `(sum(input_splits),)`, by receiver.
         """
-        buffer = torch.empty(sum(self.regions), dtype=torch.int32, device=batch_device(batch))
+        buffer = torch.empty(sum(self.regions), dtype=torch.int32, device=batch_device(batches[0]))
         own, _, zero = torch.split(buffer, self.regions)
         zero.zero_()
-        for part, words in zip(self.layout.parts, torch.split(own, self.own_parts)):
-            part.write(part.tensor_of(batch), words)
+        sections = iter(torch.split(own, [words for parts in self.own_parts for words in parts]))
+        for batch in batches:
+            for part, words in zip(self.layout.parts, sections):
+                part.write(part.tensor_of(batch), words)
         return buffer, self.send(own)
 
     def send_rows(
@@ -202,34 +226,46 @@ class RowExchange:
             return 0
         return WORD_BYTES * (self.block_words * (len(self.input_splits) - 1) or self.send.words)
 
-    def unpack(self, batch: Any, buffer: torch.Tensor) -> Any:
-        """The batch to train, in ascending global id with padding last.
+    def unpack(self, batch: Any, buffer: torch.Tensor, step: int = 0) -> Any:
+        """A batch to train, in ascending global id with padding last.
 
         Every tensor is in storage of its own: TorchRec frees `features` early, and views of one buffer would take the
         labels with them.
 
         Args:
-            batch: what was packed; it gives the fields that hold no rows.
+            batch: any that was packed; it gives the fields that hold no rows.
             buffer: as `pack` made it, after the collective.
+            step: which of the results.
         """
-        schema, sections = self.layout.schema, torch.split(self.select(buffer), self.result_parts)
+        result = self.results[step]
+        schema, sections = self.layout.schema, torch.split(result.select(buffer), result.parts)
         tensors = {
-            (part.field, part.weights): part.read(words, self.rows) for part, words in zip(self.layout.parts, sections)
+            (part.field, part.weights): part.read(words, result.rows)
+            for part, words in zip(self.layout.parts, sections)
         }
         fields: dict[str, Any] = {
             field.name: KeyedJaggedTensor(
                 keys=list(field.keys),
                 values=tensors[field.name, False],
                 weights=tensors.get((field.name, True)),
-                lengths=self.lengths[field.name].to(buffer.device, non_blocking=True),
-                stride=self.rows,
-                length_per_key=self.length_per_key[field.name],
+                lengths=result.lengths[field.name].to(buffer.device, non_blocking=True),
+                stride=result.rows,
+                length_per_key=result.length_per_key[field.name],
             )
             for field in schema.jagged
         }
         for dense in schema.dense:
-            fields[dense.name] = tensors[dense.name, False].view(self.rows, *dense.trailing)
-        return copy_batch(batch, fields | row_count_values(type(batch), self.rows, self.real_rows))
+            fields[dense.name] = tensors[dense.name, False].view(result.rows, *dense.trailing)
+        return copy_batch(batch, fields | row_count_values(type(batch), result.rows, result.real_rows))
+
+
+def _own_lengths(plan: ShufflePlan, place: int) -> np.ndarray:
+    """int64 `(rows, num_keys)`, the lengths of all rows of a batch as it was brought, padding included."""
+    gathered = plan.gathered
+    table = np.zeros((int(gathered.rows[place]), gathered.lengths.shape[1]), dtype=np.int64)
+    here = gathered.home == place
+    table[gathered.local_row[here]] = gathered.lengths[here]
+    return table
 
 
 def _host_tensors(pin_memory: bool) -> Callable[..., torch.Tensor]:
@@ -241,7 +277,7 @@ def _host_tensors(pin_memory: bool) -> Callable[..., torch.Tensor]:
 
 
 def _blocks(
-    moved: np.ndarray, home: np.ndarray, row_words: np.ndarray, num_ranks: int
+    moved: np.ndarray, sender: np.ndarray, row_words: np.ndarray, num_ranks: int
 ) -> tuple[np.ndarray, int, np.ndarray, np.ndarray]:
     """The received region of an all-gather: one block per sender, each ending in a segment that pads it.
 
@@ -250,11 +286,11 @@ def _blocks(
         segment within the region.
     """
     num_segments = row_words.shape[1]
-    sent = sum_by_rank(home[moved], row_words[moved].sum(axis=1), num_ranks)
+    sent = sum_by_rank(sender[moved], row_words[moved].sum(axis=1), num_ranks)
     block_words = int(sent.max(initial=0))
     # Sender k's rows come after the k pads of the blocks before it.
-    first_segment = np.arange(len(moved)) * num_segments + home[moved]
-    pad_segment = np.cumsum(np.bincount(home[moved], minlength=num_ranks)) * num_segments + np.arange(num_ranks)
+    first_segment = np.arange(len(moved)) * num_segments + sender[moved]
+    pad_segment = np.cumsum(np.bincount(sender[moved], minlength=num_ranks)) * num_segments + np.arange(num_ranks)
     lengths = np.empty(len(moved) * num_segments + num_ranks, dtype=np.int64)
     lengths[pad_segment] = block_words - sent
     lengths[(first_segment[:, None] + np.arange(num_segments)).ravel()] = row_words[moved].ravel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 import torch
 
@@ -22,7 +23,8 @@ def agree_on_schema(
     options: ShufflerOptions,
     shuffler_type: str,
     calibration: Calibration | None,
-    local: LocalRows,
+    window: int,
+    local: Sequence[LocalRows],
 ) -> tuple[BatchSchema | None, int]:
     """Compare settings and schemas over the ranks; a rank without data learns the schema.
 
@@ -32,7 +34,8 @@ def agree_on_schema(
         options: of the shuffler.
         shuffler_type: name of its class.
         calibration: what its workloads are measured with, if anything.
-        local: what this rank brings.
+        window: most batches of a rank that are planned together.
+        local: what this rank brings, its batches in order; a single entry without a schema for none.
 
     Returns:
         The schema, None while no rank has had a batch, and the largest number of real rows of a rank.
@@ -42,18 +45,21 @@ def agree_on_schema(
         KeyError: a rank without a batch does not know the type of the others'.
         Exception: a rank could not describe its batch; its error, on every rank.
     """
-    settings, text, error = None, "", local.error  # which comes first: it may be why settings differ
+    # An error comes first: it may be why settings differ.
+    settings, text, error = None, "", next((each.error for each in local if each.error is not None), None)
     try:
         settings = {
             "options": json.loads(options.to_json()),
             "calibrations": None if calibration is None else dataclasses.asdict(calibration),
             "shuffler": shuffler_type,
+            "window": window,
             "versions": {"evenrank": __version__, "torch": torch.__version__},
         }
-        text = "" if local.schema is None else json.dumps(local.schema.to_json())
+        text = "" if local[0].schema is None else json.dumps(local[0].schema.to_json())
     except Exception as caught:  # whatever it is, the others are waiting for it
         error = error or caught
-    most_rows = int(channel.agree("shuffle", None if error else settings, error, [local.real_rows], step).max())
+    real_rows = sum(each.real_rows for each in local)
+    most_rows = int(channel.agree("shuffle", None if error else settings, error, [real_rows], step).max())
     texts = zip(channel.members, channel.gather_text(text, step))
     schemas = {rank: BatchSchema.from_json(json.loads(said)) for rank, said in texts if said}
     if not schemas:

@@ -1,6 +1,6 @@
-"""GATHER and PLAN: what the shuffler's worker thread does for one batch, over one data-parallel group.
+"""GATHER and PLAN: what the shuffler's worker thread does for one batch, or a window, over one data-parallel group.
 
-Input: what this rank knows of its batch, or that it has none, or an error. Output: the plan of the global batch with
+Input: what this rank knows of its batches, or that it has none, or an error. Output: the plan of the global batch with
 this rank's exchange, or that the data has ended for all, or the error of any rank, raised on every rank.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from commons.distributed.peer_calibration import require_equal_among_peers
 from commons.distributed.row_exchange import RowExchange
 from commons.distributed.schema_agreement import agree_on_schema
 from commons.distributed.stats import ShuffleStats, stats_of_plan
+from commons.distributed.verification import checksums, verify_rows
 from commons.perf_model.calibration import CalibratedTask
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 from commons.sequence_batch.schema import BatchSchema
@@ -31,8 +34,9 @@ from commons.sequence_batch.schema import BatchSchema
 logger = logging.getLogger(__name__)
 
 _EXCHANGE = "exchange"
-# Columns of the gathered table before workloads and lengths.
-_STEP, _HAS_BATCH, _ROWS, _REAL_ROWS, _HEADER = range(5)
+# First columns of the gathered table. Then, for each batch of a window, its rows and its real rows; then, for each real
+# row, its workload and lengths.
+_STEP, _NUM_BATCHES, _ROWS = range(3)
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,18 @@ class PreparedShuffle:
     Attributes:
         schema: the agreed schema; None if no rank has a batch any more.
         rows_before: rows of the ranks before this one; global ids start there.
+        steps: batches that every rank trains: 1, or as many as the rank with most of them has brought to a window.
         plan: the plan, the same on every rank; None in mode "off".
         exchange: this rank's part of it; None in mode "off".
-        stats: of the plan; None in mode "off".
+        stats: of the plan, one for each step; none in mode "off".
     """
 
     schema: BatchSchema | None = None
     rows_before: int = 0
+    steps: int = 0
     plan: ShufflePlan | None = None
     exchange: RowExchange | None = None
-    stats: ShuffleStats | None = None
+    stats: tuple[ShuffleStats, ...] = ()
 
 
 class ShuffleSession:
@@ -59,20 +65,32 @@ class ShuffleSession:
 
     Made on the main thread by all ranks of the group; `prepare` runs on the worker thread, once per step and in the
     same order on every rank.
+
+    Args:
+        group: the ranks.
+        options: of the shuffler.
+        shuffler_type: name of its class.
+        window: most batches of a rank that are planned together. Given, rows are exchanged on the host, by the worker
+            thread and over the group that it plans with; None: batch by batch, over a group of their own.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, options: ShufflerOptions, shuffler_type: str) -> None:
-        self.channel = ControlChannel(group, options.timeout, moves_rows=options.mode == "balance")
+    def __init__(
+        self, group: dist.ProcessGroup | None, options: ShufflerOptions, shuffler_type: str, window: int | None = None
+    ) -> None:
+        on_host = window is not None
+        self.channel = ControlChannel(group, options.timeout, moves_rows=options.mode == "balance" and not on_host)
+        self.rows_group = self.channel.control_group if on_host else self.channel.payload_group
         self.steps = 0
+        self._window = window
+        self._header = _ROWS + 2 * (window or 1)
         self._layout: PayloadLayout | None = None
         self._options = options
         self._shuffler_type = shuffler_type
         self._capacity = 0
         self._has_told_end = False
         self._broken: RankMissingError | None = None
-        self._all_gather = options.transport == "all_gather" or (
-            options.transport == "auto" and not self.channel.has_all_to_all
-        )
+        has_all_to_all = on_host or self.channel.has_all_to_all
+        self._all_gather = options.transport == "all_gather" or (options.transport == "auto" and not has_all_to_all)
 
     def next_step(self) -> int:
         """Number the next step; the caller submits it to the worker before anyone else numbers one."""
@@ -83,15 +101,15 @@ class ShuffleSession:
     def prepare(
         self,
         step: int,
-        local: LocalRows,
+        local: Sequence[LocalRows],
         calibrated: CalibratedTask | None = None,
         token_features: tuple[str, ...] | None = None,
     ) -> PreparedShuffle:
         """Gather, plan, compare plans and build this rank's exchange.
 
         Args:
-            step: number of the step.
-            local: what this rank brings.
+            step: number of the step, or of the window.
+            local: what this rank brings, its batches in order; a single entry without a schema for none.
             calibrated: what makes times of the workloads; None where they are operations.
             token_features: keys that count as tokens; None for all but the labels'.
 
@@ -107,19 +125,68 @@ class ShuffleSession:
             if self._layout is None:
                 return PreparedShuffle()
             schema = self._layout.schema
+            if self._window is not None and not schema.states_padding:
+                raise ValueError(
+                    f"window is {self._window}, and {schema.type_name} cannot state padding; the batches of a window "
+                    "are padded where ranks have brought fewer rows: give it a field actual_batch_size, derive it from "
+                    "BaseBatch, or use no window"
+                )
             table = self._gather(step, schema, local)
-            if not table[:, _HAS_BATCH].any() or self._ends_early(schema, table):
+            steps = int(table[:, _NUM_BATCHES].max())
+            if not steps or self._ends_early(schema, table):
                 return PreparedShuffle()
             if self._options.mode == "off":
-                return PreparedShuffle(schema, int(table[: self.channel.rank, _ROWS].sum()))
+                return PreparedShuffle(schema, int(self._counts(table)[0][: self.channel.rank].sum()), steps)
             gather_ms = (time.perf_counter() - started) * 1e3
-            return self._plan(step, self._layout, table, local.device, token_features, calibrated, gather_ms)
+            return self._plan(step, self._layout, table, local[0].device, token_features, calibrated, gather_ms)
         except RankMissingError as error:
             self._broken = error
             raise
 
+    def problem_with(self, local: LocalRows) -> Exception | None:
+        """What this rank cannot tell of a batch, once there is a schema; None for nothing."""
+        layout = self._layout
+        return local.error if layout is None else attempt(lambda: _own_table(layout.schema, local, 1))[1]
+
+    def exchange_rows(self, step: int, exchange: RowExchange, batches: Sequence[Any]) -> list[Any]:
+        """Carry out a plan; on a device, on the stream that copied the batches.
+
+        Args:
+            step: number of the step or window.
+            exchange: this rank's part of the plan.
+            batches: what this rank has brought, at least one, if only an empty one.
+
+        Returns:
+            The batches that this rank trains, one for each step; one whose rows stay as they are is the same object.
+
+        Raises:
+            RankMissingError: a rank did not take part, or has failed, with its message; so does every later call.
+            RuntimeError: with `verify`, rows that did not arrive as they were.
+        """
+        layout, verify = exchange.layout, self._options.verify
+        try:
+            before = torch.stack([checksums(batch, layout) for batch in batches]).sum(dim=0) if verify else None
+            results = list(batches)
+            if exchange.moves or exchange.changes:
+                buffer, packed = exchange.pack(batches)
+                if exchange.moves:
+                    self.send_rows(step, exchange, packed, buffer)
+                results = [
+                    exchange.unpack(batches[0], buffer, index) if result.changes else batches[index]
+                    for index, result in enumerate(exchange.results)
+                ]
+        except RankMissingError:
+            raise
+        except Exception as error:  # of this rank alone, such as too little memory
+            self.post_failure(step, error)
+            raise
+        if before is not None:
+            after = torch.stack([checksums(result, layout) for result in results]).sum(dim=0)
+            verify_rows(before, after, layout, self.rows_group, step)
+        return results
+
     def send_rows(self, step: int, exchange: RowExchange, packed: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Run the payload collective of a step, on the main thread.
+        """Run the payload collective of a step, on the main thread; of a window, on the worker thread.
 
         Host tensors are waited for while asking the store for failures; on a device the stream waits, the host does
         not.
@@ -128,11 +195,11 @@ class ShuffleSession:
             RankMissingError: a rank did not take part, or has failed, with its message; so does every later call.
         """
         channel = self.channel
-        assert channel.payload_group is not None  # noqa: S101  rows move between at least two ranks
+        assert self.rows_group is not None  # noqa: S101  rows move between at least two ranks
         try:
             with channel.collective(step, _EXCHANGE):
                 on_host = packed.device.type == "cpu"
-                work = exchange.send_rows(packed, buffer, channel.payload_group, async_op=on_host)
+                work = exchange.send_rows(packed, buffer, self.rows_group, async_op=on_host)
                 if work is not None:
                     channel.wait(work, step, _EXCHANGE)
         except RankMissingError as error:
@@ -147,36 +214,48 @@ class ShuffleSession:
         """Give the groups back; called when the worker thread has ended, or collected, by it."""
         self.channel.close(collected=collected)
 
-    def _agree(self, step: int, local: LocalRows, calibrated: CalibratedTask | None) -> PayloadLayout | None:
+    def _agree(self, step: int, local: Sequence[LocalRows], calibrated: CalibratedTask | None) -> PayloadLayout | None:
         options, calibration = self._options, None if calibrated is None else calibrated.calibration
         if options.calibration is not None and options.mode != "off":
             generation, limit = self.channel.generation, options.timeout / 2
             _, error = attempt(lambda: require_equal_among_peers(calibration, generation, limit))
-            local = dataclasses.replace(local, error=local.error or error)
-        schema, self._capacity = agree_on_schema(self.channel, step, options, self._shuffler_type, calibration, local)
+            local = [dataclasses.replace(local[0], error=local[0].error or error), *local[1:]]
+        schema, self._capacity = agree_on_schema(
+            self.channel, step, options, self._shuffler_type, calibration, self._window or 1, local
+        )
         return None if schema is None else PayloadLayout.of(schema)
 
-    def _gather(self, step: int, schema: BatchSchema, local: LocalRows) -> np.ndarray:
+    def _gather(self, step: int, schema: BatchSchema, local: Sequence[LocalRows]) -> np.ndarray:
         """The gathered table: header and rows of every rank; once more, larger, if a rank's rows outgrew the buffer."""
         columns = 0 if self._options.mode == "off" else 1 + schema.num_keys
-        own, error = attempt(lambda: _own_table(schema, local, columns))
-        error = local.error or error
-        own = np.zeros(0, dtype=np.int64) if own is None else own
+        error = next((each.error for each in local if each.error is not None), None)
+        own, problem = attempt(lambda: [_own_table(schema, each, columns) for each in local])
+        error = error or problem
+        rows = np.zeros(0, dtype=np.int64) if own is None else np.concatenate(own)
+        batches = [each for each in local if each.schema is not None]
+        counts = [count for each in batches for count in (each.rows, each.real_rows)]
+        header = self._header
         while True:
-            message = np.zeros(_HEADER + self._capacity * columns, dtype=np.int64)
-            message[:_HEADER] = (step, local.schema is not None, local.rows, local.real_rows)
-            sent = own[: len(message) - _HEADER]
-            message[_HEADER : _HEADER + len(sent)] = sent
+            message = np.zeros(header + self._capacity * columns, dtype=np.int64)
+            message[:_ROWS] = (step, len(batches))
+            message[_ROWS : _ROWS + len(counts)] = counts
+            sent = rows[: len(message) - header]
+            message[header : header + len(sent)] = sent
             table = self.channel.agree("gather", {}, error, message, step)
             if (table[:, _STEP] != step).any():
                 raise RuntimeError(
                     f"ranks are at steps {table[:, _STEP].tolist()} ({self.channel.description}); every rank must call "
                     "the shuffler once per step, in the same order"
                 )
-            largest = int(table[:, _REAL_ROWS].max())
+            largest = int(self._counts(table)[1].sum(axis=1).max())
             if columns == 0 or largest <= self._capacity:
                 return table
             self._capacity = largest + largest // 4
+
+    def _counts(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows with padding, and real ones, of the batches of every rank: int64 `(world_size, window)` each."""
+        counts = table[:, _ROWS : self._header]
+        return counts[:, ::2], counts[:, 1::2]
 
     def _plan(
         self,
@@ -193,9 +272,10 @@ class ShuffleSession:
         options, rank = self._options, self.channel.rank
         units_per_ms = None if calibrated is None else calibrated.units_per_ms
 
-        def make() -> tuple[ShufflePlan, RowExchange, ShuffleStats, int]:
+        def make() -> tuple[ShufflePlan, RowExchange, tuple[ShuffleStats, ...], int]:
+            counts = self._counts(table)
             plan = plan_shuffle(
-                _read_table(layout.schema, table, token_features),
+                _read_table(layout.schema, table, counts, token_features),
                 carry_out=options.mode == "balance",
                 pads=layout.schema.states_padding,
                 **options.plan_arguments(units_per_ms),
@@ -204,7 +284,7 @@ class ShuffleSession:
             exchange = RowExchange.of(plan, layout, rank, all_gather=self._all_gather, pin_memory=on_cuda)
             stats = stats_of_plan(
                 plan,
-                step,
+                step * (self._window or 1),
                 gather_ms=gather_ms,
                 bytes_sent=exchange.bytes_sent,
                 ranks_per_node=options.ranks_per_node,
@@ -217,8 +297,10 @@ class ShuffleSession:
         assert made is not None  # noqa: S101  the comparison raised the error
         plan, exchange, stats, _ = made
         self._require_rows_everywhere(layout.schema, plan)
-        stats = dataclasses.replace(stats, plan_ms=(time.perf_counter() - started) * 1e3)
-        return PreparedShuffle(layout.schema, int(table[:rank, _ROWS].sum()), plan, exchange, stats)
+        plan_ms = (time.perf_counter() - started) * 1e3 / len(stats)
+        stats = tuple(dataclasses.replace(each, plan_ms=plan_ms) for each in stats)
+        rows_before = int(self._counts(table)[0][:rank].sum())
+        return PreparedShuffle(layout.schema, rows_before, plan.gathered.steps, plan, exchange, stats)
 
     def _require_rows_everywhere(self, schema: BatchSchema, plan: ShufflePlan) -> None:
         """Raise ValueError, on all ranks, if one would train no row of a batch that cannot state padding."""
@@ -245,7 +327,7 @@ class ShuffleSession:
 
     def _ends_early(self, schema: BatchSchema, table: np.ndarray) -> bool:
         """Whether the data ends for all: a rank has none, its batches cannot be empty, and no rows may move."""
-        dry = np.flatnonzero(table[:, _HAS_BATCH] == 0)
+        dry = np.flatnonzero(table[:, _NUM_BATCHES] == 0)
         if not len(dry) or self._options.mode == "balance" or schema.states_padding:
             return False
         if self.channel.rank == 0 and not self._has_told_end:
@@ -257,7 +339,7 @@ class ShuffleSession:
                 self._named(dry),
                 table[0, _STEP],
                 schema.type_name,
-                table[:, _REAL_ROWS].sum(),
+                self._counts(table)[1].sum(),
             )
         return True
 
@@ -278,17 +360,24 @@ def _own_table(agreed: BatchSchema, local: LocalRows, columns: int) -> np.ndarra
     return local.table().ravel() if columns else np.zeros(0, dtype=np.int64)
 
 
-def _read_table(schema: BatchSchema, table: np.ndarray, token_features: tuple[str, ...] | None) -> GatheredRows:
-    """The rows of all ranks, from the gathered table."""
-    rows, real_rows = table[:, _ROWS].copy(), table[:, _REAL_ROWS].copy()
-    columns = 1 + schema.num_keys
+def _read_table(
+    schema: BatchSchema,
+    table: np.ndarray,
+    counts: tuple[np.ndarray, np.ndarray],
+    token_features: tuple[str, ...] | None,
+) -> GatheredRows:
+    """The rows of all ranks, from the gathered table and the rows and real rows in it, `(world_size, window)` each."""
+    steps = int(table[:, _NUM_BATCHES].max())
+    header, columns = _ROWS + 2 * counts[0].shape[1], 1 + schema.num_keys
     bodies = [
-        table[rank, _HEADER : _HEADER + count * columns].reshape(count, columns)
-        for rank, count in enumerate(real_rows.tolist())
+        table[rank, header : header + count * columns].reshape(count, columns)
+        for rank, count in enumerate(counts[1].sum(axis=1).tolist())
     ]
     whole = np.concatenate(bodies)
     lengths = whole[:, 1:]
-    return GatheredRows(rows, real_rows, whole[:, 0].copy(), _tokens(schema, lengths, token_features), lengths)
+    rows, real_rows = (each[:, :steps].ravel() for each in counts)
+    tokens = _tokens(schema, lengths, token_features)
+    return GatheredRows(rows, real_rows, whole[:, 0].copy(), tokens, lengths, steps)
 
 
 def _tokens(schema: BatchSchema, lengths: np.ndarray, features: tuple[str, ...] | None) -> np.ndarray:

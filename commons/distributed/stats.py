@@ -6,6 +6,7 @@ docs/stats.md is the table of them for readers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,14 @@ class ShuffleStats:
     `imbalance_after`, `optimality_gap` and the savings are those of the plan that was not carried out. A gated step
     saves nothing, and is reported so.
 
+    Where a window of batches was planned together, "before" is of the step's place in the window as the batches were
+    loaded, "after" of the step that is trained there: other rows, so that only sums over the window compare. Its bound,
+    bytes and times are shared out evenly among its steps; `optimality_gap`, `predicted_saving`, `moved` and `gated`
+    are those of the window.
+
     Attributes:
         step: number of the batch since the shuffler was made.
+        window: batches of a rank that were planned together; 1 without a window.
         imbalance_before: largest load divided by the mean, minus 1, where the rows were.
         imbalance_after: the same under the plan.
         largest_load_before: load of the fullest rank where the rows were.
@@ -32,6 +39,7 @@ class ShuffleStats:
         moved: whether any row changed rank.
         gated: a better plan was found, but its gain was below `min_gain` or `min_gain_ms`.
         num_rows: real rows of the global batch.
+        num_tokens: their tokens.
         rows_moved: rows that changed rank.
         tokens_moved: their tokens.
         token_fraction_moved: the same as a fraction of all tokens.
@@ -54,6 +62,7 @@ class ShuffleStats:
     """
 
     step: int
+    window: int
     imbalance_before: float
     imbalance_after: float
     largest_load_before: int
@@ -63,6 +72,7 @@ class ShuffleStats:
     moved: bool
     gated: bool
     num_rows: int
+    num_tokens: int
     rows_moved: int
     tokens_moved: int
     token_fraction_moved: float
@@ -98,6 +108,78 @@ class ShuffleStats:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True)
+class WindowStats:
+    """A window of batches that were planned together; imbalances are sums over its steps of largest ÷ mean load, − 1.
+
+    Attributes:
+        window: number of the window since the shuffler was made.
+        steps: batches of a rank.
+        imbalance_before: as the batches were loaded.
+        imbalance_after: under the plan; in mode "observe" of the one that was not carried out.
+        optimality_gap: the planned sum of the largest loads divided by what no plan can go below, minus 1.
+        num_rows: real rows of all ranks.
+        token_fraction_moved: tokens that changed rank, of all.
+        bytes_sent: payload bytes that this rank sent.
+        read_ms: reading the batches and their workloads.
+        gather_ms: the gather of workloads and lengths.
+        plan_ms: planning, comparison of plans and index arrays.
+        exchange_ms: from the plan to the batches.
+        wait_ms: how long the pipeline waited for the window.
+    """
+
+    window: int
+    steps: int
+    imbalance_before: float
+    imbalance_after: float
+    optimality_gap: float
+    num_rows: int
+    token_fraction_moved: float
+    bytes_sent: int
+    read_ms: float
+    gather_ms: float
+    plan_ms: float
+    exchange_ms: float
+    wait_ms: float
+
+    @classmethod
+    def of(cls, number: int, stats: Sequence[ShuffleStats], read_ms: float, wait_ms: float) -> WindowStats:
+        """From the stats of its steps, at least one.
+
+        Args:
+            number: of the window.
+            stats: of all its steps.
+            read_ms: as in the class.
+            wait_ms: as in the class.
+        """
+        loads = sum(sum(each.loads_before) for each in stats)
+        tokens = sum(each.num_tokens for each in stats)
+        ranks, first = len(stats[0].loads_before), stats[0]
+
+        def over_mean(largest: int) -> float:
+            return largest * ranks / loads - 1.0 if loads else 0.0
+
+        return cls(
+            window=number,
+            steps=len(stats),
+            imbalance_before=over_mean(sum(each.largest_load_before for each in stats)),
+            imbalance_after=over_mean(sum(each.largest_load_after for each in stats)),
+            optimality_gap=first.optimality_gap,
+            num_rows=sum(each.num_rows for each in stats),
+            token_fraction_moved=sum(each.tokens_moved for each in stats) / tokens if tokens else 0.0,
+            bytes_sent=sum(each.bytes_sent for each in stats),
+            read_ms=read_ms,
+            gather_ms=sum(each.gather_ms for each in stats),
+            plan_ms=sum(each.plan_ms for each in stats),
+            exchange_ms=sum(each.exchange_ms for each in stats),
+            wait_ms=wait_ms,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-ready values."""
+        return dataclasses.asdict(self)
+
+
 def stats_of_plan(
     plan: ShufflePlan,
     step: int,
@@ -106,48 +188,65 @@ def stats_of_plan(
     bytes_sent: int,
     ranks_per_node: int | None = None,
     units_per_ms: int | None = None,
-) -> ShuffleStats:
-    """Stats of a plan that is about to be carried out; the other times follow, see `ShuffleStats.carried_out`.
+) -> tuple[ShuffleStats, ...]:
+    """Stats of a plan that is about to be carried out, one for each of its steps, in order.
+
+    The other times follow, see `ShuffleStats.carried_out`.
 
     Args:
         plan: the plan.
-        step: number of the batch.
+        step: number of its first step.
         gather_ms: milliseconds of the gather.
         bytes_sent: payload bytes that this rank sends.
         ranks_per_node: ranks that share a node, if known.
         units_per_ms: loads per millisecond, if they are times.
     """
-    gathered = plan.gathered
-    total_tokens = int(gathered.tokens.sum())
-    tokens_moved = int(gathered.tokens[plan.moves].sum())
-    loads_told = plan.loads_after if plan.gated else plan.loads_planned
-    before, after = int(plan.loads_before.max(initial=0)), int(loads_told.max(initial=0))
-    crosses = None if ranks_per_node is None else plan.destination // ranks_per_node != gathered.home // ranks_per_node
-    return ShuffleStats(
-        step=step,
-        imbalance_before=imbalance(plan.loads_before),
-        imbalance_after=imbalance(loads_told),
-        largest_load_before=before,
-        largest_load_after=after,
-        lower_bound=plan.lower_bound,
-        optimality_gap=after / plan.lower_bound - 1.0 if plan.lower_bound else 0.0,
-        moved=plan.num_moved > 0,
-        gated=plan.gated,
-        num_rows=len(gathered.workloads),
-        rows_moved=plan.num_moved,
-        tokens_moved=tokens_moved,
-        token_fraction_moved=tokens_moved / total_tokens if total_tokens else 0.0,
-        rows_moved_across_nodes=None if crosses is None else int(crosses.sum()),
-        tokens_moved_across_nodes=None if crosses is None else int(gathered.tokens[crosses].sum()),
-        excess_tokens=plan.excess_tokens,
-        bytes_sent=bytes_sent,
-        gather_ms=gather_ms,
-        plan_ms=0.0,
-        wait_ms=0.0,
-        hidden_fraction=1.0,
-        exchange_ms=0.0,
-        predicted_saving=(before - after) / before if before else 0.0,
-        predicted_saving_ms=None if units_per_ms is None else (before - after) / units_per_ms,
-        loads_before=tuple(plan.loads_before.tolist()),
-        loads_after=tuple(plan.loads_after.tolist()),
-    )
+    gathered, steps = plan.gathered, plan.gathered.steps
+    # Places are rank · steps + step: one row of a table for each step.
+    befores, afters = (loads.reshape(-1, steps).T for loads in (plan.loads_before, plan.loads_after))
+    told = afters if plan.gated else plan.loads_planned.reshape(-1, steps).T
+    largest_before, largest_told = befores.max(axis=1, initial=0), told.max(axis=1, initial=0)
+    before, after = int(largest_before.sum()), int(largest_told.sum())
+    trained_at = plan.destination % steps
+    crosses = None
+    if ranks_per_node is not None:
+        crosses = plan.destination // steps // ranks_per_node != gathered.home // steps // ranks_per_node
+
+    def of_step(index: int) -> ShuffleStats:
+        here = trained_at == index
+        moved = here & plan.moves
+        tokens = int(gathered.tokens[here].sum())
+        tokens_moved = int(gathered.tokens[moved].sum())
+        crossed = None if crosses is None else here & crosses
+        return ShuffleStats(
+            step=step + index,
+            window=steps,
+            imbalance_before=imbalance(befores[index]),
+            imbalance_after=imbalance(told[index]),
+            largest_load_before=int(largest_before[index]),
+            largest_load_after=int(largest_told[index]),
+            lower_bound=plan.lower_bound // steps,
+            optimality_gap=after / plan.lower_bound - 1.0 if plan.lower_bound else 0.0,
+            moved=plan.num_moved > 0,
+            gated=plan.gated,
+            num_rows=int(here.sum()),
+            num_tokens=tokens,
+            rows_moved=int(moved.sum()),
+            tokens_moved=tokens_moved,
+            token_fraction_moved=tokens_moved / tokens if tokens else 0.0,
+            rows_moved_across_nodes=None if crossed is None else int(crossed.sum()),
+            tokens_moved_across_nodes=None if crossed is None else int(gathered.tokens[crossed].sum()),
+            excess_tokens=plan.excess_tokens,
+            bytes_sent=bytes_sent // steps,
+            gather_ms=gather_ms / steps,
+            plan_ms=0.0,
+            wait_ms=0.0,
+            hidden_fraction=1.0,
+            exchange_ms=0.0,
+            predicted_saving=(before - after) / before if before else 0.0,
+            predicted_saving_ms=None if units_per_ms is None else (before - after) / units_per_ms / steps,
+            loads_before=tuple(befores[index].tolist()),
+            loads_after=tuple(afters[index].tolist()),
+        )
+
+    return tuple(of_step(index) for index in range(steps))

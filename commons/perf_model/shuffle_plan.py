@@ -2,6 +2,9 @@
 
 Input: what the gather brought (rows, real rows, workloads and tokens of every rank). Output: a frozen ShufflePlan, the
 same on every rank because it is a pure function of that input. It knows nothing of process groups.
+
+Rows are at *places*: a place is rank · steps + step. Where one batch is planned, steps is 1 and a place is a rank;
+where a window of batches is, every rank has a place for each of them.
 """
 
 from __future__ import annotations
@@ -9,23 +12,25 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from commons.perf_model.loads import sum_by_rank
-from commons.perf_model.partitioner import lower_bound, partition
+from commons.perf_model.partitioner import lower_bound, partition, partition_grid
 
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """What every rank knows of the global batch after the gather.
+    """What every rank knows of the global batch, or of a window of them, after the gather.
 
     Attributes:
-        rows: int64 `(num_ranks,)`, batch_size of each rank, padding included.
-        real_rows: int64 `(num_ranks,)`, rows that are no padding.
-        workloads: int64 `(N,)`, of the real rows of all ranks, rank by rank.
+        rows: int64 `(num_places,)`, batch_size of each batch, padding included; 0 where a rank has none.
+        real_rows: int64 `(num_places,)`, rows that are no padding.
+        workloads: int64 `(N,)`, of the real rows of all ranks, place by place.
         tokens: int64 `(N,)`, what the rows weigh in memory and on the wire.
         lengths: int64 `(N, num_keys)`, of every key of the rows; no columns where nothing is exchanged.
+        steps: batches of a rank that are planned together.
     """
 
     rows: np.ndarray
@@ -33,42 +38,48 @@ class GatheredRows:
     workloads: np.ndarray
     tokens: np.ndarray
     lengths: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    steps: int = 1
+
+    @property
+    def num_places(self) -> int:
+        """Ranks times steps."""
+        return len(self.rows)
 
     @property
     def num_ranks(self) -> int:
         """Ranks in the group."""
-        return len(self.rows)
+        return self.num_places // self.steps
 
     @cached_property
     def home(self) -> np.ndarray:
-        """int64 `(N,)`, the rank that each real row is on."""
-        return np.repeat(np.arange(self.num_ranks, dtype=np.int64), self.real_rows)
+        """int64 `(N,)`, the place that each real row is at."""
+        return np.repeat(np.arange(self.num_places, dtype=np.int64), self.real_rows)
 
     @cached_property
     def local_row(self) -> np.ndarray:
-        """int64 `(N,)`, the position of each real row on its rank."""
+        """int64 `(N,)`, the position of each real row in its batch."""
         first = np.cumsum(self.real_rows) - self.real_rows
         return np.arange(len(self.workloads), dtype=np.int64) - first[self.home]
 
     @cached_property
     def global_id(self) -> np.ndarray:
-        """int64 `(N,)`, ascending: rows of the ranks before (padding included) plus the local row."""
+        """int64 `(N,)`, ascending: rows of the places before (padding included) plus the local row."""
         first = np.cumsum(self.rows) - self.rows
         return first[self.home] + self.local_row
 
 
 @dataclass(frozen=True)
 class ShufflePlan:
-    """Where every real row of the global batch is trained.
+    """Where every real row of the global batch, or of a window of them, is trained.
 
     Attributes:
         gathered: the rows and where they are.
-        destination: int64 `(N,)`, the rank that trains each row; equal to `gathered.home` if nobody moves.
+        destination: int64 `(N,)`, the place that trains each row; equal to `gathered.home` if nobody moves.
         planned: int64 `(N,)`, the destination that balancing alone asks for; differs from `destination` when a plan was
             made but not carried out (mode "observe", or a gain below the gate).
-        lower_bound: no plan can have a smaller largest load.
+        lower_bound: no plan can have a smaller largest load; of a window, a smaller sum of them over its steps.
         gated: a better plan was found and its gain was below the gate.
-        excess_tokens: how far the fullest rank exceeds the token cap; 0 where the cap is kept or there is none.
+        excess_tokens: how far the fullest place exceeds the token cap; 0 where the cap is kept or there is none.
         pads: whether results are padded to the rows that a rank brought; False for batches that cannot state padding.
     """
 
@@ -83,7 +94,8 @@ class ShufflePlan:
     @cached_property
     def moves(self) -> np.ndarray:
         """Bool `(N,)`, rows that change rank."""
-        return self.destination != self.gathered.home
+        steps = self.gathered.steps
+        return self.destination // steps != self.gathered.home // steps
 
     @cached_property
     def num_moved(self) -> int:
@@ -92,33 +104,33 @@ class ShufflePlan:
 
     @cached_property
     def loads_before(self) -> np.ndarray:
-        """int64 `(num_ranks,)`, summed workloads where the rows are now."""
+        """int64 `(num_places,)`, summed workloads where the rows are now."""
         return self._sum_by(self.gathered.home, self.gathered.workloads)
 
     @cached_property
     def loads_after(self) -> np.ndarray:
-        """int64 `(num_ranks,)`, summed workloads where the rows go."""
+        """int64 `(num_places,)`, summed workloads where the rows go."""
         return self._sum_by(self.destination, self.gathered.workloads)
 
     @cached_property
     def loads_planned(self) -> np.ndarray:
-        """int64 `(num_ranks,)`, summed workloads under the planned assignment, carried out or not."""
+        """int64 `(num_places,)`, summed workloads under the planned assignment, carried out or not."""
         return self._sum_by(self.planned, self.gathered.workloads)
 
     @cached_property
     def result_real_rows(self) -> np.ndarray:
-        """int64 `(num_ranks,)`, real rows each rank ends with."""
-        return np.bincount(self.destination, minlength=self.gathered.num_ranks).astype(np.int64)
+        """int64 `(num_places,)`, real rows each place ends with."""
+        return np.bincount(self.destination, minlength=self.gathered.num_places).astype(np.int64)
 
-    def result_batch_size(self, rank: int) -> int:
-        """Rows of the result with padding: at least one, and never fewer than the rank brought."""
+    def result_batch_size(self, place: int) -> int:
+        """Rows of the result with padding: at least one, and never fewer than there were."""
         if not self.pads:
-            return int(self.result_real_rows[rank])
-        return max(1, int(self.gathered.rows[rank]), int(self.result_real_rows[rank]))
+            return int(self.result_real_rows[place])
+        return max(1, int(self.gathered.rows[place]), int(self.result_real_rows[place]))
 
-    def rows_for(self, rank: int) -> np.ndarray:
-        """Positions among the N real rows of those that `rank` trains, in ascending global id."""
-        return np.flatnonzero(self.destination == rank)
+    def rows_for(self, place: int) -> np.ndarray:
+        """Positions among the N real rows of those that are trained at `place`, in ascending global id."""
+        return np.flatnonzero(self.destination == place)
 
     def digest(self) -> int:
         """63 bits over the plan and what it was made from; equal on ranks that agree."""
@@ -133,14 +145,17 @@ class ShufflePlan:
             digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
-    def _sum_by(self, rank: np.ndarray, values: np.ndarray) -> np.ndarray:
-        return sum_by_rank(rank, values, self.gathered.num_ranks)
+    def _sum_by(self, place: np.ndarray, values: np.ndarray) -> np.ndarray:
+        return sum_by_rank(place, values, self.gathered.num_places)
 
 
 def stay_home(gathered: GatheredRows, max_tokens: int | None = None, pads: bool = True) -> ShufflePlan:
     """The plan in which nobody moves."""
-    home = gathered.home
-    bound = lower_bound(gathered.workloads, gathered.num_ranks, equal_size=False)
+    home, bound = gathered.home, 0
+    if len(gathered.workloads) and gathered.steps == 1:
+        bound = lower_bound(gathered.workloads, gathered.num_ranks, equal_size=False)
+    elif len(gathered.workloads):
+        bound = partition_grid(gathered.workloads, gathered.num_ranks, gathered.steps, equal_size=False).lower_bound
     return ShufflePlan(gathered, home, home, bound, False, _excess_tokens(gathered, home, max_tokens), pads)
 
 
@@ -157,10 +172,14 @@ def plan_shuffle(
     carry_out: bool = True,
     pads: bool = True,
 ) -> ShufflePlan:
-    """Plan the shuffle of one global batch; never worse than leaving every row where it is.
+    """Plan the shuffle of one global batch, or of a window of them; never worse than leaving every row where it is.
 
-    If no assignment lowers the largest load, or the gain is below the gate, nobody moves, even when counts are unequal.
-    Only a token cap that the present assignment breaks can move rows at the price of a larger load.
+    If no assignment lowers the largest load (of a window, the sum of the largest over its steps), or the gain is below
+    the gate, nobody moves, even when counts are unequal. Only a token cap that the present assignment breaks can move
+    rows at the price of a larger load.
+
+    The steps of a window come in an order that is drawn from its workloads: the same on every rank and whenever the
+    same rows are planned again, and heavy steps are not always first.
 
     Args:
         gathered: the rows of all ranks.
@@ -170,49 +189,71 @@ def plan_shuffle(
         ranks_per_node: ranks that share a node; rows leaving a node count more.
         max_tokens: cap on the tokens of a rank. Where none can keep it, the plan that exceeds it least is taken.
         min_gain: fraction of the largest load that must be gained, else nobody moves; 0 switches the gate off.
-        min_gain_load: the same as a load; the stricter of both counts.
+        min_gain_load: the same as a load of one step; the stricter of both counts.
         carry_out: False to plan without moving anything.
         pads: whether results may be padded.
     """
     if gathered.num_ranks == 1 or len(gathered.workloads) == 0:
         return stay_home(gathered, max_tokens, pads)
-    result = partition(
-        gathered.workloads,
-        gathered.num_ranks,
+    planned, bound = _assign(
+        gathered,
         method=method,
         equal_size=equal_size,
         tokens=gathered.tokens,
         max_tokens=max_tokens,
-        home=gathered.home,
         ranks_per_node=ranks_per_node,
         slack=slack,
         best_effort=True,
     )
-    planned = np.asarray(result.assignment, dtype=np.int64)
-    before = int(sum_by_rank(gathered.home, gathered.workloads, gathered.num_ranks).max())
-    after = int(result.loads.max())
+    before, after = (_time(gathered, place) for place in (gathered.home, planned))
     excess_before = _excess_tokens(gathered, gathered.home, max_tokens)
     excess_after = _excess_tokens(gathered, planned, max_tokens)
     relieves_memory = excess_after < excess_before
     if not relieves_memory and (after >= before or excess_after > excess_before):
         planned = gathered.home
     gain = before - after
-    gated = not relieves_memory and gain > 0 and (gain / before < min_gain or gain < min_gain_load)
+    too_small = gain > 0 and (gain / before < min_gain or gain < min_gain_load * gathered.steps)
+    gated = not relieves_memory and too_small
     moves = carry_out and not gated
     destination = planned if moves else gathered.home
     return ShufflePlan(
         gathered,
         destination,
         planned,
-        result.lower_bound,
+        bound,
         gated,
         _excess_tokens(gathered, destination, max_tokens),
         pads,
     )
 
 
-def _excess_tokens(gathered: GatheredRows, rank: np.ndarray, max_tokens: int | None) -> int:
+def _assign(gathered: GatheredRows, **options: Any) -> tuple[np.ndarray, int]:
+    """The place of each row, int64 `(N,)`, and what no plan can go below."""
+    if gathered.steps == 1:
+        plan = partition(gathered.workloads, gathered.num_ranks, home=gathered.home, **options)
+        return np.asarray(plan.assignment, dtype=np.int64), plan.lower_bound
+    rank, step = np.divmod(gathered.home, gathered.steps)
+    drawn_from = hashlib.blake2b(np.ascontiguousarray(gathered.workloads).tobytes(), digest_size=8)
+    grid = partition_grid(
+        gathered.workloads,
+        gathered.num_ranks,
+        gathered.steps,
+        home=rank,
+        home_step=step,
+        seed=int.from_bytes(drawn_from.digest(), "big") >> 1,
+        **options,
+    )
+    return grid.assignment * gathered.steps + grid.step, grid.lower_bound
+
+
+def _time(gathered: GatheredRows, place: np.ndarray) -> int:
+    """Sum over the steps of the largest load, where rows are at `place`."""
+    loads = sum_by_rank(place, gathered.workloads, gathered.num_places)
+    return int(loads.reshape(-1, gathered.steps).max(axis=0).sum())
+
+
+def _excess_tokens(gathered: GatheredRows, place: np.ndarray, max_tokens: int | None) -> int:
     if max_tokens is None:
         return 0
-    fullest = int(sum_by_rank(rank, gathered.tokens, gathered.num_ranks).max(initial=0))
+    fullest = int(sum_by_rank(place, gathered.tokens, gathered.num_places).max(initial=0))
     return max(0, fullest - max_tokens)

@@ -46,7 +46,7 @@ def run_on_all_ranks(batches, destination, all_gather):
     """Pack on every rank, hand each one what it would have received, unpack."""
     plan = plan_for(batches, destination)
     exchanges = exchanges_for(plan, batches, all_gather)
-    packed = [exchange.pack(batch) for exchange, batch in zip(exchanges, batches)]
+    packed = [exchange.pack([batch]) for exchange, batch in zip(exchanges, batches)]
     results = []
     for rank, (exchange, batch) in enumerate(zip(exchanges, batches)):
         buffer = packed[rank][0]
@@ -134,4 +134,4 @@ def test_only_moved_rows_are_sent():
     first, second = exchanges_for(plan, batches)
     words = int(first.layout.words(plan.gathered.lengths[5:6]).sum())
     assert first.input_splits == [0, words] and first.bytes_sent == 4 * words
-    assert second.moves and second.bytes_sent == 0 and len(first.pack(batches[0])[1]) == words
+    assert second.moves and second.bytes_sent == 0 and len(first.pack([batches[0]])[1]) == words

@@ -1,0 +1,147 @@
+"""windowed_iter: batches that were balanced over several steps, in front of any pipeline.
+
+A window of host batches of every rank is read, planned and exchanged while the window before trains. What it hands out
+needs no further shuffle: any pipeline trains it, TorchRec's own as well, and ranks end together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.stats import ShuffleStats, WindowStats
+from commons.distributed.window import ShuffledWindow, WindowReader
+
+
+class WindowedBatches(Iterator[Any]):
+    """Host batches, as many on every rank, balanced window by window; made by `windowed_iter`.
+
+    Attributes:
+        last_window: stats of the window that was begun last; None before, and in mode "off".
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        shuffler: BaseTaskBalancedBatchShuffler,
+        window: int,
+        pg_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.last_window: WindowStats | None = None
+        self._shuffler = shuffler
+        self._pg_group = pg_group
+        self._reader = WindowReader(iterator, window)
+        self._ready: deque[Any] = deque()
+        self._stats: deque[ShuffleStats | None] = deque()
+        self._next: Future[ShuffledWindow] | None = None
+        self._num_windows = 0
+        self._ended = False
+        shuffler.connect_window(self._reader.window, pg_group)
+
+    def __next__(self) -> Any:
+        """The next batch, one of padding alone if this rank has none left while others do.
+
+        Raises:
+            StopIteration: no rank has a batch left.
+            RankMissingError: a rank did not take part; the next call raises it again.
+            Exception: of any rank's data or workloads, on every rank, after the windows before; the next call goes on,
+                without the batch that was the reason.
+        """
+        if not self._ready and not self._ended:
+            self._begin_window()
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def take_stats(self) -> ShuffleStats | None:
+        """Stats of the batch that is trained next; to be called once for each, after its step.
+
+        Returns:
+            None in mode "off".
+
+        Raises:
+            ValueError: as many have been taken as batches were handed out in windows.
+        """
+        if not self._stats:
+            raise ValueError("no batch is without its stats taken; take them once for each batch that was trained")
+        return self._stats.popleft()
+
+    def close(self) -> None:
+        """Wait for the window that is under way, and drop it; called on all ranks together.
+
+        What has been read of it is not trained. Without it, the window is dropped when it is there.
+        """
+        if self._next is not None:
+            self._next.exception()
+        self._next, self._ended = None, True
+        self._ready.clear()
+
+    def _begin_window(self) -> None:
+        started = time.perf_counter()
+        under_way = self._next or self._start()
+        self._next = None
+        shuffled = under_way.result()
+        wait_ms = (time.perf_counter() - started) * 1e3
+        self._ended = not shuffled.batches
+        if self._ended:
+            return
+        self._next = self._start()
+        self._ready.extend(shuffled.batches)
+        stats = [None if each is None else self._waited(each, wait_ms) for each in shuffled.stats]
+        self._stats.extend(stats)
+        known = [each for each in stats if each is not None]
+        if known:
+            self.last_window = WindowStats.of(self._num_windows, known, shuffled.read_ms, wait_ms)
+            self._shuffler.note(known)
+        self._num_windows += 1
+
+    def _start(self) -> Future[ShuffledWindow]:
+        return self._shuffler.start_window(self._reader, self._pg_group)
+
+    @staticmethod
+    def _waited(stats: ShuffleStats, wait_ms: float) -> ShuffleStats:
+        """The stats of a step with its share of the wait for the window."""
+        return stats.carried_out(wait_ms / stats.window, stats.exchange_ms)
+
+
+def windowed_iter(
+    iterator: Iterator[Any],
+    shuffler: BaseTaskBalancedBatchShuffler,
+    window: int,
+    pg_group: dist.ProcessGroup | None = None,
+) -> WindowedBatches:
+    """Batches that are balanced over `window` steps at a time, for any pipeline, which need no further shuffle.
+
+    `window` batches of every rank are planned together: every row is trained once, but which rows share a step changes.
+    As many steps are trained as the rank with the most batches has; ranks that run dry go on with rows of the others.
+    The size of the global batch stays, but for the last window, whose rows are spread evenly over its steps. The next
+    window is read, planned and exchanged, by a thread and over gloo, while one trains, so that two windows lie on the
+    host, and three more copies of one while its rows are exchanged.
+
+    Called on the main thread by all ranks of the group together. An iterator is left to this one: it is read by the
+    thread, ahead of what is trained.
+
+    Args:
+        iterator: the rank's own host batches; ranks may end at different steps. Batches state their padding.
+        shuffler: says what rows cost; its options count. In mode "observe" the stats say what a window would give.
+        window: batches of a rank to plan together, at least 1.
+        pg_group: the group, if not the shuffler's own.
+
+    Raises:
+        TypeError: no shuffler.
+
+    What else is wrong is raised with the first batch, on every rank: ValueError for a window that is below 1, differs
+    between ranks or takes more memory than there is, and for batches that cannot state padding or lie on a device.
+    """
+    if not isinstance(shuffler, BaseTaskBalancedBatchShuffler):
+        raise TypeError(
+            f"shuffler is a {type(shuffler).__name__}; it must be an object of a class that derives from "
+            "BaseTaskBalancedBatchShuffler: create one with BatchShufflerFactory"
+        )
+    return WindowedBatches(iterator, shuffler, window, pg_group)
