@@ -5,7 +5,7 @@ moves the rows, and `unpack` builds the batch that this rank trains. Of a window
 into the buffer, and unpacked from it step by step. The buffer holds segments of 4-byte words in three regions:
 
     own       every row the rank brought, batch by batch and segment by segment: segment s of row r of a batch that
-              begins at segment b is at b + s · rows + r
+              begins at segment b is at b + s · rows + r; each batch ends in a segment that aligns the next
     received  what arrived, row by row: all segments of one row side by side
     zero      one row of padding: zero words for jagged segments, zeros for dense ones
 
@@ -30,6 +30,9 @@ from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.fields import batch_device, copy_batch, row_count_values
 from commons.sequence_batch.jagged import permute_segments
+
+# Every batch in the buffer begins at a multiple of the largest element, a complex number of two doubles.
+_ALIGNED_WORDS = 4
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class RowExchange:
         output_splits: words from every rank; of an all-gather, from every rank to all of them.
         block_words: words of the largest sender, to which an all-gather pads; 0 for an all-to-all.
         regions: words of the three regions of the buffer.
-        own_parts: by batch that the rank brought, words of every part in the own region.
+        own_parts: by batch that the rank brought, words of every part in the own region, and of what aligns the next.
         send: own region → what is sent.
         results: the batches that the rank trains, one for each step.
     """
@@ -129,13 +132,19 @@ class RowExchange:
         places = range(rank * gathered.steps, (rank + 1) * gathered.steps)
 
         own_tables = [_own_lengths(plan, place) for place in places]
-        own_lengths = np.concatenate([layout.words(table).T.ravel() for table in own_tables])
+        own_parts = [layout.words_of_parts(table) for table in own_tables]
+        for parts in own_parts:
+            parts.append(-sum(parts) % _ALIGNED_WORDS)
+        own_lengths = np.concatenate(
+            [np.append(layout.words(table).T, parts[-1]) for table, parts in zip(own_tables, own_parts)]
+        )
         own_rows = np.array([len(table) for table in own_tables])
+        first_of_batch = np.cumsum(own_rows * len(segments) + 1) - (own_rows * len(segments) + 1)
         own = np.flatnonzero(sender == rank)
         step = home[own] - places.start
         # Of every real row that this rank has or gets: its first segment in the buffer, and from one to the next.
         first, stride = np.empty(len(home), dtype=np.int64), np.ones(len(home), dtype=np.int64)
-        first[own] = (np.cumsum(own_rows) - own_rows)[step] * len(segments) + gathered.local_row[own]
+        first[own] = first_of_batch[step] + gathered.local_row[own]
         stride[own] = own_rows[step]
 
         moved = np.flatnonzero(plan.moves)
@@ -179,7 +188,7 @@ class RowExchange:
             output_splits=sum_by_rank(sender[arriving], words_of_row[arriving], num_ranks).tolist(),
             block_words=block_words,
             regions=[int(region.sum()) for region in (own_lengths, received_lengths, zero_lengths)],
-            own_parts=[layout.words_of_parts(table) for table in own_tables],
+            own_parts=own_parts,
             send=Permute(
                 host((first[sent][:, None] + segments * stride[sent][:, None]).ravel(), torch.int32),
                 host(own_lengths),
@@ -204,6 +213,7 @@ class RowExchange:
         for batch in batches:
             for part, words in zip(self.layout.parts, sections):
                 part.write(part.tensor_of(batch), words)
+            next(sections)
         return buffer, self.send(own)
 
     def send_rows(

@@ -154,8 +154,8 @@ def shuffle_window(
         return ShuffledWindow([], [], read_ms)
     batches = reader.take()
     if prepared.exchange is None:
-        missing = prepared.steps - len(batches)
-        results = [*batches, *(schema.empty_batch(1) for _ in range(missing))]
+        batches += [None] * (prepared.steps - len(batches))
+        results = [schema.empty_batch(1) if each is None or not schema.rows_of(each) else each for each in batches]
         return ShuffledWindow(results, [None] * len(results), read_ms)
     started = time.perf_counter()
     results = session.exchange_rows(step, prepared.exchange, batches or [schema.empty_batch()])

@@ -1,0 +1,559 @@
+"""Windows on real ranks: every row once, never worse, the same number of batches everywhere, errors on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchrec.datasets.utils import Batch as TorchRecBatch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons import available_memory
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.perf_model.shuffle_plan import ShufflePlan
+from commons.pipeline import balanced, windowed_iter
+from tests.helpers import models
+from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.models import make_batch
+from tests.helpers.pipelines import PIPELINES, CubicShuffler, largest_difference
+from tests.helpers.rank_pool import RankFailure, RankPool
+
+
+class SquareShuffler(BaseTaskBalancedBatchShuffler):
+    """A row costs 10 plus the square of its items."""
+
+    def get_workloads(self, batch):
+        lengths = batch.features.lengths().view(len(batch.features.keys()), batch.batch_size)
+        return lengths.sum(0).to(torch.int64) ** 2 + 10
+
+
+@contextlib.contextmanager
+def closing(shuffler):
+    try:
+        yield shuffler
+    finally:
+        shuffler.close()
+
+
+def own_batches(seed, sizes):
+    """This rank's batches: `sizes` has (rows, real rows) of every batch of every rank."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(seed)
+    for index, (rows, real) in enumerate(sizes[rank]):
+        longest = 30 if int(torch.randint(0, 5, (), generator=generator)) == 0 else 4
+        dtype = JAGGED_DTYPES[seed % len(JAGGED_DTYPES)]
+        yield random_batch(
+            seed + 1000 * rank + index,
+            rows,
+            real,
+            first_id=100_000 * rank + 100 * index,
+            tiny_dtype=dtype,
+            max_length=longest,
+        )
+
+
+# ------------------------------------------------------------------------------------------------ conservation
+
+
+def _windows(seed, sizes, window, options):
+    batches = list(own_batches(seed, sizes))
+    with closing(SquareShuffler(ShufflerOptions(**options))) as shuffler:
+        windowed = windowed_iter(iter(batches), shuffler, window)
+        seen, stats, whole = [], [], []
+        for batch in windowed:
+            seen.append(batch)
+            stats.append(windowed.take_stats())
+            if windowed.last_window not in whole:
+                whole.append(windowed.last_window)
+        with pytest.raises(StopIteration):
+            next(windowed)
+        loads = [int(SquareShuffler.get_workloads(shuffler, batch)[: batch.actual_batch_size].sum()) for batch in seen]
+    return {
+        "before": [rows_as_values(batch) for batch in batches],
+        "after": [rows_as_values(batch) for batch in seen],
+        "padding": [rows_as_values(batch, padding=True)[batch.actual_batch_size :] for batch in seen],
+        "sizes": [(batch.batch_size, batch.actual_batch_size) for batch in seen],
+        "loads": loads,
+        "stats": [None if each is None else dataclasses.asdict(each) for each in stats],
+        "windows": [dataclasses.asdict(each) for each in whole if each is not None],
+    }
+
+
+def check(results, sizes, window, options):
+    before = [row for result in results for batch in result["before"] for row in batch]
+    after = [row for result in results for batch in result["after"] for row in batch]
+    assert sorted(map(repr, before)) == sorted(map(repr, after))  # nothing lost, nothing doubled
+    steps = max(len(each) for each in sizes)
+    for result, own in zip(results, sizes):
+        assert len(result["after"]) == steps
+        for (rows, real), brought in itertools.zip_longest(result["sizes"], own, fillvalue=(0, 0)):
+            assert rows == max(1, brought[0], real)
+    if options.get("mode") == "off":
+        assert all(each is None for result in results for each in result["stats"])
+        return
+    for first in range(0, steps, window):
+        mine = [result["stats"][first : first + window] for result in results]
+        for index, each in enumerate(zip(*mine)):  # what does not depend on the rank or on time is the same everywhere
+            trained = tuple(result["loads"][first + index] for result in results)
+            assert all(stats["loads_after"] == trained for stats in each)
+            assert each[0]["num_rows"] == sum(result["sizes"][first + index][1] for result in results)
+        loads_before = sum(max(stats["loads_before"]) for stats in mine[0])
+        loads_after = sum(max(stats["loads_after"]) for stats in mine[0])
+        assert loads_after <= loads_before  # never worse
+        if mine[0][0]["moved"] and options.get("equal_size", True):
+            counts = [
+                result["sizes"][step][1] for result in results for step in range(first, min(first + window, steps))
+            ]
+            assert max(counts) - min(counts) <= 1
+    assert len(results[0]["windows"]) == -(-steps // window)
+    assert sum(each["steps"] for each in results[0]["windows"]) == steps
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10_000),
+    sizes=st.lists(
+        st.lists(st.tuples(st.sampled_from([0, 1, 3, 6]), st.integers(0, 6)), max_size=7), min_size=4, max_size=4
+    ),
+    window=st.integers(1, 5),
+    options=st.fixed_dictionaries(
+        {
+            "transport": st.sampled_from(["auto", "all_gather"]),
+            "equal_size": st.booleans(),
+            "slack": st.sampled_from([0.0, 0.01, 0.2]),
+            "mode": st.sampled_from(["balance", "balance", "observe", "off"]),
+            "verify": st.booleans(),
+        }
+    ),
+)
+def test_rows_are_conserved_and_windows_never_worse(ranks, seed, sizes, window, options):
+    sizes = [[(rows, min(rows, real)) for rows, real in each] for each in sizes[: ranks.world_size]]
+    if not any(sizes):
+        sizes[0] = [(1, 1)]
+    results = ranks.run(_windows, seed, sizes, window, options)
+    check(results, sizes, window, options)
+    if options["mode"] != "balance":
+        for result in results:  # as they were loaded, in their order
+            assert result["after"][: len(result["before"])] == result["before"]
+            assert not any(result["after"][len(result["before"]) :])
+
+
+def test_observing_says_what_a_window_gives(ranks):
+    sizes = [[(6, 6)] * 4] * ranks.world_size
+    observed, moved = (
+        ranks.run(_windows, 3, sizes, 4, {"mode": mode, "slack": 0.0}) for mode in ("observe", "balance")
+    )
+    for names in ("imbalance_before", "imbalance_after", "optimality_gap", "num_rows", "steps"):
+        assert observed[0]["windows"][0][names] == moved[0]["windows"][0][names]
+    assert moved[0]["windows"][0]["imbalance_after"] < moved[0]["windows"][0]["imbalance_before"] / 2
+    assert observed[0]["windows"][0]["token_fraction_moved"] == 0 < moved[0]["windows"][0]["token_fraction_moved"]
+
+
+def test_both_transports_give_bit_identical_windows(ranks):
+    sizes = [[(6, 6), (6, 4), (6, 0)], [(6, 5)], [], [(3, 3), (6, 6)]][: ranks.world_size]
+    first, second = (ranks.run(_windows, 4, sizes, 3, {"transport": each}) for each in ("all_to_all", "all_gather"))
+    for one, other in zip(first, second):
+        assert all(one[name] == other[name] for name in ("after", "padding", "sizes", "loads"))
+    assert first[0]["stats"][0]["moved"]
+
+
+def _soak(num_steps):
+    """Random windows over one iterator after the other; ids of all rows that came in and went out."""
+    brought, trained, steps = [], [], 0
+    generator = torch.Generator().manual_seed(5)  # the same on all ranks
+    with closing(CubicShuffler(ShufflerOptions(slack=0.0))) as shuffler:
+        while steps < num_steps:
+            window, batches = (int(torch.randint(1, most, (), generator=generator)) for most in (9, 400))
+            own = batches - int(torch.randint(0, 9, (dist.get_world_size(),), generator=generator)[dist.get_rank()])
+
+            def source(own=own, steps=steps):
+                for index in range(own):
+                    first = 1 + (dist.get_rank() + 1) * 10_000_000 + (steps + index) * 10
+                    ids = list(range(first, first + 2 + index % 3))
+                    brought.extend(ids)
+                    lengths = torch.tensor([[40 if i % 7 == 0 else i % 5 for i in ids]] * 2, dtype=torch.int32)
+                    yield dataclasses.replace(
+                        make_batch([], 4),
+                        features=KeyedJaggedTensor(
+                            keys=models.KEYS,
+                            values=torch.zeros(2 * int(lengths[0].sum()), dtype=torch.int64),
+                            weights=torch.zeros(2 * int(lengths[0].sum())),
+                            lengths=torch.nn.functional.pad(lengths, (0, 4 - len(ids))).flatten(),
+                            stride=4,
+                        ),
+                        actual_batch_size=len(ids),
+                        sample_id=torch.tensor(ids + [0] * (4 - len(ids))),
+                        target=torch.zeros(4),
+                    )
+
+            for batch in windowed_iter(source(), shuffler, window):
+                trained.extend(batch.sample_id[: batch.actual_batch_size].tolist())
+                steps += 1
+    return brought, trained, steps
+
+
+def test_five_thousand_steps_of_random_windows_lose_no_row(two_ranks):
+    answers = two_ranks.run(_soak, 5000, timeout=300)
+    brought, trained = (sorted(row for answer in answers for row in answer[each]) for each in (0, 1))
+    assert brought == trained and len(set(trained)) == len(trained)
+    assert answers[0][2] == answers[1][2] >= 5000
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def _train(pipeline, window, counts, kind):
+    """Train with windows in front of a stock pipeline, or of one that only agrees on the end of the data."""
+    build = "build_plain" if pipeline.startswith("base") else "build_sharded"
+    model, optimizer = getattr(models, build)()
+    model.train()
+    pipeline_class, options = PIPELINES[pipeline]
+    ids = []
+
+    def noted(batches):
+        for batch in batches:
+            ids.append(batch.sample_id[: batch.actual_batch_size].tolist())
+            yield batch
+
+    with closing(CubicShuffler()) as shuffler, closing(IdentityBalancedBatchShuffler()) as identity:
+        windowed = windowed_iter(
+            models.rank_batches(dist.get_rank(), counts[dist.get_rank()], [6, 3, 0, 5]), shuffler, window
+        )
+        if kind == "balanced":
+            trainer = balanced(pipeline_class)(
+                model, optimizer, torch.device("cpu"), batch_shuffler=identity, **options
+            )
+        else:
+            trainer = pipeline_class(model, optimizer, torch.device("cpu"), **options)
+        source = noted(windowed)
+        while True:
+            try:
+                trainer.progress(source)
+            except StopIteration:
+                break
+            windowed.take_stats()
+    return ids, models.head_of(model).seen, models.weights_of(model)
+
+
+def _one_process(steps):
+    """The steps, as lists of ids, on one process."""
+    torch.manual_seed(0)
+    model = models.PlainModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
+    for ids in filter(None, steps):
+        optimizer.zero_grad()
+        loss, _ = model(make_batch(ids, len(ids)))
+        loss.backward()
+        optimizer.step()
+    return models.weights_of(model)
+
+
+@pytest.mark.parametrize("window", [2, 4])
+def test_weights_are_those_of_one_process_that_trains_the_same_steps(ranks, window):
+    counts = [10, 7, 10, 4][: ranks.world_size]
+    answers = ranks.run(_train, "base", window, counts, "stock")
+    steps = [sorted(itertools.chain(*each)) for each in zip(*(answer[0] for answer in answers))]
+    reference = _one_process(steps)
+    for _, _, weights in answers:
+        assert largest_difference(weights, reference) < 1e-10
+    loaded = [
+        int(row)
+        for rank, count in enumerate(counts)
+        for batch in models.rank_batches(rank, count, [6, 3, 0, 5])
+        for row in batch.sample_id[: batch.actual_batch_size]
+    ]
+    assert sorted(itertools.chain(*steps)) == sorted(loaded) and len(steps) == max(counts)
+
+
+@pytest.mark.parametrize("pipeline", sorted(PIPELINES))
+@pytest.mark.parametrize("kind", ["stock", "balanced"])
+def test_every_pipeline_trains_windows(two_ranks, pipeline, kind):
+    counts = [9, 5]
+    for ids, seen, _ in two_ranks.run(_train, pipeline, 4, counts, kind):
+        assert seen == ids and len(ids) == 9
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+def _read_by(count, condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return count[0]
+
+
+def _reads_ahead():
+    """How many batches have been read after the first of each window, given time; and that a pause does not read on."""
+    read = [0]
+
+    def source():
+        for batch in models.rank_batches(dist.get_rank(), 12, [4]):
+            read[0] += 1
+            yield batch
+
+    seen = []
+    with closing(CubicShuffler()) as shuffler:
+        windowed = windowed_iter(source(), shuffler, 3)
+        seen.append(read[0])
+        for index, _ in enumerate(windowed):
+            if index % 3 == 0:
+                seen.append(_read_by(read, lambda index=index: read[0] >= min(12, index + 6)))
+                time.sleep(0.05)
+                assert read[0] == seen[-1]
+    return seen
+
+
+def test_the_next_window_is_read_while_one_trains_and_nothing_beyond_it(two_ranks):
+    assert two_ranks.run(_reads_ahead) == [[0, 6, 9, 12, 12]] * 2
+
+
+def _fails_once(where, at):
+    """Rank 1 has a bad batch; what is raised where, and what is trained in all."""
+    failing = dist.get_rank() == 1
+
+    class Source:
+        def __init__(self):
+            self.batches, self.read = list(models.rank_batches(dist.get_rank(), 8, [4])), 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.read += 1
+            if failing and where == "loader" and self.read == at + 1:
+                raise OSError("the disk is gone")
+            if not self.batches:
+                raise StopIteration
+            return self.batches.pop(0)
+
+    class Shuffler(CubicShuffler):
+        def get_workloads(self, batch):
+            workloads = super().get_workloads(batch)
+            bad = failing and int(batch.sample_id[0]) == 1 + 100_000 + 100 * at
+            if bad and where == "workloads":
+                raise ArithmeticError("no cost")
+            return -workloads - 1 if bad and where == "negative" else workloads
+
+    ids, errors = [], []
+    with closing(Shuffler()) as shuffler:
+        windowed = windowed_iter(Source(), shuffler, 3)
+        while True:
+            try:
+                batch = next(windowed)
+            except StopIteration:
+                break
+            except Exception as error:
+                errors.append((len(ids), type(error).__name__, str(error)))
+                continue
+            ids.append(batch.sample_id[: batch.actual_batch_size].tolist())
+    return ids, errors
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "text"),
+    [
+        ("loader", "RuntimeError", "rank 1: OSError: the disk is gone"),
+        ("workloads", "RuntimeError", "rank 1: ArithmeticError: no cost"),
+        ("negative", "ValueError", "rank 1: workloads[0] is -"),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 4, 5])
+def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(ranks, where, kind, text, at):
+    answers = ranks.run(_fails_once, where, at)
+    for _, errors in answers:
+        ((position, raised, said),) = errors
+        assert (position, raised) == (at // 3 * 3, kind) and text in said
+    trained = sorted(row for ids, _ in answers for batch in ids for row in batch)
+    lost = [] if where == "loader" else range(1 + 100_000 + 100 * at, 5 + 100_000 + 100 * at)
+    everything = [
+        int(row)
+        for rank in range(ranks.world_size)
+        for batch in models.rank_batches(rank, 8, [4])
+        for row in batch.sample_id[: batch.actual_batch_size]
+    ]
+    assert trained == sorted(set(everything) - set(lost))
+
+
+def _refused(window, kind=None):
+    batch = make_batch([1 + dist.get_rank()], 1)
+    if kind == "torchrec":
+        batch = TorchRecBatch(
+            torch.rand(2, 3),
+            KeyedJaggedTensor(keys=["a"], values=torch.arange(2), lengths=torch.ones(2, dtype=torch.int64)),
+            torch.ones(2),
+        )
+    elif kind == "device":
+        batch = batch.to(torch.device("meta"))
+    own = window[dist.get_rank()] if isinstance(window, list) else window
+    cost = mock.patch.object(CubicShuffler, "get_workloads", lambda *_: torch.ones(2, dtype=torch.int64))
+    memory = mock.patch.object(available_memory, "available_memory", lambda: 1000 if kind == "memory" else None)
+    with closing(CubicShuffler()) as shuffler, memory, cost if kind == "torchrec" else contextlib.nullcontext():
+        try:
+            next(windowed_iter(iter([batch]), shuffler, own))
+        except (ValueError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("window", "kind", "text"),
+    [
+        (0, None, "ValueError: rank 0: window is 0"),
+        ([4, -1], None, "ValueError: rank 1: window is -1"),
+        ([4, "four"], None, "window is 'four'"),
+        ([4, 2], None, "ValueError: window is 4 on rank 0 and 2 on rank 1"),
+        (1000, "memory", "window is 1000; that takes about"),
+        (4, "torchrec", "ValueError: window is 4, and torchrec.datasets.utils.Batch cannot state padding"),
+        (4, "device", "ValueError: rank 0: the batch of a window is on meta"),
+    ],
+)
+def test_bad_windows_are_refused_on_every_rank(two_ranks, window, kind, text):
+    for said in two_ranks.run(_refused, window, kind):
+        assert text in said
+
+
+def test_what_is_no_shuffler_is_refused():
+    with pytest.raises(TypeError, match="shuffler is a str; it must be an object of a class that derives from"):
+        windowed_iter(iter([]), "hstu", 4)
+
+
+def test_stats_are_taken_once_per_batch():
+    shuffler = CubicShuffler()
+    windowed = windowed_iter(models.rank_batches(0, 3, [4]), shuffler, 2)
+    assert len(list(windowed)) == 3
+    assert [windowed.take_stats().window for _ in range(3)] == [2, 2, 1]
+    with pytest.raises(ValueError, match="no batch is without its stats taken"):
+        windowed.take_stats()
+    shuffler.close()
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+def _other_plan():
+    digest = ShufflePlan.digest
+    if dist.get_rank() == 1:
+        ShufflePlan.digest = lambda self: digest(self) ^ 1
+    with closing(CubicShuffler()) as shuffler:
+        windowed = windowed_iter(models.rank_batches(dist.get_rank(), 8, [6]), shuffler, 4)
+        try:
+            next(windowed)
+        except RuntimeError as error:
+            first = str(error)
+        finally:
+            ShufflePlan.digest = digest
+        return first, sum(batch.actual_batch_size for batch in windowed)  # the ranks are still in step
+
+
+def test_ranks_with_different_plans_stop_before_any_row_of_a_window_moves(ranks):
+    answers = ranks.run(_other_plan)
+    assert all("ranks [1] made another plan than the rest" in text for text, _ in answers)
+    assert sum(rows for _, rows in answers) == ranks.world_size * 8 * 6
+
+
+def _die(folder):
+    shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
+    batches = models.rank_batches(dist.get_rank(), 12, [6])
+
+    def source():
+        for index, batch in enumerate(batches):
+            if dist.get_rank() == 1 and index == 5:
+                os._exit(3)  # in the middle of the second window, on the thread that reads it
+            yield batch
+
+    windowed = windowed_iter(source(), shuffler, 3)
+    assert [next(windowed) for _ in range(3)]
+    texts = []
+    for _ in range(2):  # it stays broken, and says why
+        try:
+            next(windowed)
+        except RuntimeError as error:
+            texts.append(str(error))
+    assert texts[0] == texts[1]
+    Path(folder, str(dist.get_rank())).write_text(texts[0])
+
+
+def test_survivors_name_the_rank_that_died_in_a_window(tmp_path):
+    pool = RankPool(4)
+    try:
+        with pytest.raises(RankFailure, match="rank 1 died with exit code 3"):
+            pool.run(_die, str(tmp_path), timeout=40)
+    finally:
+        pool.stop()
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    assert texts and all("rank 1 did not take part in the gather of step 1" in text for text in texts)
+
+
+def _fails_in_the_exchange():
+    """Rank 1 has too little memory for the second window."""
+    from commons.distributed import row_exchange
+
+    shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
+    original, calls = row_exchange.permute_segments, [0]
+
+    def fail(*args):
+        calls[0] += 1
+        if calls[0] > 4:  # what is sent, and three steps
+            raise torch.OutOfMemoryError("tried to allocate 7 GiB")
+        return original(*args)
+
+    if dist.get_rank() == 1:
+        row_exchange.permute_segments = fail
+    started = time.monotonic()
+    windowed = windowed_iter(models.rank_batches(dist.get_rank(), 9, [6]), shuffler, 3)
+    trained = 0
+    try:
+        for _ in windowed:
+            trained += 1
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", trained, time.monotonic() - started
+    finally:
+        row_exchange.permute_segments = original
+    return "no error", trained, 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_fails_alone_in_a_window_is_quoted_by_the_others(world_size):
+    pool = RankPool(world_size)
+    try:
+        answers = pool.run(_fails_in_the_exchange, timeout=60)
+    finally:
+        pool.stop()
+    for rank, (text, trained, seconds) in enumerate(answers):
+        assert trained == 3 and seconds < 30
+        if rank == 1:
+            assert text == "OutOfMemoryError: tried to allocate 7 GiB"
+        else:
+            assert text.startswith("RankMissingError: rank 1 failed in the exchange of step 1")
+
+
+def _left_half_way():
+    """Windows are left in their middle, closed or not, and others come after them; in the end nothing waits."""
+    shuffler = CubicShuffler(ShufflerOptions(timeout=60.0))
+    seen = []
+    for attempt in range(4):
+        windowed = windowed_iter(models.rank_batches(dist.get_rank() + 10 * attempt, 8, [4]), shuffler, 3)
+        seen.append(len(list(itertools.islice(windowed, 2 + attempt))))
+        if attempt % 2:
+            windowed.close()
+            assert next(windowed, None) is None
+        del windowed
+    seen.append(len(list(windowed_iter(models.rank_batches(dist.get_rank() + 50, 8, [4]), shuffler, 3))))
+    shuffler.close()
+    return seen
+
+
+def test_windows_may_be_left_in_their_middle(ranks):
+    assert ranks.run(_left_half_way) == [[2, 3, 4, 5, 8]] * ranks.world_size
