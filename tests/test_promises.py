@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import pickle
 import re
 import time
@@ -25,9 +26,10 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.control import RankMissingError
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.row_exchange import RowExchange
+from commons.pipeline import windowed_iter
 from commons.trainer import TrainerArgs
 from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
-from tests.helpers.models import make_batch
+from tests.helpers.models import build_plain, make_batch, rank_batches, weights_of
 from tests.helpers.pipelines import (
     PIPELINES,
     CubicShuffler,
@@ -35,6 +37,7 @@ from tests.helpers.pipelines import (
     expected_ids,
     largest_difference,
     one_process,
+    one_process_of,
     train,
 )
 from tests.helpers.rank_pool import RankPool
@@ -356,6 +359,48 @@ def _traced():
     graph = Tracer().trace(model)
     values = torch.arange(3.0) + dist.get_rank(), torch.ones(3)
     return float(torch.fx.GraphModule(model, graph)(*values)), float(model(*values)), len(list(graph.nodes))
+
+
+def _windows(window, leave_after):
+    """Ids of each step and the weights after training them all; and the ids, resumed in the middle of a window."""
+    counts, rank = [9, 6, 9, 2], dist.get_rank()
+    model, optimizer = build_plain()
+    shuffler, resumed = CubicShuffler(ShufflerOptions(slack=0.0)), []
+
+    def batches():
+        return list(rank_batches(rank, counts[rank], [6, 3, 0, 5]))
+
+    def ids(batch):
+        return batch.sample_id[: batch.actual_batch_size].tolist()
+
+    steps = []
+    for batch in windowed_iter(iter(batches()), shuffler, window):
+        steps.append(ids(batch))
+        loss, _ = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    first = leave_after // window * window  # the unfinished window is read again, and what was trained of it left out
+    again = windowed_iter(iter(batches()[first:]), shuffler, window)
+    resumed = [ids(batch) for batch in itertools.islice(again, leave_after - first, None)]
+    shuffler.close()
+    return steps, resumed, weights_of(model)
+
+
+def test_14_a_window_loses_and_doubles_nothing_resumes_exactly_and_weighs_every_row_once(ranks):
+    """Steps of windows hold every row once; resumed in the middle of one the rest is the same; float64 weights too."""
+    loaded = [
+        int(row)
+        for rank in range(ranks.world_size)
+        for batch in rank_batches(rank, [9, 6, 9, 2][rank], [6, 3, 0, 5])
+        for row in batch.sample_id[: batch.actual_batch_size]
+    ]
+    for window, leave_after in ((4, 6), (2, 5)):
+        answers = ranks.run(_windows, window, leave_after)
+        assert sorted(row for steps, _, _ in answers for step in steps for row in step) == sorted(loaded)
+        assert all(resumed == steps[leave_after:] for steps, resumed, _ in answers)
+        reference = one_process_of([list(itertools.chain(*each)) for each in zip(*(steps for steps, _, _ in answers))])
+        assert all(largest_difference(weights, reference) < 1e-10 for _, _, weights in answers)
 
 
 def test_16_what_a_model_calls_survives_torchrecs_symbolic_tracing(ranks):

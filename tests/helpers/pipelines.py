@@ -94,19 +94,24 @@ def train(build, pipeline, kind, iterators, steps_of_first=None):
 
 def one_process(counts, world_size):
     """The global batch on one process, without any of evenrank's stage."""
-    torch.manual_seed(0)
-    model = models.PlainModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
     streams = [list(rank_batches(rank, counts[rank], SIZES)) for rank in range(world_size)]
-    for step in range(max(counts)):
-        ids = [
+    return one_process_of(
+        [
             int(sample)
             for batches in streams
             if step < len(batches)
             for sample in batches[step].sample_id[: batches[step].actual_batch_size]
         ]
-        if not ids:
-            continue
+        for step in range(max(counts))
+    )
+
+
+def one_process_of(steps):
+    """Weights of one process that trains these rows, a list of ids for each step."""
+    torch.manual_seed(0)
+    model = models.PlainModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
+    for ids in filter(None, steps):
         optimizer.zero_grad()
         loss, _ = model(models.make_batch(ids, len(ids)))
         loss.backward()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,13 +19,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons import available_memory
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.pipeline import balanced, windowed_iter
 from tests.helpers import models
 from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
 from tests.helpers.models import make_batch
-from tests.helpers.pipelines import PIPELINES, CubicShuffler, largest_difference
-from tests.helpers.rank_pool import RankFailure, RankPool
+from tests.helpers.pipelines import PIPELINES, CubicShuffler, largest_difference, one_process_of
 
 
 class SquareShuffler(BaseTaskBalancedBatchShuffler):
@@ -246,25 +242,12 @@ def _train(pipeline, window, counts, kind):
     return ids, models.head_of(model).seen, models.weights_of(model)
 
 
-def _one_process(steps):
-    """The steps, as lists of ids, on one process."""
-    torch.manual_seed(0)
-    model = models.PlainModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
-    for ids in filter(None, steps):
-        optimizer.zero_grad()
-        loss, _ = model(make_batch(ids, len(ids)))
-        loss.backward()
-        optimizer.step()
-    return models.weights_of(model)
-
-
 @pytest.mark.parametrize("window", [2, 4])
 def test_weights_are_those_of_one_process_that_trains_the_same_steps(ranks, window):
     counts = [10, 7, 10, 4][: ranks.world_size]
     answers = ranks.run(_train, "base", window, counts, "stock")
     steps = [sorted(itertools.chain(*each)) for each in zip(*(answer[0] for answer in answers))]
-    reference = _one_process(steps)
+    reference = one_process_of(steps)
     for _, _, weights in answers:
         assert largest_difference(weights, reference) < 1e-10
     loaded = [
@@ -437,106 +420,6 @@ def test_stats_are_taken_once_per_batch():
     with pytest.raises(ValueError, match="no batch is without its stats taken"):
         windowed.take_stats()
     shuffler.close()
-
-
-# ------------------------------------------------------------------------------------------------ faults
-
-
-def _other_plan():
-    digest = ShufflePlan.digest
-    if dist.get_rank() == 1:
-        ShufflePlan.digest = lambda self: digest(self) ^ 1
-    with closing(CubicShuffler()) as shuffler:
-        windowed = windowed_iter(models.rank_batches(dist.get_rank(), 8, [6]), shuffler, 4)
-        try:
-            next(windowed)
-        except RuntimeError as error:
-            first = str(error)
-        finally:
-            ShufflePlan.digest = digest
-        return first, sum(batch.actual_batch_size for batch in windowed)  # the ranks are still in step
-
-
-def test_ranks_with_different_plans_stop_before_any_row_of_a_window_moves(ranks):
-    answers = ranks.run(_other_plan)
-    assert all("ranks [1] made another plan than the rest" in text for text, _ in answers)
-    assert sum(rows for _, rows in answers) == ranks.world_size * 8 * 6
-
-
-def _die(folder):
-    shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
-    batches = models.rank_batches(dist.get_rank(), 12, [6])
-
-    def source():
-        for index, batch in enumerate(batches):
-            if dist.get_rank() == 1 and index == 5:
-                os._exit(3)  # in the middle of the second window, on the thread that reads it
-            yield batch
-
-    windowed = windowed_iter(source(), shuffler, 3)
-    assert [next(windowed) for _ in range(3)]
-    texts = []
-    for _ in range(2):  # it stays broken, and says why
-        try:
-            next(windowed)
-        except RuntimeError as error:
-            texts.append(str(error))
-    assert texts[0] == texts[1]
-    Path(folder, str(dist.get_rank())).write_text(texts[0])
-
-
-def test_survivors_name_the_rank_that_died_in_a_window(tmp_path):
-    pool = RankPool(4)
-    try:
-        with pytest.raises(RankFailure, match="rank 1 died with exit code 3"):
-            pool.run(_die, str(tmp_path), timeout=40)
-    finally:
-        pool.stop()
-    texts = [path.read_text() for path in tmp_path.iterdir()]
-    assert texts and all("rank 1 did not take part in the gather of step 1" in text for text in texts)
-
-
-def _fails_in_the_exchange():
-    """Rank 1 has too little memory for the second window."""
-    from commons.distributed import row_exchange
-
-    shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
-    original, calls = row_exchange.permute_segments, [0]
-
-    def fail(*args):
-        calls[0] += 1
-        if calls[0] > 4:  # what is sent, and three steps
-            raise torch.OutOfMemoryError("tried to allocate 7 GiB")
-        return original(*args)
-
-    if dist.get_rank() == 1:
-        row_exchange.permute_segments = fail
-    started = time.monotonic()
-    windowed = windowed_iter(models.rank_batches(dist.get_rank(), 9, [6]), shuffler, 3)
-    trained = 0
-    try:
-        for _ in windowed:
-            trained += 1
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", trained, time.monotonic() - started
-    finally:
-        row_exchange.permute_segments = original
-    return "no error", trained, 0.0
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_rank_that_fails_alone_in_a_window_is_quoted_by_the_others(world_size):
-    pool = RankPool(world_size)
-    try:
-        answers = pool.run(_fails_in_the_exchange, timeout=60)
-    finally:
-        pool.stop()
-    for rank, (text, trained, seconds) in enumerate(answers):
-        assert trained == 3 and seconds < 30
-        if rank == 1:
-            assert text == "OutOfMemoryError: tried to allocate 7 GiB"
-        else:
-            assert text.startswith("RankMissingError: rank 1 failed in the exchange of step 1")
 
 
 def _left_half_way():

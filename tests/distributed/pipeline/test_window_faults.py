@@ -1,0 +1,225 @@
+"""What goes wrong while a window is made ends, on every rank, with an error that names who."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commons.distributed.options import ShufflerOptions
+from commons.perf_model.shuffle_plan import ShufflePlan
+from commons.pipeline import windowed_iter
+from tests.helpers import models
+from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.rank_pool import RankFailure, RankPool
+
+
+def own_batches(count, sizes=(6,)):
+    return models.rank_batches(dist.get_rank(), count, list(sizes))
+
+
+def _other_plan():
+    digest = ShufflePlan.digest
+    if dist.get_rank() == 1:
+        ShufflePlan.digest = lambda self: digest(self) ^ 1
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        windowed = windowed_iter(own_batches(8), shuffler, 4)
+        try:
+            next(windowed)
+        except RuntimeError as error:
+            first = str(error)
+        finally:
+            ShufflePlan.digest = digest
+        return first, sum(batch.actual_batch_size for batch in windowed)  # the ranks are still in step
+
+
+def test_ranks_with_different_plans_stop_before_any_row_of_a_window_moves(ranks):
+    answers = ranks.run(_other_plan)
+    assert all("ranks [1] made another plan than the rest" in text for text, _ in answers)
+    assert sum(rows for _, rows in answers) == ranks.world_size * 8 * 6
+
+
+def _die(folder):
+    shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
+    batches = own_batches(12)
+
+    def source():
+        for index, batch in enumerate(batches):
+            if dist.get_rank() == 1 and index == 5:
+                os._exit(3)  # in the middle of the second window, on the thread that reads it
+            yield batch
+
+    windowed = windowed_iter(source(), shuffler, 3)
+    assert [next(windowed) for _ in range(3)]
+    texts = []
+    for _ in range(2):  # it stays broken, and says why
+        try:
+            next(windowed)
+        except RuntimeError as error:
+            texts.append(str(error))
+    assert texts[0] == texts[1]
+    Path(folder, str(dist.get_rank())).write_text(texts[0])
+
+
+def test_survivors_name_the_rank_that_died_in_a_window(tmp_path):
+    pool = RankPool(4)
+    try:
+        with pytest.raises(RankFailure, match="rank 1 died with exit code 3"):
+            pool.run(_die, str(tmp_path), timeout=40)
+    finally:
+        pool.stop()
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    assert texts and all("rank 1 did not take part in the gather of step 1" in text for text in texts)
+
+
+def _fails_in_the_exchange():
+    """Rank 1 has too little memory for the second window."""
+    from commons.distributed import row_exchange
+
+    shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
+    original, calls = row_exchange.permute_segments, [0]
+
+    def fail(*args):
+        calls[0] += 1
+        if calls[0] > 4:  # what is sent, and three steps
+            raise torch.OutOfMemoryError("tried to allocate 7 GiB")
+        return original(*args)
+
+    if dist.get_rank() == 1:
+        row_exchange.permute_segments = fail
+    started = time.monotonic()
+    windowed = windowed_iter(own_batches(9), shuffler, 3)
+    trained = 0
+    try:
+        for _ in windowed:
+            trained += 1
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", trained, time.monotonic() - started
+    finally:
+        row_exchange.permute_segments = original
+    return "no error", trained, 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_fails_alone_in_a_window_is_quoted_by_the_others(world_size):
+    pool = RankPool(world_size)
+    try:
+        answers = pool.run(_fails_in_the_exchange, timeout=60)
+    finally:
+        pool.stop()
+    for rank, (text, trained, seconds) in enumerate(answers):
+        assert trained == 3 and seconds < 30
+        if rank == 1:
+            assert text == "OutOfMemoryError: tried to allocate 7 GiB"
+        else:
+            assert text.startswith("RankMissingError: rank 1 failed in the exchange of step 1")
+
+
+def _stays_away():
+    """Rank 1's data take longer than the others wait."""
+
+    def source():
+        for index, batch in enumerate(own_batches(9)):
+            if dist.get_rank() == 1 and index == 4:
+                time.sleep(8)
+            yield batch
+
+    shuffler = CubicShuffler(ShufflerOptions(timeout=2.0))
+    trained, started = 0, time.monotonic()
+    try:
+        for _ in windowed_iter(source(), shuffler, 3):
+            trained += 1
+    except RuntimeError as error:
+        return str(error), trained, time.monotonic() - started
+    return "no error", trained, 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_stays_away_from_a_window_is_named(world_size):
+    pool = RankPool(world_size)
+    try:
+        answers = pool.run(_stays_away, timeout=60)
+    finally:
+        pool.stop()
+    for rank, (text, trained, seconds) in enumerate(answers):
+        assert trained == 3 and seconds < 16
+        if rank != 1:
+            assert "rank 1 did not take part in the gather of step 1" in text and seconds < 8
+
+
+def _leave_a_window_behind():
+    """Rank 0 begins a window that nobody else joins, and goes home."""
+    shuffler = CubicShuffler(ShufflerOptions(timeout=600.0))
+    windowed = windowed_iter(own_batches(9), shuffler, 3)
+    next(windowed)
+    if dist.get_rank() == 0:
+        windowed.close()
+        windowed = windowed_iter(own_batches(9), shuffler, 3)
+        windowed._start()
+    return os.getpid()
+
+
+def test_a_window_that_still_waits_does_not_keep_the_process_alive():
+    pool = RankPool(2)
+    try:
+        pool.run(_leave_a_window_behind)
+        process = pool._ranks[0].process
+        pool._ranks[0].connection.close()  # the rank's loop ends, and with it the process
+        process.join(30)
+        assert not process.is_alive()
+    finally:
+        pool._ranks = pool._ranks[1:]
+        pool.stop()
+
+
+def _other_batch():
+    """The fifth batch of rank 1 has another dtype: it is left out, all others are trained."""
+
+    def source():
+        for index, batch in enumerate(own_batches(8)):
+            other = dist.get_rank() == 1 and index == 4
+            yield dataclasses.replace(batch, target=batch.target.double()) if other else batch
+
+    errors, rows = [], 0
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        windowed = windowed_iter(source(), shuffler, 3)
+        while True:
+            try:
+                rows += next(windowed).actual_batch_size
+            except StopIteration:
+                return errors, rows
+            except ValueError as error:
+                errors.append(str(error))
+
+
+def test_a_batch_of_a_window_unlike_the_first_is_refused_on_every_rank(ranks):
+    answers = ranks.run(_other_batch)
+    for (text,), _ in answers:
+        assert "rank 1: this batch differs from the first: field 'target'" in text
+    assert sum(rows for _, rows in answers) == (ranks.world_size * 8 - 1) * 6
+
+
+def _out_of_step():
+    """Rank 1 skips the number of a window: everyone is told who is where."""
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        windowed = windowed_iter(own_batches(9), shuffler, 3)
+        if dist.get_rank() == 1:
+            shuffler._session(None, 3).next_step()
+        try:
+            next(windowed)
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def test_ranks_at_different_windows_are_told(ranks):
+    expected = [0] * ranks.world_size
+    expected[1] = 1
+    for text in ranks.run(_out_of_step):
+        assert f"ranks are at steps {expected}" in text
