@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from commons.pipeline import balanced as balanced
     from commons.pipeline import balanced_iter as balanced_iter
     from commons.pipeline import shuffle_stage as shuffle_stage
+    from commons.pipeline import windowed_iter as windowed_iter
     from commons.sequence_batch.batch import BaseBatch as BaseBatch
     from commons.sequence_batch.schema import register_batch_type as register_batch_type
     from commons.trainer import DatasetArgs as DatasetArgs
@@ -114,6 +115,7 @@ _MODULE_OF = {
     "shuffle_stage": "commons.pipeline",
     "split_balanced": "commons.dispatch",
     "trim_batch": "commons.dispatch",
+    "windowed_iter": "commons.pipeline",
 }
 __all__ = ["__version__", *_MODULE_OF]
 

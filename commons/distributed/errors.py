@@ -39,6 +39,7 @@ def raise_first_error(
 ) -> None:
     """Raise the errors of all ranks as one, of the first failing rank's type where that is a user's mistake.
 
+    One that has been raised on all ranks like this before, such as a window's that a pipeline has met, stays as it is.
     The error's attribute `failed_ranks` lists these ranks; its cause is this rank's own error.
 
     Args:
@@ -52,6 +53,8 @@ def raise_first_error(
             ranks_with.setdefault((item[0], item[1]), []).append(rank)
     if not ranks_with:
         return
+    if own is not None and hasattr(own, "failed_ranks") and len(ranks_with) == 1 and all(described):
+        raise own
     raised = _USER_ERRORS.get(next(iter(ranks_with))[0])
     parts = [
         f"rank {ranks[0]}: {text if raised and text else f'{kind}: {text}' if text else kind}{_others(ranks[1:])}"

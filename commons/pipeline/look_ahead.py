@@ -222,6 +222,8 @@ class LookAhead(Iterator[ShufflingBatch]):
                 self._exhausted = batch is None
                 if batch is not None:
                     _require_pipelineable(batch)
+            except RankMissingError:  # of a source that talks to the others: they would be waited for once more
+                raise
             except Exception as caught:  # travels to every rank, which raises it instead of waiting for this one
                 error = caught
         return batch, self._shuffler.start_shuffle(batch, self._pg_group, error=error)

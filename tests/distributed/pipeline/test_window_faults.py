@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.shuffle_plan import ShufflePlan
-from commons.pipeline import windowed_iter
+from commons.pipeline import balanced, windowed_iter
 from tests.helpers import models
 from tests.helpers.pipelines import CubicShuffler
 from tests.helpers.rank_pool import RankFailure, RankPool
@@ -223,3 +225,46 @@ def test_ranks_at_different_windows_are_told(ranks):
     expected[1] = 1
     for text in ranks.run(_out_of_step):
         assert f"ranks are at steps {expected}" in text
+
+
+def _behind_a_pipeline(missing):
+    """Rank 1 fails, or stays away, in the second window, which a balanced pipeline reads ahead."""
+
+    def source():
+        for index, batch in enumerate(own_batches(9)):
+            if dist.get_rank() == 1 and index == 4:
+                if not missing:
+                    raise OSError("the disk is gone")
+                time.sleep(8)
+            yield batch
+
+    model, optimizer = models.build_plain()
+    shuffler = CubicShuffler(ShufflerOptions(timeout=2.0 if missing else 60.0))
+    identity = IdentityBalancedBatchShuffler(ShufflerOptions(timeout=60.0))
+    trainer = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=identity)
+    windowed = windowed_iter(source(), shuffler, 3)
+    texts, started = [], time.monotonic()
+    while not texts or not missing:
+        try:
+            trainer.progress(windowed)
+        except StopIteration:
+            break
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts, sum(map(len, models.head_of(model).seen)), time.monotonic() - started
+
+
+def test_an_error_of_a_window_is_raised_once_by_the_pipeline_behind_it(ranks):
+    answers = ranks.run(_behind_a_pipeline, missing=False)
+    assert all(texts == ["RuntimeError: rank 1: OSError: the disk is gone"] for texts, _, _ in answers)
+    # Python ends a generator that has raised: of rank 1 the four batches before are trained.
+    assert sum(rows for _, rows, _ in answers) == ((ranks.world_size - 1) * 9 + 4) * 6
+
+
+def test_a_pipeline_does_not_wait_again_for_a_rank_that_a_window_misses():
+    pool = RankPool(2)
+    try:
+        answers = pool.run(_behind_a_pipeline, missing=True, timeout=60)
+    finally:
+        pool.stop()
+    assert "rank 1 did not take part in the gather of step 1" in answers[0][0][0] and answers[0][2] < 10
