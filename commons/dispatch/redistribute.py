@@ -6,9 +6,7 @@ rank: results of the rows it computed ─► exchange ─► results of its own 
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -18,19 +16,22 @@ import torch.distributed as dist
 
 from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.exchange import Piece, exchange
+from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.planning import as_int64_ids, plan_redistribution
-from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows, join_trimmed, trim_rows
+from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, join_trimmed, trim_rows
 from commons.distributed.control import open_channel
 from commons.distributed.errors import attempt
 from commons.perf_model.loads import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.inputs import as_slack
 from commons.perf_model.shuffle_plan import ShufflePlan
-from commons.sequence_batch.plain_values import differences
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
 R = TypeVar("R")
+
+# What messages call it.
+_CALL = "redistribute_balanced"
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +87,18 @@ class RedistributedRows(Trimmed, Generic[B]):
             TypeError: on all ranks: results that cannot be sent.
             RankMissingError: a rank did not take part in time.
         """
+        return self.send_home_made_by(lambda: results)
+
+    def send_home_made_by(self, make: Callable[[], R]) -> R | None:
+        """`send_home` of results that `make` returns; what goes wrong in it is raised on all ranks.
+
+        Args:
+            make: returns a row per row of `batch`.
+
+        Returns, Raises: as `send_home`, and what `make` raises.
+        """
         with open_channel(self._group, self._timeout, DispatchChannel) as channel:
-            rows, error = attempt(lambda: self._checked(results))
+            rows, error = attempt(lambda: self._checked(make()))
 
             def in_order(pieces: list[Piece | None]) -> R | None:
                 present = [piece.rows for piece in pieces if piece is not None]
@@ -116,25 +127,6 @@ class RedistributedRows(Trimmed, Generic[B]):
                 "batch: keep all rows"
             )
         return rows
-
-
-@dataclass(frozen=True, eq=False)
-class _OwnRows:
-    """What one rank brings.
-
-    Attributes:
-        rows: its real rows; None for none at all.
-        workloads: int64 `(rows,)`.
-        group_ids: int64 `(rows,)`; None for no groups.
-        windows: what each trim would keep of the whole.
-        schema: what must be equal on all ranks; None without a batch.
-    """
-
-    rows: Rows[Any] | None
-    workloads: np.ndarray
-    group_ids: np.ndarray | None = None
-    windows: Sequence[Window] = ()
-    schema: dict[str, Any] | None = None
 
 
 def redistribute_balanced(
@@ -178,87 +170,83 @@ def redistribute_balanced(
         own, options, error = None, None, None
         trims: tuple[Trim, ...] = ()
         try:
-            trims = _one_sided(as_trims(trim))
+            trims = one_sided(trim)
             shown = [repr(each) for each in trims]
             options = {"equal_size": equal_size, "slack": as_slack(slack), "trim": shown}
             own = _own_rows(batch, workloads, group_ids, trims)
         except Exception as caught:
             error = caught
-        num_own = 0 if own is None else len(own.workloads)
-        rows_per_rank = np.array(channel.begin("redistribute_balanced", options, error, num_own)[0])
+        num_own = 0 if own is None else own.count
+        rows_per_rank = np.array(channel.begin(_CALL, options, error, num_own)[0])
         assert own is not None  # noqa: S101  begin raised the error
-        all_workloads, all_ids, widths = _gather_rows(channel, own, rows_per_rank, len(trims))
+        columns, widths = gather_rows(channel, own, rows_per_rank, len(trims))
+        all_workloads, all_ids = columns["workloads"], columns["group_ids"]
+        if all_workloads is None:
+            all_workloads = np.empty(0, dtype=np.int64)
         plan = plan_redistribution(all_workloads, rows_per_rank, equal_size=equal_size, group_ids=all_ids, slack=slack)
-        return _carry_out(channel, own, plan, trims, widths, group, timeout)
+        return carry_out(channel, _CALL, own, plan, trims, widths, group, timeout)
 
 
-def _one_sided(trims: tuple[Trim, ...]) -> tuple[Trim, ...]:
-    for trim in trims:
-        if trim.side == "both":
+def one_sided(trim: Trim | Sequence[Trim] | None) -> tuple[Trim, ...]:
+    """The trims that a caller asked for, as rows of different ranks can be joined.
+
+    Raises:
+        TypeError: something else than trims.
+        ValueError: a trim at both sides.
+    """
+    trims = as_trims(trim)
+    for each in trims:
+        if each.side == "both":
             raise ValueError(
-                f"sequences of {trim.name!r} are padded on both sides; rows of different ranks line up at one side: "
+                f"sequences of {each.name!r} are padded on both sides; rows of different ranks line up at one side: "
                 "trim 'right' or 'left'"
             )
     return trims
 
 
-def _own_rows(batch: Any, workloads: Any, group_ids: Any, trims: tuple[Trim, ...]) -> _OwnRows:
-    if batch is None:
+def _own_rows(batch: Any, workloads: Any, group_ids: Any, trims: tuple[Trim, ...]) -> OwnRows:
+    rows = None if batch is None else Rows.of(batch)
+    columns: dict[str, np.ndarray | None] = {"workloads": None, "group_ids": None}
+    if rows is None:
         if workloads is not None and len(workloads):
             raise ValueError(
                 f"batch is None and there are {len(workloads)} workloads; a rank without rows has neither: pass the "
                 "batch, or None for both"
             )
-        return _OwnRows(None, np.empty(0, dtype=np.int64))
-    rows = Rows.of(batch)
-    if workloads is None:
+    elif workloads is None:
         raise ValueError(f"workloads is None, the batch has {rows.count} rows; one per row is needed: pass them")
-    weights = as_int64_workloads(workloads, num_rows=rows.count)[: rows.real]
-    ids = None if group_ids is None else as_int64_ids(group_ids, rows.count)[: rows.real]
-    windows = find_windows(rows, trims)
-    schema = rows.schema(varying=[path for window in windows for path in window.fields])
-    return _OwnRows(rows if rows.real == rows.count else rows.select(range(rows.real)), weights, ids, windows, schema)
+    else:
+        columns["workloads"] = as_int64_workloads(workloads, num_rows=rows.count)
+        columns["group_ids"] = None if group_ids is None else as_int64_ids(group_ids, rows.count)
+    return OwnRows.of(rows, columns, trims)
 
 
-def _gather_rows(
-    channel: DispatchChannel, own: _OwnRows, rows_per_rank: np.ndarray, num_trims: int
-) -> tuple[np.ndarray, np.ndarray | None, list[int]]:
-    """Workloads and group ids of the rows of all ranks, and for each trim the widest sequences of any rank."""
-    rows, most = len(own.workloads), int(rows_per_rank.max())
-    head = np.zeros(2 + num_trims, dtype=np.int64)
-    head[1] = 2 if not rows else int(own.group_ids is not None)  # 2: neither with nor without
-    if own.schema is not None:
-        text = json.dumps(own.schema, sort_keys=True).encode()
-        head[0] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1 | 1
-        head[2:] = [window.width for window in own.windows]
-    table = np.zeros((2, most), dtype=np.int64)
-    table[0, :rows] = own.workloads
-    if own.group_ids is not None:
-        table[1, :rows] = own.group_ids
-    gathered = channel.gather(np.concatenate([head, table.ravel()]), channel.step, "gather of workloads")
-    digests, has_ids = gathered[:, 0], gathered[:, 1]
-    if len(np.unique(digests[digests > 0])) > 1:
-        _raise_for_difference([json.loads(text) for text in channel.gather_text(json.dumps(own.schema), channel.step)])
-    if (has_ids == 1).any() and (has_ids == 0).any():
-        raise ValueError(
-            f"group_ids are given on rank {int(np.argmax(has_ids == 1))} and not on rank "
-            f"{int(np.argmax(has_ids == 0))}; groups are formed over all ranks: pass them on all, or on none"
-        )
-    tables = gathered[:, len(head) :].reshape(channel.world_size, 2, most)
-    is_row = np.arange(most) < rows_per_rank[:, None]
-    group_ids = tables[:, 1][is_row] if (has_ids == 1).any() else None
-    return tables[:, 0][is_row], group_ids, gathered[:, 2 : len(head)].max(axis=0).tolist()
-
-
-def _carry_out(
+def carry_out(
     channel: DispatchChannel,
-    own: _OwnRows,
+    call: str,
+    own: OwnRows,
     plan: ShufflePlan,
     trims: tuple[Trim, ...],
     widths: Sequence[int],
     group: dist.ProcessGroup | None,
     timeout: float,
 ) -> RedistributedRows[Any]:
+    """Move the rows as planned; called on all ranks together.
+
+    Args:
+        channel: the ranks.
+        call: name of the call.
+        own: this rank's rows.
+        plan: gives every rank a row.
+        trims: how padded sequences are cut.
+        widths: for each trim the widest sequences of any rank.
+        group: the ranks as the caller gave them, for the way home.
+        timeout: seconds after which a rank that does not take part is reported, then.
+
+    Raises:
+        Exception: what went wrong on any rank, on all of them.
+        RankMissingError: a rank did not take part in time.
+    """
     home = plan.gathered.home
     destination_of_own = plan.destination[home == channel.rank]
 
@@ -277,7 +265,7 @@ def _carry_out(
     sent = int((destination_of_own != channel.rank).sum())
     exchanged = exchange(
         channel,
-        "redistribute_balanced",
+        call,
         {},
         None,
         piece_for,
@@ -306,16 +294,3 @@ def _carry_out(
 
 def _piece_of(rows: Rows[Any] | None, indices: np.ndarray) -> Piece | None:
     return Piece(rows.select(indices)) if rows is not None and len(indices) else None
-
-
-def _raise_for_difference(schemas: list[dict[str, Any] | None]) -> None:
-    """Raise ValueError for ranks whose batches differ; None stands for a rank without a batch."""
-    (first_rank, first), *others = ((rank, schema) for rank, schema in enumerate(schemas) if schema is not None)
-    for rank, other in others:
-        different = differences(first, other)
-        if different:
-            raise ValueError(
-                f"the batches of ranks {first_rank} and {rank} differ: {'; '.join(different[:3])}; rows can be mixed "
-                "where type, keys, dtypes, shapes of rows and metadata are the same on all ranks: make them equal, or "
-                "name what differs in width in Trim.fields"
-            )

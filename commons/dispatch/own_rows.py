@@ -1,0 +1,128 @@
+"""GATHER: what one rank brings to a call that moves rows, and what every rank knows of all of them after one gather."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commons.dispatch.channel import DispatchChannel
+from commons.dispatch.trim import Trim, Window, find_windows
+from commons.sequence_batch.plain_values import differences
+from commons.sequence_batch.rows import Rows
+
+# Whether a rank gives a column: no, yes, or it has no rows to give one for.
+_ABSENT, _GIVEN, _NO_ROWS = range(3)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRows:
+    """What one rank brings; made by `OwnRows.of`.
+
+    Attributes:
+        rows: its real rows; None for none at all.
+        columns: by name, int64 `(rows,)`: what all ranks are to know of each row; None for what is not given.
+        windows: what each trim would keep of the whole.
+        schema: what must be equal on all ranks; None without a batch.
+    """
+
+    rows: Rows[Any] | None
+    columns: Mapping[str, np.ndarray | None]
+    windows: Sequence[Window] = ()
+    schema: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, rows: Rows[Any] | None, columns: Mapping[str, np.ndarray | None], trims: Sequence[Trim]) -> OwnRows:
+        """Leave out padding, and see what has to be equal on all ranks.
+
+        Args:
+            rows: the batch; None for none.
+            columns: int64 `(rows,)`, padding included, or None; the same names on all ranks.
+            trims: how its padded sequences are cut.
+
+        Raises:
+            KeyError, ValueError: a field to trim that is not there, or of the wrong shape.
+            TypeError: a batch that cannot be sent.
+        """
+        if rows is None:
+            return cls(None, dict.fromkeys(columns))
+        windows = find_windows(rows, trims)
+        schema = rows.schema(varying=[path for window in windows for path in window.fields])
+        real = {name: None if column is None else column[: rows.real] for name, column in columns.items()}
+        return cls(rows if rows.real == rows.count else rows.select(range(rows.real)), real, windows, schema)
+
+    @property
+    def count(self) -> int:
+        """Real rows."""
+        return 0 if self.rows is None else self.rows.count
+
+
+def gather_rows(
+    channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarray, num_trims: int
+) -> tuple[dict[str, np.ndarray | None], list[int]]:
+    """Tell all ranks of the own rows, and hear of theirs.
+
+    Args:
+        channel: the ranks.
+        own: this rank's rows.
+        rows_per_rank: int64 `(ranks,)`, real rows of every rank.
+        num_trims: how many trims there are.
+
+    Returns:
+        Each column int64 `(rows of all ranks,)`, rank by rank, None where no rank gives it; and for each trim the
+        widest sequences of any rank.
+
+    Raises:
+        ValueError: batches that differ between ranks, or a column that some ranks give and others do not; on all.
+        RankMissingError: a rank did not take part in time.
+    """
+    most, names = int(rows_per_rank.max()), list(own.columns)
+    head = np.zeros(1 + len(names) + num_trims, dtype=np.int64)
+    table = np.zeros((len(names), most), dtype=np.int64)
+    for place, column in enumerate(own.columns.values()):
+        head[1 + place] = _NO_ROWS if not own.count else _ABSENT if column is None else _GIVEN
+        if column is not None:
+            table[place, : own.count] = column
+    if own.schema is not None:
+        text = json.dumps(own.schema, sort_keys=True).encode()
+        head[0] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1 | 1
+        head[1 + len(names) :] = [window.width for window in own.windows]
+    gathered = channel.gather(np.concatenate([head, table.ravel()]), channel.step, "gather of workloads")
+    digests, states = gathered[:, 0], gathered[:, 1 : 1 + len(names)]
+    if len(np.unique(digests[digests > 0])) > 1:
+        _raise_for_difference([json.loads(text) for text in channel.gather_text(json.dumps(own.schema), channel.step)])
+    _require_on_all_or_none(names, states)
+    tables = gathered[:, len(head) :].reshape(channel.world_size, len(names), most)
+    is_row = np.arange(most) < rows_per_rank[:, None]
+    columns = {
+        name: tables[:, place][is_row] if (states[:, place] == _GIVEN).any() else None
+        for place, name in enumerate(names)
+    }
+    return columns, gathered[:, 1 + len(names) : len(head)].max(axis=0).tolist()
+
+
+def _require_on_all_or_none(names: Sequence[str], states: np.ndarray) -> None:
+    for name, state in zip(names, states.T):
+        given, absent = state == _GIVEN, state == _ABSENT
+        if given.any() and absent.any():
+            raise ValueError(
+                f"{name} are given on rank {int(np.argmax(given))} and not on rank {int(np.argmax(absent))}; the rows "
+                "of all ranks are planned together: pass them on all, or on none"
+            )
+
+
+def _raise_for_difference(schemas: list[dict[str, Any] | None]) -> None:
+    """Raise ValueError for ranks whose batches differ; None stands for a rank without a batch."""
+    (first_rank, first), *others = ((rank, schema) for rank, schema in enumerate(schemas) if schema is not None)
+    for rank, other in others:
+        different = differences(first, other)
+        if different:
+            raise ValueError(
+                f"the batches of ranks {first_rank} and {rank} differ: {'; '.join(different[:3])}; rows can be mixed "
+                "where type, keys, dtypes, shapes of rows and metadata are the same on all ranks: make them equal, or "
+                "name what differs in width in Trim.fields"
+            )
