@@ -5,10 +5,14 @@ the longest row) is cut into micro-batches under a token budget. The rows of eac
 padding, with position ids and a block-diagonal attention mask of their own. The gradient that the micro-batches add up
 is that of the whole batch, to rounding; what is kept for the backward pass is that of one micro-batch.
 
+With --joint there is one plan for all ranks, for those that wait for one another at every micro-batch (FSDP, expert
+parallelism): rows change rank so that operations are even at each of them, and tokens stay under the budget.
+
 Examples:
     python examples/gradient_accumulation.py
     python examples/gradient_accumulation.py --rows 128 --micro-batches.max-tokens-per-mb 1024
     torchrun --nproc-per-node 2 examples/gradient_accumulation.py
+    torchrun --nproc-per-node 2 examples/gradient_accumulation.py --joint
 """
 
 from __future__ import annotations
@@ -25,8 +29,10 @@ from torch import nn
 from torch.nn import functional
 
 from commons.console import print_summary
+from commons.dispatch import Trim
 from commons.distributed import global_mean_loss
-from commons.micro_batching import MicroBatchSpec, count_loss_tokens, pack_micro_batches, pack_rows
+from commons.micro_batching import MicroBatches, MicroBatchSpec, count_loss_tokens, pack_micro_batches, pack_rows
+from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.trainer.config import load_config
 from commons.trainer.errors import run_main
 
@@ -45,6 +51,9 @@ class Config:
 
     seed: int = 0
     """Seed of data and weights."""
+
+    joint: bool = False
+    """One plan for the micro-batches of all ranks."""
 
     micro_batches: MicroBatchSpec = field(
         default_factory=lambda: MicroBatchSpec(max_tokens_per_mb=1024, packing_algorithm="refined")
@@ -148,13 +157,21 @@ def whole_batch(model: CausalLM, batch: dict[str, torch.Tensor]) -> tuple[torch.
     return gradients(model), num_bytes
 
 
+def cut(batch: dict[str, torch.Tensor], spec: MicroBatchSpec, joint: bool) -> MicroBatches[dict[str, torch.Tensor]]:
+    """The micro-batches of this rank, of its own rows or, with `joint`, of those of all ranks."""
+    lengths, terms = batch["attention_mask"].sum(1), count_loss_tokens(batch["labels"])
+    if not joint:
+        return pack_micro_batches(batch, spec, lengths, loss_tokens=terms)
+    work = SelfAttentionTask(hidden_size=64, num_heads=4, head_dim=16, num_layers=2).get_workloads(lengths)
+    trim = Trim("attention_mask", fill={"labels": IGNORED})  # ranks pad to their own longest row
+    return pack_micro_batches(batch, spec, lengths, workloads=work, loss_tokens=terms, joint=True, trim=trim)
+
+
 def accumulated(
-    model: CausalLM, batch: dict[str, torch.Tensor], spec: MicroBatchSpec
+    model: CausalLM, batch: dict[str, torch.Tensor], spec: MicroBatchSpec, joint: bool = False
 ) -> tuple[torch.Tensor, int, dict[str, Any]]:
     """The same gradient from packed micro-batches, the most bytes kept for one of them, and the packing's metrics."""
-    micro_batches = pack_micro_batches(
-        batch, spec, batch["attention_mask"].sum(1), loss_tokens=count_loss_tokens(batch["labels"])
-    )
+    micro_batches = cut(batch, spec, joint)
     most_bytes = 0
     for micro_batch in micro_batches:
         packed = pack_rows(micro_batch, mask="causal")
@@ -178,20 +195,23 @@ def main() -> None:
     batch = draw_batch(config.rows + rank, config.longest, config.seed + rank)
 
     expected, whole_bytes = whole_batch(model, batch)
-    reached, most_bytes, metrics = accumulated(model, batch, config.micro_batches)
+    reached, most_bytes, metrics = accumulated(model, batch, config.micro_batches, config.joint)
     difference, largest = float((reached - expected).abs().max()), float(expected.abs().max())
     if rank == 0:
         num_tokens, num_padded = int(batch["attention_mask"].sum()), batch["attention_mask"].numel()
         rows = {
             "rows": f"{len(batch['input_ids'])}, up to {batch['input_ids'].shape[1]} tokens",
             "tokens of the padded batch": f"{num_padded}, of which {1 - num_tokens / num_padded:.0%} padding",
-            "tokens of the packed micro-batches": f"{num_tokens}, none of them padding",
+            "tokens of the packed micro-batches": f"{sum(metrics['group_sums'])}, none of them padding",
             "micro-batches": f"{metrics['n_groups']} of {metrics['min_load']} to {metrics['max_load']} tokens",
             "packing": f"{metrics['seconds'] * 1e3:.2f} ms, {metrics['utilization']:.1%} of the budget used",
             "kept for backward": f"{whole_bytes / 2**20:.1f} MiB at once, {most_bytes / 2**20:.1f} MiB per micro-batch",
             "largest gradient": f"{largest:.6f}",
             "largest difference of gradients": f"{difference:.1e}",
         }
+        if config.joint:
+            evenness = ", ".join(f"{ratio:.3f}" for ratio in metrics["rank_load_ratios"])
+            rows["costliest rank ÷ mean, at each"] = evenness
         print_summary("Whole batch and packed micro-batches, float64", rows)
     if difference > 1e-12:
         raise RuntimeError(f"the gradients differ by {difference}; they should be equal to rounding")

@@ -9,6 +9,9 @@ metrics.py                    what a packing is worth
 spec.py, packing.py           MicroBatchSpec and pack_micro_batches: from a batch to its micro-batches
   block_packing.py            one rank's rows
   agreement.py                all ranks' number
+  joint_packing.py            with joint=True: one plan for all ranks, and the rows to where it wants them
+  joint_plan.py               that plan
+  row_columns.py              tokens, workloads and loss terms of the rows
   micro_batches.py            the result
 packed_rows.py                the rows of a micro-batch as one row without padding
 """

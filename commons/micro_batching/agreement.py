@@ -8,6 +8,9 @@ from typing import Any
 
 from commons.distributed.control import ControlChannel
 
+# What messages call it.
+CALL = "pack_micro_batches"
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -16,7 +19,7 @@ class Needs:
     Attributes:
         rows: rows of its batch.
         blocks: how many there are to be dealt, each of `granularity` rows; at most as many micro-batches.
-        micro_batches: fewest micro-batches that its packing takes.
+        micro_batches: fewest micro-batches that its packing takes; 0 where only other ranks' rows make one possible.
         loss_tokens: terms of the loss in its batch.
     """
 
@@ -48,7 +51,7 @@ def exchange_needs(
     if error is not None and channel.world_size == 1:
         raise error
     own = [0] * 4 if needs is None else list(asdict(needs).values())
-    heard = channel.agree("pack_micro_batches", options, error, own)
+    heard = channel.agree(CALL, options, error, own)
     return [Needs(*row) for row in heard.tolist()]
 
 

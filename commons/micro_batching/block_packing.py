@@ -57,15 +57,11 @@ class BlockPacking:
             ValueError: no rows, rows that are no whole number of blocks, a block above the budget, fewer blocks than
                 micro-batches, workloads for an algorithm that does not balance, or no packing.
         """
-        _require_whole_blocks(spec, len(lengths))
-        if workloads is not None and spec.packing_algorithm not in _PLANNERS:
-            raise ValueError(
-                f"workloads are given and packing_algorithm is {spec.packing_algorithm!r}; only "
-                f"{' and '.join(map(repr, _PLANNERS))} balance them: choose one of these, or leave out the workloads"
-            )
-        tokens = lengths.reshape(-1, spec.granularity).sum(1)
-        _require_room(spec, tokens)
-        costs = None if workloads is None else workloads.reshape(-1, spec.granularity).sum(1)
+        if len(lengths) == 0:
+            raise ValueError("the batch has no rows; every micro-batch has at least one: leave out empty batches")
+        tokens = blocks_of(spec, lengths, workloads is not None)
+        _require_blocks(spec, len(lengths))
+        costs = None if workloads is None else sum_blocks(spec, workloads)
         return cls(spec, tokens, costs, _allocate(spec, tokens, spec.n_mbs))
 
     def with_refined(self) -> BlockPacking:
@@ -128,6 +124,41 @@ class BlockPacking:
         return weights[order], parts[order]
 
 
+def blocks_of(spec: MicroBatchSpec, lengths: np.ndarray, has_workloads: bool) -> np.ndarray:
+    """Check what a rank brings to be packed by itself or with the rows of others.
+
+    Args:
+        spec: how to pack.
+        lengths: int64 `(rows,)`, tokens of each row.
+        has_workloads: whether rows cost something else than their tokens.
+
+    Returns:
+        int64 `(blocks,)`, the tokens of each block.
+
+    Raises:
+        ValueError: rows that are no whole number of blocks, a block above the budget, or workloads for an algorithm
+            that does not balance.
+    """
+    if len(lengths) % spec.granularity:
+        raise ValueError(
+            f"the batch has {len(lengths)} rows, granularity is {spec.granularity}; every row belongs to a whole "
+            "block: bring a multiple of granularity, or correct it"
+        )
+    if has_workloads and spec.packing_algorithm not in _PLANNERS:
+        raise ValueError(
+            f"workloads are given and packing_algorithm is {spec.packing_algorithm!r}; only "
+            f"{' and '.join(map(repr, _PLANNERS))} balance them: choose one of these, or leave out the workloads"
+        )
+    tokens = sum_blocks(spec, lengths)
+    _require_room(spec, tokens)
+    return tokens
+
+
+def sum_blocks(spec: MicroBatchSpec, values: np.ndarray) -> np.ndarray:
+    """From int64 `(rows,)` to int64 `(blocks,)`."""
+    return values.reshape(-1, spec.granularity).sum(1)
+
+
 def budget_of(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
     """Most tokens of a micro-batch; all there are where the spec sets no limit."""
     return spec.max_tokens_per_mb or max(1, int(tokens.sum()))
@@ -157,20 +188,13 @@ def _allocate(spec: MicroBatchSpec, tokens: np.ndarray, min_groups: int) -> list
     return allocate(tokens, budget_of(spec, tokens), min_groups, spec.n_mbs_divisor)
 
 
-def _require_whole_blocks(spec: MicroBatchSpec, num_rows: int) -> None:
-    if num_rows == 0:
-        raise ValueError("the batch has no rows; every micro-batch has at least one: leave out empty batches")
-    if num_rows % spec.granularity:
-        raise ValueError(
-            f"the batch has {num_rows} rows, granularity is {spec.granularity}; every row belongs to a whole block: "
-            "bring a multiple of granularity, or correct it"
-        )
+def _require_blocks(spec: MicroBatchSpec, num_rows: int) -> None:
     num_blocks = num_rows // spec.granularity
-    blocks = f"{num_rows} rows" + ("" if spec.granularity == 1 else f" in {num_blocks} blocks")
     for name, number in (("n_mbs", spec.n_mbs), ("n_mbs_divisor", spec.n_mbs_divisor)):
         if number > num_blocks:
             raise ValueError(
-                f"{name} is {number}, the batch has {blocks}; no micro-batch is empty: lower {name} or bring more rows"
+                f"{name} is {number}, the batch has {spec.rows_in_blocks(num_rows)}; no micro-batch is empty: lower "
+                f"{name} or bring more rows"
             )
 
 

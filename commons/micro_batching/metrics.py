@@ -9,46 +9,57 @@ import numpy as np
 
 from commons.checks import as_count
 from commons.micro_batching.l2_bound import l2_bound
-from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.loads import imbalance, sum_by_rank
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 
 
 def packing_metrics(
-    values: Any, groups: Sequence[Sequence[int]], capacity: int, seconds: float | None = None
+    values: Any,
+    groups: Sequence[Sequence[int]],
+    capacity: int,
+    seconds: float | None = None,
+    *,
+    costs_of_ranks: Any = None,
 ) -> dict[str, Any]:
     """Measure a packing.
 
-    ===============  ====================================================================================  =========
-    name             what it is                                                                            better is
-    ===============  ====================================================================================  =========
-    n_groups         number of groups                                                                      smaller
-    group_sums       load of each group, the sum of its values, in the order of `groups`
-    max_load         largest load                                                                          smaller
-    min_load         smallest load                                                                         larger
-    mean_load        mean load
-    spread           max_load − min_load                                                                   smaller
-    imbalance_ratio  spread ÷ mean_load; 0.0 without load                                                  smaller
-    std_dev          standard deviation of the loads, of all groups (divided by n_groups)                  smaller
-    cv               std_dev ÷ mean_load, the coefficient of variation; 0.0 without load                   smaller
-    max_load_ratio   max_load ÷ mean_load: how much longer the slowest takes; 1.0 without load             nearer 1
-    utilization      sum of the values ÷ (n_groups · capacity)                                             nearer 1
-    wasted_tokens    room left in the groups: the sum of capacity − load, where that is positive           smaller
-    lower_bound      Martello–Toth L2 bound of n_groups: no packing of these values has fewer groups
-    seconds          what `seconds` was, the time that the packing took; missing if not given              smaller
-    ===============  ====================================================================================  =========
+    ================  ====================================================================================  =========
+    name              what it is                                                                            better is
+    ================  ====================================================================================  =========
+    n_groups          number of groups                                                                      smaller
+    group_sums        load of each group, the sum of its values, in the order of `groups`
+    max_load          largest load                                                                          smaller
+    min_load          smallest load                                                                         larger
+    mean_load         mean load
+    spread            max_load − min_load                                                                   smaller
+    imbalance_ratio   spread ÷ mean_load; 0.0 without load                                                  smaller
+    std_dev           standard deviation of the loads, of all groups (divided by n_groups)                  smaller
+    cv                std_dev ÷ mean_load, the coefficient of variation; 0.0 without load                   smaller
+    max_load_ratio    max_load ÷ mean_load: how much longer the slowest takes; 1.0 without load             nearer 1
+    utilization       sum of the values ÷ (n_groups · capacity)                                             nearer 1
+    wasted_tokens     room left in the groups: the sum of capacity − load, where that is positive           smaller
+    lower_bound       Martello–Toth L2 bound of n_groups: no packing of these values has fewer groups
+    seconds           what `seconds` was, the time that the packing took; missing if not given              smaller
+    rank_load_ratios  for each group the largest cost of a rank ÷ the mean of all ranks; 1.0 without cost;  nearer 1
+                      missing without `costs_of_ranks`
+    sum_of_largest    these largest costs added up: what ranks take that meet after every micro-batch;      smaller
+                      missing without `costs_of_ranks`
+    ================  ====================================================================================  =========
 
     Args:
         values: what each row takes up, list, array or CPU tensor `(n,)` of non-negative integers.
         groups: indices of the rows in each group; every row in exactly one.
         capacity: most that a group should hold, at least 1; a packing that does not keep it is measured too.
         seconds: time that the packing took.
+        costs_of_ranks: what the micro-batches of every rank cost, non-negative integers `(ranks, n_groups)`, where
+            they are known.
 
     Returns:
-        Python numbers, and a list for `group_sums`.
+        Python numbers, and lists for `group_sums` and `rank_load_ratios`.
 
     Raises:
-        ValueError: no values or groups, values that are negative or no integers, a capacity below 1, or groups that do
-            not hold every index once.
+        ValueError: no values or groups, values that are negative or no integers, a capacity below 1, groups that do
+            not hold every index once, or costs of another number of groups.
 
     >>> metrics = packing_metrics([7, 5, 4, 4], [[0, 1], [2, 3]], capacity=14)
     >>> metrics["spread"], metrics["mean_load"], metrics["wasted_tokens"], metrics["lower_bound"]
@@ -78,7 +89,23 @@ def packing_metrics(
     }
     if seconds is not None:
         metrics["seconds"] = float(seconds)
+    if costs_of_ranks is not None:
+        metrics |= _over_ranks(costs_of_ranks, num_groups)
     return metrics
+
+
+def _over_ranks(costs_of_ranks: Any, num_groups: int) -> dict[str, Any]:
+    costs = np.asarray(costs_of_ranks)
+    if costs.ndim != 2 or len(costs) == 0 or costs.shape[1] != num_groups:
+        raise ValueError(
+            f"costs_of_ranks have shape {costs.shape}, there are {num_groups} groups; they are `(ranks, n_groups)`: "
+            "pass the costs of every rank's micro-batches"
+        )
+    costs = as_int64_workloads(costs.reshape(-1), "costs_of_ranks").reshape(costs.shape)
+    return {
+        "rank_load_ratios": [1 + imbalance(of_group) for of_group in costs.T],
+        "sum_of_largest": int(costs.max(axis=0).sum()),
+    }
 
 
 def _group_of_each(groups: Sequence[Sequence[int]], num_rows: int) -> np.ndarray:

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, overload
 
+import numpy as np
 import torch
 
+from commons.dispatch.redistribute import RedistributedRows
+from commons.micro_batching.block_packing import sum_blocks
+from commons.micro_batching.metrics import packing_metrics
+from commons.micro_batching.row_columns import RowColumns
+from commons.micro_batching.spec import MicroBatchSpec
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
@@ -37,7 +43,9 @@ class MicroBatches(Sequence[B]):
         loss_weights: the same for a model that gives the *mean* of each micro-batch: loss_scale · its loss tokens. Only
             where every micro-batch has a term: a mean over none is 0 ÷ 0, and stays NaN times its weight of 0.
         metrics: `packing_metrics` of the tokens under the budget (without one, under the largest micro-batch), with the
-            seconds that the packing took.
+            seconds that the packing took; with joint=True also how even the micro-batches are over the ranks.
+        redistributed: how the rows came here, where all ranks were planned together (joint=True): `batch` is the rows
+            that this rank computes, `redistributed.home` says where each comes from. Else None.
     """
 
     batch: B
@@ -49,6 +57,55 @@ class MicroBatches(Sequence[B]):
     loss_weights: list[float]
     loss_scale: float
     metrics: dict[str, Any]
+    redistributed: RedistributedRows[B] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        batch: B,
+        spec: MicroBatchSpec,
+        blocks: list[list[int]],
+        columns: RowColumns,
+        *,
+        world_size: int,
+        all_loss_tokens: int,
+        seconds: float,
+        costs_of_ranks: np.ndarray | None = None,
+        redistributed: RedistributedRows[B] | None = None,
+    ) -> MicroBatches[B]:
+        """A batch whose rows are packed.
+
+        Args:
+            batch: the rows.
+            spec: how they were packed.
+            blocks: of each micro-batch, its blocks of rows, ascending.
+            columns: what there is to know of each row.
+            world_size: ranks.
+            all_loss_tokens: terms of the loss on all of them.
+            seconds: that the packing took.
+            costs_of_ranks: int64 `(ranks, micro-batches)`, where they are known.
+            redistributed: how the rows came here, if they did.
+        """
+        lengths, workloads, loss_tokens = columns.lengths, columns.workloads, columns.loss_tokens
+        size = spec.granularity
+        groups = [[block * size + place for block in group for place in range(size)] for group in blocks]
+        num_tokens = [int(lengths[rows].sum()) for rows in groups]
+        terms = [int(loss_tokens[rows].sum()) for rows in groups]
+        capacity = spec.max_tokens_per_mb or max(1, *num_tokens)
+        return cls(
+            batch=batch,
+            groups=groups,
+            lengths=[torch.from_numpy(lengths[rows]) for rows in groups],
+            num_tokens=num_tokens,
+            workloads=None if workloads is None else [int(workloads[rows].sum()) for rows in groups],
+            loss_tokens=terms,
+            loss_weights=[world_size * each / all_loss_tokens if all_loss_tokens else 0.0 for each in terms],
+            loss_scale=world_size / all_loss_tokens if all_loss_tokens else 0.0,
+            metrics=packing_metrics(
+                sum_blocks(spec, lengths), blocks, capacity, seconds, costs_of_ranks=costs_of_ranks
+            ),
+            redistributed=redistributed,
+        )
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -113,3 +170,24 @@ class MicroBatches(Sequence[B]):
                     "results are tensors: restore its fields"
                 )
         return Rows.concat(parsed).select(self.backward_indices).batch
+
+    def send_home(self, results: Sequence[R]) -> R | None:
+        """Results of all micro-batches, each with the rank that its rows come from, in the order of the rows there.
+
+        After packing with joint=True all ranks call this together; else no row came from elsewhere, and this is
+        `restore`. Results per token of batches that were trimmed are as wide as `batch`: `redistributed.untrim`.
+
+        Args:
+            results: as for `restore`.
+
+        Returns:
+            Results of this rank's own real rows; None if it had no rows.
+
+        Raises:
+            ValueError: as `restore`; on all ranks.
+            TypeError: on all ranks: results that cannot be sent.
+            RankMissingError: a rank did not take part in time.
+        """
+        if self.redistributed is None:
+            return self.restore(results)
+        return self.redistributed.send_home_made_by(lambda: self.restore(results))

@@ -124,6 +124,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 0): Python(given.padded_rows, given.predictions_in_order),
     ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 1): Python(given.rows_of_ranks, given.results_came_home),
     ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 2): Python(given.language_model, given.whole_gradient),
+    ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 3): Python(given.rows_to_pack, given.even_by_index),
     ("README.md", "Train on your data", 0): Shell(
         # In the place of the published archive.
         prepare=("python -m benchmarks.raw_data ml-1m --output ml-1m.zip --num-users 80",),

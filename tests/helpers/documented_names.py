@@ -204,9 +204,40 @@ def language_model() -> dict[str, Any]:
 
 
 def whole_gradient(names: dict[str, Any]) -> None:
-    """The averaged gradient is that of one process over the rows of all ranks."""
-    model = names["model"]
+    """The averaged gradient is that of one process over the rows of all ranks, of which one had no label."""
     assert dist.get_rank() == 1 or 0 in names["micro_batches"].loss_tokens
+    _gradient_is_of_all_rows(names)
+
+
+def rows_to_pack() -> dict[str, Any]:
+    """What the block before has made, and what a row costs."""
+    given = language_model()
+    lengths = given["batch"]["attention_mask"].sum(1)
+
+    def loss_sum(model: nn.Module, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits, labels = model(rows)[:, :-1], rows["labels"][:, 1:]
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+    return given | {
+        "task": evenrank.SelfAttentionTask(hidden_size=64, num_heads=4, head_dim=16),
+        "spec": evenrank.MicroBatchSpec(max_tokens_per_mb=16384, packing_algorithm="refined"),
+        "lengths": lengths,
+        "terms": evenrank.count_loss_tokens(given["batch"]["labels"]),
+        "loss_sum": loss_sum,
+        "score": _score,
+    }
+
+
+def even_by_index(names: dict[str, Any]) -> None:
+    """The gradient is that of all rows, scores are back where their rows are, and both ranks know how even it was."""
+    _gradient_is_of_all_rows(names)
+    assert names["scores"].tolist() == _score(names["batch"]).tolist()
+    assert max(names["micro_batches"].num_tokens) <= 16384
+    assert len(names["evenness"]) == len(names["micro_batches"]) and min(names["evenness"]) >= 1
+
+
+def _gradient_is_of_all_rows(names: dict[str, Any]) -> None:
+    model = names["model"]
     reached = model.tokens.weight.grad.clone()
     dist.all_reduce(reached)
     reached /= dist.get_world_size()

@@ -52,3 +52,11 @@ def test_torchrec_dlrm_outside_the_checkout(tmp_path):
     losses, before, after = zip(*(map(float, step) for step in steps))
     assert len(steps) == 10 and losses[-1] < losses[0]
     assert sum(before) > 5 * sum(after) and max(after) <= 2
+
+
+def test_gradient_accumulation_with_one_plan_for_both_ranks():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    shown = run(*launcher, "examples/gradient_accumulation.py", "--joint", "--longest", "256", "--rows", "24")
+    assert float(re.search(r"largest difference of gradients +│ ([\d.e+-]+)", shown).group(1)) <= 1e-12
+    ratios = re.search(r"costliest rank ÷ mean, at each +│ ([\d., ]+\d)", shown).group(1).split(", ")
+    assert max(map(float, ratios)) < 1.02

@@ -1,0 +1,192 @@
+"""JOINT PLAN: the rows of all ranks to ranks and micro-batches at once; a pure function, the same on every rank.
+
+Where ranks synchronise at every micro-batch (FSDP, expert parallelism), a step takes the sum over the micro-batches of
+the costliest one of any rank. So all rows are packed under the budget into as few bins as the number of ranks divides,
+and bins of like cost become the i-th micro-batches of all ranks. Three ways to do so are compared:
+
+as they lie   every rank's own packing, where each can make as many micro-batches by itself: no row moves
+sorted        the bins of the packing, sorted by cost and cut
+grid          the planner's, which balances between the micro-batches too
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from commons.micro_batching.block_packing import BlockPacking, budget_of, in_order, sum_blocks
+from commons.micro_batching.l2_bound import l2_bound
+from commons.micro_batching.spec import MicroBatchSpec
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.partitioner.grid import partition_grid
+
+# Fraction of the least cost that is given up so that fewer tokens move, as redistribute_balanced does.
+_SLACK = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class JointPlan:
+    """Which rank computes each row, and in which of its micro-batches.
+
+    Attributes:
+        rank: int64 `(rows of all ranks,)`.
+        micro_batch: int64 `(rows of all ranks,)`.
+        costs: int64 `(ranks, micro-batches)`.
+    """
+
+    rank: np.ndarray  # (rows,)
+    micro_batch: np.ndarray  # (rows,)
+    costs: np.ndarray  # (ranks, micro-batches)
+
+
+def plan_jointly(
+    spec: MicroBatchSpec,
+    lengths: np.ndarray,
+    workloads: np.ndarray | None,
+    rows_per_rank: np.ndarray,
+    own_packing: np.ndarray | None = None,
+) -> JointPlan:
+    """Pack the rows of all ranks into as few micro-batches per rank as the budget allows, of even cost by index.
+
+    Args:
+        spec: how to pack; its numbers of micro-batches are those of a rank.
+        lengths: int64 `(rows of all ranks,)`, rank by rank: tokens, whole blocks of each rank, none above the budget.
+        workloads: int64 `(rows of all ranks,)`, what each row costs; None where that is its tokens.
+        rows_per_rank: int64 `(ranks,)`.
+        own_packing: int64 `(rows of all ranks,)`: the micro-batch of each row where every rank packs for itself, all
+            into the same number; None where they cannot.
+
+    Returns:
+        The plan. Every rank has a row in every micro-batch, none is above the budget, and blocks stay whole. With
+        `own_packing` it has no more micro-batches, and if as many, no larger sum of the costliest ones.
+
+    Raises:
+        ValueError: no rows, too few for the ranks and micro-batches, or no packing.
+    """
+    num_ranks, size = len(rows_per_rank), spec.granularity
+    _require_enough(spec, len(lengths), num_ranks)
+    tokens = sum_blocks(spec, lengths)
+    costs = tokens if workloads is None else sum_blocks(spec, workloads)
+    cells = _Cells(spec, tokens, costs, np.repeat(np.arange(num_ranks), rows_per_rank // size), num_ranks)
+    fewest = None if own_packing is None else int(own_packing.max()) + 1
+    try:
+        packing = BlockPacking.of(_of_all_ranks(spec, num_ranks), lengths, workloads)
+    except ValueError as error:
+        if fewest is None:
+            raise _no_packing(spec, tokens, len(lengths), num_ranks) from error
+        packing = None
+    places = []
+    if packing is not None and (fewest is None or len(packing.fewest) <= fewest * num_ranks):
+        number = len(packing.fewest) // num_ranks
+        places = [cells.sorted_and_cut(packing.into(len(packing.fewest)))]
+    else:
+        number = fewest or 0
+    if own_packing is not None and fewest == number:
+        places.insert(0, own_packing[::size] * num_ranks + cells.home)  # of equal ones the first is taken
+    grid = cells.grid(number)
+    places += [] if grid is None else [grid]
+    micro_batch, rank = np.divmod(cells.best(places, number), num_ranks)
+    groups = [np.flatnonzero(micro_batch == index).tolist() for index in range(number)]
+    for index, blocks in enumerate(in_order(groups, costs, spec.order)):
+        micro_batch[blocks] = index
+    loads = sum_by_rank(rank * number + micro_batch, costs, num_ranks * number).reshape(num_ranks, number)
+    return JointPlan(np.repeat(rank, size), np.repeat(micro_batch, size), loads)
+
+
+@dataclass(frozen=True, eq=False)
+class _Cells:
+    """Blocks of rows, and the ways in which they can be placed; a place is micro-batch · ranks + rank.
+
+    Attributes:
+        spec: how to pack.
+        tokens: int64 `(blocks,)`.
+        costs: int64 `(blocks,)`.
+        home: int64 `(blocks,)`, the rank that each block lies on.
+        num_ranks: ranks.
+    """
+
+    spec: MicroBatchSpec
+    tokens: np.ndarray
+    costs: np.ndarray
+    home: np.ndarray
+    num_ranks: int
+
+    def sorted_and_cut(self, bins: list[list[int]]) -> np.ndarray:
+        """Places of the blocks of bins, as many of like cost to a micro-batch as there are ranks."""
+        place = np.empty(len(self.tokens), np.int64)
+        for number, blocks in enumerate(in_order(bins, self.costs, "heaviest_first")):
+            place[blocks] = number
+        return self._near_home(place, len(bins) // self.num_ranks)
+
+    def grid(self, number: int) -> np.ndarray | None:
+        """Places by the planner; None if it leaves one empty or above the budget."""
+        grid = partition_grid(
+            self.costs,
+            self.num_ranks,
+            number,
+            equal_size=False,
+            tokens=self.tokens,
+            max_tokens=self.spec.max_tokens_per_mb,
+            home=self.home,
+            slack=_SLACK,
+            best_effort=True,
+        )
+        place = grid.step * self.num_ranks + grid.assignment
+        num_places = number * self.num_ranks
+        if np.bincount(place, minlength=num_places).min() == 0:
+            return None
+        if int(sum_by_rank(place, self.tokens, num_places).max()) > budget_of(self.spec, self.tokens):
+            return None
+        return self._near_home(place, number)
+
+    def best(self, places: list[np.ndarray], number: int) -> np.ndarray:
+        """Of the places of the blocks the cheapest, or nearly, that move the fewest tokens."""
+        sums = [self._sum_of_largest(place, number) for place in places]
+        near = [place for place, cost in zip(places, sums) if cost <= min(sums) * (1 + _SLACK)]
+        return min(near, key=self._moved)
+
+    def _near_home(self, place: np.ndarray, number: int) -> np.ndarray:
+        """The same bins, those of each micro-batch dealt to the ranks so that as many tokens as possible stay."""
+        num_ranks = self.num_ranks
+        at_home = sum_by_rank(place * num_ranks + self.home, self.tokens + 1, number * num_ranks**2)
+        rank_of = np.empty((number, num_ranks), np.int64)
+        for index, kept in enumerate(at_home.reshape(number, num_ranks, num_ranks)):
+            rank_of[index] = linear_sum_assignment(kept, maximize=True)[1]
+        micro_batch = place // num_ranks
+        return micro_batch * num_ranks + rank_of.ravel()[place]
+
+    def _sum_of_largest(self, place: np.ndarray, number: int) -> int:
+        loads = sum_by_rank(place, self.costs, number * self.num_ranks)
+        return int(loads.reshape(number, self.num_ranks).max(axis=1).sum())
+
+    def _moved(self, place: np.ndarray) -> int:
+        return int(self.tokens[place % self.num_ranks != self.home].sum())
+
+
+def _of_all_ranks(spec: MicroBatchSpec, num_ranks: int) -> MicroBatchSpec:
+    return replace(spec, n_mbs=spec.n_mbs * num_ranks, n_mbs_divisor=spec.n_mbs_divisor * num_ranks)
+
+
+def _require_enough(spec: MicroBatchSpec, num_rows: int, num_ranks: int) -> None:
+    if num_rows == 0:
+        raise ValueError("no rank has a row; every micro-batch has at least one: leave out empty batches")
+    num_blocks = num_rows // spec.granularity
+    for name, number in (("n_mbs", spec.n_mbs), ("n_mbs_divisor", spec.n_mbs_divisor)):
+        if number * num_ranks > num_blocks:
+            raise ValueError(
+                f"{name} is {number}, the {num_ranks} ranks have {spec.rows_in_blocks(num_rows)} together; no "
+                f"micro-batch of a rank is empty: {f'lower {name}' if number > 1 else 'use fewer ranks'} or bring more "
+                "rows"
+            )
+
+
+def _no_packing(spec: MicroBatchSpec, tokens: np.ndarray, num_rows: int, num_ranks: int) -> ValueError:
+    divisor = spec.n_mbs_divisor * num_ranks
+    fewest = max(l2_bound(np.sort(tokens)[::-1], budget_of(spec, tokens)), spec.n_mbs * num_ranks)
+    return ValueError(
+        f"the {num_ranks} ranks have {spec.rows_in_blocks(num_rows)} together, which need {fewest} or more "
+        f"micro-batches of at most {spec.max_tokens_per_mb} tokens, in number a multiple of {divisor} (ranks · "
+        "n_mbs_divisor), none of them empty: raise max_tokens_per_mb, lower n_mbs_divisor or bring more rows"
+    )

@@ -1,0 +1,233 @@
+"""pack_micro_batches with joint=True on two and four ranks: rows once, even by index, sent home; mistakes on all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commons.dispatch import Trim
+from commons.micro_batching import MicroBatches, MicroBatchSpec, pack_micro_batches, pack_rows
+from tests.helpers.any_batches import padded_batch
+
+LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2, 2, 1], [1, 1, 1, 1, 1, 1], [30, 1, 1], []]
+
+
+def _rows(rank, lengths):
+    return {"id": 100 * rank + torch.arange(len(lengths)), "text": [f"{rank}.{row}" for row in range(len(lengths))]}
+
+
+def _pack(lengths_of, spec_of, options_of=None, batches=_rows):
+    """What this rank packs; a list of specs or arguments stands for one per rank, and lengths of None for no batch."""
+    rank = dist.get_rank()
+    lengths = lengths_of[rank]
+    spec = MicroBatchSpec(**(spec_of[rank] if isinstance(spec_of, list) else spec_of))
+    options = options_of[rank] if isinstance(options_of, list) else options_of or {}
+    batch = None if lengths is None else batches(rank, lengths)
+    return pack_micro_batches(batch, spec, lengths, **{"joint": True, **options})
+
+
+def _all_that_holds(lengths_of, spec_of, options_of=None):
+    """Ids and tokens of each micro-batch, rows sent home, and what was said of them."""
+    micro_batches = _pack(lengths_of, spec_of, options_of)
+    moved = micro_batches.redistributed
+    assert moved is not None and moved.batch is micro_batches.batch
+    ids = [each["id"].tolist() for each in micro_batches]
+    home = micro_batches.send_home([{"id": each["id"], "more": each["id"] * 2.0} for each in micro_batches])
+    own = lengths_of[dist.get_rank()]
+    if own:
+        assert home["id"].tolist() == [100 * dist.get_rank() + row for row in range(len(own))]
+        assert torch.equal(home["more"], home["id"] * 2.0)
+    else:
+        assert home is None
+    for batch, lengths, tokens in zip(micro_batches, micro_batches.lengths, micro_batches.num_tokens):
+        expected = [lengths_of[number // 100][number % 100] for number in batch["id"].tolist()]
+        assert lengths.tolist() == expected and sum(expected) == tokens
+        assert batch["text"] == [f"{number // 100}.{number % 100}" for number in batch["id"].tolist()]
+    metrics = micro_batches.metrics
+    return ids, micro_batches.num_tokens, metrics["rank_load_ratios"], metrics["sum_of_largest"], moved.bytes_sent
+
+
+@pytest.mark.parametrize("algorithm", ["ffd", "kk", "refined"])
+@pytest.mark.parametrize("absent", [[], None], ids=["no rows", "no batch"])
+def test_every_row_once_under_the_budget_and_even_by_index(ranks, algorithm, absent):
+    lengths_of = [lengths or absent for lengths in LENGTHS][: ranks.world_size]
+    packed = ranks.run(_all_that_holds, lengths_of, {"max_tokens_per_mb": 31, "packing_algorithm": algorithm})
+    seen = sorted(number for ids, *_ in packed for each in ids for number in each)
+    assert seen == [100 * rank + row for rank, rows in enumerate(lengths_of) for row in range(len(rows or []))]
+    assert all(each for ids, *_ in packed for each in ids) and len({len(ids) for ids, *_ in packed}) == 1
+    assert max(max(tokens) for _, tokens, *_ in packed) <= 31
+    tokens = np.array([tokens for _, tokens, *_ in packed])
+    for _, _, ratios, sum_of_largest, _ in packed:
+        assert ratios == pytest.approx(tokens.max(axis=0) / tokens.mean(axis=0))
+        assert sum_of_largest == tokens.max(axis=0).sum()
+    # 53 tokens on two ranks; on four one row alone holds them up.
+    assert packed[0][3] <= (27 if ranks.world_size == 2 else 30)
+
+
+def test_a_rank_without_a_batch(two_ranks):
+    packed = two_ranks.run(_all_that_holds, [[5, 3, 3, 5], None], {"n_mbs": 2})
+    assert [tokens for _, tokens, *_ in packed] == [[5, 3], [5, 3]]
+    # Where others say what rows cost, it says nothing.
+    costs = [{"workloads": [1, 9, 9, 1]}, {}]
+    packed = two_ranks.run(_all_that_holds, [[5, 3, 3, 5], None], {"n_mbs": 2, "packing_algorithm": "kk"}, costs)
+    assert [tokens for _, tokens, *_ in packed] == [[3, 5], [3, 5]]
+
+
+def test_nothing_travels_where_it_would_gain_nothing(ranks):
+    packed = ranks.run(_all_that_holds, [[8, 6, 5, 3]] * 4, {"max_tokens_per_mb": 11, "packing_algorithm": "refined"})
+    for rank, (ids, _, ratios, _, sent) in enumerate(packed):
+        assert sent == 0 and ratios == [1.0, 1.0]
+        assert sorted(number for each in ids for number in each) == [100 * rank + row for row in range(4)]
+
+
+def test_answers_to_one_prompt_stay_together(two_ranks):
+    lengths = [[9, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3], [4, 4, 4, 4]]
+    packed = two_ranks.run(_all_that_holds, lengths, {"granularity": 4, "max_tokens_per_mb": 20})
+    for ids, *_ in packed:
+        assert all(each[0] % 4 == 0 and len(each) % 4 == 0 for each in ids)
+        assert all(number == each[0] + place for each in ids for place, number in enumerate(each[:4]))
+
+
+def test_padding_is_left_out(two_ranks):
+    assert two_ranks.run(_padded) == [3, 2]
+
+
+def _padded():
+    rank = dist.get_rank()
+    lengths = [3, 1, 4, 0, 0] if rank == 0 else [2, 5, 0]
+    batch = padded_batch(lengths[: 3 - rank], rows=len(lengths))
+    micro_batches = pack_micro_batches(batch, MicroBatchSpec(n_mbs=2), lengths, joint=True)
+    assert all(each.batch_size == each.actual_batch_size for each in micro_batches)
+    assert sum(micro_batches.loss_tokens) == sum(each.num_loss_tokens() for each in micro_batches)
+    home = micro_batches.send_home([torch.ones(each.batch_size) for each in micro_batches])
+    return len(home)
+
+
+def _accumulate():
+    """Gradients of DistributedDataParallel over joint micro-batches, and of one process over all rows."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    rows_of = [5, 19, 3, 0][:world_size]
+    data = [{"x": torch.randn(rows, 6, dtype=torch.float64), "terms": torch.randint(0, 4, (rows,))} for rows in rows_of]
+    data[0]["terms"][2:] = 0
+    lengths = [torch.randint(1, 9, (rows,)) for rows in rows_of]
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def sum_of(module, batch):
+        return (module(batch["x"]).squeeze(1) ** 2 * batch["terms"]).sum()
+
+    whole = {name: torch.cat([each[name] for each in data]) for name in ("x", "terms")}
+    (sum_of(model, whole) / int(whole["terms"].sum())).backward()
+    expected = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+    model.zero_grad()
+    parallel = DistributedDataParallel(model)
+    micro_batches = pack_micro_batches(
+        data[rank],
+        MicroBatchSpec(max_tokens_per_mb=16, packing_algorithm="refined"),
+        lengths[rank],
+        loss_tokens=data[rank]["terms"],
+        joint=True,
+    )
+    for number, batch in enumerate(micro_batches):
+        parallel.require_backward_grad_sync = number == len(micro_batches) - 1
+        (micro_batches.loss_scale * sum_of(parallel, batch)).backward()
+    reached = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+    return float((reached - expected).abs().max()), float(expected.abs().max()), len(micro_batches)
+
+
+def test_gradients_are_those_of_one_process(ranks):
+    for difference, largest, number in ranks.run(_accumulate):
+        assert difference < 1e-12 and largest > 1e-3 and number > 1
+
+
+def _padded_sequences(rank, lengths):
+    width = max(lengths)
+    mask = (torch.arange(width) < torch.tensor(lengths).unsqueeze(1)).long()
+    ids = torch.arange(1, len(lengths) + 1).unsqueeze(1) * 10 + 100 * rank
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def _trimmed(lengths_of):
+    rank = dist.get_rank()
+    options = {"trim": Trim("attention_mask")}
+    micro_batches = _pack(lengths_of, {"n_mbs": 2, "packing_algorithm": "refined"}, options, _padded_sequences)
+    for batch, tokens in zip(micro_batches, micro_batches.num_tokens):
+        assert pack_rows(batch).num_tokens == tokens
+    moved = micro_batches.redistributed
+    home = micro_batches.send_home([moved.untrim(each["input_ids"]) for each in micro_batches])
+    own = _padded_sequences(rank, lengths_of[rank])["input_ids"]
+    assert torch.equal(home[:, : own.shape[1]], own) and not home[:, own.shape[1] :].any()
+    return home.shape[1]
+
+
+def test_sequences_padded_to_other_widths(ranks):
+    lengths_of = [[5, 9, 2, 7], [3, 1, 2], [12, 4], [1, 1, 1]]
+    widest = max(max(lengths) for lengths in lengths_of[: ranks.world_size])
+    assert ranks.run(_trimmed, lengths_of) == [widest] * ranks.world_size
+
+
+def _error(*arguments):
+    try:
+        _pack(*arguments)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def _other_dtype(rank, lengths):
+    return {"id": torch.arange(len(lengths), dtype=torch.int32 if rank else torch.int64)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"options": [{"joint": False}, {}]}, "joint is False on rank 0 and True on rank 1 in pack_micro_batches"),
+        ({"options": [{}, {"joint": "yes"}]}, "joint is True on rank 0 and 'yes' on rank 1"),
+        ({"options": {"joint": "yes"}}, "joint is 'yes'; it is True or False: choose one"),
+        ({"options": {"joint": False, "trim": Trim("mask")}}, "trim is given and joint is False"),
+        ({"options": {"trim": Trim("mask", side="both")}}, "sequences of 'mask' are padded on both sides"),
+        ({"options": [{}, {"trim": Trim("mask")}]}, "trim is 'None' on rank 0 and \"Trim(mask='mask'"),
+        (
+            {"spec": [{"max_tokens_per_mb": 20}, {"max_tokens_per_mb": 21}]},
+            "max_tokens_per_mb is 20 on rank 0 and 21 on rank 1",
+        ),
+        ({"spec": {"max_tokens_per_mb": 8}}, "rank 1: row 0 has 10 tokens, row 1 has 9 tokens, max_tokens_per_mb is 8"),
+        ({"spec": {"granularity": 2}}, "rank 0: the batch has 3 rows, granularity is 2"),
+        ({"spec": {"n_mbs": 4}}, "n_mbs is 4, the 2 ranks have 5 rows together"),
+        ({"lengths": [[], []]}, "no rank has a row"),
+        ({"lengths": [None, None]}, "no rank has a row"),
+        ({"lengths": [[1], None], "options": [{}, {"workloads": [3]}]}, "batch is None and there are 1 workloads"),
+        (
+            {"spec": {"packing_algorithm": "kk"}, "options": [{"workloads": [1, 2, 3]}, {}]},
+            "workloads are given on rank 0 and not on rank 1; the rows of all ranks are planned together",
+        ),
+        ({"options": [{"workloads": [1, 2, 3]}, {}]}, "workloads are given and packing_algorithm is 'ffd'"),
+        ({"options": [{}, {"loss_tokens": [1]}]}, "rank 1: loss_tokens has 1 entries, there are 2 rows"),
+        ({"batches": _other_dtype}, "the batches of ranks 0 and 1 differ: 'id': Tensor dtype torch.int64"),
+    ],
+)
+def test_mistakes_are_raised_on_both(two_ranks, change, message):
+    arguments = {"lengths": [[1, 2, 3], [10, 9]], "spec": {}, "options": {}, "batches": _rows, **change}
+    errors = two_ranks.run(_error, *arguments.values())
+    assert [kind for kind, _ in errors] == ["ValueError"] * 2 and len({text for _, text in errors}) == 1
+    assert message in errors[0][1] and "\n" not in errors[0][1]
+    two_ranks.run(_all_that_holds, LENGTHS, {"max_tokens_per_mb": 31})  # and the ranks go on
+
+
+def test_results_that_do_not_match_are_told_on_all(two_ranks):
+    said = two_ranks.run(_wrong_results)
+    assert said[0] == said[1] == "rank 1: there are 1 results for 2 micro-batches; each has one: pass them in order"
+
+
+def _wrong_results():
+    micro_batches = _pack([[1, 2, 3], [10, 9]], {"n_mbs": 2})
+    assert isinstance(micro_batches, MicroBatches)
+    results = [each["id"] for each in micro_batches]
+    with pytest.raises(ValueError) as caught:
+        micro_batches.send_home(results[: 1 + (dist.get_rank() == 0)])
+    micro_batches.send_home(results)
+    return str(caught.value)

@@ -1,0 +1,165 @@
+"""The joint plan of all ranks' micro-batches, without ranks: what always holds, how even it is, mistakes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commons.micro_batching import MicroBatchSpec, packing_metrics
+from commons.micro_batching.block_packing import BlockPacking
+from commons.micro_batching.joint_plan import JointPlan, plan_jointly
+from commons.perf_model.loads import sum_by_rank
+
+
+@st.composite
+def rows_of_ranks(draw):
+    """Lengths, workloads or None, rows of each rank, and a spec that all rows together keep."""
+    num_ranks = draw(st.integers(1, 4))
+    granularity = draw(st.sampled_from([1, 1, 2]))
+    blocks = draw(st.lists(st.integers(0, 8), min_size=num_ranks, max_size=num_ranks).filter(lambda b: sum(b) >= 4))
+    rows = granularity * sum(blocks)
+    lengths = np.array(draw(st.lists(st.integers(0, 30), min_size=rows, max_size=rows)))
+    largest = int(lengths.reshape(-1, granularity).sum(1).max())
+    n_mbs = draw(st.integers(1, max(1, sum(blocks) // num_ranks)))
+    spec = MicroBatchSpec(
+        n_mbs=n_mbs,
+        granularity=granularity,
+        max_tokens_per_mb=draw(st.sampled_from([None, max(1, largest), 2 * largest + 1])),
+        n_mbs_divisor=draw(st.sampled_from([1, 1, n_mbs])),
+        packing_algorithm=draw(st.sampled_from(["kk", "refined"])),
+        order=draw(st.sampled_from(["heaviest_first", "light_ends"])),
+    )
+    workloads = np.array(draw(st.lists(st.integers(0, 900), min_size=rows, max_size=rows)))
+    return lengths, draw(st.sampled_from([None, workloads])), granularity * np.array(blocks), spec
+
+
+def _own_packing(spec, lengths, workloads, rows_per_rank):
+    """What each rank makes by itself, as pack_micro_batches does without joint=True; None where they cannot."""
+    ends = np.cumsum(rows_per_rank)
+    own = [slice(end - rows, end) for end, rows in zip(ends, rows_per_rank)]
+    try:
+        packed = [BlockPacking.of(spec, lengths[at], None if workloads is None else workloads[at]) for at in own]
+    except ValueError:
+        return None
+    number = max(len(each.fewest) for each in packed)
+    if number > min(len(each.tokens) for each in packed):
+        return None
+    result = np.empty(len(lengths), np.int64)
+    for at, each in zip(own, packed):
+        of_blocks = np.empty(len(each.tokens), np.int64)
+        for index, blocks in enumerate(each.into(number)):
+            of_blocks[blocks] = index
+        result[at] = np.repeat(of_blocks, spec.granularity)
+    return result
+
+
+def _costs(rank, micro_batch, costs, num_ranks):
+    number = int(micro_batch.max()) + 1
+    return sum_by_rank(rank * number + micro_batch, costs, num_ranks * number).reshape(num_ranks, number)
+
+
+@settings(max_examples=300)
+@given(rows_of_ranks())
+def test_what_always_holds(case):
+    lengths, workloads, rows_per_rank, spec = case
+    num_ranks, home = len(rows_per_rank), np.repeat(np.arange(len(rows_per_rank)), rows_per_rank)
+    own = _own_packing(spec, lengths, workloads, rows_per_rank)
+    try:
+        plan = plan_jointly(spec, lengths, workloads, rows_per_rank, own)
+    except ValueError as error:
+        assert own is None and str(error).startswith(("the ", "n_mbs"))
+        return
+    costs = lengths if workloads is None else workloads
+    number = plan.costs.shape[1]
+    assert number >= spec.n_mbs and number % spec.n_mbs_divisor == 0
+    # Every rank has a row in each, under the budget; blocks stay whole; and the costs are what they are said to be.
+    assert sorted(set(zip(plan.rank.tolist(), plan.micro_batch.tolist()))) == [
+        (rank, index) for rank in range(num_ranks) for index in range(number)
+    ]
+    if spec.max_tokens_per_mb is not None:
+        assert _costs(plan.rank, plan.micro_batch, lengths, num_ranks).max() <= spec.max_tokens_per_mb
+    for values in (plan.rank, plan.micro_batch):
+        blocks = values.reshape(-1, spec.granularity)
+        assert (blocks == blocks[:, :1]).all()
+    assert np.array_equal(plan.costs, _costs(plan.rank, plan.micro_batch, costs, num_ranks))
+    by_index = plan.costs.sum(axis=0).tolist()
+    if spec.order == "heaviest_first":
+        assert by_index == sorted(by_index, reverse=True)
+    # Never worse than what each rank makes of its own rows.
+    if own is not None:
+        separate = _costs(home, own, costs, num_ranks)
+        assert number <= separate.shape[1]
+        if number == separate.shape[1]:
+            assert plan.costs.max(axis=0).sum() <= separate.max(axis=0).sum()
+    again = plan_jointly(spec, lengths, workloads, rows_per_rank, own)
+    assert np.array_equal(again.rank, plan.rank) and np.array_equal(again.micro_batch, plan.micro_batch)
+
+
+def _planned(seed: int, num_ranks: int, rows: int, uneven: bool) -> tuple[JointPlan, np.ndarray | None, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    rows_per_rank = np.full(num_ranks, rows) + (rng.integers(-rows // 2, rows // 2, num_ranks) if uneven else 0)
+    lengths = (20 + rng.lognormal(np.log(400), 1.0, rows_per_rank.sum())).astype(np.int64).clip(1, 4096)
+    workloads = 5120 * lengths + lengths**2
+    spec = MicroBatchSpec(max_tokens_per_mb=8192, packing_algorithm="refined")
+    own = _own_packing(spec, lengths, workloads, rows_per_rank)
+    return plan_jointly(spec, lengths, workloads, rows_per_rank, own), own, workloads
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_micro_batches_of_one_index_are_even(num_ranks, uneven):
+    for seed in range(5):
+        plan, _, workloads = _planned(seed, num_ranks, 48, uneven)
+        possible = int(workloads.sum()) / num_ranks
+        assert plan.costs.max(axis=0).sum() <= 1.02 * possible
+
+
+def test_rows_stay_where_their_own_packing_is_as_good():
+    lengths = np.array([8, 6, 5, 3] * 4)
+    spec = MicroBatchSpec(max_tokens_per_mb=11, packing_algorithm="refined")
+    rows_per_rank = np.full(4, 4)
+    own = _own_packing(spec, lengths, None, rows_per_rank)
+    plan = plan_jointly(spec, lengths, None, rows_per_rank, own)
+    assert np.array_equal(plan.rank, np.repeat(np.arange(4), 4)) and plan.costs.tolist() == [[11, 11]] * 4
+
+
+def test_all_ranks_together_take_fewer_micro_batches():
+    # By themselves ranks 0 and 1 would need 3 and 1, and rank 1 has too few rows for that.
+    lengths, rows_per_rank = np.array([6, 6, 6, 2, 2, 2]), np.array([5, 1])
+    spec = MicroBatchSpec(max_tokens_per_mb=8)
+    plan = plan_jointly(spec, lengths, None, rows_per_rank)
+    assert plan.costs.shape == (2, 2) and plan.costs.max() <= 8
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows_per_rank", "options", "message"),
+    [
+        ([], [0, 0], {}, "no rank has a row; every micro-batch has at least one"),
+        ([3], [1, 0], {}, "n_mbs is 1, the 2 ranks have 1 rows together; .*: use fewer ranks or bring more rows"),
+        ([3] * 5, [1, 4], {"n_mbs": 3}, "n_mbs is 3, the 2 ranks have 5 rows together; .*: lower n_mbs or bring more"),
+        ([3] * 4, [2, 2], {"n_mbs": 2, "granularity": 2}, "n_mbs is 2, the 2 ranks have 4 rows in 2 blocks together"),
+        ([3] * 4, [4, 0], {"n_mbs_divisor": 4}, "n_mbs_divisor is 4, the 2 ranks have 4 rows together"),
+        (
+            [6] * 5,
+            [3, 2],
+            {"max_tokens_per_mb": 8},
+            "the 2 ranks have 5 rows together, which need 5 or more micro-batches of at most 8 tokens, in number a "
+            "multiple of 2 .*: raise max_tokens_per_mb",
+        ),
+    ],
+)
+def test_mistakes(lengths, rows_per_rank, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        plan_jointly(MicroBatchSpec(**options), np.array(lengths, np.int64), None, np.array(rows_per_rank))
+    assert "\n" not in str(caught.value)
+
+
+def test_metrics_over_ranks():
+    metrics = packing_metrics([7, 5, 4, 4], [[0, 1], [2, 3]], 14, costs_of_ranks=[[12, 8], [10, 8], [2, 8]])
+    assert metrics["rank_load_ratios"] == [1.5, 1.0] and metrics["sum_of_largest"] == 20
+    assert "rank_load_ratios" not in packing_metrics([7, 5], [[0, 1]], 14)
+    assert packing_metrics([7, 5], [[0, 1]], 14, costs_of_ranks=[[0], [0]])["rank_load_ratios"] == [1.0]
+    with pytest.raises(ValueError, match=r"costs_of_ranks have shape \(1, 3\), there are 2 groups"):
+        packing_metrics([7, 5, 4, 4], [[0, 1], [2, 3]], 14, costs_of_ranks=[[1, 2, 3]])
