@@ -33,6 +33,7 @@ class Simulate:
     For example:
       evenrank simulate --config hstu/configs/demo.toml
       evenrank simulate --config my.toml --ranks 16 64 256 --shuffler.calibration h200.toml --figure gain.png
+      evenrank simulate --config my.toml --ranks 64 --window 1 2 4 8
     """
 
     config: Path
@@ -48,6 +49,10 @@ class Simulate:
     steps: int = 50
     """Steps to plan for each of them; fewer where the data have fewer rows, none of which counts twice."""
 
+    window: tuple[int, ...] = (1,)
+    """Windows to look at, for each number of ranks: batches of every rank that are planned together; 1 balances every
+    batch by itself."""
+
     figure: Path | None = None
     """Where to draw the gain, as .png, .svg or .pdf; None for no picture."""
 
@@ -59,6 +64,11 @@ class Simulate:
         if not self.ranks or min(self.ranks) < 2 or self.steps < 1:
             raise ValueError(
                 f"ranks is {self.ranks} and steps is {self.steps}; balancing needs 2 ranks and a step: raise them"
+            )
+        if not self.window or min(self.window) < 1 or max(self.window) > self.steps:
+            raise ValueError(
+                f"window is {self.window} and steps is {self.steps}; a window is planned over 1 step to all of them: "
+                "lower --window or raise --steps"
             )
         if self.shuffler.mode != "balance":
             raise ValueError(
@@ -73,11 +83,20 @@ class Simulate:
         target = load_recipe(self.model, self.config, torch.device("cpu"))
         cost = target.task if calibration is None else CalibratedTask(target.task, calibration)
         batches, num_rows = _read(target, cost, max(self.ranks) * self.steps)
-        results = [self._simulate(batches, num_ranks, cost) for num_ranks in self.ranks if num_ranks <= len(batches)]
+        results = [
+            self._simulate(batches, num_ranks, window, cost)
+            for num_ranks in self.ranks
+            for window in self.window
+            if num_ranks * window <= len(batches)
+        ]
         if not results:
+            fewest = min(self.ranks) * target.batch_size
+            of_window = (
+                "" if min(self.window) == 1 else f", a window of {min(self.window)} {fewest * min(self.window):,}"
+            )
             raise ValueError(
-                f"the data set has {num_rows:,} rows, a step of {min(self.ranks)} ranks trains "
-                f"{min(self.ranks) * target.batch_size:,}: lower --ranks, or train_batch_size in the config"
+                f"the data set has {num_rows:,} rows, a step of {min(self.ranks)} ranks trains {fewest:,}{of_window}: "
+                "lower --ranks, or train_batch_size in the config"
             )
         _print_results(results, self.config, target.batch_size, self.steps)
         for line in [*self._shortage(len(batches), num_rows, target.batch_size), *_dominant_rows(results)]:
@@ -86,12 +105,13 @@ class Simulate:
             write_figure(results, self.figure)
 
     def _simulate(
-        self, batches: Sequence[RowCosts], num_ranks: int, cost: AttentionTask | CalibratedTask
+        self, batches: Sequence[RowCosts], num_ranks: int, window: int, cost: AttentionTask | CalibratedTask
     ) -> SimulatedSteps:
         calibrated = cost if isinstance(cost, CalibratedTask) else None
         return simulate_steps(
             batches[: num_ranks * self.steps],
             num_ranks,
+            window=window,
             calibration=None if calibrated is None else calibrated.calibration,
             **self.shuffler.plan_arguments(None if calibrated is None else calibrated.units_per_ms),
         )
@@ -129,7 +149,7 @@ def _dominant_rows(results: Sequence[SimulatedSteps]) -> list[str]:
     lines = []
     for result in results:
         dominated = result.largest_share > 1
-        if dominated.any():
+        if result.window == 1 and dominated.any():
             lines.append(
                 f"{result.num_ranks} ranks: in {dominated.sum()} of {len(dominated)} steps one sample alone is more "
                 f"than an even share of the work, up to {result.largest_share.max():.2f}×. It cannot be split: a "
@@ -139,10 +159,11 @@ def _dominant_rows(results: Sequence[SimulatedSteps]) -> list[str]:
 
 
 def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int, steps: int) -> None:
-    in_ms = results[0].in_ms
+    in_ms, has_windows = results[0].in_ms, any(result.window > 1 for result in results)
     table = Table(title=f"{config}: {batch_size} rows per rank, {steps} steps", title_justify="left")
     for name in (
         "ranks",
+        "window" if has_windows else "",
         "imbalance",
         "slowest rank" if in_ms else "",
         "speed-up",
@@ -155,6 +176,7 @@ def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int,
         before, after = result.cost_before.mean(), result.cost_after.mean()
         cells = [
             str(result.num_ranks),
+            *([str(result.window)] if has_windows else []),
             f"{result.imbalance_before:.1%} → {result.imbalance_after:.2%}",
         ]
         if in_ms:
@@ -164,5 +186,7 @@ def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int,
     console = Console()
     console.print(table)
     console.print("imbalance: largest ÷ mean − 1; possible: no plan gains more; moved: of all tokens")
+    if has_windows:
+        console.print("window: batches of every rank that are planned together; which rows share a step changes")
     if not in_ms:
         console.print("Of the slowest rank's operations; --shuffler.calibration gives a whole step in milliseconds.")

@@ -1,8 +1,8 @@
 """SIMULATE: what balancing would gain on given data, before anything is trained.
 
-Batches as single ranks would load them are dealt to W ranks, step by step; every step is planned as in training. With a
-calibration the result is in milliseconds, the fixed cost of a step included; without one it compares the largest loads,
-and so says what the gain is at most.
+Batches as single ranks would load them are dealt to W ranks, step by step; every step, or every window of steps, is
+planned as in training. With a calibration the result is in milliseconds, the fixed cost of a step included; without one
+it compares the largest loads, and so says what the gain is at most.
 """
 
 from __future__ import annotations
@@ -39,21 +39,26 @@ class SimulatedSteps:
 
     Attributes:
         num_ranks: ranks.
+        window: steps that were planned together; fewer at the end.
         cost_before: float64 `(steps,)`, of the slowest rank in every step: milliseconds, or workload.
-        cost_after: the same with balancing.
-        cost_mean: the same of an even share.
-        cost_bound: the same of the planner's lower bound, which no plan can go below.
+        cost_after: the same with balancing, which gives the steps of a window other rows.
+        cost_mean: the same of an even share, as the rows were loaded.
+        mean_after: the same of an even share, as the rows are trained; other than `cost_mean` with a window alone.
+        cost_bound: float64 `(windows,)`, of the planner's lower bound, which no plan can go below; the sum over the
+            steps of a window.
         largest_share: float64 `(steps,)`, the costliest row ÷ an even share; above 1 it alone holds a rank up.
         in_ms: whether costs are milliseconds.
         tokens_moved: tokens that changed rank, as a fraction of all.
         loads_before: int64 `(num_ranks,)`, of the step with the largest imbalance.
-        loads_after: the same with balancing.
+        loads_after: the same with balancing; of a window, of its step with the largest imbalance.
     """
 
     num_ranks: int
+    window: int
     cost_before: np.ndarray
     cost_after: np.ndarray
     cost_mean: np.ndarray
+    mean_after: np.ndarray
     cost_bound: np.ndarray
     largest_share: np.ndarray
     in_ms: bool
@@ -69,7 +74,7 @@ class SimulatedSteps:
     @property
     def imbalance_after(self) -> float:
         """The same with balancing."""
-        return _mean_imbalance(self.cost_after, self.cost_mean)
+        return _mean_imbalance(self.cost_after, self.mean_after)
 
     @property
     def speed_up(self) -> float:
@@ -83,51 +88,135 @@ class SimulatedSteps:
 
 
 def simulate_steps(
-    batches: Sequence[RowCosts], num_ranks: int, *, calibration: Calibration | None = None, **plan_options: Any
+    batches: Sequence[RowCosts],
+    num_ranks: int,
+    *,
+    window: int = 1,
+    calibration: Calibration | None = None,
+    **plan_options: Any,
 ) -> SimulatedSteps:
-    """Deal batches to ranks, `num_ranks` per step, and plan every step.
+    """Deal batches to ranks, `num_ranks` per step, and plan every window of steps.
 
     Args:
-        batches: at least `num_ranks`; what is left after the last whole step is not used. With a calibration their
-            workloads are those of its CalibratedTask.
+        batches: at least `num_ranks` for each step of a window; what is left after the last whole step is not used.
+            With a calibration their workloads are those of its CalibratedTask.
         num_ranks: ranks.
+        window: steps that are planned together, at least 1; the last ones may be fewer.
         calibration: turns rows, tokens and pairs of a rank into milliseconds.
         **plan_options: as for `plan_shuffle`.
 
     Raises:
-        ValueError: fewer batches than ranks, or no rank has work.
+        ValueError: fewer batches than a window of steps takes, or no rank has work.
     """
     if not 1 <= num_ranks <= len(batches):
         raise ValueError(
             f"there are {len(batches)} batches for {num_ranks} ranks; a step needs one per rank: read more batches"
         )
-    costs, bounds, shares, moved, all_tokens, worst = [], [], [], 0, 0, None
-    for first in range(0, len(batches) - num_ranks + 1, num_ranks):
-        of_ranks = batches[first : first + num_ranks]
-        plan = plan_shuffle(_gathered(of_ranks), **plan_options)
-        costs.append([_cost(plan, rank, of_ranks, calibration) for rank in (plan.gathered.home, plan.destination)])
-        bounds.append(_bound(plan, calibration))
-        shares.append(float(plan.gathered.workloads.max(initial=0)) / max(1.0, float(plan.loads_before.mean())))
-        moved += int(plan.gathered.tokens[plan.moves].sum())
-        all_tokens += int(plan.gathered.tokens.sum())
-        if worst is None or _spread(plan) > _spread(worst):
-            worst = plan
-    before, after = np.array(costs, dtype=np.float64).transpose(1, 0, 2)
-    if worst is None or before.max() == 0:
+    num_steps = len(batches) // num_ranks
+    if not 1 <= window <= num_steps:
+        raise ValueError(
+            f"window is {window}, there are {num_steps} steps of {num_ranks} ranks; a window has from 1 to all: "
+            "lower window, or read more batches"
+        )
+    windows = []
+    for first in range(0, num_steps, window):
+        last = min(first + window, num_steps)
+        of_ranks = [batches[rank + first * num_ranks : last * num_ranks : num_ranks] for rank in range(num_ranks)]
+        windows.append(_Window.of(of_ranks, calibration, plan_options))
+    before, after = (np.concatenate([getattr(each, name) for each in windows]) for name in ("before", "after"))
+    if before.max() == 0:
         raise ValueError("all workloads are 0; there is nothing to balance: check the data")
+    worst = max(windows, key=lambda each: float(_spread(each.loads_before).max()))
+    plans = [each.plan for each in windows]
+    moved = sum(int(plan.gathered.tokens[plan.moves].sum()) for plan in plans)
+    all_tokens = sum(int(plan.gathered.tokens.sum()) for plan in plans)
     return SimulatedSteps(
         num_ranks=num_ranks,
+        window=window,
         cost_before=before.max(axis=1),
         cost_after=after.max(axis=1),
         cost_mean=before.mean(axis=1),
-        # Where nobody moves, counts may stay unequal, which the bound of equal counts does not allow for.
-        cost_bound=np.minimum(bounds, np.minimum(before.max(axis=1), after.max(axis=1))),
-        largest_share=np.array(shares),
+        mean_after=after.mean(axis=1),
+        cost_bound=np.array([each.bound(calibration) for each in windows]),
+        largest_share=np.concatenate([each.largest_share for each in windows]),
         in_ms=calibration is not None,
         tokens_moved=moved / all_tokens if all_tokens else 0.0,
-        loads_before=worst.loads_before,
-        loads_after=worst.loads_after,
+        loads_before=_most_uneven(worst.loads_before),
+        loads_after=_most_uneven(worst.loads_after),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Window:
+    """Steps that are planned together.
+
+    Attributes:
+        plan: where their rows go.
+        before: float64 `(steps, num_ranks)`, what the rows of each rank cost.
+        after: the same with balancing.
+    """
+
+    plan: ShufflePlan
+    before: np.ndarray
+    after: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        of_ranks: Sequence[Sequence[RowCosts]],
+        calibration: Calibration | None,
+        plan_options: dict[str, Any],
+    ) -> _Window:
+        """Plan the batches of every rank, as many of each."""
+        in_order = [batch for batches in of_ranks for batch in batches]
+        rows = np.array([len(batch.workloads) for batch in in_order], dtype=np.int64)
+        workloads, tokens, pairs = (
+            np.concatenate([getattr(batch, name) for batch in in_order]) for name in ("workloads", "tokens", "pairs")
+        )
+        gathered = GatheredRows(rows, rows, workloads, tokens, steps=len(of_ranks[0]))
+        plan = plan_shuffle(gathered, **plan_options)
+
+        def cost(place: np.ndarray) -> np.ndarray:
+            if calibration is None:
+                return sum_by_rank(place, workloads, len(rows))
+            return calibration.predict_ms(
+                np.bincount(place, minlength=len(rows)),
+                sum_by_rank(place, tokens, len(rows)),
+                sum_by_rank(place, pairs, len(rows)),
+            )
+
+        before, after = (_by_step(cost(place), gathered) for place in (gathered.home, plan.destination))
+        return cls(plan, before.astype(np.float64), after.astype(np.float64))
+
+    @property
+    def loads_before(self) -> np.ndarray:
+        """int64 `(steps, num_ranks)`."""
+        return _by_step(self.plan.loads_before, self.plan.gathered)
+
+    @property
+    def loads_after(self) -> np.ndarray:
+        """int64 `(steps, num_ranks)`."""
+        return _by_step(self.plan.loads_after, self.plan.gathered)
+
+    @property
+    def largest_share(self) -> np.ndarray:
+        """float64 `(steps,)`, the costliest row of each step, as it was loaded, ÷ an even share."""
+        gathered, share = self.plan.gathered, np.zeros(self.plan.gathered.steps)
+        np.maximum.at(share, gathered.home % gathered.steps, gathered.workloads)
+        return share / np.maximum(1.0, self.loads_before.mean(axis=1))
+
+    def bound(self, calibration: Calibration | None) -> float:
+        """What the steps cost where the planner's lower bound is the sum of their largest loads."""
+        steps, bound = self.plan.gathered.steps, float(self.plan.lower_bound)
+        if calibration is not None:
+            bound = steps * calibration.per_step + bound / 2**calibration.unit_exponent
+        # Where nobody moves, counts may stay unequal, which the bound of equal counts does not allow for.
+        return min(bound, float(self.before.max(axis=1).sum()), float(self.after.max(axis=1).sum()))
+
+
+def _by_step(of_places: np.ndarray, gathered: GatheredRows) -> np.ndarray:
+    """From `(places,)` to `(steps, num_ranks)`."""
+    return of_places.reshape(gathered.num_ranks, gathered.steps).T
 
 
 def _mean_imbalance(largest: np.ndarray, mean: np.ndarray) -> float:
@@ -136,33 +225,11 @@ def _mean_imbalance(largest: np.ndarray, mean: np.ndarray) -> float:
     return float((largest[busy] / mean[busy]).mean() - 1)
 
 
-def _gathered(of_ranks: Sequence[RowCosts]) -> GatheredRows:
-    rows = np.array([len(batch.workloads) for batch in of_ranks], dtype=np.int64)
-    workloads = np.concatenate([batch.workloads for batch in of_ranks])
-    return GatheredRows(rows, rows, workloads, np.concatenate([batch.tokens for batch in of_ranks]))
+def _spread(loads: np.ndarray) -> np.ndarray:
+    """Largest ÷ mean load of every step, from `(steps, num_ranks)`."""
+    return loads.max(axis=1) / np.maximum(1.0, loads.mean(axis=1))
 
 
-def _cost(
-    plan: ShufflePlan, rank: np.ndarray, of_ranks: Sequence[RowCosts], calibration: Calibration | None
-) -> np.ndarray:
-    """Cost of every rank, when row r is trained by `rank[r]`."""
-    num_ranks = len(of_ranks)
-    if calibration is None:
-        return sum_by_rank(rank, plan.gathered.workloads, num_ranks)
-    pairs = np.concatenate([batch.pairs for batch in of_ranks])
-    return calibration.predict_ms(
-        np.bincount(rank, minlength=num_ranks),
-        sum_by_rank(rank, plan.gathered.tokens, num_ranks),
-        sum_by_rank(rank, pairs, num_ranks),
-    )
-
-
-def _bound(plan: ShufflePlan, calibration: Calibration | None) -> float:
-    """Cost of a rank that has the planner's lower bound as its load."""
-    if calibration is None:
-        return float(plan.lower_bound)
-    return calibration.per_step + plan.lower_bound / 2**calibration.unit_exponent
-
-
-def _spread(plan: ShufflePlan) -> float:
-    return float(plan.loads_before.max() / max(1.0, plan.loads_before.mean()))
+def _most_uneven(loads: np.ndarray) -> np.ndarray:
+    """The loads `(num_ranks,)` of the step with the largest imbalance."""
+    return loads[int(_spread(loads).argmax())]

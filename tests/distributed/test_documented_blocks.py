@@ -117,6 +117,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
             f"{SIMULATE} --ranks 8 16 64": ("--steps 2", "fifty steps take ten seconds"),
             CALIBRATE: ("--num-mixes 24 --repeats 1", "measures for half a minute"),
             f"{SIMULATE} --shuffler.calibration my-gpu.toml --figure gain.png": ("--steps 2", "as above"),
+            f"{SIMULATE} --ranks 64 --window 1 2 4 8": ("--steps 8", "as above"),
         },
         files=("my-gpu.toml", "gain.png"),
         shows=r"speed-up[\s\S]*held-out error[\s\S]*ms",

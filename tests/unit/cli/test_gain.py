@@ -125,6 +125,27 @@ def test_one_sample_that_dominates_is_named(mine, tmp_path, capsys):
     assert "one sample" not in said(capsys)[0]
 
 
+def test_windows_are_beside_one_another(mine, tmp_path, capsys):
+    (tmp_path / "lengths.txt").write_text("900 20 10 10\n10 10 10 10\n" * 4)
+    assert main(["simulate", *mine, "--ranks", "2", "4", "--steps", "4", "--window", "1", "2", "4"]) == 0
+    printed, _ = said(capsys)
+    assert "┃ ranks ┃ window ┃" in printed and "which rows share a step changes" in printed
+    shown = dict(re.findall(r"│ 2 │ (\d) │ [\d.]+% → [\d.]+% │ ([\d.]+)× │", printed))
+    assert list(shown) == ["1", "2", "4"] and float(shown["1"]) < float(shown["2"]) <= float(shown["4"])
+    # Of four ranks there are two steps, too few for a window of four.
+    assert re.findall(r"│ 4 │ (\d) │", printed) == ["1", "2"]
+    assert "4 ranks: 2 of 4 steps." in printed and "2 ranks: in 4 of 4 steps one sample" in printed
+    assert main(["simulate", *mine, "--ranks", "2", "--steps", "4"]) == 0
+    assert "window" not in said(capsys)[0]
+    assert main(["simulate", *mine, "--ranks", "2", "--steps", "4", "--window", "4", "--figure", "gain.png"]) == 0
+    assert Path("gain.png").stat().st_size > 10_000 and "one sample" not in said(capsys)[0]
+    assert main(["simulate", *mine, "--ranks", "8", "--steps", "4", "--window", "4"]) == 2
+    assert "a step of 8 ranks trains 32, a window of 4 128: lower --ranks" in said(capsys)[1]
+    for window in ("0", "5"):
+        assert main(["simulate", *mine, "--ranks", "2", "--steps", "4", "--window", window]) == 2
+        assert f"window is ({window},) and steps is 4" in said(capsys)[1]
+
+
 def test_nothing_of_the_working_directory_hides_what_is_installed(mine, tmp_path, monkeypatch):
     (tmp_path / "colorsys.py").write_text("raise RuntimeError\n")
     (tmp_path / "lonely_module_of_mine.py").write_text("import colorsys\n")

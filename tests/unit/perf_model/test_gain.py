@@ -104,6 +104,36 @@ def test_simulated_steps():
     assert free.cost_after.tolist() == [40, 20] and free.possible_speed_up == pytest.approx(64 / 60)
 
 
+def test_simulated_windows():
+    # In each step a heavy row holds one rank up; together the two heavy rows hold both up at once.
+    batches = [costs(40, 2), costs(2, 2), costs(2, 2), costs(40, 2), costs(9, 1), costs(1, 1)]
+    alone, together = (simulate_steps(batches, 2, window=window) for window in (1, 2))
+    assert (alone.window, together.window) == (1, 2)
+    assert alone.cost_after.tolist() == [42, 42, 10] and together.cost_before.tolist() == [42, 42, 10]
+    assert sorted(together.cost_after[:2].tolist()) == [4, 42] and together.cost_after[2] == 10  # a window of one step
+    assert together.cost_bound.shape == (2,) and together.cost_bound.sum() <= together.cost_after.sum()
+    assert together.speed_up == pytest.approx(94 / 56) and together.speed_up <= together.possible_speed_up
+    assert together.imbalance_before == alone.imbalance_before
+    assert together.imbalance_after == pytest.approx((0 + 0 + 10 / 6 - 1) / 3)
+    assert together.largest_share.tolist() == alone.largest_share.tolist()
+    assert together.loads_before.tolist() == [42, 4] and together.loads_after.max() / together.loads_after.mean() == 1
+    calibration = make_calibration(per_step=100.0, per_row=1.0, per_token=0.5, per_pair=0.25)
+    in_ms = simulate_steps(batches, 2, window=2, calibration=calibration)
+    assert in_ms.cost_before.tolist() == [100 + 2 + 21 + 0.25 * 1604] * 2 + [100 + 2 + 5 + 0.25 * 82]
+    assert in_ms.cost_after.sum() < in_ms.cost_before.sum() and in_ms.cost_bound.min() >= 100
+    for window in (0, 4):
+        with pytest.raises(ValueError, match=f"window is {window}, there are 3 steps of 2 ranks"):
+            simulate_steps(batches, 2, window=window)
+
+
+def test_larger_windows_gain_more_of_user_like_lengths():
+    rng = np.random.default_rng(0)
+    lengths = (20 + rng.lognormal(np.log(130), 1.4, (16 * 8, 8))).clip(max=8192).astype(np.int64)
+    batches = [RowCosts(5120 * row + row**2, row, row**2) for row in lengths]
+    gains = [simulate_steps(batches, 16, window=window, slack=0.01).speed_up for window in (1, 2, 4, 8)]
+    assert gains == sorted(gains) and gains[-1] > 1.5 * gains[0]
+
+
 def test_no_gain_is_possible_where_one_row_is_all_there_is():
     result = simulate_steps([costs(1000, 1), costs(1, 1), costs(1, 1), costs(1, 1)], 4)
     assert result.possible_speed_up == pytest.approx(1001 / 1001, abs=1e-3) and result.largest_share[0] > 3.9
