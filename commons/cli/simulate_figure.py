@@ -65,7 +65,9 @@ def _draw_gain(axes: Axes, results: Sequence[SimulatedSteps], colors: dict[int, 
         bounds = [result.possible_speed_up for result in shown]
         label = "balanced" if windows == [1] else f"window {window}"
         axes.bar(at, [result.speed_up for result in shown], color=colors[window], width=width, label=label)
-        axes.hlines(bounds, at - width * 0.4, at + width * 0.4, color=_BEFORE, label="_nolegend_" if place else "possible")
+        axes.hlines(
+            bounds, at - width * 0.4, at + width * 0.4, color=_BEFORE, label="_nolegend_" if place else "possible"
+        )
         for x, bound, result in zip(at, bounds, shown):
             text = f"{result.speed_up:.2f}×"
             if several:  # a number is wider than its bar
