@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from commons.version import __version__ as __version__
 
 if TYPE_CHECKING:  # the same names as below, for type checkers and editors
+    from commons.datasets.balanced_sampler import BalancedBatchSampler as BalancedBatchSampler
+    from commons.datasets.budget_sampler import BudgetBatchSampler as BudgetBatchSampler
     from commons.datasets.gpt_sid_batch import GPTSIDBatch as GPTSIDBatch
     from commons.datasets.hstu_batch import FeatureConfig as FeatureConfig
     from commons.datasets.hstu_batch import HSTUBatch as HSTUBatch
@@ -65,11 +67,13 @@ if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from sid_gr.batch_shuffler import SIDGRBalancedBatchShuffler as SIDGRBalancedBatchShuffler
 
 _MODULE_OF = {
+    "BalancedBatchSampler": "commons.datasets.balanced_sampler",
     "BalancedChunks": "commons.dispatch",
     "BalancedShare": "commons.dispatch",
     "BaseBatch": "commons.sequence_batch.batch",
     "BaseTaskBalancedBatchShuffler": "commons.distributed.batch_shuffler",
     "BatchShufflerFactory": "commons.distributed.batch_shuffler_factory",
+    "BudgetBatchSampler": "commons.datasets.budget_sampler",
     "DatasetArgs": "commons.trainer",
     "FeatureConfig": "commons.datasets.hstu_batch",
     "GPTSIDBatch": "commons.datasets.gpt_sid_batch",

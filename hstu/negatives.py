@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.datasets.resumable_loader import ResumableLoader
-from commons.datasets.samplers import EpochSampler
+from commons.datasets.samplers import EpochSampler, Place
 from commons.sequence_batch.fields import copy_batch
 
 RowKey = int | Sequence[int]
@@ -133,19 +133,33 @@ class EpochTaggedSampler(EpochSampler[Any]):
 
     def __init__(self, sampler: EpochSampler[Any]) -> None:
         super().__init__(shuffle=False, seed=0)  # the order is that of the other sampler
-        self.epoch, self.first_row = sampler.epoch, sampler.first_row
+        self.epoch, self.start = sampler.epoch, sampler.start
         self._sampler = sampler
 
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def items(self, epoch: int, first_row: int) -> Iterator[tuple[int, Any]]:
+    @property
+    def window(self) -> int:
         """See EpochSampler."""
-        return ((epoch, item) for item in self._sampler.items(epoch, first_row))
+        return self._sampler.window
 
-    def skip(self, num_items: int) -> int:
+    @property
+    def num_rows(self) -> int:
         """See EpochSampler."""
-        return self._sampler.skip(num_items)
+        return self._sampler.num_rows
+
+    def items(self, epoch: int, start: Place) -> Iterator[tuple[int, Any]]:
+        """See EpochSampler."""
+        return ((epoch, item) for item in self._sampler.items(epoch, start))
+
+    def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
+        """See EpochSampler."""
+        return self._sampler.step_rows(epoch, start)
+
+    def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
+        """See EpochSampler."""
+        return self._sampler.place_after(num_steps, epoch, start)
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""

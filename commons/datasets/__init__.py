@@ -1,1 +1,21 @@
-"""Data: HSTUBatch, random data, public data sets with their preprocessors, and the loader for all of them."""
+"""Data: HSTUBatch, random data, public data sets with their preprocessors, samplers, and the loader for all of them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commons.datasets.balanced_sampler import BalancedBatchSampler
+    from commons.datasets.budget_sampler import BudgetBatchSampler
+
+__all__ = ["BalancedBatchSampler", "BudgetBatchSampler"]
+
+_MODULE_OF = {"BalancedBatchSampler": "balanced_sampler", "BudgetBatchSampler": "budget_sampler"}
+
+
+def __getattr__(name: str) -> Any:
+    """The samplers, when they are first used: they import torch, and preprocessing does not need it."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

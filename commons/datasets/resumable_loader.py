@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from commons.datasets.samplers import EpochSampler
+from commons.datasets.samplers import EpochSampler, Place
 from commons.sequence_batch.wire import decode, encode
 
 # How torch begins the message of an error that a worker process met, before the worker's traceback.
@@ -31,6 +31,9 @@ class ResumableLoader(DataLoader[Any]):
         num_workers: processes that assemble batches; they stay from epoch to epoch. 0 for none.
         pin_memory: put batches in pinned host memory.
 
+    Raises:
+        ValueError: a sampler that was made for other rows than those of the data set.
+
     """
 
     sampler: EpochSampler[Any]
@@ -38,6 +41,7 @@ class ResumableLoader(DataLoader[Any]):
     def __init__(
         self, dataset: Dataset[Any], sampler: EpochSampler[Any], *, num_workers: int = 0, pin_memory: bool = False
     ) -> None:
+        sampler.require_fits(dataset)
         super().__init__(
             dataset,
             batch_size=None,  # the items of the data set are batches
@@ -47,20 +51,24 @@ class ResumableLoader(DataLoader[Any]):
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
         )
-        self._place: _Place | None = None
+        self._given: _Given | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own type is private
         """Batches of the next epoch."""
-        place = self._place = _Place(self.sampler.epoch, self.sampler.first_row)
-        return _Batches(super().__iter__(), place)
+        given = self._given = _Given(self.sampler.epoch, self.sampler.start)
+        return _Batches(super().__iter__(), given)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch given, JSON-ready: the epoch, and its rows before it, over all ranks."""
-        place = self._place
-        if place is None or place.has_ended:
-            place = _Place(self.sampler.epoch, self.sampler.first_row)
-        row = place.first_row + self.sampler.skip(place.num_given)
-        return {"epoch": place.epoch, "row": row, "sampler": self.sampler.identity()}
+        """The place behind the last batch given, JSON-ready.
+
+        Its epoch, the rows of the epoch before it, over all ranks, and, behind the first batches of a window, which
+        begins at that row, how many these are.
+        """
+        given = self._given
+        if given is None or given.has_ended:
+            given = _Given(self.sampler.epoch, self.sampler.start)
+        row, steps = self.sampler.place_after(given.num_batches, given.epoch, given.start)
+        return {"epoch": given.epoch, "row": row, "steps": steps, "sampler": self.sampler.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration go on from a place; those after it draw the next epochs.
@@ -69,7 +77,7 @@ class ResumableLoader(DataLoader[Any]):
             ValueError: no state of a loader, or that of one of other data, another batch size or another rank.
 
         """
-        if set(state_dict) != {"epoch", "row", "sampler"}:
+        if set(state_dict) - {"steps"} != {"epoch", "row", "sampler"}:
             raise ValueError(
                 f"the loader's state has {list(state_dict)}; it has epoch, row and sampler: give what state_dict() "
                 "returned"
@@ -81,9 +89,9 @@ class ResumableLoader(DataLoader[Any]):
                     f"the loader's state has {name} {saved}, this loader has {value}; a state tells a place in one "
                     "order of batches: make the loader as it was, or begin at a row with sampler.start_at"
                 )
-        self._place = None
+        self._given = None
         self.sampler.set_epoch(state_dict["epoch"])
-        self.sampler.start_at(state_dict["row"])
+        self.sampler.start_at(state_dict["row"], state_dict.get("steps", 0))  # earlier versions knew no windows
 
 
 @dataclass(frozen=True)
@@ -124,41 +132,41 @@ def unwrap(item: Any) -> Any:
 
 
 @dataclass
-class _Place:
-    """How far an iteration has come.
+class _Given:
+    """What an iteration has given.
 
     Attributes:
         epoch: that it draws.
-        first_row: rows of the epoch before its first batch, over all ranks.
-        num_given: batches given.
+        start: where in the epoch it began.
+        num_batches: batches given.
         has_ended: whether there are no more.
     """
 
     epoch: int
-    first_row: int
-    num_given: int = 0
+    start: Place
+    num_batches: int = 0
     has_ended: bool = False
 
 
 class _Batches(Iterator[Any]):
     """Batches of one iteration, counted; the data's errors say the same from a worker process as from this one."""
 
-    def __init__(self, iterator: Iterator[Any], place: _Place) -> None:
+    def __init__(self, iterator: Iterator[Any], given: _Given) -> None:
         self._iterator = iterator
-        self._place = place
+        self._given = given
 
     def __next__(self) -> Any:
         try:
             batch = unwrap(next(self._iterator))
         except StopIteration:
-            self._place.has_ended = True
+            self._given.has_ended = True
             raise
         except (ValueError, OSError) as error:
             message = _message_in_worker(error)
             if message is None:
                 raise
             raise type(error)(message) from error
-        self._place.num_given += 1
+        self._given.num_batches += 1
         return batch
 
 

@@ -2,14 +2,16 @@
 
 Every iteration draws the next epoch, unless `set_epoch` chooses one. A place in an epoch is the number of rows before
 it, over all ranks (`start_at`): it means the same to another number of ranks, and to any number of worker processes.
+Where several batches share their rows (a window), a place between them also says how many of them are done.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -17,12 +19,26 @@ from torch.utils.data import Sampler
 T = TypeVar("T")
 
 
-def check_rank(rank: int, world_size: int) -> None:
-    """Raise ValueError unless `0 <= rank < world_size`."""
+def check_rank(rank: int, world_size: int, name: str = "world_size") -> None:
+    """Raise ValueError unless `0 <= rank < world_size`, which the caller calls `name`."""
     if not 0 <= rank < world_size:
-        raise ValueError(
-            f"rank is {rank}, world_size is {world_size}; ranks are counted from 0: give 0 <= rank < world_size"
-        )
+        raise ValueError(f"rank is {rank}, {name} is {world_size}; ranks are counted from 0: give 0 <= rank < {name}")
+
+
+class Place(NamedTuple):
+    """A place in an epoch.
+
+    Attributes:
+        row: rows of the epoch before it, over all ranks; where it lies within a window, before that window.
+        steps: steps of that window before it. They mean something with the same ranks, batch size and window alone.
+
+    """
+
+    row: int = 0
+    steps: int = 0
+
+
+EPOCH_START = Place()
 
 
 class EpochSampler(Sampler[T]):
@@ -31,13 +47,13 @@ class EpochSampler(Sampler[T]):
     Attributes:
         epoch: the epoch that the next iteration draws; it rises by one when an iteration has given its first item, or
             has none to give.
-        first_row: rows at the front of the epoch, over all ranks, that the next iteration leaves out.
+        start: where in that epoch it begins.
 
     """
 
     def __init__(self, *, shuffle: bool, seed: int) -> None:
         self.epoch = 0
-        self.first_row = 0
+        self.start = EPOCH_START
         self._shuffle = shuffle
         self._seed = seed
 
@@ -51,18 +67,32 @@ class EpochSampler(Sampler[T]):
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; epochs are counted from 0: give 0 or more")
         self.epoch = epoch
-        self.first_row = 0
+        self.start = EPOCH_START
 
-    def start_at(self, row: int) -> None:
+    def start_at(self, row: int, steps: int = 0) -> None:
         """Begin this epoch behind its first `row` rows, counted over all ranks, however many ranks read those.
 
+        Args:
+            row: those rows; the first window begins here.
+            steps: steps of that window to leave out too.
+
         Raises:
-            ValueError: a negative row.
+            ValueError: a negative row, or steps that are no part of a window.
 
         """
         if row < 0:
             raise ValueError(f"row is {row}; rows are counted from 0: give 0 or more")
-        self.first_row = row
+        if not 0 <= steps < self.window:
+            raise ValueError(
+                f"steps is {steps}, the window of this {type(self).__name__} is {self.window}; a place is behind 0 to "
+                f"{self.window - 1} steps of a window: give the window's first row and fewer steps"
+            )
+        self.start = Place(row, steps)
+
+    @property
+    def window(self) -> int:
+        """Batches that share their rows."""
+        return 1
 
     def order(self, size: int, epoch: int) -> np.ndarray:
         """int64 `(size,)`: 0 … size − 1, permuted for this seed and epoch if the sampler shuffles."""
@@ -71,10 +101,10 @@ class EpochSampler(Sampler[T]):
         return np.random.default_rng([self._seed, epoch]).permutation(size)
 
     def __iter__(self) -> Iterator[T]:
-        return self._draw(self.epoch, self.first_row)
+        return self._draw(self.epoch, self.start)
 
-    def _draw(self, epoch: int, first_row: int) -> Iterator[T]:
-        items = self.items(epoch, first_row)
+    def _draw(self, epoch: int, start: Place) -> Iterator[T]:
+        items = self.items(epoch, start)
         first = next(items, None)
         self.set_epoch(epoch + 1)
         if first is not None:
@@ -84,17 +114,29 @@ class EpochSampler(Sampler[T]):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    @property
     @abstractmethod
-    def items(self, epoch: int, first_row: int) -> Iterator[T]:
-        """The items of an epoch behind its first rows."""
+    def num_rows(self) -> int:
+        """Rows that all ranks together read in an epoch."""
 
     @abstractmethod
-    def skip(self, num_items: int) -> int:
-        """Rows over all ranks that `num_items` items of every rank are."""
+    def items(self, epoch: int, start: Place) -> Iterator[T]:
+        """This rank's items of an epoch from a place on."""
+
+    @abstractmethod
+    def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
+        """Rows of each step from a place on, over all ranks; the same on every rank."""
+
+    @abstractmethod
+    def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
+        """The place `num_steps` steps of all ranks behind `start`."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """What has to be equal for a place to mean the same items, JSON-ready."""
+
+    def require_fits(self, dataset: Any) -> None:
+        """Raise ValueError where the rows that the sampler knows are not those of the data set that it is to read."""
 
 
 @dataclass(frozen=True)
@@ -169,13 +211,25 @@ class BatchOrderSampler(EpochSampler[int]):
     def __len__(self) -> int:
         return self._num_batches
 
-    def items(self, epoch: int, first_row: int) -> Iterator[int]:
+    @property
+    def num_rows(self) -> int:
         """See EpochSampler."""
-        yield from self.order(self._num_batches, epoch)[-(-first_row // self._rows_per_step) :].tolist()
+        return self._num_batches * self._rows_per_step
 
-    def skip(self, num_items: int) -> int:
+    def items(self, epoch: int, start: Place) -> Iterator[int]:
         """See EpochSampler."""
-        return num_items * self._rows_per_step
+        yield from self.order(self._num_batches, epoch)[self._batches_before(start) :].tolist()
+
+    def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
+        """See EpochSampler."""
+        return itertools.repeat(self._rows_per_step, max(0, self._num_batches - self._batches_before(start)))
+
+    def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
+        """See EpochSampler."""
+        return Place(min(start.row + num_steps * self._rows_per_step, self.num_rows))
+
+    def _batches_before(self, place: Place) -> int:
+        return -(-place.row // self._rows_per_step)
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""
@@ -236,17 +290,32 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         full, rest = divmod(num_own_rows, self._batch_size)
         return full + (rest > 0 and not self._drop_last)
 
-    def items(self, epoch: int, first_row: int) -> Iterator[list[int]]:
+    @property
+    def num_rows(self) -> int:
         """See EpochSampler."""
-        own_rows = self.order(self._num_rows, epoch)[first_row:][self._rank :: self._world_size]
+        return sum(self.step_rows(0, EPOCH_START))
+
+    def items(self, epoch: int, start: Place) -> Iterator[list[int]]:
+        """See EpochSampler."""
+        own_rows = self.order(self._num_rows, epoch)[start.row :][self._rank :: self._world_size]
         for first in range(0, len(own_rows), self._batch_size):
             batch = own_rows[first : first + self._batch_size]
             if len(batch) == self._batch_size or not self._drop_last:
                 yield batch.tolist()
 
-    def skip(self, num_items: int) -> int:
+    def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
         """See EpochSampler."""
-        return num_items * self._batch_size * self._world_size
+        full, rest = divmod(max(0, self._num_rows - start.row), self._batch_size * self._world_size)
+        yield from itertools.repeat(self._batch_size * self._world_size, full)
+        if self._drop_last:  # ranks that are dealt one row more may still fill a batch
+            rest = rest % self._world_size * self._batch_size if rest // self._world_size == self._batch_size - 1 else 0
+        if rest:
+            yield rest
+
+    def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
+        """See EpochSampler."""
+        # Behind the last step there is nothing left, also where rows were left out.
+        return Place(min(start.row + num_steps * self._batch_size * self._world_size, self._num_rows))
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""

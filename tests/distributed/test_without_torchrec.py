@@ -81,6 +81,8 @@ def _one_rank(rank):
     task = evenrank.SelfAttentionTask(64, 4, 16)
     assert evenrank.partition(task.get_workloads(lengths), 3).loads.sum() == task.get_workloads(lengths).sum()
     assert evenrank.get_allocate_fn("refined")(lengths, 12)
+    assert list(evenrank.BalancedBatchSampler([3, 1], 1, num_ranks=2, rank=0, shuffle=False)) == [[0]]
+    assert list(evenrank.BudgetBatchSampler([3, 1], budget_per_rank=4, num_ranks=1, rank=0, shuffle=False)) == [[0, 1]]
 
     own, own_lengths = _rows(100 * rank, 6 + 4 * rank)
     spec = evenrank.MicroBatchSpec(max_tokens_per_mb=16, packing_algorithm="refined")

@@ -24,6 +24,7 @@ PUBLIC = {
     "BatchShufflerFactory register_batch_shuffler",
     "loss": "global_mean_loss",
     "pipeline": "balanced balanced_iter shuffle_stage windowed_iter TrainPipelineFactory",
+    "samplers": "BalancedBatchSampler BudgetBatchSampler",
     "trainer": "TrainerArgs DatasetArgs",
     "micro-batches": "ffd_allocate kk_allocate refined_allocate get_allocate_fn packing_metrics MicroBatchSpec "
     "MicroBatches pack_micro_batches PackedRows pack_rows count_loss_tokens",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.samplers import BatchOrderSampler, ShardedBatchSampler
+from commons.datasets.samplers import BatchOrderSampler, Place, ShardedBatchSampler
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +167,9 @@ def test_sharded_places(num_rows, batch_size, world_size, shuffle, drop_last, da
     assert list(sampler()) == expected
     stop = data.draw(st.integers(0, len(expected)))
     resumed = sampler()
-    resumed.start_at(first_row + resumed.skip(stop))
+    resumed.start_at(*resumed.place_after(stop, 3, Place(first_row)))
     assert list(resumed) == expected[stop:]
-    assert resumed.epoch == 4 and resumed.first_row == 0
+    assert resumed.epoch == 4 and resumed.start == Place()
 
 
 @given(num_batches=st.integers(0, 20), stop=st.integers(0, 20), shuffle=st.booleans())
@@ -178,5 +178,5 @@ def test_batch_order_places(num_batches, stop, shuffle):
     expected = list(BatchOrderSampler(num_batches, rows_per_step=6, shuffle=shuffle, seed=2))
     assert sorted(expected) == list(range(num_batches))
     resumed = BatchOrderSampler(num_batches, rows_per_step=6, shuffle=shuffle, seed=2)
-    resumed.start_at(resumed.skip(stop))
+    resumed.start_at(*resumed.place_after(stop, 0, Place()))
     assert list(resumed) == expected[stop:]

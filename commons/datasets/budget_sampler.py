@@ -1,0 +1,257 @@
+"""BudgetBatchSampler: steps of constant cost, with as many rows as fit every rank's budget."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commons.checks import as_count
+from commons.datasets.planned_sampler import PlannedSampler, PlannedStep, logger
+from commons.datasets.samplers import EPOCH_START, Place
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.partitioner import partition
+from commons.perf_model.partitioner.problem import INT64_MAX
+
+# A step ends within this part of its rows of the longest one that the planner can deal.
+_TOLERANCE = 256
+
+
+class BudgetBatchSampler(PlannedSampler):
+    """Rows of the batches of one rank, in steps that cost the same instead of having the same number of rows.
+
+    Each step has the first rows of what is left of the epoch's order, as many as can be dealt so that every rank keeps
+    `budget_per_rank`, `max_tokens` and `max_rows`: the longest prefix that a bisection with the planner finds, to
+    within 1/256 of its rows. Every rank has at least one row, but for ranks without a row in the very last step, which
+    have one batch less. A row that exceeds the budget alone is the only row of its rank in its step; a warning names
+    the first and their number.
+
+    Steps are prefixes of the order, so a place is a number of rows to any number of ranks. It gives lists of row
+    numbers, as BalancedBatchSampler does. Every row weighs the same where the loss is
+    `commons.distributed.global_mean_loss`, however many rows a step has.
+
+    Args:
+        workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
+            integers; the same on every rank.
+        budget_per_rank: most that a rank's rows of a step cost, in the same unit.
+        num_ranks: ranks that share the data.
+        rank: this one.
+        max_tokens: most tokens of a rank in a step.
+        tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
+        max_rows: most rows of a rank in a step; None for any number.
+        seed: of the order; the same on every rank.
+        shuffle: a new order in every epoch.
+
+    Raises:
+        ValueError: an argument out of its range or of another length, a budget below every row, or a row that breaks
+            `max_tokens` alone.
+
+    >>> work = [9, 1, 1, 8, 2, 2, 1, 8]
+    >>> for rank in range(2):
+    ...     print(list(BudgetBatchSampler(work, budget_per_rank=10, num_ranks=2, rank=rank, shuffle=False)))
+    [[0, 2], [7]]
+    [[1, 3], [4, 5, 6]]
+
+    """
+
+    def __init__(
+        self,
+        workloads: Any,
+        *,
+        budget_per_rank: int,
+        num_ranks: int,
+        rank: int,
+        max_tokens: int | None = None,
+        tokens: Any = None,
+        max_rows: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        super().__init__(
+            workloads,
+            num_ranks=num_ranks,
+            rank=rank,
+            tokens=tokens,
+            max_tokens=max_tokens,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        self._limits = _Limits(
+            self._num_ranks,
+            as_count(budget_per_rank, "budget_per_rank", 1),
+            self._max_tokens,
+            None if max_rows is None else as_count(max_rows, "max_rows", 1),
+        )
+        self._require_budget()
+
+    def _require_budget(self) -> None:
+        budget = self._limits.budget
+        alone = np.flatnonzero(self._workloads > budget)
+        if not len(alone):
+            return
+        if len(alone) == len(self._workloads):
+            raise ValueError(
+                f"budget_per_rank is {budget}, the lightest row costs {int(self._workloads.min())}; a step has "
+                f"room for some rows: raise it, to several rows of the mean, {int(self._workloads.mean())}"
+            )
+        if self._rank == 0:
+            logger.warning(
+                "row %d costs %d, budget_per_rank is %d; it gets a rank's step to itself, as do all %d rows above the "
+                "budget, which make their steps longer than the others: truncate them, or raise the budget, at best to "
+                "the heaviest, %d",
+                alone[0],
+                self._workloads[alone[0]],
+                budget,
+                len(alone),
+                self._workloads.max(),
+            )
+
+    def __len__(self) -> int:
+        """Batches of this rank in the next epoch; plans all of it."""
+        return sum(1 for _ in self.items(self.epoch, EPOCH_START))
+
+    @property
+    def num_rows(self) -> int:
+        """See EpochSampler."""
+        return len(self._workloads)
+
+    def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
+        """See PlannedSampler."""
+        order = self.order(len(self._workloads), epoch)
+        workloads = self._workloads[order]
+        tokens = None if self._max_tokens is None or self._tokens is None else self._tokens[order]
+        # Above the budget a row takes all of a rank's, and no more than that.
+        sums = [(_sums(np.minimum(workloads, self._limits.budget)), self._limits.budget)]
+        if tokens is not None and self._max_tokens is not None:
+            sums.append((_sums(tokens), self._max_tokens))
+        begin = start.row
+        while begin < len(order):
+            most = min(_most_within(sums_of, begin, limit * self._num_ranks) for sums_of, limit in sums)
+            end = begin + most
+            ranks = self._limits.deal_longest(workloads[begin:end], None if tokens is None else tokens[begin:end])
+            yield PlannedStep(order[begin : begin + len(ranks)], ranks)
+            begin += len(ranks)
+
+    def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
+        """See EpochSampler; plans these steps, unless they have been read."""
+        return Place(start.row + sum(itertools.islice(self.step_rows(epoch, start), num_steps)))
+
+    def identity(self) -> dict[str, Any]:
+        """See EpochSampler."""
+        return super().identity() | {"budget_per_rank": self._limits.budget, "max_rows": self._limits.max_rows}
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What every rank keeps in every step.
+
+    Attributes:
+        num_ranks: ranks.
+        budget: most that the rows of a rank cost, unless it is a single row.
+        max_tokens: most tokens of a rank; None for any number.
+        max_rows: most rows of a rank; None for any number.
+
+    """
+
+    num_ranks: int
+    budget: int
+    max_tokens: int | None
+    max_rows: int | None
+
+    def deal_longest(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
+        """The ranks of the first rows, as many as the planner can deal.
+
+        Args:
+            workloads: int64 `(n,)`, at least one row; a step has none beyond these.
+            tokens: int64 `(n,)`, each within `max_tokens`; None where that is None.
+
+        Returns:
+            int64 `(m,)` with `1 <= m <= n`: all rows, or at least one for every rank.
+
+        """
+
+        def deal(size: int) -> np.ndarray | None:
+            return self._deal(workloads[:size], None if tokens is None else tokens[:size])
+
+        # One row on every rank keeps all limits. Beyond what they allow in number, there is nothing to plan.
+        low, high = min(self.num_ranks, len(workloads)), self._most_rows(workloads) + 1
+        size, gap = high - 1, max(1, high // 64)
+        while (ranks := deal(size)) is None:
+            high, size, gap = size, max(low, size - gap), 2 * gap
+        low = size
+        while high - low > max(1, high // _TOLERANCE):
+            middle = (low + high) // 2
+            found = deal(middle)
+            if found is None:
+                high = middle
+            else:
+                low, ranks = middle, found
+        return ranks
+
+    def _most_rows(self, workloads: np.ndarray) -> int:
+        """Rows at the front that leave every rank at most `max_rows`, and rows above the budget alone."""
+        size = np.arange(1, len(workloads) + 1)
+        alone = np.cumsum(workloads > self.budget)
+        fits = (alone < self.num_ranks) | ((alone == self.num_ranks) & (alone == size))
+        if self.max_rows is not None:
+            fits &= size - alone <= (self.num_ranks - alone) * self.max_rows
+        return len(size) if fits.all() else int(fits.argmin())
+
+    def _deal(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray | None:
+        """The ranks of some rows; None if the planner finds no way to keep the limits."""
+        if len(workloads) <= self.num_ranks:
+            return np.arange(len(workloads))
+        alone = np.flatnonzero(workloads > self.budget)
+        shared = np.flatnonzero(workloads <= self.budget)
+        parts = self._deal_shared(
+            workloads[shared], None if tokens is None else tokens[shared], self.num_ranks - len(alone)
+        )
+        if parts is None:
+            return None
+        ranks = np.empty(len(workloads), np.int64)
+        ranks[alone], ranks[shared] = np.arange(len(alone)), len(alone) + parts
+        return ranks
+
+    def _deal_shared(self, workloads: np.ndarray, tokens: np.ndarray | None, num_parts: int) -> np.ndarray | None:
+        if len(workloads) <= num_parts:
+            return np.arange(len(workloads))
+        sizes, cap = tokens, self.max_tokens
+        if tokens is None and self.max_rows is not None:  # the planner's one cap is free for that on rows
+            sizes, cap = np.ones_like(workloads), self.max_rows
+        for equal_size in (False, True):  # of equal sizes none is above the cap on rows
+            parts = partition(
+                workloads, num_parts, equal_size=equal_size, tokens=sizes, max_tokens=cap, best_effort=True
+            ).assignment
+            _fill_empty(parts, workloads, num_parts)
+            limits = [(workloads, self.budget)]
+            if tokens is not None and self.max_tokens is not None:
+                limits.append((tokens, self.max_tokens))
+            if any(int(sum_by_rank(parts, values, num_parts).max()) > limit for values, limit in limits):
+                return None
+            if self.max_rows is None or int(np.bincount(parts).max()) <= self.max_rows:
+                return parts
+        return None
+
+
+def _fill_empty(parts: np.ndarray, workloads: np.ndarray, num_parts: int) -> None:
+    """Give each empty partition the lightest row of one that has several; there are at least as many rows."""
+    counts = np.bincount(parts, minlength=num_parts)
+    for part in np.flatnonzero(counts == 0):
+        others = np.flatnonzero(counts[parts] > 1)
+        row = others[workloads[others].argmin()]
+        counts[parts[row]] -= 1
+        parts[row], counts[part] = part, 1
+
+
+def _sums(values: np.ndarray) -> np.ndarray:
+    """int64 `(n + 1,)`: sums of the first 0 … n values."""
+    return np.concatenate([[0], np.cumsum(values)])
+
+
+def _most_within(sums: np.ndarray, begin: int, limit: int) -> int:
+    """How many values from `begin` on have a sum of at most `limit`."""
+    most = min(int(sums[begin]) + limit, INT64_MAX)
+    return int(np.searchsorted(sums, most, side="right")) - 1 - begin

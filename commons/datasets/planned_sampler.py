@@ -1,0 +1,167 @@
+"""What samplers of known workloads share: an epoch is planned step by step, the same on every rank.
+
+A plan says which rows a step trains and on which ranks. Every rank computes it from the same workloads and seed and
+reads its own rows: nothing is gathered and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from commons.checks import as_count
+from commons.datasets.samplers import EPOCH_START, EpochSampler, Place, check_rank
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.partitioner import as_int64_workloads
+
+logger = logging.getLogger(__name__)
+
+# Epochs whose steps are kept while they are read: the one that is left behind, and the one that follows.
+_KEPT = 2
+
+
+class PlannedStep(NamedTuple):
+    """What one step trains.
+
+    Attributes:
+        rows: int64 `(n,)`, rows of the data set.
+        ranks: int64 `(n,)`, the rank that trains each.
+
+    """
+
+    rows: np.ndarray  # (n,)
+    ranks: np.ndarray  # (n,)
+
+
+class PlannedSampler(EpochSampler[list[int]]):
+    """Rows of the batches of one rank, by a plan of known workloads.
+
+    Args:
+        workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
+            integers; the same on every rank.
+        num_ranks: ranks that share the data.
+        rank: this one.
+        tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
+        max_tokens: most tokens of a rank in a step.
+        shuffle: a new order in every epoch.
+        seed: of the order; the same on every rank.
+
+    Raises:
+        ValueError: an argument out of its range or of another length, or a row that breaks `max_tokens` alone.
+
+    """
+
+    def __init__(
+        self,
+        workloads: Any,
+        *,
+        num_ranks: int,
+        rank: int,
+        tokens: Any,
+        max_tokens: int | None,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        super().__init__(shuffle=shuffle, seed=as_count(seed, "seed", 0))
+        self._workloads = as_int64_workloads(workloads)
+        self._num_ranks = as_count(num_ranks, "num_ranks", 1)
+        self._rank = as_count(rank, "rank", 0)
+        check_rank(self._rank, self._num_ranks, "num_ranks")
+        self._tokens = None if tokens is None else as_int64_workloads(tokens, "tokens", len(self._workloads))
+        self._max_tokens = None if max_tokens is None else as_count(max_tokens, "max_tokens", 1)
+        self._require_rows_below_cap()
+        digest = hashlib.blake2b(self._workloads.tobytes(), digest_size=8)
+        if self._max_tokens is not None and self._tokens is not None:
+            digest.update(self._tokens.tobytes())
+        self._digest = digest.hexdigest()
+        self._kept: dict[tuple[int, Place], _OwnSteps] = {}
+
+    def _require_rows_below_cap(self) -> None:
+        if self._max_tokens is None:
+            return
+        if self._tokens is None:
+            raise ValueError(
+                f"max_tokens is {self._max_tokens}, tokens is None; a cap needs the tokens of each row: pass tokens"
+            )
+        if len(self._tokens) and int(self._tokens.max()) > self._max_tokens:
+            row = int(self._tokens.argmax())
+            raise ValueError(
+                f"row {row} alone has {int(self._tokens[row])} tokens, max_tokens is {self._max_tokens}; no plan can "
+                "keep that: raise max_tokens or truncate the row"
+            )
+
+    @abstractmethod
+    def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
+        """The steps of an epoch from a place on, planned as they are asked for; the same on every rank."""
+
+    def items(self, epoch: int, start: Place) -> Iterator[list[int]]:
+        """See EpochSampler."""
+        # Only in its last step may a rank be without rows; it ends one batch earlier then.
+        return (rows.tolist() for rows, _ in self._own_steps(epoch, start) if len(rows))
+
+    def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
+        """See EpochSampler."""
+        return (num_rows for _, num_rows in self._own_steps(epoch, start))
+
+    def _own_steps(self, epoch: int, start: Place) -> _OwnSteps:
+        """This rank's part of the plan; each step is planned once, whoever asks first."""
+        if (epoch, start) not in self._kept:
+            while len(self._kept) >= _KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[epoch, start] = _OwnSteps(self.plan(epoch, start), self._rank)
+        return self._kept[epoch, start]
+
+    def identity(self) -> dict[str, Any]:
+        """See EpochSampler."""
+        return {
+            "num_rows": len(self._workloads),
+            "rank": self._rank,
+            "world_size": self._num_ranks,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "drop_last": False,
+            "workloads": self._digest,
+            "max_tokens": self._max_tokens,
+        }
+
+    def require_fits(self, dataset: Any) -> None:
+        """See EpochSampler; a data set without a length is not looked at."""
+        if hasattr(dataset, "__len__") and len(dataset) != len(self._workloads):
+            raise ValueError(
+                f"workloads has {len(self._workloads)} entries, the data set has {len(dataset)} rows; every row costs "
+                "something: give one workload per row of this data set"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}  # plans are made again where they are needed
+
+
+class _OwnSteps:
+    """One rank's rows of each step, and the rows of all ranks: a list that grows as it is read."""
+
+    def __init__(self, plan: Iterator[PlannedStep], rank: int) -> None:
+        self._plan, self._rank = plan, rank
+        self._known: list[tuple[np.ndarray, int]] = []
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
+        index = 0
+        while index < len(self._known) or self._grow():
+            yield self._known[index]
+            index += 1
+
+    def _grow(self) -> bool:
+        step = next(self._plan, None)
+        if step is None:
+            return False
+        self._known.append((step.rows[step.ranks == self._rank], len(step.rows)))
+        return True
+
+
+def tokens_above(cap: int, tokens: np.ndarray, cells: np.ndarray, num_cells: int) -> int:
+    """How far the fullest of some cells exceeds a cap on tokens; 0 if none does."""
+    return max(0, int(sum_by_rank(cells, tokens, num_cells).max(initial=0)) - cap)

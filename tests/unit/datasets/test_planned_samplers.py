@@ -1,0 +1,333 @@
+"""Samplers of known workloads: every row once, limits kept, and exactly the rest from any place."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
+from commons.datasets.resumable_loader import ResumableLoader
+from commons.datasets.samplers import EPOCH_START, Place
+
+WORK = st.lists(st.integers(0, 50), max_size=70)
+
+
+def user_like(num_rows: int, seed: int = 0) -> np.ndarray:
+    """Tokens of users with a heavy tail."""
+    drawn = 20 + np.random.default_rng(seed).lognormal(np.log(130), 1.4, num_rows)
+    return np.minimum(drawn, 8192).astype(np.int64)
+
+
+def cost(lengths: np.ndarray) -> np.ndarray:
+    return 5120 * lengths + lengths**2
+
+
+def steps_of(samplers, epoch, start=EPOCH_START):
+    """Rows of every step on every rank; a rank that has ended has none."""
+    batches = []
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+        sampler.start_at(*start)
+        batches.append(list(sampler))
+    longest = max(map(len, batches), default=0)
+    assert all(len(own) >= longest - 1 for own in batches) and all(row for own in batches for row in own)
+    return [[own[step] if step < len(own) else [] for own in batches] for step in range(longest)]
+
+
+def rows_of(steps):
+    return Counter(row for step in steps for batch in step for row in batch)
+
+
+@given(
+    work=WORK,
+    batch_size=st.integers(1, 5),
+    num_ranks=st.integers(1, 4),
+    window=st.integers(1, 4),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    data=st.data(),
+)
+def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle, drop_last, data):
+    def make(ranks, window=window):
+        return [
+            BalancedBatchSampler(
+                work,
+                batch_size,
+                num_ranks=ranks,
+                rank=rank,
+                window=window,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                seed=3,
+            )
+            for rank in range(ranks)
+        ]
+
+    samplers = make(num_ranks)
+    steps = steps_of(samplers, 2)
+    order = samplers[0].order(len(work), 2)
+    kept = len(work) - (len(work) % (num_ranks * batch_size) if drop_last else 0)
+    assert rows_of(steps) == Counter(order[:kept].tolist())
+    assert [len(sampler) for sampler in samplers] == [
+        sum(bool(step[rank]) for step in steps) for rank in range(num_ranks)
+    ]
+    counts = [sum(map(len, step)) for step in steps]
+    for sampler in samplers:
+        assert sampler.num_rows == kept and list(sampler.step_rows(2, EPOCH_START)) == counts
+    full = kept // (window * num_ranks * batch_size) * window
+    assert all(len(batch) == batch_size for step in steps[:full] for batch in step)
+    sizes = [len(batch) for step in steps[full:] for batch in step]
+    assert not sizes or (max(sizes) - min(sizes) <= 1 and max(sizes) <= batch_size)
+    for begin in range(0, len(steps), window):
+        of_window = order[begin * num_ranks * batch_size : min((begin + window) * num_ranks * batch_size, kept)]
+        assert rows_of(steps[begin : begin + window]) == Counter(of_window.tolist())
+
+    stop = data.draw(st.integers(0, len(steps)))
+    places = {sampler.place_after(stop, 2, EPOCH_START) for sampler in samplers}
+    assert len(places) == 1
+    (place,) = places
+    assert steps_of(make(num_ranks), 2, place) == steps[stop:]
+    further = data.draw(st.integers(0, len(steps) - stop))
+    assert samplers[0].place_after(further, 2, place) == samplers[0].place_after(stop + further, 2, EPOCH_START)
+    # To other ranks and windows the place is the beginning of the window that has not been finished.
+    others = make(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)))
+    rest = rows_of(steps_of(others, 2, Place(place.row)))
+    left = len(work) - place.row
+    assert rest <= Counter(order[place.row :].tolist()) and (rest.total() == left or drop_last)
+
+
+@given(
+    work=WORK,
+    budget=st.integers(1, 90),
+    num_ranks=st.integers(1, 4),
+    max_rows=st.none() | st.integers(1, 6),
+    max_tokens=st.none() | st.integers(9, 30),
+    shuffle=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=120)
+def test_budget_epochs_and_places(work, budget, num_ranks, max_rows, max_tokens, shuffle, data):
+    tokens = [value % 10 for value in work]
+    limits = {"max_rows": max_rows, "max_tokens": max_tokens, "tokens": tokens, "shuffle": shuffle, "seed": 5}
+
+    def make(ranks):
+        return [
+            BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=ranks, rank=rank, **limits)
+            for rank in range(ranks)
+        ]
+
+    if work and min(work) > budget:
+        with pytest.raises(ValueError, match=f"budget_per_rank is {budget}, the lightest row costs {min(work)}"):
+            make(num_ranks)
+        return
+    samplers = make(num_ranks)
+    assert [len(sampler) for sampler in samplers] == [len(list(sampler)) for sampler in samplers]
+    steps = steps_of(samplers, 1)
+    order = samplers[0].order(len(work), 1).tolist()
+    done = 0
+    for number, step in enumerate(steps):
+        size = sum(map(len, step))
+        assert sorted(row for batch in step for row in batch) == sorted(order[done : done + size])
+        done += size
+        assert all(step) or number == len(steps) - 1
+        for batch in step:
+            assert sum(work[row] for row in batch) <= budget or len(batch) == 1
+            assert len(batch) <= (max_rows or len(batch))
+            assert max_tokens is None or sum(tokens[row] for row in batch) <= max_tokens
+    assert done == len(work)
+    stop = data.draw(st.integers(0, len(steps)))
+    place = samplers[0].place_after(stop, 1, EPOCH_START)
+    assert place == (sum(len(batch) for step in steps[:stop] for batch in step), 0)
+    assert steps_of(make(num_ranks), 1, place) == steps[stop:]
+    others = make(data.draw(st.integers(1, 4)))
+    assert rows_of(steps_of(others, 1, place)) == Counter(order[place.row :])
+
+
+def test_a_window_evens_the_steps_and_a_budget_their_tokens():
+    """The largest load ÷ the mean, and the most tokens of a rank ÷ the mean: over all steps and ranks."""
+    lengths, num_ranks = user_like(16 * 64 * 8), 16
+    work = cost(lengths)
+
+    def figures(plan):
+        steps = list(plan)
+        cells = np.concatenate([step.ranks + number * num_ranks for number, step in enumerate(steps[:-1])])
+        rows = np.concatenate([step.rows for step in steps[:-1]])
+        count = (len(steps) - 1) * num_ranks
+        loads = np.bincount(cells, work[rows], count).reshape(-1, num_ranks)
+        tokens = np.bincount(cells, lengths[rows], count)
+        return loads.max(1).sum() * num_ranks / loads.sum(), tokens.max() / tokens.mean()
+
+    def balanced(window):
+        return figures(BalancedBatchSampler(work, 32, num_ranks=num_ranks, rank=0, window=window).plan(0))
+
+    one, eight = balanced(1), balanced(8)
+    budget = int(work.max())  # of no less room: steps of a row above the budget cost what that row does
+    constant = figures(BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=num_ranks, rank=0).plan(0))
+    assert eight[0] < 1.06 < 1.2 < one[0] and constant[0] < 1.01
+    assert eight[1] < one[1] and constant[1] < 1.15
+
+
+def test_the_same_for_every_rank_and_epoch_and_another_order_in_the_next():
+    work = cost(user_like(500))
+    for make in (
+        lambda **options: BalancedBatchSampler(work, 4, window=3, **options),
+        lambda **options: BudgetBatchSampler(work, budget_per_rank=8 * int(work.mean()), **options),
+    ):
+        plans = [
+            [step.rows.tolist() for step in make(num_ranks=4, rank=rank, seed=7).plan(epoch)]
+            for rank in (0, 3)
+            for epoch in (0, 1)
+        ]
+        assert plans[0] == plans[2] != plans[1] == plans[3]
+        sampler = make(num_ranks=4, rank=1)
+        assert list(sampler) != list(sampler) and sampler.epoch == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_any_data_loader_takes_them(workers):
+    work = list(range(1, 24))
+    loaders = [
+        DataLoader(
+            TensorDataset(torch.arange(23)),
+            batch_sampler=BalancedBatchSampler(work, 4, num_ranks=2, rank=rank, window=2),
+            num_workers=workers,
+        )
+        for rank in range(2)
+    ]
+    assert [len(loader) for loader in loaders] == [3, 3]
+    rows = [row for loader in loaders for (batch,) in loader for row in batch.tolist()]
+    assert sorted(rows) == list(range(23))
+
+
+class Numbers(torch.utils.data.Dataset):
+    """A data set whose items are batches of row numbers."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, rows):
+        return list(rows)
+
+
+def loaders_of():
+    work = cost(user_like(40))
+    for options in ({"window": 3}, None):
+
+        def make(options=options, workers=0, work=work):
+            if options is None:
+                budget = 3 * int(work.mean())
+                sampler = BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=2, rank=1, max_rows=5)
+            else:
+                sampler = BalancedBatchSampler(work, 3, num_ranks=2, rank=1, **options)
+            return ResumableLoader(Numbers(), sampler, num_workers=workers)
+
+        yield make
+
+
+@pytest.mark.parametrize("make", list(loaders_of()), ids=["window", "budget"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_loader_gives_exactly_the_rest(make, workers):
+    whole = make()
+    first, second = list(whole), list(whole)
+    for stop in range(len(first) + 1):
+        loader = make(workers=workers) if stop == 2 else make()
+        batches = iter(loader)
+        given = [next(batches) for _ in range(stop)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert given + list(resumed) == first
+        assert list(resumed) == second
+
+
+def test_an_old_state_has_no_steps():
+    make = next(loaders_of())
+    state = make().state_dict()
+    assert state.pop("steps") == 0
+    loader = make()
+    loader.load_state_dict(state | {"row": 18})
+    assert loader.sampler.start == Place(18)
+
+
+def test_rows_above_the_budget_are_told_once(caplog):
+    work = [1, 90, 2, 3, 80, 1]
+    with caplog.at_level(logging.WARNING):
+        sampler = BudgetBatchSampler(work, budget_per_rank=5, num_ranks=2, rank=0, shuffle=False)
+        assert sorted(row for step in sampler.plan(0) for row in step.rows.tolist()) == list(range(6))
+        list(sampler)
+    assert [record.getMessage() for record in caplog.records] == [
+        "row 1 costs 90, budget_per_rank is 5; it gets a rank's step to itself, as do all 2 rows above the budget, "
+        "which make their steps longer than the others: truncate them, or raise the budget, at best to the heaviest, 90"
+    ]
+
+
+def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
+    options = {"tokens": [6, 6, 6, 6, 1, 1], "max_tokens": 7, "shuffle": False, "window": 1}
+    with caplog.at_level(logging.WARNING):
+        sampler = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **options)
+        assert len(list(sampler)) == 3 and len(list(sampler)) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "a batch has 5 tokens more than max_tokens, which is 7; the plan that exceeds it least is taken, here and from "
+        "now on: raise max_tokens, or lower batch_size"
+    ]
+    with_room = options | {"window": 3}  # a light row beside every heavy one, but for one pair
+    rows = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **with_room).plan(0)
+    assert sorted(sum(options["tokens"][row] for row in step.rows) for step in rows) == [7, 7, 12]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
+        ({"window": 0}, "window is 0; it must be an integer of at least 1"),
+        ({"window": 1.5}, "window is 1.5; it must be an integer of at least 1"),
+        ({"num_ranks": 0}, "num_ranks is 0; it must be an integer of at least 1"),
+        ({"rank": 2}, "rank is 2, num_ranks is 2; ranks are counted from 0"),
+        ({"seed": -1}, "seed is -1; it must be an integer of at least 0"),
+        ({"workloads": [1, -2]}, r"workloads\[1\] is -2; values must be non-negative"),
+        ({"tokens": [1]}, "tokens has 1 entries, there are 3 rows"),
+        ({"max_tokens": 4}, "max_tokens is 4, tokens is None; a cap needs the tokens of each row"),
+        ({"max_tokens": 4, "tokens": [1, 5, 2]}, "row 1 alone has 5 tokens, max_tokens is 4; no plan can keep that"),
+    ],
+)
+def test_a_wrong_argument(changes, message):
+    options = {"workloads": [1, 2, 3], "batch_size": 2, "num_ranks": 2, "rank": 0} | changes
+    with pytest.raises(ValueError, match=message):
+        BalancedBatchSampler(**options)
+    for name in ("batch_size", "window"):
+        options.pop(name, None)
+    if not changes.keys() & {"batch_size", "window"}:
+        with pytest.raises(ValueError, match=message):
+            BudgetBatchSampler(**options, budget_per_rank=4)
+
+
+def test_a_wrong_budget_or_place():
+    for changes, message in (
+        ({"budget_per_rank": 0}, "budget_per_rank is 0; it must be an integer of at least 1"),
+        ({"budget_per_rank": 1}, "budget_per_rank is 1, the lightest row costs 2; a step has room for some rows"),
+        ({"max_rows": 0}, "max_rows is 0; it must be an integer of at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BudgetBatchSampler([2, 3], **{"budget_per_rank": 9, "num_ranks": 1, "rank": 0} | changes)
+    with pytest.raises(TypeError, match="equal_size"):
+        BudgetBatchSampler([2, 3], budget_per_rank=9, num_ranks=1, rank=0, equal_size=True)
+    sampler = BalancedBatchSampler([1, 2], 1, num_ranks=1, rank=0, window=2)
+    with pytest.raises(
+        ValueError, match="steps is 2, the window of this BalancedBatchSampler is 2; a place is behind 0"
+    ):
+        sampler.start_at(0, 2)
+
+
+@pytest.mark.parametrize("given", [39, 41])
+def test_workloads_of_another_data_set(given):
+    sampler = BalancedBatchSampler([1] * given, 2, num_ranks=1, rank=0)
+    with pytest.raises(ValueError, match=f"workloads has {given} entries, the data set has 40 rows"):
+        ResumableLoader(Numbers(), sampler)
