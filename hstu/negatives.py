@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.hstu_batch import HSTUBatch
+from commons.datasets.hstu_batch import HSTUBatch, outline_kjt
 from commons.datasets.resumable_loader import ResumableLoader
 from commons.datasets.samplers import EpochSampler, Place
 from commons.sequence_batch.fields import copy_batch
@@ -126,6 +126,23 @@ class NegativeSampling(Dataset[HSTUBatch]):
             row_ids = np.asarray(rows, dtype=np.int64)
         drawn = draw_negatives(row_ids, self._num_negatives, self._num_items, seed=self._seed, epoch=epoch)
         return with_negatives(batch, self._feature_name, torch.from_numpy(drawn))
+
+    def outlines(self) -> Iterator[HSTUBatch]:
+        """What the data set gives as `outlines`, with the lengths of the negatives.
+
+        Raises:
+            ValueError: random data, whose lengths are not known beforehand.
+
+        """
+        outlines: Iterator[HSTUBatch] = self.dataset.outlines()  # type: ignore[attr-defined]
+        return map(self._with_outlined_negatives, outlines)
+
+    def _with_outlined_negatives(self, outline: HSTUBatch) -> HSTUBatch:
+        keys = outline.features.keys()
+        lengths = dict(zip(keys, outline.features.lengths().view(len(keys), -1)))
+        lengths[self._feature_name] = torch.full((outline.batch_size,), self._num_negatives)
+        longest = outline.feature_to_max_seqlen | {self._feature_name: self._num_negatives}
+        return copy_batch(outline, {"features": outline_kjt(lengths), "feature_to_max_seqlen": longest})
 
 
 class EpochTaggedSampler(EpochSampler[Any]):

@@ -286,3 +286,20 @@ def padded_kjt(values: dict[str, torch.Tensor], lengths: dict[str, torch.Tensor]
         stride=batch_size,
         length_per_key=[value.numel() for value in values.values()],
     )
+
+
+def outline_kjt(lengths: dict[str, torch.Tensor], dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
+    """A KeyedJaggedTensor of the right lengths whose values, all zero, take no memory.
+
+    Args:
+        lengths: by key, int64 `(num_rows,)`.
+        dtype: of the values.
+
+    """
+    per_key = [int(row.sum()) for row in lengths.values()]
+    return KeyedJaggedTensor(
+        keys=list(lengths),
+        values=torch.zeros(1, dtype=dtype).expand(sum(per_key)),
+        lengths=torch.cat(list(lengths.values())),
+        length_per_key=per_key,
+    )

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random_distribution import LengthDistribution
-from commons.datasets.samplers import check_rank
+from commons.datasets.samplers import check_rank, lengths_unknown
 
 
 class RandomHSTUDataset(Dataset[HSTUBatch]):
@@ -90,6 +90,10 @@ class RandomHSTUDataset(Dataset[HSTUBatch]):
     def stream(self) -> Iterator[HSTUBatch]:
         """The batches of the data set, and on from there without end."""
         return map(self._draw, itertools.count())
+
+    def outlines(self) -> Iterator[HSTUBatch]:
+        """Raise ValueError: no lengths are known beforehand."""
+        raise lengths_unknown()
 
     def _draw(self, index: int) -> HSTUBatch:
         # Batch numbers are global, so that the streams of two ranks never meet.

@@ -173,6 +173,14 @@ class RankShare:
         return {"seed": self.seed * 2 + (split != "train"), "rank": self.rank, "world_size": self.world_size}
 
 
+def lengths_unknown() -> ValueError:
+    """What is raised where random data are asked for the lengths of all their rows."""
+    return ValueError(
+        "random data are drawn as they are read; the lengths of their rows are not known beforehand: balance batches "
+        "as they come (enable_balanced_shuffler, with a shuffle_window), or read a file"
+    )
+
+
 def check_rows(rows: int | Sequence[int], num_rows: int, batch_size: int) -> np.ndarray:
     """The rows that a batch is asked for, int64 `(n,)`.
 

@@ -6,7 +6,7 @@ cut to the last `max_history_seqlen + num_candidates`; the last `num_candidates`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,12 @@ import torch
 from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
+from commons.datasets.hstu_batch import HSTUBatch, outline_kjt, padded_kjt
 from commons.datasets.samplers import check_rows
 from commons.datasets.sequence_file import SequenceFile, SequenceSchema
 from commons.datasets.sequence_metadata import TIMESTAMP
+
+_ROWS_PER_OUTLINE = 2**16
 
 
 class SequenceDataset(Dataset[HSTUBatch]):
@@ -142,37 +144,72 @@ class SequenceDataset(Dataset[HSTUBatch]):
         """
         return self._assemble(check_rows(rows, len(self), self._batch_size) + self._rows.start)
 
+    def outlines(self) -> Iterator[HSTUBatch]:
+        """All users of the split in order, as batches that have their lengths and zeros for values.
+
+        What a row costs follows from its lengths, so any shuffler's `get_workloads` tells it of such a batch. Reads the
+        items' column once.
+
+        Yields:
+            Batches of at most 65,536 rows without padding, whose values take no memory.
+
+        """
+        lengths = self._file.list_lengths(self.schema.item_feature_name, self._rows)
+        for first in range(0, len(lengths), _ROWS_PER_OUTLINE):
+            num_candidates, kept = self._cut(lengths[first : first + _ROWS_PER_OUTLINE])
+            targets = kept if self.max_num_candidates == 0 else num_candidates
+            tasks = [f"task_{index}" for index in range(self.num_tasks)]
+            yield self._batch(
+                outline_kjt(_tensors(self._feature_lengths(kept))),
+                outline_kjt(_tensors(dict.fromkeys(tasks, targets)), torch.float32) if tasks else None,
+                num_candidates,
+                batch_size=len(kept),
+            )
+
+    def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Candidates of rows of so many items, and the items that are kept, candidates among them."""
+        num_candidates = np.clip(lengths - 1, 0, self.max_num_candidates)
+        return num_candidates, np.minimum(lengths, self.max_history_seqlen + num_candidates)
+
+    def _feature_lengths(self, kept: np.ndarray) -> dict[str, np.ndarray]:
+        """Lengths of every feature in rows of so many items."""
+        contextual = set(self.schema.contextual_feature_names)
+        return {name: np.ones_like(kept) if name in contextual else kept for name in self.feature_to_max_seqlen}
+
     def _assemble(self, rows: np.ndarray) -> HSTUBatch:
         schema = self.schema
         users = self._file.select(rows)
-        lengths = users.lengths(schema.item_feature_name)  # (num_rows,)
-        num_candidates = np.clip(lengths - 1, 0, self.max_num_candidates)
-        kept = np.minimum(lengths, self.max_history_seqlen + num_candidates)
+        num_candidates, kept = self._cut(users.lengths(schema.item_feature_name))  # (num_rows,)
         values = {name: users.values(name) for name in schema.contextual_feature_names}
         values[schema.item_feature_name] = users.tails(schema.item_feature_name, kept)
-        feature_lengths = {
-            **dict.fromkeys(schema.contextual_feature_names, np.ones_like(kept)),
-            schema.item_feature_name: kept,
-        }
         actions = np.empty(0, np.int64)
         if schema.action_feature_name is not None:
             actions = values[schema.action_feature_name] = users.tails(schema.action_feature_name, kept)  # (sum(kept),)
-            feature_lengths[schema.action_feature_name] = kept
         if self.timestamps:
             values[TIMESTAMP] = users.tails(TIMESTAMP, kept) // (schema.timestamps_per_second or 1)
-            feature_lengths[TIMESTAMP] = kept
-        padding = (0, self._batch_size - len(rows))
-        return HSTUBatch(
-            features=padded_kjt(_tensors(values), _tensors(feature_lengths), self._batch_size),
+        return self._batch(
+            padded_kjt(_tensors(values), _tensors(self._feature_lengths(kept)), self._batch_size),
+            self._labels(actions, kept, num_candidates),
+            num_candidates,
             batch_size=self._batch_size,
+        )
+
+    def _batch(
+        self, features: KeyedJaggedTensor, labels: KeyedJaggedTensor | None, num_candidates: np.ndarray, batch_size: int
+    ) -> HSTUBatch:
+        schema, num_rows = self.schema, len(num_candidates)
+        padded = torch.from_numpy(np.pad(num_candidates, (0, batch_size - num_rows)))
+        return HSTUBatch(
+            features=features,
+            batch_size=batch_size,
             feature_to_max_seqlen=self.feature_to_max_seqlen,
             contextual_feature_names=list(schema.contextual_feature_names),
-            labels=self._labels(actions, kept, num_candidates),
-            actual_batch_size=len(rows),
+            labels=labels,
+            actual_batch_size=num_rows,
             item_feature_name=schema.item_feature_name,
             action_feature_name=schema.action_feature_name,
             max_num_candidates=self.max_num_candidates,
-            num_candidates=torch.from_numpy(np.pad(num_candidates, padding)) if self.max_num_candidates > 0 else None,
+            num_candidates=padded if self.max_num_candidates > 0 else None,
         )
 
     def _labels(self, actions: np.ndarray, kept: np.ndarray, num_candidates: np.ndarray) -> KeyedJaggedTensor | None:

@@ -152,9 +152,21 @@ class SequenceFile:
         local = rows - self._group_starts[numbers]
         return RowSelection([(groups[number], row) for number, row in zip(numbers.tolist(), local.tolist())])
 
+    def list_lengths(self, column: str, rows: range) -> np.ndarray:
+        """Lengths of a list column in consecutive rows: int64 `(len(rows),)`; reads that column alone, keeps nothing.
+
+        Parquet holds no lengths of lists but in the levels of their values, so the values are decoded with them.
+        """
+        first = int(np.searchsorted(self._group_starts, rows.start, side="right")) - 1
+        last = int(np.searchsorted(self._group_starts, rows.stop, side="left"))
+        lengths = [np.empty(0, np.int64)]
+        for number in range(first, last) if rows else ():
+            offsets = self._read_table(number, [column])[column].combine_chunks().offsets.to_numpy()
+            begin = int(self._group_starts[number])
+            lengths.append(np.diff(offsets).astype(np.int64)[max(0, rows.start - begin) : rows.stop - begin])
+        return np.concatenate(lengths)
+
     def _row_group(self, number: int) -> _RowGroup:
-        if self._process != os.getpid():  # a worker, forked after a shard was opened, opens it for itself
-            self._process, self._open = os.getpid(), {}
         if number in self._cache:
             self._cache.move_to_end(number)
             return self._cache[number]
@@ -164,13 +176,16 @@ class SequenceFile:
             self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
         return group
 
-    def _read_group(self, number: int) -> _RowGroup:
+    def _read_table(self, number: int, columns: list[str]) -> pa.Table:
+        """Columns of a row group, as many rows as the manifest says."""
+        if self._process != os.getpid():  # a worker, forked after a shard was opened, opens it for itself
+            self._process, self._open = os.getpid(), {}
         shard, index = self._groups[number]
         file, expected = self.metadata.shards[shard].file, self.metadata.shards[shard].row_groups[index]
         try:
             if shard not in self._open:
                 self._open[shard] = pq.ParquetFile(self.path / file, memory_map=True, page_checksum_verification=True)
-            table = self._open[shard].read_row_group(index, columns=self._columns, use_threads=False)
+            table = self._open[shard].read_row_group(index, columns=columns, use_threads=False)
         except (pa.ArrowInvalid, OSError) as error:
             first_line = str(error).splitlines()[0]
             raise ValueError(f"{self.path / file} is damaged ({first_line}); preprocess the data again") from error
@@ -179,7 +194,11 @@ class SequenceFile:
                 f"{self.path / file} has {table.num_rows} rows in row group {index}, {MANIFEST} says {expected}; both "
                 "come from one run: preprocess the data again"
             )
-        group = _RowGroup(table)
+        return table
+
+    def _read_group(self, number: int) -> _RowGroup:
+        group = _RowGroup(self._read_table(number, self._columns))
+        file = self.metadata.shards[self._groups[number][0]].file
         for name, values in (*group.plain.items(), *group.flat.items()):
             size = self.metadata.vocabulary_sizes.get(name)
             if size is not None and len(values) and not 0 <= values.min() <= values.max() < size:

@@ -6,20 +6,24 @@ candidates, those before them the history; histories that are too long lose thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, codebook_offsets
-from commons.datasets.hstu_batch import padded_kjt
+from commons.datasets.hstu_batch import outline_kjt, padded_kjt
 from commons.datasets.samplers import check_rows
 from commons.datasets.sid_histories import Histories, history_chunks
 from commons.datasets.sid_map import SIDMap
+from commons.sequence_batch.fields import make_batch
 
 HISTORY, CANDIDATE = "history", "candidate"
 _SHOWN = 3
+_ROWS_PER_OUTLINE = 2**16
 
 
 class SIDDataset(Dataset[GPTSIDBatch]):
@@ -70,7 +74,9 @@ class SIDDataset(Dataset[GPTSIDBatch]):
         self._histories = histories
         self._batch_size = batch_size
         self._offsets = np.asarray(codebook_offsets(sid_map.codebook_sizes))
-        self.num_cut_histories, self.num_cut_items = self._scan()
+        self._lengths = self._scan()  # (num_users,)
+        excess = np.maximum(self._lengths - self.max_items, 0)
+        self.num_cut_histories, self.num_cut_items = int(np.count_nonzero(excess)), int(excess.sum())
 
     def __len__(self) -> int:
         """Users of the split."""
@@ -91,14 +97,60 @@ class SIDDataset(Dataset[GPTSIDBatch]):
         """
         return self._assemble(check_rows(rows, len(self), self._batch_size))
 
-    def _scan(self) -> tuple[int, int]:
-        """Users with more items than a row holds, and how many more; raises for items without a SID."""
-        num_cut = num_cut_items = num_unknown = 0
+    def outlines(self) -> Iterator[GPTSIDBatch]:
+        """All users in order, as batches that have their lengths and zeros for values.
+
+        What a row costs follows from its lengths, so any shuffler's `get_workloads` tells it of such a batch. Nothing
+        is read: all lengths are known from the start.
+
+        Yields:
+            Batches of at most 65,536 rows without padding, whose values take no memory.
+
+        """
+        for first in range(0, len(self), _ROWS_PER_OUTLINE):
+            candidates, kept = self._cut(self._lengths[first : first + _ROWS_PER_OUTLINE])
+            lengths = self._code_lengths(candidates, kept)
+            fields = self._fields(outline_kjt(lengths), outline_kjt({LABEL_NAME: lengths[CANDIDATE]}), len(kept))
+            # Not by the constructor, which looks at the values: a code of 0 is no id in all hierarchies.
+            yield make_batch(GPTSIDBatch, fields | {"batch_size": len(kept)})
+
+    def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Candidates of rows of so many items, and the items that are kept, candidates among them."""
+        candidates = np.minimum(lengths, self.max_candidate_length)
+        return candidates, np.minimum(lengths, self.max_history_length + candidates)
+
+    def _code_lengths(self, candidates: np.ndarray, kept: np.ndarray) -> dict[str, torch.Tensor]:
+        hierarchies = self.sid_map.num_hierarchies
+        return {
+            HISTORY: torch.from_numpy((kept - candidates) * hierarchies),
+            CANDIDATE: torch.from_numpy(candidates * hierarchies),
+        }
+
+    def _fields(self, features: KeyedJaggedTensor, labels: KeyedJaggedTensor, num_rows: int) -> dict[str, Any]:
+        hierarchies = self.sid_map.num_hierarchies
+        return {
+            "features": features,
+            "batch_size": self._batch_size,
+            "feature_to_max_seqlen": {
+                HISTORY: self.max_history_length * hierarchies,
+                CANDIDATE: self.max_candidate_length * hierarchies,
+            },
+            "contextual_feature_names": [],
+            "labels": labels,
+            "actual_batch_size": num_rows,
+            "history_feature_name": HISTORY,
+            "candidate_feature_name": CANDIDATE,
+            "num_hierarchies": hierarchies,
+            "codebook_sizes": list(self.sid_map.codebook_sizes),
+        }
+
+    def _scan(self) -> np.ndarray:
+        """Items of every user: int64 `(num_users,)`; raises for items without a SID."""
+        num_unknown = 0
+        found: list[np.ndarray] = []
         unknown: list[str] = []
         for users, lengths, items in history_chunks(self._histories):
-            excess = np.maximum(lengths - self.max_items, 0)
-            num_cut += int(np.count_nonzero(excess))
-            num_cut_items += int(excess.sum())
+            found.append(lengths)
             missing = np.flatnonzero(self.sid_map.rows_of(items) < 0)
             num_unknown += missing.size
             owners = np.repeat(users, lengths)[missing[:_SHOWN]]
@@ -109,43 +161,30 @@ class SIDDataset(Dataset[GPTSIDBatch]):
                 f"{', '.join(unknown[:_SHOWN])}; the map has {self.sid_map.num_items} items from "
                 f"{self.sid_map.item_ids[0]} to {self.sid_map.item_ids[-1]}: make the map from these data"
             )
-        return num_cut, num_cut_items
+        return np.concatenate(found)
 
     def _assemble(self, rows: np.ndarray) -> GPTSIDBatch:
-        lengths = self._histories.lengths(rows)  # (num_rows,)
-        candidates = np.minimum(lengths, self.max_candidate_length)
-        kept = np.minimum(lengths, self.max_history_length + candidates)
+        candidates, kept = self._cut(self._lengths[rows])  # (num_rows,)
         items = self._histories.tails(rows, kept)  # (sum(kept),)
         # The candidates of a row are the last of its items: those at most `candidates` from the row's end.
         from_end = np.repeat(np.cumsum(kept), kept) - np.arange(len(items))
         is_candidate = from_end <= np.repeat(candidates, kept)
         codes = self.sid_map.codes[self.sid_map.rows_of(items)]  # (sum(kept), num_hierarchies)
         ids = codes + self._offsets
-        hierarchies = self.sid_map.num_hierarchies
-        code_lengths = {
-            HISTORY: torch.from_numpy((kept - candidates) * hierarchies),
-            CANDIDATE: torch.from_numpy(candidates * hierarchies),
-        }
+        code_lengths = self._code_lengths(candidates, kept)
         values = {HISTORY: ids[~is_candidate], CANDIDATE: ids[is_candidate]}
         return GPTSIDBatch(
-            features=padded_kjt(
-                {name: torch.from_numpy(value.reshape(-1)) for name, value in values.items()},
-                code_lengths,
-                self._batch_size,
-            ),
-            batch_size=self._batch_size,
-            feature_to_max_seqlen={
-                HISTORY: self.max_history_length * hierarchies,
-                CANDIDATE: self.max_candidate_length * hierarchies,
-            },
-            labels=padded_kjt(
-                {LABEL_NAME: torch.from_numpy(codes[is_candidate].reshape(-1))},
-                {LABEL_NAME: code_lengths[CANDIDATE]},
-                self._batch_size,
-            ),
-            actual_batch_size=len(rows),
-            history_feature_name=HISTORY,
-            candidate_feature_name=CANDIDATE,
-            num_hierarchies=hierarchies,
-            codebook_sizes=list(self.sid_map.codebook_sizes),
+            **self._fields(
+                padded_kjt(
+                    {name: torch.from_numpy(value.reshape(-1)) for name, value in values.items()},
+                    code_lengths,
+                    self._batch_size,
+                ),
+                padded_kjt(
+                    {LABEL_NAME: torch.from_numpy(codes[is_candidate].reshape(-1))},
+                    {LABEL_NAME: code_lengths[CANDIDATE]},
+                    self._batch_size,
+                ),
+                len(rows),
+            )
         )

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from commons.datasets.random_distribution import LengthDistribution
-from commons.datasets.samplers import check_rank
+from commons.datasets.samplers import check_rank, lengths_unknown
 from commons.datasets.sid_dataset import CANDIDATE, HISTORY
 from commons.datasets.sid_map import SIDMap
 
@@ -131,6 +131,10 @@ class RandomSIDDataset(Dataset[GPTSIDBatch]):
     def stream(self) -> Iterator[GPTSIDBatch]:
         """The batches of the data set, and on from there without end."""
         return map(self._draw, itertools.count())
+
+    def outlines(self) -> Iterator[GPTSIDBatch]:
+        """Raise ValueError: no lengths are known beforehand."""
+        raise lengths_unknown()
 
     def _draw(self, index: int) -> GPTSIDBatch:
         seed, rank, world_size = self._entropy

@@ -1,0 +1,100 @@
+"""Outlines: batches of all rows with their lengths alone, of which a shuffler tells the workloads of a data set."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.raw_data.movielens_1m import generate_movielens
+from commons.datasets import sequence_dataset, sequence_file, sequence_writer, sid_dataset, user_partitions
+from commons.datasets.data_loader import get_data_loader
+from commons.datasets.movielens import preprocess_movielens
+from commons.datasets.sid_random_dataset import random_sid_map
+from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
+from commons.sequence_batch.schema import BatchSchema
+from hstu.batch_shuffler import HSTUBalancedBatchShuffler
+from hstu.negatives import sample_negatives
+from sid_gr.batch_shuffler import SIDGRBalancedBatchShuffler
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Both splits in four shards each, in row groups of at most 16 users."""
+    path = tmp_path_factory.mktemp("data")
+    generate_movielens(path / "ml-1m.zip", num_users=150, seed=5)
+    with (
+        mock.patch.object(sequence_writer, "_MOST_USERS_PER_GROUP", 16),
+        mock.patch.object(user_partitions, "_ROWS_PER_PARTITION", 12_000),
+    ):
+        preprocess_movielens(path / "ml-1m.zip", path, test_fraction=0.2)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small_outlines(monkeypatch):
+    for module in (sequence_dataset, sid_dataset):
+        monkeypatch.setattr(module, "_ROWS_PER_OUTLINE", 25)
+
+
+def lengths_of(batches):
+    """Lengths of every key of features and labels in all real rows, and the numbers of candidates."""
+    found = []
+    for batch in batches:
+        rows = batch.actual_batch_size
+        jagged = [kjt for kjt in (batch.features, batch.labels) if kjt is not None]
+        tables = [kjt.lengths().view(len(kjt.keys()), -1)[:, :rows] for kjt in jagged]
+        candidates = getattr(batch, "num_candidates", None)
+        found.append(torch.cat([*tables, *([] if candidates is None else [candidates[None, :rows]])]))
+    return torch.cat(found, 1)
+
+
+def require_outlines(loader, shuffler):
+    outlines, batches = list(loader.dataset.outlines()), list(loader)
+    assert len(outlines) > 1 and sum(outline.batch_size for outline in outlines) == loader.sampler.num_rows
+    assert torch.equal(lengths_of(outlines), lengths_of(batches))
+    for outline in outlines:
+        assert not BatchSchema.of(outline).differences(BatchSchema.of(batches[0]))
+        assert outline.features.values().untyped_storage().nbytes() == 8 and not outline.features.values().any()
+    of_outlines = torch.cat([shuffler.get_workloads(outline) for outline in outlines])
+    of_rows = torch.cat([shuffler.get_workloads(batch)[: batch.actual_batch_size] for batch in batches])
+    assert torch.equal(of_outlines, of_rows)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("candidates", [0, 3])
+def test_outlines_have_the_lengths_of_the_rows(folder, split, candidates):
+    options = {"dataset_path": folder, "max_history_seqlen": 30, "max_num_candidates": candidates, "num_tasks": 2}
+    loader = get_data_loader("ml-1m", split, batch_size=7, timestamps=True, **options)
+    with mock.patch.object(sequence_file.SequenceFile, "_read_group") as read_all:  # nothing but the items' column
+        list(loader.dataset.outlines())
+    assert not read_all.called
+    require_outlines(loader, HSTUBalancedBatchShuffler(16, 2, 8))
+
+
+def test_outlines_of_rows_with_negatives(folder):
+    loader = get_data_loader("ml-1m", batch_size=7, dataset_path=folder, max_history_seqlen=30)
+    with_negatives = sample_negatives(loader, "negatives", 5, 100, seed=1)
+    require_outlines(with_negatives, TokensBalancedBatchShuffler())
+
+
+@pytest.mark.parametrize("candidates", [0, 2])
+def test_outlines_of_semantic_ids(folder, candidates):
+    loader = get_data_loader(
+        "sid-ml-1m",
+        batch_size=7,
+        dataset_path=folder,
+        max_history_seqlen=30,
+        max_num_candidates=candidates,
+        sid_map=random_sid_map(4_000, (20, 20, 20)),
+    )
+    require_outlines(loader, SIDGRBalancedBatchShuffler(16, 2, 8))
+
+
+def test_random_data_know_no_lengths():
+    sids = {"sid_map": random_sid_map(9, (3, 3))}
+    for name, options in (("random", {}), ("sid-random", sids)):
+        loader = get_data_loader(name, batch_size=4, max_history_seqlen=9, **options)
+        with pytest.raises(ValueError, match="lengths of their rows are not known beforehand: balance batches as they"):
+            loader.dataset.outlines()
