@@ -182,6 +182,10 @@ class EpochTaggedSampler(EpochSampler[Any]):
         """See EpochSampler."""
         return self._sampler.identity()
 
+    def wrap(self, sampler: EpochSampler[Any]) -> EpochSampler[Any]:
+        """See EpochSampler."""
+        return EpochTaggedSampler(sampler)
+
 
 def sample_negatives(
     loader: DataLoader[Any], feature_name: str, num_negatives: int, num_items: int, **options: Any

@@ -53,6 +53,21 @@ class ResumableLoader(DataLoader[Any]):
         )
         self._given: _Given | None = None
 
+    def with_sampler(self, sampler: EpochSampler[Any]) -> ResumableLoader:
+        """A loader of the same data set whose rows are read in another order.
+
+        Args:
+            sampler: of row numbers.
+
+        Raises:
+            ValueError: it was made for other rows.
+
+        """
+        sampler.require_fits(self.dataset)
+        return ResumableLoader(
+            self.dataset, self.sampler.wrap(sampler), num_workers=self.num_workers, pin_memory=self.pin_memory
+        )
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own type is private
         """Batches of the next epoch."""
         given = self._given = _Given(self.sampler.epoch, self.sampler.start)

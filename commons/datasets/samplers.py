@@ -135,6 +135,10 @@ class EpochSampler(Sampler[T]):
     def identity(self) -> dict[str, Any]:
         """What has to be equal for a place to mean the same items, JSON-ready."""
 
+    def wrap(self, sampler: EpochSampler[Any]) -> EpochSampler[Any]:
+        """Another sampler of the same data set's rows, with what this one adds to its items."""
+        return sampler
+
     def require_fits(self, dataset: Any) -> None:
         """Raise ValueError where the rows that the sampler knows are not those of the data set that it is to read."""
 

@@ -26,7 +26,7 @@ class OptimizationArgs:
     """Norm to which the gradient of the dense parameters is clipped; None for no limit."""
 
     warmup_steps: int = 0
-    """Updates in which learning rates rise linearly from 0."""
+    """Updates in which learning rates rise linearly from 0; rows, with schedule_in "rows"."""
 
     lr_schedule: Literal["constant", "cosine"] = "constant"
     """What learning rates do then: stay, or fall to min_lr_ratio at the end of the run."""
@@ -69,10 +69,10 @@ class TrainerArgs:
     """Epochs to train; None for as many as max_train_iters needs."""
 
     max_train_iters: int | None = None
-    """Steps to train; None for no limit."""
+    """Steps to train; None for no limit. Rows, with schedule_in "rows": the last step is the one that reaches them."""
 
     eval_interval: int = 100
-    """Steps between evaluations; there is another one at the end."""
+    """Steps between evaluations; there is another one at the end. Rows, with schedule_in "rows"."""
 
     max_eval_iters: int | None = None
     """Batches of an evaluation on every rank, so that more ranks evaluate more rows; None for all rows of the data
@@ -134,7 +134,8 @@ class TrainerArgs:
     """The step after its last."""
 
     ckpt_save_interval: int = -1
-    """Steps between checkpoints; there is another one at the end. -1 for none, also after SIGTERM."""
+    """Steps between checkpoints; there is another one at the end. -1 for none, also after SIGTERM. Rows, with
+    schedule_in "rows"."""
 
     ckpt_save_dir: str = "./checkpoints"
     """Folder for the checkpoints of this run alone, on a disk that all ranks share. SIGTERM saves one there and ends
@@ -155,8 +156,28 @@ class TrainerArgs:
     """With single_rank_load: deal rows out by their work, instead of one to each rank in turn. Where every rank loads
     its own rows, enable_balanced_shuffler balances them."""
 
+    shuffle_window: int = 1
+    """Batches whose rows are balanced together, over ranks and steps: heavy rows of one find room in the others. With
+    enable_balanced_shuffler windows are exchanged on the host, which holds about two of them; with balance_sampler
+    nothing is exchanged. 1 balances every batch by itself. It changes which rows share a step, but neither the size of
+    a step nor that every row is trained once per epoch."""
+
+    balance_sampler: bool = False
+    """Read rows by their work: the data set tells all lengths beforehand, every rank computes the same plan and reads
+    its own rows, and none is exchanged. Not for random data, and instead of enable_balanced_shuffler."""
+
+    budget_per_rank: float | None = None
+    """With balance_sampler: steps of constant cost, in which every rank gets as much work as this many rows cost on
+    average. train_batch_size is then the most rows of a rank's step. Needs shuffler.equal_size false. None: steps of
+    train_batch_size rows per rank."""
+
+    schedule_in: Literal["steps", "rows"] = "steps"
+    """What max_train_iters, eval_interval, ckpt_save_interval and warmup_steps count, and what the cosine follows:
+    steps, or rows of all ranks together. What is due after so many rows comes after the step that reaches them.
+    log_interval and the trace count steps."""
+
     def __post_init__(self) -> None:
-        for name in ("train_batch_size", "eval_batch_size", "eval_interval", "log_interval"):
+        for name in ("train_batch_size", "eval_batch_size", "eval_interval", "log_interval", "shuffle_window"):
             require_at_least(name, getattr(self, name), 1)
         for name in ("num_epochs", "max_train_iters", "max_eval_iters", "world_size"):
             if getattr(self, name) is not None:
@@ -166,7 +187,8 @@ class TrainerArgs:
         require_at_least("ckpt_keep", self.ckpt_keep, 1)
         if self.ckpt_save_interval != -1:
             require_at_least("ckpt_save_interval", self.ckpt_save_interval, 1)
-            if self.ckpt_save_interval % self.optimization.accumulation_steps:
+            in_steps = self.schedule_in == "steps"  # in rows, it waits for the end of an accumulation
+            if in_steps and self.ckpt_save_interval % self.optimization.accumulation_steps:
                 raise ValueError(
                     f"ckpt_save_interval is {self.ckpt_save_interval}, accumulation_steps is "
                     f"{self.optimization.accumulation_steps}; a checkpoint holds no half-accumulated gradient: give a "
@@ -214,6 +236,48 @@ class TrainerArgs:
             raise ValueError(
                 "balance_batch and enable_balanced_shuffler are both True; rows that rank 0 has dealt out by their "
                 "work need no shuffle: set one of them"
+            )
+        self._check_balancing_beyond_a_batch()
+        for name in ("eval_interval", "ckpt_save_interval"):
+            if self.schedule_in == "rows" and 0 < getattr(self, name) < self.train_batch_size:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, schedule_in is 'rows' and train_batch_size is "
+                    f"{self.train_batch_size}; it would be due after every step: count it in rows of all ranks together"
+                )
+
+    def _check_balancing_beyond_a_batch(self) -> None:
+        if self.balance_sampler and self.enable_balanced_shuffler:
+            raise ValueError(
+                "balance_sampler and enable_balanced_shuffler are both True; rows that every rank has read by their "
+                "work need no shuffle: set one of them"
+            )
+        if self.single_rank_load and (self.balance_sampler or self.shuffle_window > 1):
+            asked = "balance_sampler is True" if self.balance_sampler else f"shuffle_window is {self.shuffle_window}"
+            raise ValueError(
+                f"single_rank_load and {asked}; rank 0 deals out every batch by itself: set balance_batch, or let "
+                "every rank load its own rows"
+            )
+        if self.shuffle_window > 1 and not (self.balance_sampler or self.enable_balanced_shuffler):
+            raise ValueError(
+                f"shuffle_window is {self.shuffle_window} and nothing is balanced; a window is what is balanced "
+                "together: set enable_balanced_shuffler or balance_sampler too, or leave shuffle_window 1"
+            )
+        if self.budget_per_rank is None:
+            return
+        if not is_positive(self.budget_per_rank):
+            raise ValueError(
+                f"budget_per_rank is {self.budget_per_rank!r}; it is a positive number of average rows: correct it"
+            )
+        if not self.balance_sampler or self.shuffle_window > 1:
+            raise ValueError(
+                f"budget_per_rank is {self.budget_per_rank}, balance_sampler is {self.balance_sampler} and "
+                f"shuffle_window is {self.shuffle_window}; the sampler fills one step after another: set "
+                "balance_sampler, and leave shuffle_window 1"
+            )
+        if self.shuffler.equal_size:
+            raise ValueError(
+                f"budget_per_rank is {self.budget_per_rank} and shuffler.equal_size is True; a rank gets as many rows "
+                "as its budget has room for, not as many as the others: set shuffler.equal_size to false"
             )
 
 

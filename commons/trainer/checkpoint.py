@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,21 @@ class TrainProgress:
     Attributes:
         step: steps trained.
         epoch: epochs finished.
-        rows_in_epoch: rows of the current epoch that have been trained, over all ranks; where ranks ran out of rows at
-            different steps, those they would have had count too.
+        rows_in_epoch: rows of the current epoch that have been trained, over all ranks; within a window, those before
+            it.
+        window_steps: steps trained of that window.
+        window_rows: rows trained in these steps, over all ranks.
+        window_of: what the window was planned for, JSON-ready: `window_steps` tells a place in this plan alone.
+        rows: rows trained since the run began; None in checkpoints of earlier versions.
     """
 
     step: int = 0
     epoch: int = 0
     rows_in_epoch: int = 0
+    window_steps: int = 0
+    window_rows: int = 0
+    window_of: Mapping[str, Any] = field(default_factory=dict)
+    rows: int | None = 0
 
 
 class Checkpointer:
@@ -137,10 +145,6 @@ class Checkpointer:
             if self._loaded_from is not None and self._loaded_from.resolve().parent == self.folder.resolve():
                 self._saved_at = progress.step
         return progress, said
-
-    def should_save(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step, counted from 1."""
-        return self.saves and step % self._args.ckpt_save_interval == 0
 
     def has_saved(self, step: int) -> bool:
         """Whether the state after a step needs no checkpoint (any more)."""
@@ -227,7 +231,7 @@ class Checkpointer:
         self._loaded_from = chosen
         if self._loss_scaler is not None and state.get("loss_scaler"):
             self._loss_scaler.load_state_dict(state["loss_scaler"])
-        return TrainProgress(**state["progress"])
+        return TrainProgress(**{"rows": None} | state["progress"])
 
     def _load_from(self, path: Path, digests: Mapping[str, str]) -> str:
         """Load a checkpoint; returns on all ranks why that could not be done, or ""."""

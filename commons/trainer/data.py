@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from commons.datasets.balanced_sampler import BalancedBatchSampler
+from commons.datasets.budget_sampler import BudgetBatchSampler
 from commons.datasets.data_loader import get_data_loader
+from commons.datasets.resumable_loader import ResumableLoader
 from commons.dispatch import SingleRankLoader
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
+from commons.perf_model.partitioner import as_int64_workloads
 from commons.trainer.args import DatasetArgs, TrainerArgs
 
 
@@ -93,3 +99,75 @@ def deal_out(
     return SingleRankLoader(
         train_loader, get_workloads if trainer.balance_batch else None, pin_memory=device.type == "cuda"
     )
+
+
+def read_by_work(
+    train_loader: DataLoader[Any],
+    dataset: DatasetArgs,
+    trainer: TrainerArgs,
+    shuffler: BaseTaskBalancedBatchShuffler,
+) -> ResumableLoader:
+    """A loader of the same rows in batches, or steps of constant cost, that are balanced as they are read.
+
+    Every rank asks the shuffler what each row of the data set costs, by the data set's outlines, and plans the same.
+
+    Args:
+        train_loader: of this rank.
+        dataset: how the data is read.
+        trainer: batch size, window or budget, and the cap on tokens of `shuffler`.
+        shuffler: tells the workloads.
+
+    Raises:
+        ValueError: data whose lengths are not known beforehand; drop_last with a budget; a row above the cap on tokens.
+    """
+    data: Any = train_loader.dataset
+    if not hasattr(data, "outlines") or not isinstance(train_loader, ResumableLoader):
+        raise ValueError(
+            f"balance_sampler is True, and a {type(train_loader).__name__} of {type(data).__name__} does not tell the "
+            "lengths of its rows beforehand: give a ResumableLoader over a data set with outlines(), as "
+            "SequenceDataset has them, or make a BalancedBatchSampler of its workloads"
+        )
+    workloads, tokens = _costs(data.outlines(), shuffler)
+    group, cap = resolve_process_group(), trainer.shuffler.max_tokens_per_rank
+    options: dict[str, Any] = {
+        "num_ranks": dist.get_world_size(group),
+        "rank": dist.get_rank(group),
+        "seed": trainer.seed,
+        "shuffle": dataset.shuffle,
+        "tokens": None if cap is None else tokens,
+        "max_tokens": cap,
+    }
+    if trainer.budget_per_rank is None:
+        return train_loader.with_sampler(
+            BalancedBatchSampler(
+                workloads,
+                trainer.train_batch_size,
+                window=trainer.shuffle_window,
+                drop_last=dataset.drop_last,
+                **options,
+            )
+        )
+    if dataset.drop_last:
+        raise ValueError(
+            f"drop_last is True and budget_per_rank is {trainer.budget_per_rank}; steps of constant cost have no "
+            "number of rows that the last one could miss: set drop_last to false"
+        )
+    budget = max(1, round(trainer.budget_per_rank * float(workloads.mean())))
+    return train_loader.with_sampler(
+        BudgetBatchSampler(workloads, budget_per_rank=budget, max_rows=trainer.train_batch_size, **options)
+    )
+
+
+def _costs(outlines: Iterable[Any], shuffler: BaseTaskBalancedBatchShuffler) -> tuple[np.ndarray, np.ndarray]:
+    """Workload and tokens of every row, int64 `(num_rows,)` each."""
+    workloads, tokens = [], []
+    for outline in outlines:
+        workloads.append(as_int64_workloads(shuffler.get_workloads(outline), num_rows=outline.batch_size))
+        keys = outline.features.keys()
+        lengths = outline.features.lengths().view(len(keys), -1)
+        counted = [index for index, key in enumerate(keys) if key in (shuffler.token_feature_names or keys)]
+        tokens.append(lengths[counted].sum(0).numpy())
+    # The planner sums up to 2^62; in larger units the work of all rows stays below that.
+    total = sum(int(chunk.sum()) for chunk in workloads)
+    shift = max(0, total.bit_length() - 61)
+    return np.concatenate(workloads) >> shift, np.concatenate(tokens)

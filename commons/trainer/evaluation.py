@@ -59,9 +59,10 @@ class Evaluations:
         self._evaluated_at = -1
         self.results: dict[str, Any] = {}
 
-    def should_evaluate(self, step: int) -> bool:
-        """Whether an evaluation is due after a step, counted from 1."""
-        return self._batches is not None and step % self._args.eval_interval == 0
+    @property
+    def enabled(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return self._batches is not None
 
     def has_evaluated(self, step: int) -> bool:
         """Whether the state after a step needs no evaluation (any more)."""

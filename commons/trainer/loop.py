@@ -1,6 +1,6 @@
 """The training loop: segments of training in one pipeline, with evaluations in another between them.
 
-    train loader ─► epoch ─► segment of n batches ─► train pipeline ─► log
+    train loader ─► epoch (─► windows) ─► segment of n batches ─► train pipeline ─► log
                                      │ the pipeline drains, all ranks at once
                                      └► checkpoint ─► eval loader ─► eval pipeline ─► metrics
 
@@ -13,27 +13,30 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from commons.datasets.samplers import EPOCH_START, Place
 from commons.dispatch import SingleRankLoader
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.trainer.args import TrainerArgs
 from commons.trainer.broadcast import broadcast_text
 from commons.trainer.checkpoint import Checkpointer, TrainProgress
-from commons.trainer.epochs import open_epoch, order_of
+from commons.trainer.epochs import Epochs
 from commons.trainer.evaluation import Evaluations, Metrics
 from commons.trainer.launch import describe_ranks
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.meter import StepMeter, StepOutput, count_values
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.profiling import StepProfiler
+from commons.trainer.schedule import Schedule
 from commons.trainer.stop import StopSignal, keep_workers
 from commons.trainer.train_log import TrainLog, TrainSummary
 
@@ -97,8 +100,14 @@ class TrainingLoop:
         self._device = device
         self._train_loader = train_loader
         self._loss_scaler = loss_scaler
+        # What comes out of a window needs no further shuffle.
+        in_windows = args.shuffle_window > 1 and not args.balance_sampler
+        self._after_windows = IdentityBalancedBatchShuffler(options=args.shuffler) if in_windows else None
+        self._data = Epochs(train_loader, args, shuffler if in_windows else None, device)
         pipeline: dict[str, Any] = {"model": model, "optimizer": DeferredOptimizer(optimizer), "device": device}
-        self._pipeline = TrainPipelineFactory.create(args.pipeline_type, batch_shuffler=shuffler, **pipeline)
+        self._pipeline = TrainPipelineFactory.create(
+            args.pipeline_type, batch_shuffler=self._after_windows or shuffler, **pipeline
+        )
         eval_pipeline = None
         if eval_shuffler is not None:
             eval_pipeline = TrainPipelineFactory.create("none", batch_shuffler=eval_shuffler, **pipeline)
@@ -113,7 +122,7 @@ class TrainingLoop:
             optimizer=optimizer,
             fingerprint=fingerprint or {},
             device=device,
-            order=order_of(train_loader),
+            order=self._data.order(),
             loss_scaler=loss_scaler,
         )
         self._stop = StopSignal(enabled=self._checkpoints.saves)
@@ -123,6 +132,8 @@ class TrainingLoop:
         peak_flops = peak_flops_of(device, compute_dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
         self._meter = StepMeter(device, num_tokens, flops, peak_flops)
         self._guard = FiniteLossGuard(device, in_float16=loss_scaler is not None)
+        steps_per_update = args.optimization.accumulation_steps
+        self._schedule = Schedule(in_rows=args.schedule_in == "rows", look_back=steps_per_update)
 
     def run(self) -> TrainSummary:
         """Train, evaluate and log; called on all ranks together.
@@ -133,24 +144,35 @@ class TrainingLoop:
             Exception: an error of any rank's data or shuffler, on every rank.
         """
         with self._stop:
-            return self._run()
+            summary = self._run()
+        if self._after_windows is not None:  # not after a failure, when a worker may wait for a rank that is gone
+            self._after_windows.close()
+        return summary
 
     def _run(self) -> TrainSummary:
         self._progress, resumed = self._checkpoints.resume()
         self._step = self._progress.step
-        total = self._total_steps()
+        start, again = self._start()
+        self._schedule.resume(self._step, self._progress.rows or 0)
+        total_steps = self._total_steps(start)
         self._update = StepUpdate(
-            self._args.optimization, self._optimizer, self._model, total, self._device, self._loss_scaler
+            self._args.optimization,
+            self._optimizer,
+            self._model,
+            self._total_rows() if self._schedule.in_rows else total_steps,
+            self._device,
+            self._loss_scaler,
+            self._schedule,
         )
-        self._log = TrainLog(self._args, total, first_step=self._step)
-        for line in filter(None, (describe_ranks(self._device), resumed)):
+        self._log = TrainLog(self._args, total_steps, first_step=self._step)
+        for line in filter(None, (describe_ranks(self._device), resumed, again)):
             self._log.say(line)
         # A run that was complete is not evaluated once more.
         logged = json.loads(broadcast_text(json.dumps(self._log.evaluated), self._device))
         self._evaluations.restore(self._step, logged)
         self._profiler = StepProfiler(self._args, self._device, self._step)
         try:
-            epochs = self._train()
+            epochs = self._train(start)
             self._update.flush()
             self._write_line()
             self._save()
@@ -168,7 +190,24 @@ class TrainingLoop:
         self._checkpoints.require_saved(self._step)
         return summary
 
-    def _train(self) -> int:
+    def _start(self) -> tuple[Place, str]:
+        """Where the current epoch goes on, and what to say of rows that come a second time, or ""."""
+        progress, window_of = self._progress, self._data.window_of()
+        if progress.rows is None:  # a checkpoint of an earlier version
+            rows = progress.epoch * (self._data.num_rows or 0) + progress.rows_in_epoch
+            self._progress = progress = replace(progress, rows=rows)
+        if not progress.window_steps:
+            return Place(progress.rows_in_epoch), ""
+        # As it was read from the checkpoint: tuples became lists.
+        if json.loads(json.dumps(window_of)) == progress.window_of:
+            return Place(progress.rows_in_epoch, progress.window_steps), ""
+        self._progress = replace(progress, window_steps=0, window_rows=0)
+        return Place(progress.rows_in_epoch), (
+            f"the checkpoint is behind {progress.window_steps} steps of a window that was planned for other ranks or "
+            f"settings: the window is read again, and {progress.window_rows} rows come a second time"
+        )
+
+    def _train(self, start: Place) -> int:
         """Train until the last step or epoch, or until told to stop; returns the number of epochs begun."""
         first = self._progress
         epochs = first.epoch + (first.step > 0)
@@ -176,29 +215,43 @@ class TrainingLoop:
             if self._is_done() or (self._num_epochs is not None and epoch >= self._num_epochs):
                 break
             epochs = epoch + 1
-            self._train_epoch(epoch, first.rows_in_epoch if epoch == first.epoch else 0)
+            self._train_epoch(epoch, start if epoch == first.epoch else EPOCH_START)
         return epochs
 
-    def _train_epoch(self, epoch: int, first_row: int) -> None:
-        """Train what is left of an epoch behind its first rows: segments, and what is due between them."""
-        batches = open_epoch(self._train_loader, epoch, first_row=first_row, seed=self._args.seed, rank=dist.get_rank())
-        rows = first_row
+    def _train_epoch(self, epoch: int, start: Place) -> None:
+        """Train what is left of an epoch from a place on: segments, and what is due between them."""
+        first_step = self._step
+        behind_window = self._progress.window_rows if start.steps else 0
+        self._schedule.begin_epoch(first_step, self._data.step_rows(epoch, start))
+        first_rows = self._schedule.rows_after(first_step)
+        batches = self._data.open(epoch, start)
         while not self._is_done():
             trained = self._train_segment(self._segment(batches, self._step + 1))
-            rows += trained * self._rows_per_step()
-            self._progress = TrainProgress(self._step, epoch, rows)
-            if rows == 0:
+            place = self._data.place_after(self._step - first_step, epoch, start)
+            if place == EPOCH_START:
                 raise ValueError(
                     f"epoch {epoch} has no batch on any rank; training needs at least one: check the data set, its "
                     "split and drop_last"
                 )
-            if trained and self._checkpoints.should_save(self._step):
+            rows = self._schedule.rows_after(self._step)
+            in_window = start.row + behind_window + rows - first_rows - place.row
+            self._progress = TrainProgress(
+                self._step,
+                epoch,
+                place.row,
+                place.steps,
+                in_window if place.steps else 0,
+                self._data.window_of() if place.steps else {},
+                rows,
+            )
+            if trained and self._saves_after(self._step):
                 self._save()
-            if trained and self._evaluations.should_evaluate(self._step) and not self._stop.agreed:
+            if trained and self._evaluates_after(self._step) and not self._stop.agreed:
                 self._evaluate()
             # The same on all ranks: they train together until the last has ended.
             if not trained or not self._pauses_after(self._step):
-                return
+                break
+        self._data.close()
 
     def _segment(self, batches: Iterator[Any], first_step: int) -> Iterator[Any]:
         """Batches of this rank until something else than training is due, or until the data end."""
@@ -227,7 +280,7 @@ class TrainingLoop:
             self._after_step(output)
 
     def _after_step(self, output: StepOutput) -> None:
-        stats = self._pipeline.last_stats
+        stats = self._data.take_stats() if self._data.in_windows else self._pipeline.last_stats
         self._update.after_step(self._step, output.num_loss_tokens)
         self._step += 1
         self._guard.look(self._step, output.loss_sum)
@@ -256,14 +309,19 @@ class TrainingLoop:
 
     def _pauses_after(self, step: int) -> bool:
         """Whether something else than training is due after a step; the same on all ranks."""
-        return (
-            self._has_trained_all(step)
-            or self._checkpoints.should_save(step)
-            or self._evaluations.should_evaluate(step)
-        )
+        return self._has_trained_all(step) or self._saves_after(step) or self._evaluates_after(step)
+
+    def _saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step; it holds no half-accumulated gradient."""
+        every = self._args.optimization.accumulation_steps
+        return self._checkpoints.saves and self._schedule.is_due(self._args.ckpt_save_interval, step, every=every)
+
+    def _evaluates_after(self, step: int) -> bool:
+        return self._evaluations.enabled and self._schedule.is_due(self._args.eval_interval, step)
 
     def _has_trained_all(self, step: int) -> bool:
-        return self._args.max_train_iters is not None and step >= self._args.max_train_iters
+        limit = self._args.max_train_iters
+        return limit is not None and self._schedule.done_after(step) >= limit
 
     def _may_stop_after(self, step: int) -> bool:
         """Whether a run that was asked to end may do so after a step: not within an accumulation."""
@@ -272,16 +330,31 @@ class TrainingLoop:
     def _is_done(self) -> bool:
         return self._has_trained_all(self._step) or self._may_stop_after(self._step)
 
-    def _total_steps(self) -> int:
-        """Steps of the run, those before a checkpoint included; ranks with fewer batches go on with the others."""
+    def _total_steps(self, start: Place) -> int:
+        """Steps of the run, those before a checkpoint included; ranks with fewer batches go on with the others.
+
+        Where the steps of later epochs, or the rows of steps to come, may differ, as many as there will be about.
+        """
         batches = torch.tensor(len(self._train_loader), device=self._device)
         dist.all_reduce(batches, op=dist.ReduceOp.MAX)
+        rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())
+        limits = []
+        if self._args.max_train_iters is not None:
+            limit = self._args.max_train_iters
+            limits.append(-(-limit // rows_per_step) if self._schedule.in_rows else limit)
+        if self._num_epochs is not None:
+            epochs = self._num_epochs - self._progress.epoch
+            left = self._data.num_steps(self._progress.epoch, start) if epochs else 0
+            if left is None:
+                left = max(0, int(batches) - start.row // rows_per_step)
+            limits.append(self._step + (left + (epochs - 1) * int(batches) if epochs else 0))
+        return max(self._step, min(limits))
+
+    def _total_rows(self) -> int:
+        """Rows of the run, those before a checkpoint included."""
+        progress, of_epoch = self._progress, self._data.num_rows or 0
         limits = [] if self._args.max_train_iters is None else [self._args.max_train_iters]
         if self._num_epochs is not None:
-            # The steps before may have been larger or smaller ones, on another number of ranks.
-            of_epoch = min(self._progress.rows_in_epoch // self._rows_per_step(), int(batches))
-            limits.append(self._step + (self._num_epochs - self._progress.epoch) * int(batches) - of_epoch)
+            left = max(0, of_epoch - progress.rows_in_epoch - progress.window_rows)
+            limits.append((progress.rows or 0) + left + (self._num_epochs - progress.epoch - 1) * of_epoch)
         return min(limits)
-
-    def _rows_per_step(self) -> int:
-        return self._args.train_batch_size * dist.get_world_size(resolve_process_group())

@@ -16,6 +16,7 @@ from torch import nn
 
 from commons.trainer.args import OptimizationArgs
 from commons.trainer.loss_scaling import LossScaler
+from commons.trainer.schedule import Schedule
 
 
 class DeferredOptimizer:
@@ -42,9 +43,10 @@ class StepUpdate:
         args: settings.
         optimizer: of the dense parameters.
         model: its fused optimizers, if it has some, follow the schedule.
-        total_steps: steps of the run, for the cosine.
+        total: steps of the run or, with a schedule in rows, its rows; for the cosine.
         device: of this rank.
         loss_scaler: of the gradients, where the model scales its loss.
+        schedule: what learning rates follow: updates or, if it is in rows, the rows trained.
     """
 
     def __init__(
@@ -52,15 +54,17 @@ class StepUpdate:
         args: OptimizationArgs,
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
-        total_steps: int,
+        total: int,
         device: torch.device,
         loss_scaler: LossScaler | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self._args = args
         self._optimizer = optimizer
         self._loss_scaler = loss_scaler
         self._fused = getattr(model, "fused_optimizer", None)
-        self._total_updates = -(-total_steps // args.accumulation_steps)
+        self._schedule = schedule or Schedule()
+        self._total = total
         self._device = device
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scheduled = [optimizer] if self._fused is None else [optimizer, self._fused]
@@ -76,8 +80,14 @@ class StepUpdate:
         """Set the learning rates of a step, counted from 0; tables use theirs in its backward pass."""
         if self._args.lr_schedule == "constant" and self._args.warmup_steps == 0:
             return
-        update = step // self._args.accumulation_steps
-        factor = learning_rate_factor(self._args, update, self._total_updates)
+        steps = self._args.accumulation_steps
+        first = step - step % steps  # of this update
+        if self._schedule.in_rows:
+            done = self._schedule.rows_after(first)
+            own = (self._schedule.rows_after(first + 1) - done) * steps
+            factor = learning_rate_factor(self._args, done, self._total, own)
+        else:
+            factor = learning_rate_factor(self._args, first // steps, -(-self._total // steps))
         for optimizer, rates in zip(self._scheduled, self._base_rates):
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * factor
@@ -122,24 +132,25 @@ class StepUpdate:
         self._optimizer.step()
 
 
-def learning_rate_factor(args: OptimizationArgs, update: int, total_updates: int) -> float:
+def learning_rate_factor(args: OptimizationArgs, done: int, total: int, own: int = 1) -> float:
     """What learning rates are multiplied by: a linear warm-up, then 1 or a half cosine (Loshchilov and Hutter 2017).
 
     Args:
         args: settings.
-        update: number of the update, from 0.
-        total_updates: updates of the run.
+        done: updates before this one, or rows; what they are, the warm-up and the following are too.
+        total: updates of the run.
+        own: what this update adds: itself, or its rows.
 
     >>> args = OptimizationArgs(warmup_steps=2, lr_schedule="cosine", min_lr_ratio=0.1)
     >>> [round(learning_rate_factor(args, update, 6), 3) for update in range(7)]
     [0.333, 0.667, 1.0, 0.868, 0.55, 0.232, 0.1]
     """
-    if update < args.warmup_steps:
-        return (update + 1) / (args.warmup_steps + 1)
+    if done < args.warmup_steps:
+        return (done + own) / (args.warmup_steps + own)
     if args.lr_schedule == "constant":
         return 1.0
-    done = min(1.0, (update - args.warmup_steps) / max(1, total_updates - args.warmup_steps))
-    return args.min_lr_ratio + (1 - args.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2
+    part = min(1.0, (done - args.warmup_steps) / max(1, total - args.warmup_steps))
+    return args.min_lr_ratio + (1 - args.min_lr_ratio) * (1 + math.cos(math.pi * part)) / 2
 
 
 class FiniteLossGuard:

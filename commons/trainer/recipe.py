@@ -148,8 +148,8 @@ class Recipe(ABC):
         """
         trainer = self.config.trainer
         options = trainer.shuffler
-        if trainer.balance_batch and options.mode == "balance":
-            # Rows are dealt out evenly already; the shuffler only reports how even they are.
+        if (trainer.balance_batch or trainer.balance_sampler) and options.mode == "balance":
+            # Rows are dealt out, or read, evenly already; the shuffler only reports how even they are.
             options = replace(options, mode="observe")
         if not balances:
             return IdentityBalancedBatchShuffler(options=options)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from commons.trainer.config import load_config
-from commons.trainer.data import deal_out
+from commons.trainer.data import deal_out, read_by_work
 from commons.trainer.launch import initialize_ranks
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.recipe import Recipe
@@ -45,8 +45,10 @@ def run_training(recipe: Recipe) -> TrainSummary:
     model = recipe.build_model()
     balances = args.enable_balanced_shuffler
     optimizer, metrics = recipe.build_optimizer(model), recipe.metrics(model)
-    shuffler = recipe.build_shuffler(balances=balances or args.balance_batch)
+    shuffler = recipe.build_shuffler(balances=balances or args.balance_batch or args.balance_sampler)
     eval_shuffler = None if eval_loader is None else recipe.build_shuffler(balances=balances and args.shuffle_eval)
+    if args.balance_sampler:
+        train_loader = read_by_work(train_loader, recipe.config.dataset, args, shuffler)
     dealt_out = deal_out(train_loader, args, recipe.device, shuffler.get_workloads) if args.single_rank_load else None
     loop = TrainingLoop(
         args,

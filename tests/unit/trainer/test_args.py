@@ -32,6 +32,10 @@ def test_defaults():
         "shuffle_eval": False,
         "single_rank_load": False,
         "balance_batch": False,
+        "shuffle_window": 1,
+        "balance_sampler": False,
+        "budget_per_rank": None,
+        "schedule_in": "steps",
         "shuffler": ShufflerOptions(),
     }
     assert {name: getattr(args, name) for name in expected} == expected
@@ -77,6 +81,35 @@ def test_defaults():
             {"balance_batch": True, "single_rank_load": True, "enable_balanced_shuffler": True},
             "balance_batch and enable_balanced_shuffler are both True; .* set one of them",
         ),
+        ({"shuffle_window": 0}, "shuffle_window is 0; it must be an integer of at least 1"),
+        ({"shuffle_window": 4}, "shuffle_window is 4 and nothing is balanced; .* or leave shuffle_window 1"),
+        (
+            {"balance_sampler": True, "enable_balanced_shuffler": True},
+            "balance_sampler and enable_balanced_shuffler are both True; .* set one of them",
+        ),
+        (
+            {"balance_sampler": True, "single_rank_load": True},
+            "single_rank_load and balance_sampler is True; .* set balance_batch, or",
+        ),
+        (
+            {"shuffle_window": 2, "enable_balanced_shuffler": True, "single_rank_load": True},
+            "single_rank_load and shuffle_window is 2; rank 0 deals out every batch by itself",
+        ),
+        ({"budget_per_rank": 8.0}, "budget_per_rank is 8.0, balance_sampler is False and shuffle_window is 1; .* set"),
+        (
+            {"budget_per_rank": 8.0, "balance_sampler": True, "shuffle_window": 2},
+            "balance_sampler is True and shuffle_window is 2; .* leave shuffle_window 1",
+        ),
+        ({"budget_per_rank": 0.0, "balance_sampler": True}, "budget_per_rank is 0.0; it is a positive number"),
+        (
+            {"budget_per_rank": 8.0, "balance_sampler": True},
+            "budget_per_rank is 8.0 and shuffler.equal_size is True; .* set shuffler.equal_size to false",
+        ),
+        (
+            {"schedule_in": "rows", "eval_interval": 3},
+            "eval_interval is 3, schedule_in is 'rows' and train_batch_size is 4; it would be due after every step",
+        ),
+        ({"schedule_in": "rows", "ckpt_save_interval": 2}, "ckpt_save_interval is 2, schedule_in is 'rows'"),
         ({"ckpt_save_interval": 0}, "ckpt_save_interval is 0; it must be an integer of at least 1"),
         ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
         ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it names a folder"),
