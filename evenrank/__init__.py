@@ -48,10 +48,12 @@ if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from commons.micro_batching import pack_rows as pack_rows
     from commons.micro_batching import packing_metrics as packing_metrics
     from commons.micro_batching import refined_allocate as refined_allocate
+    from commons.perf_model.partitioner import Grid as Grid
     from commons.perf_model.partitioner import Partition as Partition
     from commons.perf_model.partitioner import karmarkar_karp as karmarkar_karp
     from commons.perf_model.partitioner import lower_bound as lower_bound
     from commons.perf_model.partitioner import partition as partition
+    from commons.perf_model.partitioner import partition_grid as partition_grid
     from commons.perf_model.task_estimator import HSTUAttentionTask as HSTUAttentionTask
     from commons.perf_model.task_estimator import SelfAttentionTask as SelfAttentionTask
     from commons.pipeline import TrainPipelineFactory as TrainPipelineFactory
@@ -77,6 +79,7 @@ _MODULE_OF = {
     "DatasetArgs": "commons.trainer",
     "FeatureConfig": "commons.datasets.hstu_batch",
     "GPTSIDBatch": "commons.datasets.gpt_sid_batch",
+    "Grid": "commons.perf_model.partitioner",
     "HSTUAttentionTask": "commons.perf_model.task_estimator",
     "HSTUBalancedBatchShuffler": "hstu.batch_shuffler",
     "HSTUBatch": "commons.datasets.hstu_batch",
@@ -111,6 +114,7 @@ _MODULE_OF = {
     "pack_rows": "commons.micro_batching",
     "packing_metrics": "commons.micro_batching",
     "partition": "commons.perf_model.partitioner",
+    "partition_grid": "commons.perf_model.partitioner",
     "redistribute_balanced": "commons.dispatch",
     "refined_allocate": "commons.micro_batching",
     "register_batch_shuffler": "commons.distributed.batch_shuffler_factory",

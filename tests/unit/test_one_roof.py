@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "batch": "BaseBatch HSTUBatch FeatureConfig RandomDistribution GPTSIDBatch register_batch_type",
     "workload": "HSTUAttentionTask SelfAttentionTask",
-    "plan": "karmarkar_karp lower_bound partition Partition",
+    "plan": "karmarkar_karp lower_bound partition Partition partition_grid Grid",
     "shuffler": "ShufflerOptions BaseTaskBalancedBatchShuffler IdentityBalancedBatchShuffler ShuffleHandle "
     "ShuffleStats TokensBalancedBatchShuffler HSTUBalancedBatchShuffler SIDGRBalancedBatchShuffler RankMissingError "
     "BatchShufflerFactory register_batch_shuffler",

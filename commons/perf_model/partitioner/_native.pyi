@@ -13,6 +13,8 @@ def plan(
     home: np.ndarray | None,
     ranks_per_node: int,
     slack: float,
+    num_steps: int | None = None,
+    home_step: np.ndarray | None = None,
     /,
 ) -> tuple[np.ndarray, np.ndarray, int, int]: ...
 def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool, /) -> int: ...

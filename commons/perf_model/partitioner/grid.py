@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
-from commons.perf_model.loads import sum_by_rank
-from commons.perf_model.partitioner.partitioning import partition
+from commons.perf_model.partitioner.arguments import as_request, refuse_plan_above_cap, refuse_sample_above_cap
+from commons.perf_model.partitioner.native_core import core_for
+
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,9 +19,9 @@ class Grid:
     """Which step and which rank trains each sample.
 
     Attributes:
-        step: int64 `(n,)`, in `[0, steps)`.
-        assignment: int64 `(n,)`, the rank, in `[0, ranks)`.
-        loads: int64 `(steps, ranks)`, summed workloads.
+        step: int64 `(n,)`, the step of each sample, in `[0, steps)`.
+        assignment: int64 `(n,)`, the rank of each sample, in `[0, ranks)`.
+        loads: int64 `(steps, ranks)`, the sum of the workloads of each rank in each step.
         lower_bound: no plan of this kind has a smaller sum over the steps of the largest load.
 
     """
@@ -28,6 +30,13 @@ class Grid:
     assignment: np.ndarray  # (n,)
     loads: np.ndarray  # (steps, ranks)
     lower_bound: int
+
+    def __repr__(self) -> str:
+        steps, ranks = self.loads.shape
+        return (
+            f"Grid({len(self.step)} samples in {steps} steps of {ranks} ranks, largest loads "
+            f"{1 + self.imbalance:.5g} × the mean, {1 + self.optimality_gap:.5g} × the bound)"
+        )
 
     @property
     def sum_of_largest(self) -> int:
@@ -62,21 +71,94 @@ def partition_grid(
     best_effort: bool = False,
     seed: int = 0,
 ) -> Grid:
-    """Deal samples to steps and ranks so that the sum over the steps of the largest load is small."""
-    num_ranks, num_steps = as_count(ranks, "ranks", 1), as_count(steps, "steps", 1)
-    plan = partition(
+    """Deal the samples of several batches to steps and ranks so that the steps together take little.
+
+    Ranks wait for each other in every step, so a step takes as long as its largest load, and what is to be small is
+    the sum over the steps of the largest load. A very heavy sample makes one step slow on all ranks; the other ranks
+    then get the next heavy ones in the same step, so that the other steps are fast.
+
+    Deterministic: the same arguments give the same plan on every rank and every CPU. Ties go to the lower index, and
+    all decisions are made in integers. With one step this is `partition`.
+
+    Args:
+        workloads: what each sample costs: list, array or CPU tensor `(n,)` of non-negative integers.
+        ranks: number of ranks, at least 1.
+        steps: number of steps, at least 1.
+        method: "refined" (near-optimal), or "karmarkar_karp", "lpt" or "snake": partitions of that algorithm, sorted
+            by load and cut into steps.
+        equal_size: ranks have equally many samples in all steps, to within one; otherwise the counts are free, but each
+            rank has a sample in each step if there are enough.
+        tokens: memory that each sample takes, `(n,)`; for `max_tokens`, and as the cost of moving a sample.
+        max_tokens: most tokens that a rank may hold in a step.
+        home: the rank each sample is on now, `(n,)`. Then few tokens leave their rank; between the steps of its rank a
+            sample moves at no cost.
+        home_step: the step each sample was loaded in, `(n,)`: its batch. Then the sum is never above that of
+            `partition` for each batch alone with the same arguments (with `home`, its `slack` counts for both). With
+            `home` too it is never above that of the samples as they were loaded either: where no plan lowers it, that
+            is the plan, even if its counts differ. Samples as loaded that break `max_tokens` are not protected.
+        ranks_per_node: ranks `[0, r)`, `[r, 2r)`, … share a node; tokens that leave it count four times.
+        slack: with `home`, how far the sum may be above that of the plan without it, in [0, 1].
+        best_effort: where no plan keeps `max_tokens`, return the one found that exceeds it least.
+        seed: of the order of the steps, which is random so that slow steps are not always first. Samples that all stay
+            in the step they were loaded in keep its order.
+
+    Returns:
+        The plan, with its loads and a lower bound that proves how good it is.
+
+    Raises:
+        ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
+            keeps, with the sample that breaks it alone or by how much the best plan found exceeds it.
+
+    >>> grid = partition_grid([9, 1, 1, 1, 9, 1, 1, 1], 2, 2)  # both nines in one step
+    >>> grid.sum_of_largest, grid.lower_bound, sorted(grid.loads.max(axis=1).tolist())
+    (12, 12, [2, 10])
+    >>> batch = [0, 0, 0, 0, 1, 1, 1, 1]
+    >>> partition_grid([9, 1, 1, 1, 3, 3, 3, 3], 2, 2, home_step=batch).sum_of_largest
+    14
+
+    """
+    request = as_request(
         workloads,
-        num_ranks * num_steps,
+        ranks,
         method=method,
         equal_size=equal_size,
         tokens=tokens,
         max_tokens=max_tokens,
-        best_effort=best_effort,
+        home=home,
+        ranks_per_node=ranks_per_node,
+        slack=slack,
+        parts_name="ranks",
+        steps=steps,
+        home_step=home_step,
     )
-    place = np.empty(num_ranks * num_steps, np.int64)
-    place[np.argsort(-plan.loads, kind="stable")] = np.arange(num_ranks * num_steps)
-    step, rank = np.divmod(place[plan.assignment], num_ranks)
-    step = np.random.default_rng(seed).permutation(num_steps)[step]
-    loads = sum_by_rank(step * num_ranks + rank, np.asarray(workloads, np.int64), num_ranks * num_steps)
-    bound = -(-int(loads.sum()) // num_ranks)
-    return Grid(step, rank, loads.reshape(num_steps, num_ranks), bound)
+    order = shuffled(request.num_steps, as_count(seed, "seed", 0))
+    if len(request.workloads) == 0:
+        empty = np.empty(0, np.int64)
+        return Grid(empty, empty, np.zeros((request.num_steps, request.num_parts), np.int64), 0)
+    if not best_effort:
+        refuse_sample_above_cap(request)
+    core = core_for(method)
+    plan = core.plan(request) if request.num_steps == 1 else core.plan_grid(request)
+    if not best_effort:
+        refuse_plan_above_cap(request, plan)
+    rank, step = np.divmod(plan.assignment, request.num_steps)
+    loads = plan.loads.reshape(request.num_parts, request.num_steps)
+    if request.home_step is None or not np.array_equal(step, request.home_step):
+        step, loads = np.argsort(order)[step], loads[:, order]
+    return Grid(step, rank, np.ascontiguousarray(loads.T), plan.bound)
+
+
+def shuffled(number: int, seed: int) -> np.ndarray:
+    """The integers below `number` in a random order, int64, the same with every version of everything.
+
+    Fisher-Yates with splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+    """
+    order = np.arange(number)
+    state = seed
+    for left in range(number, 1, -1):
+        state = (state + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        chosen = ((mixed ^ (mixed >> 31)) * left) >> 64
+        order[[left - 1, chosen]] = order[[chosen, left - 1]]
+    return order

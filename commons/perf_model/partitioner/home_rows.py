@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from commons.perf_model.loads import sum_by_rank
@@ -52,32 +54,48 @@ def keep_rows_home(
         if no_gain or (even and home_load <= load_limit):
             return home.copy()
         load_limit = min(load_limit, home_load - 1)
-    by_row = Home(home_parts, _movable(sizes)[problem.order], ranks_per_node)
+    by_row = Home(home_parts, movable(sizes)[problem.order], ranks_per_node)
     row_cap = None if cap is None else Cap(cap.weights[problem.order], cap.limit)
-    repaired = _repair_home(problem, by_row, load_limit, row_cap, even)
+    start = home_parts if even else even_counts(problem.weights, num_parts, problem.limits, load_limit, by_row)
+    return problem.by_sample(near_home(problem, assignment[problem.order], start, by_row, load_limit, row_cap))
+
+
+def near_home(
+    problem: Problem, plan: np.ndarray, start: np.ndarray, home: Home, load_limit: int, cap: Cap | None
+) -> np.ndarray:
+    """Repair `start` until no load is above the limit; if that moves more tokens than naming `plan` well, that.
+
+    Args:
+        problem: the rows.
+        plan: int64 `(n,)`, the partition of each row in a plan within the limit.
+        start: int64 `(n,)`, the partition of each row to begin with, most rows at home, counts within their limits.
+        home: where rows are now and what moving them costs.
+        load_limit: largest load wanted.
+        cap: tokens by row, and their limit.
+
+    Returns:
+        int64 `(n,)`, the partition of each row.
+
+    """
+    repaired = _repair(problem, start, home, load_limit, cap)
     # Repair moves least by far, unless home is so uneven that almost everything has to move.
-    total = int(by_row.sizes.sum())
-    if repaired is None or 2 * by_row.cost(repaired) > total:
-        rows, parts = np.arange(len(home)), np.arange(num_parts)
-        renamed = relabel(assignment[problem.order], rows, parts, by_row)
-        if repaired is None or by_row.cost(renamed) < by_row.cost(repaired):
-            repaired = renamed
-    return problem.by_sample(repaired)
+    if repaired is None or 2 * home.cost(repaired) > int(home.sizes.sum()):
+        renamed = relabel(plan, np.arange(len(plan)), np.arange(problem.num_parts), home)
+        if repaired is None or home.cost(renamed) < home.cost(repaired):
+            return renamed
+    return repaired
 
 
-def _repair_home(problem: Problem, home: Home, load_limit: int, cap: Cap | None, even: bool) -> np.ndarray | None:
-    """Repair from home, by row; None if that does not get within the limits."""
+def _repair(problem: Problem, parts: np.ndarray, home: Home, load_limit: int, cap: Cap | None) -> np.ndarray | None:
+    """Repair `parts`, by row; None if that does not get within the limits."""
     num_parts, limits = problem.num_parts, problem.limits
-    parts = home.parts
-    if not even:
-        parts = even_counts(problem.weights, num_parts, limits, load_limit, home)
     if cap is not None and _largest(cap.weights, parts, num_parts) > cap.limit:
         parts = _repair_tokens(problem, parts, home, cap)
         if _largest(cap.weights, parts, num_parts) > cap.limit:
             return None
-    parts = repair(problem.weights, parts, num_parts, limits, load_limit, home, cap)
+    parts = repair(problem.weights, parts, num_parts, limits, load_limit, home, cap, problem.base)
     if problem.largest_load(parts) > load_limit:
-        parts = refine(problem.weights, parts, num_parts, limits, load_limit, cap)
+        parts = refine(problem.weights, parts, num_parts, limits, load_limit, cap, problem.base)
     return _redeal_heaviest(problem, parts, home, load_limit, cap)
 
 
@@ -98,7 +116,9 @@ def _redeal_heaviest(
             return None
         names = np.sort(np.concatenate((ranked[:num_over], ranked[num_parts - num_light :])))
         rows = np.flatnonzero(np.isin(parts, names))
-        part = Problem(problem.weights[rows], np.arange(len(rows)), len(names), problem.equal_size, problem.limits)
+        base = None if problem.base is None else problem.base[names]
+        weights, order = problem.weights[rows], np.arange(len(rows))
+        part = replace(problem, weights=weights, order=order, num_parts=len(names), base=base)
         dealt = refined_to(part, load_limit, load_limit, None)
         if cap is not None:
             dealt = under_cap(part, dealt, load_limit, Cap(cap.weights[rows], cap.limit))
@@ -114,13 +134,13 @@ def _redeal_heaviest(
 
 def _repair_tokens(problem: Problem, parts: np.ndarray, home: Home, cap: Cap) -> np.ndarray:
     """Bring tokens under the cap, first with few of them moved, then at any price."""
-    tokens = Problem.of(cap.weights, problem.num_parts, problem.equal_size)
-    by_tokens = Home(home.parts[tokens.order], home.sizes[tokens.order], home.ranks_per_node)
+    tokens = Problem.of(cap.weights, problem.num_parts, problem.equal_size, problem.limits)
+    by_tokens = Home(home.parts[tokens.order], home.sizes[tokens.order], home.ranks_per_node, home.steps)
     parts = repair(tokens.weights, parts[tokens.order], tokens.num_parts, tokens.limits, cap.limit, by_tokens)
     return tokens.by_sample(refine(tokens.weights, parts, tokens.num_parts, tokens.limits, cap.limit))
 
 
-def _movable(sizes: np.ndarray) -> np.ndarray:
+def movable(sizes: np.ndarray) -> np.ndarray:
     """Sizes whose sum, four times, fits into int64: costs are compared, so a common scale changes nothing."""
     return sizes >> max(0, int(sizes.sum()).bit_length() - 60)
 

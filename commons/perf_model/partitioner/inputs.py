@@ -118,17 +118,17 @@ def _bad_value(name: str, index: int, value: Any) -> ValueError:
     return ValueError(f"{name}[{index}] is {value}; {rule}: correct the cost model or the data")
 
 
-def as_home(home: Any, num_rows: int, k_partitions: int) -> np.ndarray:
-    """The partition each row is in now, as int64 `(n,)`; ValueError unless each lies in `[0, k_partitions)`."""
-    array = _as_int64(home, "home")
+def as_home(home: Any, num_rows: int, number: int, name: str = "home", place: str = "partition") -> np.ndarray:
+    """The partition (or step) each row is in now, as int64 `(n,)`; ValueError unless each lies in `[0, number)`."""
+    array = _as_int64(home, name)
     if len(array) != num_rows:
-        raise ValueError(f"home has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them")
-    outside = (array < 0) | (array >= k_partitions)
+        raise ValueError(
+            f"{name} has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them"
+        )
+    outside = (array < 0) | (array >= number)
     if outside.any():
         index = int(np.argmax(outside))
-        raise ValueError(
-            f"home[{index}] is {int(array[index])}; a home is a partition in [0, {k_partitions}): correct it"
-        )
+        raise ValueError(f"{name}[{index}] is {int(array[index])}; a home is a {place} in [0, {number}): correct it")
     return array
 
 

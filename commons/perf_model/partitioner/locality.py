@@ -29,6 +29,8 @@ NODE_COST = 4
 REACH = 4
 # Every round lowers the sum of all excess loads, and these are far more rounds than plans need.
 MAX_ROUNDS = 64
+# With several steps, go on to larger groups when this many rounds have not taken off a quarter of the excess loads.
+PATIENCE = 4
 # Efficiency is (load taken off) · 2^31 ÷ (cost), both reduced to 31 bits: an integer, and the same on every CPU.
 _BITS = 31
 # A swap that costs nothing, or brings rows home, is worth more than any other.
@@ -41,21 +43,23 @@ class Home:
     """Where rows are now, and what it costs to move them.
 
     Attributes:
-        parts: int64 `(n,)`, the partition each row is in.
+        parts: int64 `(n,)`, the rank each row is on; a rank's partitions are `[rank · steps, rank · steps + steps)`.
         sizes: int64 `(n,)`, tokens of each row; their sum is below 2^60.
-        ranks_per_node: partitions per node; as many as there are if all are on one.
+        ranks_per_node: ranks per node; as many as there are if all are on one.
+        steps: partitions per rank, between which rows move at no cost.
 
     """
 
     parts: np.ndarray
     sizes: np.ndarray
     ranks_per_node: int
+    steps: int = 1
 
     def cost_at(self, rows: np.ndarray, parts: np.ndarray) -> np.ndarray:
         """Cost of having `rows` in `parts`: 0 at home, their size within the node, `NODE_COST` times that beyond."""
-        home = self.parts[rows]
-        same_node = home // self.ranks_per_node == parts // self.ranks_per_node
-        return self.sizes[rows] * np.where(home == parts, 0, np.where(same_node, 1, NODE_COST))
+        home, ranks = self.parts[rows], parts // self.steps
+        same_node = home // self.ranks_per_node == ranks // self.ranks_per_node
+        return self.sizes[rows] * np.where(home == ranks, 0, np.where(same_node, 1, NODE_COST))
 
     def cost(self, parts: np.ndarray) -> int:
         """Cost of the plan `parts`."""
@@ -70,11 +74,12 @@ def repair(
     limit: int,
     home: Home,
     cap: Cap | None = None,
+    base: np.ndarray | None = None,
 ) -> np.ndarray:
     """Take the load above `limit` off every partition by swaps that move few tokens.
 
-    First within nodes, then between all partitions. A swap takes no partition above the limit, so it may end
-    with some that are still above it.
+    First within ranks, then within nodes, then between all partitions. A swap takes no partition above the limit, so
+    it may end with some that are still above it.
 
     Args:
         weights: int64 `(n,)`, descending.
@@ -84,21 +89,26 @@ def repair(
         limit: largest load wanted.
         home: where rows are now and what moving them costs.
         cap: a second weight of which a swap takes no partition above a limit.
+        base: int64 `(k,)`, load of each partition before it has any rows.
 
     Returns:
         int64 `(n,)`, the partition of each row.
 
     """
-    plan = WorkingPartition(weights, parts, num_parts, limits, cap)
+    plan = WorkingPartition(weights, parts, num_parts, limits, cap, base)
     gain_shift = max(0, int(weights.max(initial=0)).bit_length() - _BITS)
     cost_shift = max(0, (2 * NODE_COST * int(home.sizes.max(initial=0))).bit_length() - _BITS)
-    ranks = np.arange(num_parts)
-    nodes = [ranks[first : first + home.ranks_per_node] for first in range(0, num_parts, home.ranks_per_node)]
-    phases = [nodes, [ranks]] if len(nodes) > 1 else [[ranks]]
     rounds = 0
-    for groups in phases:
+    for size in _group_sizes(home, num_parts):
+        groups = [np.arange(first, min(first + size, num_parts)) for first in range(0, num_parts, size)]
         level = 0
+        first, checkpoint = rounds, 0
         while rounds < MAX_ROUNDS:
+            if home.steps > 1 and (rounds - first) % PATIENCE == 0:
+                excess = int(np.maximum(plan.loads - limit, 0).sum())
+                if rounds > first and checkpoint - excess < checkpoint // 4:
+                    break
+                checkpoint = excess
             pairs, most_heavy = _pairs_within(groups, plan.loads, limit, level)
             if pairs is None:
                 break
@@ -110,6 +120,13 @@ def repair(
             else:
                 break
     return plan.parts
+
+
+def _group_sizes(home: Home, num_parts: int) -> list[int]:
+    """Partitions of a rank, of a node and of all, those left out that are but one or are the next ones."""
+    rank, node = home.steps, home.steps * home.ranks_per_node
+    sizes = [rank] if 1 < rank < node else []
+    return [*sizes, node, num_parts] if node < num_parts else [*sizes, num_parts]
 
 
 def _pairs_within(groups: list[np.ndarray], loads: np.ndarray, limit: int, level: int) -> tuple[Pairs | None, int]:
@@ -221,6 +238,8 @@ def even_counts(weights: np.ndarray, num_parts: int, limits: Limits, limit: int,
 def relabel(parts: np.ndarray, rows: np.ndarray, names: np.ndarray, home: Home) -> np.ndarray:
     """Name the partitions of a finished plan so that many tokens are at home: the largest saving first.
 
+    With several partitions per rank, those of one step exchange their names: `names[part]` says whose step it is.
+
     Args:
         parts: int64 `(m,)`, the partition in `[0, g)` of each of `rows`.
         rows: int64 `(m,)`, the rows that the plan is about.
@@ -232,25 +251,29 @@ def relabel(parts: np.ndarray, rows: np.ndarray, names: np.ndarray, home: Home) 
 
     """
     num_names = len(names)
-    slot = np.full(int(max(home.parts.max(), names.max())) + 1, NO_ROW)
+    steps = names % home.steps
+    slot = np.full((int(max(home.parts.max(), names.max() // home.steps)) + 1) * home.steps, NO_ROW)
     slot[names] = np.arange(num_names)
-    home_slot = slot[home.parts[rows]]
+    home_slot = slot[home.parts[rows] * home.steps + steps[parts]]
     near = home_slot != NO_ROW
     overlaps, saving = _sum_by_key(parts[near] * num_names + home_slot[near], home.sizes[rows[near]])
     part, at = np.divmod(overlaps, num_names)
-    num_nodes = (len(slot) - 1) // home.ranks_per_node + 1
+    num_nodes = (len(slot) - 1) // (home.steps * home.ranks_per_node) + 1
     if num_nodes > 1:
         # Beside the rows at home, those that only stay in their node are saved from the dearer way.
         node_sizes = np.zeros(num_names * num_nodes, np.int64)
         np.add.at(node_sizes, parts * num_nodes + home.parts[rows] // home.ranks_per_node, home.sizes[rows])
-        saving += (NODE_COST - 1) * node_sizes[part * num_nodes + names[at] // home.ranks_per_node]
+        saving += (NODE_COST - 1) * node_sizes[part * num_nodes + names[at] // (home.steps * home.ranks_per_node)]
     named = np.full(num_names, -1)
     free = np.ones(num_names, bool)
     for index in np.argsort(-saving, kind="stable").tolist():
         if named[part[index]] < 0 and free[at[index]]:
             named[part[index]] = names[at[index]]
             free[at[index]] = False
-    named[named < 0] = names[free]
+    # As many names of each step are left as partitions.
+    unnamed, left = np.flatnonzero(named < 0), np.flatnonzero(free)
+    by_step = np.argsort(steps[unnamed], kind="stable"), np.argsort(steps[left], kind="stable")
+    named[unnamed[by_step[0]]] = names[left[by_step[1]]]
     return named[parts]
 
 

@@ -13,13 +13,14 @@ import numpy as np
 from commons.perf_model.partitioner.problem import Limits
 
 
-def lpt(weights: np.ndarray, num_parts: int, limits: Limits) -> np.ndarray:
+def lpt(weights: np.ndarray, num_parts: int, limits: Limits, base: np.ndarray | None = None) -> np.ndarray:
     """Assign rows, heaviest first, to the lightest partition with room; ties by fewest rows, then by index.
 
     Args:
         weights: int64 `(n,)`, descending.
         num_parts: number of partitions.
         limits: fewest and most rows per partition.
+        base: int64 `(k,)`, load of each partition before it has any rows.
 
     Returns:
         int64 `(n,)`, the partition of each row.
@@ -32,7 +33,8 @@ def lpt(weights: np.ndarray, num_parts: int, limits: Limits) -> np.ndarray:
     spare = len(weights) - min_count * num_parts
     # A heap entry is (load, rows, partition) in one integer: comparing one integer is faster than comparing a tuple.
     load_unit = (len(weights) + 1) * num_parts
-    heap = list(range(num_parts))
+    heap = [part + (0 if base is None else int(base[part]) * load_unit) for part in range(num_parts)]
+    heapq.heapify(heap)
     for row, weight in enumerate(weights.tolist()):
         entry = heap[0]
         part = entry % num_parts

@@ -13,9 +13,9 @@ from commons.perf_model.partitioner.request import Plan, Request
 
 logger = logging.getLogger(__name__)
 
-# Raised, here and in native/plan.hpp, whenever the same request gives another plan: a core that was built before that
-# must not meet ranks that plan by the new code.
-PLANS = 2
+# Raised, here and in native/plan.hpp, whenever the same request gives another plan or there are new ones: a core that
+# was built before that must not meet ranks that plan by the new code.
+PLANS = 3
 
 
 class Core(Protocol):
@@ -23,6 +23,9 @@ class Core(Protocol):
 
     def plan(self, request: Request) -> Plan:
         """Plan."""
+
+    def plan_grid(self, request: Request) -> Plan:
+        """Plan a grid."""
 
     def lower_bound(self, workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
         """Lower bound of the largest load."""
@@ -46,6 +49,13 @@ class NativeCore:
 
     def plan(self, request: Request) -> Plan:
         """Plan."""
+        return self._plan(request, None, None)
+
+    def plan_grid(self, request: Request) -> Plan:
+        """Plan a grid."""
+        return self._plan(request, request.num_steps, request.home_step)
+
+    def _plan(self, request: Request, num_steps: int | None, home_step: np.ndarray | None) -> Plan:
         return Plan(
             *self._module.plan(
                 request.workloads,
@@ -57,6 +67,8 @@ class NativeCore:
                 request.home,
                 request.ranks_per_node,
                 request.slack,
+                num_steps,
+                home_step,
             )
         )
 

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
-from commons.perf_model.partitioner import reference
-from commons.perf_model.partitioner.inputs import as_home, as_int64_workloads, as_slack
+from commons.perf_model.partitioner.arguments import as_request, refuse_plan_above_cap, refuse_sample_above_cap
+from commons.perf_model.partitioner.inputs import as_int64_workloads
 from commons.perf_model.partitioner.native_core import core_for
-from commons.perf_model.partitioner.problem import INT64_MAX
-from commons.perf_model.partitioner.request import Plan, Request
 from commons.perf_model.partitioner.result import Partition
 
 
@@ -61,14 +59,24 @@ def partition(
     [0, 1, 0, 1, 1, 0]
 
     """
-    request = _as_request(workloads, k_partitions, method, equal_size, tokens, max_tokens, home, ranks_per_node, slack)
+    request = as_request(
+        workloads,
+        k_partitions,
+        method=method,
+        equal_size=equal_size,
+        tokens=tokens,
+        max_tokens=max_tokens,
+        home=home,
+        ranks_per_node=ranks_per_node,
+        slack=slack,
+    )
     if len(request.workloads) == 0:
         return Partition(np.empty(0, np.int64), np.zeros(request.num_parts, np.int64), 0)
     if not best_effort:
-        _refuse_sample_above_cap(request)
+        refuse_sample_above_cap(request)
     plan = core_for(method).plan(request)
     if not best_effort:
-        _refuse_plan_above_cap(request, plan)
+        refuse_plan_above_cap(request, plan)
     return Partition(plan.assignment, plan.loads, plan.bound)
 
 
@@ -110,58 +118,3 @@ def lower_bound(workloads: Any, k_partitions: int, equal_size: bool = True) -> i
     weights = as_int64_workloads(workloads)
     k = as_count(k_partitions, "k_partitions", 1)
     return core_for().lower_bound(weights, k, bool(equal_size)) if len(weights) else 0
-
-
-def _as_request(
-    workloads: Any,
-    k_partitions: int,
-    method: str,
-    equal_size: bool,
-    tokens: Any,
-    max_tokens: int | None,
-    home: Any,
-    ranks_per_node: int | None,
-    slack: float,
-) -> Request:
-    weights = as_int64_workloads(workloads)
-    k = as_count(k_partitions, "k_partitions", 1)
-    if method not in reference.METHODS:
-        names = ", ".join(sorted(reference.METHODS))
-        raise ValueError(f"method is {method!r}; it must be one of {names}: choose one of these")
-    if max_tokens is not None:
-        max_tokens = min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
-        if tokens is None:
-            raise ValueError(
-                f"max_tokens is {max_tokens}, tokens is None; a cap needs the tokens of each row: pass tokens"
-            )
-    return Request(
-        workloads=weights,
-        num_parts=k,
-        method=method,
-        equal_size=bool(equal_size),
-        tokens=None if tokens is None else as_int64_workloads(tokens, "tokens", len(weights)),
-        max_tokens=max_tokens,
-        home=None if home is None else as_home(home, len(weights), k),
-        ranks_per_node=k if ranks_per_node is None else min(as_count(ranks_per_node, "ranks_per_node", 1), k),
-        slack=as_slack(slack),
-    )
-
-
-def _refuse_sample_above_cap(request: Request) -> None:
-    tokens, limit = request.tokens, request.max_tokens
-    if tokens is not None and limit is not None and int(tokens.max()) > limit:
-        sample = int(tokens.argmax())
-        raise ValueError(
-            f"sample {sample} alone has {int(tokens[sample])} tokens, max_tokens is {limit}; no plan can keep that: "
-            "raise max_tokens or truncate the sample"
-        )
-
-
-def _refuse_plan_above_cap(request: Request, plan: Plan) -> None:
-    tokens, limit = request.tokens, request.max_tokens
-    if tokens is not None and limit is not None and plan.most_tokens > limit:
-        raise ValueError(
-            f"max_tokens is {limit}, the best plan found holds {plan.most_tokens} tokens in one partition, "
-            f"{plan.most_tokens - limit} more; {int(tokens.sum())} tokens do not fit {request.num_parts} partitions: "
-            "raise max_tokens, use more partitions or fewer samples"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,7 @@ class Problem:
         num_parts: `k`, the number of partitions.
         equal_size: whether sizes of partitions differ by one at most.
         limits: the same as fewest and most rows per partition.
+        base: int64 `(k,)`, the load of each partition before it has any rows; None if all begin with nothing.
 
     """
 
@@ -54,13 +55,18 @@ class Problem:
     num_parts: int
     equal_size: bool
     limits: Limits
+    base: np.ndarray | None = None  # (k,)
 
     @classmethod
-    def of(cls, workloads: np.ndarray, num_parts: int, equal_size: bool) -> Problem:
-        """Sort `workloads`, int64 `(n,)`."""
+    def of(cls, workloads: np.ndarray, num_parts: int, equal_size: bool, limits: Limits | None = None) -> Problem:
+        """Sort `workloads`, int64 `(n,)`; `limits` where they are not those of `equal_size`."""
         order = np.argsort(-workloads, kind="stable")
-        limits = Limits.of(len(workloads), num_parts, equal_size)
+        limits = limits or Limits.of(len(workloads), num_parts, equal_size)
         return cls(workloads[order], order, num_parts, equal_size, limits)
+
+    def above(self, base: np.ndarray) -> Problem:
+        """The same with partitions that begin with the loads `base`, int64 `(k,)`."""
+        return replace(self, base=base)
 
     def by_sample(self, parts: np.ndarray) -> np.ndarray:
         """Turn the partition of each row into the partition of each sample."""
@@ -70,7 +76,8 @@ class Problem:
 
     def loads(self, parts: np.ndarray) -> np.ndarray:
         """Load of each partition, int64 `(k,)`."""
-        return sum_by_rank(parts, self.weights, self.num_parts)
+        loads = sum_by_rank(parts, self.weights, self.num_parts)
+        return loads if self.base is None else loads + self.base
 
     def largest_load(self, parts: np.ndarray) -> int:
         """Load of the heaviest partition."""

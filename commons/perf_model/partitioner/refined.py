@@ -40,7 +40,7 @@ def refined(problem: Problem, bound: int, split: Split | None) -> np.ndarray:
 
 def refined_to(problem: Problem, bound: int, target: int, split: Split | None) -> np.ndarray:
     """`refined` for any `target` at which a largest load is low enough, and `bound` at which nothing else is tried."""
-    first = lpt(problem.weights, problem.num_parts, problem.limits)
+    first = lpt(problem.weights, problem.num_parts, problem.limits, problem.base)
     largest = problem.largest_load(first)
     if largest <= bound:
         return first
@@ -85,4 +85,4 @@ def _split_start(problem: Problem, split: Split) -> np.ndarray | None:
 
 
 def _refine(problem: Problem, parts: np.ndarray, target: int) -> np.ndarray:
-    return refine(problem.weights, parts, problem.num_parts, problem.limits, target)
+    return refine(problem.weights, parts, problem.num_parts, problem.limits, target, base=problem.base)

@@ -23,7 +23,13 @@ REACH_WITH_CAP = 16
 
 
 def refine(
-    weights: np.ndarray, parts: np.ndarray, num_parts: int, limits: Limits, target: int, cap: Cap | None = None
+    weights: np.ndarray,
+    parts: np.ndarray,
+    num_parts: int,
+    limits: Limits,
+    target: int,
+    cap: Cap | None = None,
+    base: np.ndarray | None = None,
 ) -> np.ndarray:
     """Lower the largest load to `target`, or as far as swaps go.
 
@@ -38,12 +44,13 @@ def refine(
         limits: fewest and most rows per partition; `parts` keeps them.
         target: stop when no load is above it.
         cap: a second weight that stays within a limit; `parts` keeps it.
+        base: int64 `(k,)`, load of each partition before it has any rows.
 
     Returns:
         int64 `(n,)`, the partition of each row; the largest load is never above that of `parts`.
 
     """
-    plan = WorkingPartition(weights, parts, num_parts, limits, cap)
+    plan = WorkingPartition(weights, parts, num_parts, limits, cap, base)
     reach = REACH if cap is None else REACH_WITH_CAP
     level = 0
     rounds = 0

@@ -25,11 +25,13 @@ class Cap(NamedTuple):
     Attributes:
         weights: int64 `(n,)`, by row.
         limit: most that a partition may hold.
+        base: int64 `(k,)`, what each partition holds before it has any rows; None for nothing.
 
     """
 
     weights: np.ndarray
     limit: int
+    base: np.ndarray | None = None
 
 
 class Pairs(NamedTuple):
@@ -70,21 +72,27 @@ class WorkingPartition:
     Attributes:
         weights: int64 `(n,)`, descending.
         parts: int64 `(n,)`, the partition of each row.
-        loads: int64 `(k,)`, sum of weights per partition.
+        loads: int64 `(k,)`, sum of weights per partition, and what it began with.
         counts: int64 `(k,)`, rows per partition.
 
     """
 
     def __init__(
-        self, weights: np.ndarray, parts: np.ndarray, num_parts: int, limits: Limits, cap: Cap | None = None
+        self,
+        weights: np.ndarray,
+        parts: np.ndarray,
+        num_parts: int,
+        limits: Limits,
+        cap: Cap | None = None,
+        base: np.ndarray | None = None,
     ) -> None:
         self.weights = weights
         self.parts = parts.copy()
-        self.loads = sum_by_rank(parts, weights, num_parts)
+        self.loads = _held(parts, weights, num_parts, base)
         self.counts = np.bincount(parts, minlength=num_parts)
         self._limits = limits
         self._cap = cap
-        self._held = None if cap is None else sum_by_rank(parts, cap.weights, num_parts)
+        self._held = None if cap is None else _held(parts, cap.weights, num_parts, cap.base)
 
     def may_move(self, pairs: Pairs) -> np.ndarray:
         """Whether the counts allow a move within each pair, bool `(p,)`."""
@@ -157,6 +165,11 @@ class Choice:
             at = place + offset
             exists = (at >= self._start) & (at < self._end)
             yield self._rows[np.where(exists, at, 0)], exists
+
+
+def _held(parts: np.ndarray, weights: np.ndarray, num_parts: int, base: np.ndarray | None) -> np.ndarray:
+    held = sum_by_rank(parts, weights, num_parts)
+    return held if base is None else held + base
 
 
 def first_best(score: np.ndarray, first: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ def under_cap(problem: Problem, assignment: np.ndarray, target: int, cap: Cap) -
         exceeds it by the least that was found.
 
     """
-    tokens = Problem.of(cap.weights, problem.num_parts, problem.equal_size)
+    tokens = Problem.of(cap.weights, problem.num_parts, problem.equal_size, problem.limits)
     parts = assignment[tokens.order]
     reached = tokens.largest_load(parts)
     if reached <= cap.limit:
@@ -39,7 +39,7 @@ def under_cap(problem: Problem, assignment: np.ndarray, target: int, cap: Cap) -
     largest = problem.largest_load(assignment[problem.order])
     loads = problem.by_sample(problem.weights)[tokens.order]
     for shift in LOAD_ROOM:
-        room = Cap(loads, largest + (largest >> shift))
+        room = Cap(loads, largest + (largest >> shift), problem.base)
         parts = refine(tokens.weights, parts, tokens.num_parts, tokens.limits, cap.limit, room)
     parts = refine(tokens.weights, parts, tokens.num_parts, tokens.limits, cap.limit)
     reached = tokens.largest_load(parts)
@@ -50,4 +50,6 @@ def under_cap(problem: Problem, assignment: np.ndarray, target: int, cap: Cap) -
             parts, reached = other, tokens.largest_load(other)
     parts = tokens.by_sample(parts)[problem.order]
     reached_cap = Cap(cap.weights[problem.order], max(reached, cap.limit))
-    return problem.by_sample(refine(problem.weights, parts, problem.num_parts, problem.limits, target, reached_cap))
+    return problem.by_sample(
+        refine(problem.weights, parts, problem.num_parts, problem.limits, target, reached_cap, problem.base)
+    )

@@ -8,6 +8,7 @@ namespace evenrank {
 constexpr Weight kNodeCost = 4;
 constexpr Weight kHomeReach = 4;
 constexpr int kMaxRounds = 64;
+constexpr int kRepairPatience = 4;
 constexpr int kBits = 31;
 constexpr Weight kFree = Weight{1} << 62;
 
@@ -25,12 +26,14 @@ struct Home {
   Indices parts;
   Weights sizes;  // their sum is below 2^60
   Index ranks_per_node;
+  Index steps = 1;
 
   bool same_node(Index a, Index b) const { return a / ranks_per_node == b / ranks_per_node; }
 
   Weight cost_at(Index row, Index part) const {
-    if (parts[row] == part) return 0;
-    return sizes[row] * (same_node(parts[row], part) ? 1 : kNodeCost);
+    const Index rank = steps == 1 ? part : part / steps;
+    if (parts[row] == rank) return 0;
+    return sizes[row] * (same_node(parts[row], rank) ? 1 : kNodeCost);
   }
 
   Weight cost(const Indices& plan) const {
@@ -121,24 +124,44 @@ inline Round relieve_groups(WorkingPartition& plan, std::vector<Indices>& groups
   return round;
 }
 
+// Partitions of a rank, of a node and of all.
+inline Weights group_sizes(const Home& home, Index num_parts) {
+  const Weight rank = home.steps;
+  const Weight node = rank * home.ranks_per_node;
+  Weights sizes;
+  if (1 < rank && rank < node) sizes.push_back(rank);
+  if (node < num_parts) sizes.push_back(node);
+  sizes.push_back(num_parts);
+  return sizes;
+}
+
+inline Weight excess_of(const Weights& loads, Weight limit) {
+  Weight sum = 0;
+  for (const Weight load : loads) sum += std::max<Weight>(load - limit, 0);
+  return sum;
+}
+
 inline Indices repair(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, Weight limit,
-                      const Home& home, const Cap* cap = nullptr) {
-  WorkingPartition plan(weights, std::move(parts), num_parts, limits, cap);
+                      const Home& home, const Cap* cap = nullptr, const Weights& base = {}) {
+  WorkingPartition plan(weights, std::move(parts), num_parts, limits, cap, base);
   const Repair repair{home, limit, std::max(0, bit_length(largest_of(weights)) - kBits),
                       std::max(0, bit_length(2 * kNodeCost * largest_of(home.sizes)) - kBits)};
-  std::vector<std::vector<Indices>> phases;
-  if (home.ranks_per_node < num_parts) {
-    std::vector<Indices>& nodes = phases.emplace_back();
-    for (Index part = 0; part < num_parts; ++part) {
-      if (part % home.ranks_per_node == 0) nodes.emplace_back();
-      nodes.back().push_back(part);
-    }
-  }
-  phases.push_back({range(num_parts)});
   int rounds = 0;
-  for (std::vector<Indices>& groups : phases) {
+  for (const Weight size : group_sizes(home, num_parts)) {
+    std::vector<Indices> groups;
+    for (Index part = 0; part < num_parts; ++part) {
+      if (part % size == 0) groups.emplace_back();
+      groups.back().push_back(part);
+    }
     int level = 0;
+    const int first = rounds;
+    Weight checkpoint = 0;
     for (; rounds < kMaxRounds; ++rounds) {
+      if (home.steps > 1 && (rounds - first) % kRepairPatience == 0) {
+        const Weight excess = excess_of(plan.loads(), limit);
+        if (rounds > first && checkpoint - excess < checkpoint / 4) break;
+        checkpoint = excess;
+      }
       const Round round = relieve_groups(plan, groups, repair, level);
       if (!round.any_over) break;
       if (round.any_found) {
@@ -215,9 +238,10 @@ inline Indices even_counts(const Weights& weights, Index num_parts, const Limits
 
 inline Indices relabel(const Indices& parts, const Indices& rows, const Indices& names, const Home& home) {
   const Weight num_names = static_cast<Weight>(names.size());
-  Index last = *std::max_element(names.begin(), names.end());
+  const Index steps = home.steps;
+  Index last = *std::max_element(names.begin(), names.end()) / steps;
   last = std::max(last, *std::max_element(home.parts.begin(), home.parts.end()));
-  Indices slot(last + 1, kNone);
+  Indices slot((last + 1) * steps, kNone);
   for (std::size_t at = 0; at < names.size(); ++at) slot[names[at]] = static_cast<Index>(at);
 
   struct Overlap {
@@ -227,7 +251,7 @@ inline Indices relabel(const Indices& parts, const Indices& rows, const Indices&
   std::vector<Overlap> overlaps;
   overlaps.reserve(rows.size());
   for (std::size_t at = 0; at < rows.size(); ++at) {
-    const Index home_slot = slot[home.parts[rows[at]]];
+    const Index home_slot = slot[home.parts[rows[at]] * steps + names[parts[at]] % steps];
     if (home_slot != kNone) overlaps.push_back({parts[at] * num_names + home_slot, home.sizes[rows[at]]});
   }
   std::sort(overlaps.begin(), overlaps.end(), [](const Overlap& a, const Overlap& b) { return a.key < b.key; });
@@ -250,7 +274,7 @@ inline Indices relabel(const Indices& parts, const Indices& rows, const Indices&
     for (Overlap& overlap : overlaps) {
       const Index name = names[overlap.key % num_names];
       overlap.saving +=
-          (kNodeCost - 1) * node_sizes[overlap.key / num_names * num_nodes + name / home.ranks_per_node];
+          (kNodeCost - 1) * node_sizes[overlap.key / num_names * num_nodes + name / steps / home.ranks_per_node];
     }
   }
   std::stable_sort(overlaps.begin(), overlaps.end(),
@@ -264,11 +288,13 @@ inline Indices relabel(const Indices& parts, const Indices& rows, const Indices&
     named[part] = names[at];
     taken[at] = true;
   }
-  std::size_t next = 0;
-  for (Index& name : named) {
-    if (name != kNone) continue;
-    while (taken[next]) ++next;
-    name = names[next++];
+  // As many names of each step are left as partitions.
+  std::vector<std::size_t> next(steps, 0);
+  for (std::size_t part = 0; part < named.size(); ++part) {
+    if (named[part] != kNone) continue;
+    std::size_t& at = next[names[part] % steps];
+    while (taken[at] || names[at] % steps != names[part] % steps) ++at;
+    named[part] = names[at++];
   }
   return take(named, parts);
 }

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "plan.hpp"
+#include "grid.hpp"
 
 namespace py = pybind11;
 
@@ -39,15 +39,20 @@ void require_sizes(const Array& workloads, Weight num_parts) {
 
 py::tuple plan(const Array& workloads, Weight num_parts, const std::string& method, bool equal_size,
                const std::optional<Array>& tokens, std::optional<Weight> max_tokens, const std::optional<Array>& home,
-               Weight ranks_per_node, double slack) {
+               Weight ranks_per_node, double slack, std::optional<Weight> num_steps,
+               const std::optional<Array>& home_step) {
   require_sizes(workloads, num_parts);
+  require(!num_steps || (*num_steps > 0 && *num_steps <= INT32_MAX / num_parts),
+          "there must be at least one step, and fewer than 2^31 cells");
   const py::ssize_t num_rows = workloads.size();
-  require((!tokens || tokens->size() == num_rows) && (!home || home->size() == num_rows) && (tokens || !max_tokens) &&
+  require((!tokens || tokens->size() == num_rows) && (!home || home->size() == num_rows) &&
+              (!home_step || (home_step->size() == num_rows && num_steps)) && (tokens || !max_tokens) &&
               ranks_per_node > 0 && slack >= 0 && slack <= 1,
           "plan takes checked arguments: sizes do not match, or a number is out of its range");
   evenrank::Request request{{}, static_cast<Index>(num_parts), method_of(method), equal_size, {}, max_tokens, {},
-                            static_cast<Index>(std::min(ranks_per_node, num_parts)), slack};
-  Array assignment(num_rows), loads(num_parts);
+                            static_cast<Index>(std::min(ranks_per_node, num_parts)), slack,
+                            static_cast<Index>(num_steps.value_or(1))};
+  Array assignment(num_rows), loads(num_parts * request.num_steps);
   std::int64_t* const assignment_out = assignment.mutable_data();
   std::int64_t* const loads_out = loads.mutable_data();
   evenrank::Plan plan;
@@ -56,7 +61,8 @@ py::tuple plan(const Array& workloads, Weight num_parts, const std::string& meth
     request.workloads = values_of<evenrank::Weights>(workloads);
     if (tokens) request.tokens = values_of<evenrank::Weights>(*tokens);
     if (home) request.home = values_of<evenrank::Indices>(*home);
-    plan = evenrank::make_plan(request);
+    if (home_step) request.home_step = values_of<evenrank::Indices>(*home_step);
+    plan = num_steps ? evenrank::plan_grid(request) : evenrank::make_plan(request);
     std::copy(plan.assignment.begin(), plan.assignment.end(), assignment_out);
     std::copy(plan.loads.begin(), plan.loads.end(), loads_out);
   }
@@ -79,7 +85,8 @@ PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.attr("PLANS") = evenrank::kPlans;
   module.def("plan", &plan, py::arg("workloads").noconvert(), py::arg("num_parts"), py::arg("method"),
              py::arg("equal_size"), py::arg("tokens").noconvert(), py::arg("max_tokens"), py::arg("home").noconvert(),
-             py::arg("ranks_per_node"), py::arg("slack"), py::pos_only());
+             py::arg("ranks_per_node"), py::arg("slack"), py::arg("num_steps") = py::none(),
+             py::arg("home_step").noconvert() = py::none(), py::pos_only());
   module.def("lower_bound", &lower_bound, py::arg("workloads").noconvert(), py::arg("num_parts"),
              py::arg("equal_size"), py::pos_only());
 }

@@ -1,4 +1,4 @@
-// From a request to a plan. The twin of refined.py, token_cap.py, home_rows.py and reference.py.
+// From a request to a plan. The twin of refined.py, token_cap.py, home_rows.py and plan.py.
 #pragma once
 
 #include <cmath>
@@ -9,8 +9,8 @@
 
 namespace evenrank {
 
-// Raised, here and in native_core.py, whenever the same request gives another plan.
-constexpr int kPlans = 2;
+// Raised, here and in native_core.py, whenever the same request gives another plan or there are new ones.
+constexpr int kPlans = 3;
 
 constexpr Weight kTolerance = 10'000;
 constexpr Weight kFew = 1 << 16;
@@ -36,6 +36,8 @@ struct Request {
   Indices home;  // empty if there is none
   Index ranks_per_node;
   double slack;
+  Index num_steps = 1;
+  Indices home_step{};  // empty if it is not known
 };
 
 struct Plan {
@@ -48,7 +50,8 @@ struct Plan {
 inline Weight near(Weight bound) { return bound + bound / kTolerance; }
 
 inline Indices refine(const Problem& problem, Indices parts, Weight target, const Cap* cap = nullptr) {
-  return refine(problem.weights, std::move(parts), problem.num_parts, problem.limits, target, cap);
+  return refine(problem.weights, std::move(parts), problem.num_parts, problem.limits, target, cap,
+                problem.base);
 }
 
 inline Indices refined_to(const Problem& problem, Weight bound, Weight target, const std::optional<Split>& split) {
@@ -61,7 +64,7 @@ inline Indices refined_to(const Problem& problem, Weight bound, Weight target, c
     const Weight load = problem.largest(parts);
     starts.push_back({load, std::move(parts)});
   };
-  add(lpt(problem.weights, problem.num_parts, problem.limits));
+  add(lpt(problem.weights, problem.num_parts, problem.limits, problem.base));
   const Weight largest = starts[0].load;
   if (largest <= bound) return std::move(starts[0].parts);
   if (split && largest > target) {
@@ -85,11 +88,11 @@ inline Indices refined(const Problem& problem, const Bound& bound) {
 // A plan by sample in, a plan by sample out; `cap.weights` by sample.
 inline Indices under_cap(const Problem& problem, Indices assignment, Weight target, const Cap& cap) {
   const Index num_parts = problem.num_parts;
-  const Problem tokens = Problem::of(cap.weights, num_parts, problem.equal_size);
+  const Problem tokens = Problem::of(cap.weights, num_parts, problem.equal_size, problem.limits);
   Indices parts = take(assignment, tokens.order);
   if (tokens.largest(parts) <= cap.limit) return assignment;
   const Weight largest = problem.largest(take(assignment, problem.order));
-  Cap room{take(problem.by_sample(problem.weights), tokens.order), 0};
+  Cap room{take(problem.by_sample(problem.weights), tokens.order), 0, problem.base};
   for (const int shift : kLoadRoom) {
     room.limit = largest + (largest >> shift);
     parts = refine(tokens, std::move(parts), cap.limit, &room);
@@ -115,7 +118,7 @@ inline bool keeps(const Cap* cap, const Indices& parts, Index num_parts) {
 inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices parts, const Home& home,
                                               Weight load_limit, const Cap* cap) {
   const Index num_parts = problem.num_parts;
-  const Weights loads = sum_by_rank(parts, problem.weights, num_parts);
+  const Weights loads = sum_by_rank(parts, problem.weights, num_parts, problem.base);
   Indices ranked = range(num_parts);
   rank_by_load(loads, ranked);
   Index num_over = 0;
@@ -130,7 +133,8 @@ inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices pa
       if (std::binary_search(names.begin(), names.end(), parts[row])) rows.push_back(static_cast<Index>(row));
     }
     const Problem chosen{take(problem.weights, rows), range(static_cast<Index>(rows.size())),
-                         static_cast<Index>(names.size()), problem.equal_size, problem.limits};
+                         static_cast<Index>(names.size()), problem.equal_size, problem.limits,
+                         problem.base.empty() ? Weights{} : take(problem.base, names)};
     Indices dealt = refined_to(chosen, load_limit, load_limit, std::nullopt);
     bool capped = true;
     if (cap != nullptr) {
@@ -148,24 +152,42 @@ inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices pa
 }
 
 inline Indices repair_tokens(const Problem& problem, const Indices& parts, const Home& home, const Cap& cap) {
-  const Problem tokens = Problem::of(cap.weights, problem.num_parts, problem.equal_size);
-  const Home by_tokens{take(home.parts, tokens.order), take(home.sizes, tokens.order), home.ranks_per_node};
+  const Problem tokens = Problem::of(cap.weights, problem.num_parts, problem.equal_size, problem.limits);
+  const Home by_tokens{take(home.parts, tokens.order), take(home.sizes, tokens.order), home.ranks_per_node, home.steps};
   Indices repaired =
       repair(tokens.weights, take(parts, tokens.order), tokens.num_parts, tokens.limits, cap.limit, by_tokens);
   return tokens.by_sample(refine(tokens, std::move(repaired), cap.limit));
 }
 
-inline std::optional<Indices> repair_home(const Problem& problem, const Home& home, Weight load_limit,
-                                          const Cap* cap, bool even) {
+inline std::optional<Indices> repair_start(const Problem& problem, Indices parts, const Home& home, Weight load_limit,
+                                           const Cap* cap) {
   const Index num_parts = problem.num_parts;
-  Indices parts = even ? home.parts : even_counts(problem.weights, num_parts, problem.limits, load_limit, home);
   if (!keeps(cap, parts, num_parts)) {
     parts = repair_tokens(problem, parts, home, *cap);
     if (!keeps(cap, parts, num_parts)) return std::nullopt;
   }
-  parts = repair(problem.weights, std::move(parts), num_parts, problem.limits, load_limit, home, cap);
+  parts = repair(problem.weights, std::move(parts), num_parts, problem.limits, load_limit, home, cap, problem.base);
   if (problem.largest(parts) > load_limit) parts = refine(problem, std::move(parts), load_limit, cap);
   return redeal_heaviest(problem, std::move(parts), home, load_limit, cap);
+}
+
+// Repairs `start`, or gives the parts of `plan` good names, whichever moves less; all by row.
+inline Indices near_home(const Problem& problem, const Indices& plan, Indices start, const Home& home,
+                         Weight load_limit, const Cap* cap) {
+  std::optional<Indices> repaired = repair_start(problem, std::move(start), home, load_limit, cap);
+  const Weight total = std::accumulate(home.sizes.begin(), home.sizes.end(), Weight{0});
+  if (!repaired || home.cost(*repaired) > total / 2) {
+    Indices renamed = relabel(plan, range(static_cast<Index>(plan.size())), range(problem.num_parts), home);
+    if (!repaired || home.cost(renamed) < home.cost(*repaired)) return renamed;
+  }
+  return std::move(*repaired);
+}
+
+// Sizes whose sum, four times, fits into an int64.
+inline Weights movable(Weights sizes) {
+  const int shift = std::max(0, bit_length(std::accumulate(sizes.begin(), sizes.end(), Weight{0})) - 60);
+  for (Weight& size : sizes) size >>= shift;
+  return sizes;
 }
 
 inline Indices keep_rows_home(const Problem& problem, Indices assignment, const Request& request, const Cap* cap) {
@@ -180,43 +202,33 @@ inline Indices keep_rows_home(const Problem& problem, Indices assignment, const 
     if (no_gain || (even && home_load <= load_limit)) return request.home;
     load_limit = std::min(load_limit, home_load - 1);
   }
-  const Weights& sizes = request.tokens.empty() ? request.workloads : request.tokens;
-  const int shift = std::max(0, bit_length(std::accumulate(sizes.begin(), sizes.end(), Weight{0})) - 60);
-  home.sizes = take(sizes, problem.order);
-  for (Weight& size : home.sizes) size >>= shift;
+  home.sizes = movable(take(request.tokens.empty() ? request.workloads : request.tokens, problem.order));
   Cap by_row;
   if (cap != nullptr) by_row = {take(cap->weights, problem.order), cap->limit};
-  std::optional<Indices> repaired =
-      repair_home(problem, home, load_limit, cap == nullptr ? nullptr : &by_row, even);
-  const Weight total = std::accumulate(home.sizes.begin(), home.sizes.end(), Weight{0});
-  if (!repaired || home.cost(*repaired) > total / 2) {
-    Indices renamed = relabel(take(assignment, problem.order), range(static_cast<Index>(assignment.size())),
-                              range(num_parts), home);
-    if (!repaired || home.cost(renamed) < home.cost(*repaired)) repaired = std::move(renamed);
+  Indices start = even ? home.parts : even_counts(problem.weights, num_parts, problem.limits, load_limit, home);
+  return problem.by_sample(near_home(problem, take(assignment, problem.order), std::move(start), home, load_limit,
+                                     cap == nullptr ? nullptr : &by_row));
+}
+
+// What the algorithm asked for makes of the rows.
+inline Indices by_method(Method method, const Problem& problem, const Bound& bound) {
+  switch (method) {
+    case Method::kKarmarkarKarp:
+      return differencing(problem.weights, problem.num_parts, problem.equal_size);
+    case Method::kLpt:
+      return lpt(problem.weights, problem.num_parts, problem.limits);
+    case Method::kSnake:
+      return snake(static_cast<Index>(problem.weights.size()), problem.num_parts);
+    default:
+      return refined(problem, bound);
   }
-  return problem.by_sample(*repaired);
 }
 
 inline Plan make_plan(const Request& request) {
   const Index num_parts = request.num_parts;
   const Problem problem = Problem::of(request.workloads, num_parts, request.equal_size);
   Bound bound = counting_bound(problem.weights, num_parts, problem.limits);
-  Indices parts;
-  switch (request.method) {
-    case Method::kKarmarkarKarp:
-      parts = differencing(problem.weights, num_parts, problem.equal_size);
-      break;
-    case Method::kLpt:
-      parts = lpt(problem.weights, num_parts, problem.limits);
-      break;
-    case Method::kRefined:
-      parts = refined(problem, bound);
-      break;
-    case Method::kSnake:
-      parts = snake(static_cast<Index>(problem.weights.size()), num_parts);
-      break;
-  }
-  Plan plan{problem.by_sample(parts), {}, 0, 0};
+  Plan plan{problem.by_sample(by_method(request.method, problem, bound)), {}, 0, 0};
   Cap cap;
   if (request.max_tokens) {
     cap = {request.tokens, *request.max_tokens};

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <numeric>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -38,16 +39,17 @@ struct Limits {
 struct Cap {
   Weights weights;
   Weight limit;
+  Weights base{};  // what each partition holds before it has any rows; empty for nothing
 };
 
-inline Weights sum_by_rank(const Indices& parts, const Weights& weights, Index num_parts) {
-  Weights loads(num_parts, 0);
+inline Weights sum_by_rank(const Indices& parts, const Weights& weights, Index num_parts, const Weights& base = {}) {
+  Weights loads = base.empty() ? Weights(num_parts, 0) : base;
   for (std::size_t row = 0; row < weights.size(); ++row) loads[parts[row]] += weights[row];
   return loads;
 }
 
-inline Weight largest_load(const Weights& weights, const Indices& parts, Index num_parts) {
-  const Weights loads = sum_by_rank(parts, weights, num_parts);
+inline Weight largest_load(const Weights& weights, const Indices& parts, Index num_parts, const Weights& base = {}) {
+  const Weights loads = sum_by_rank(parts, weights, num_parts, base);
   return *std::max_element(loads.begin(), loads.end());
 }
 
@@ -112,12 +114,14 @@ struct Problem {
   Index num_parts;
   bool equal_size;
   Limits limits;
+  Weights base{};  // the load of each partition before it has any rows; empty if all begin with nothing
 
-  static Problem of(const Weights& workloads, Index num_parts, bool equal_size) {
+  static Problem of(const Weights& workloads, Index num_parts, bool equal_size,
+                    const std::optional<Limits>& limits = std::nullopt) {
     Indices order = descending(workloads);
     Weights weights = take(workloads, order);
-    const Limits limits = Limits::of(static_cast<Weight>(weights.size()), num_parts, equal_size);
-    return {std::move(weights), std::move(order), num_parts, equal_size, limits};
+    const Limits kept = limits ? *limits : Limits::of(static_cast<Weight>(weights.size()), num_parts, equal_size);
+    return {std::move(weights), std::move(order), num_parts, equal_size, kept};
   }
 
   template <typename Values>
@@ -127,7 +131,7 @@ struct Problem {
     return result;
   }
 
-  Weight largest(const Indices& parts) const { return largest_load(weights, parts, num_parts); }
+  Weight largest(const Indices& parts) const { return largest_load(weights, parts, num_parts, base); }
 };
 
 }  // namespace evenrank

@@ -50,9 +50,9 @@ inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weigh
 }
 
 inline Indices refine(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, Weight target,
-                      const Cap* cap = nullptr) {
+                      const Cap* cap = nullptr, const Weights& base = {}) {
   if (num_parts == 1) return parts;
-  WorkingPartition plan(weights, std::move(parts), num_parts, limits, cap);
+  WorkingPartition plan(weights, std::move(parts), num_parts, limits, cap, base);
   const Weight reach = cap == nullptr ? kReach : kReachWithCap;
   Indices ranked = range(num_parts);
   Weight checkpoint = kMax;

@@ -22,10 +22,10 @@ class LightestFirst {
     }
   };
 
-  explicit LightestFirst(const Indices& counts) {
-    entries_.reserve(counts.size());
-    for (std::size_t part = 0; part < counts.size(); ++part) {
-      entries_.push_back({0, counts[part], static_cast<Index>(part)});
+  explicit LightestFirst(const Weights& loads) {
+    entries_.reserve(loads.size());
+    for (std::size_t part = 0; part < loads.size(); ++part) {
+      entries_.push_back({loads[part], 0, static_cast<Index>(part)});
     }
     for (std::size_t at = entries_.size() / 2; at-- > 0;) sift_down(at, entries_[at]);
   }
@@ -54,11 +54,11 @@ class LightestFirst {
   std::vector<Entry> entries_;
 };
 
-inline Indices lpt(const Weights& weights, Index num_parts, const Limits& limits) {
+inline Indices lpt(const Weights& weights, Index num_parts, const Limits& limits, const Weights& base = {}) {
   const Weight num_rows = static_cast<Weight>(weights.size());
   Indices parts(num_rows);
   Weight spare = num_rows - limits.min_count * num_parts;
-  LightestFirst lightest(Indices(num_parts, 0));
+  LightestFirst lightest(base.empty() ? Weights(num_parts, 0) : base);
   for (Weight row = 0; row < num_rows; ++row) {
     while (lightest.top().count >= limits.min_count) {
       if (spare > 0) {

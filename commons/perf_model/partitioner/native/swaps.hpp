@@ -18,15 +18,20 @@ inline void rank_by_load(const Weights& loads, Indices& parts) {
 
 class WorkingPartition {
  public:
-  WorkingPartition(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, const Cap* cap)
-      : parts_(std::move(parts)), loads_(num_parts, 0), items_(num_parts), limits_(limits), cap_(cap) {
+  WorkingPartition(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, const Cap* cap,
+                   const Weights& base)
+      : parts_(std::move(parts)),
+        loads_(base.empty() ? Weights(num_parts, 0) : base),
+        items_(num_parts),
+        limits_(limits),
+        cap_(cap) {
     const Indices counts = count_per_part(parts_, num_parts);
     for (Index part = 0; part < num_parts; ++part) items_[part].reserve(counts[part] + 1);
     for (std::size_t row = 0; row < weights.size(); ++row) {
       items_[parts_[row]].push_back({weights[row], static_cast<Index>(row)});
       loads_[parts_[row]] += weights[row];
     }
-    if (cap_ != nullptr) held_ = sum_by_rank(parts_, cap_->weights, num_parts);
+    if (cap_ != nullptr) held_ = sum_by_rank(parts_, cap_->weights, num_parts, cap_->base);
   }
 
   const Weights& loads() const { return loads_; }

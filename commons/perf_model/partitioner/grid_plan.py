@@ -1,0 +1,236 @@
+"""Plans of a grid: rows to ranks × steps, so that the sum over the steps of the largest load is small.
+
+A step that must hold a very heavy row has room below its load on all other ranks. Rows of other steps can fill it, so
+that these take less. Every step therefore gets a limit of its own, all cells of a step begin with what its limit is
+below the largest one, and so one target serves all cells: the starts and swaps of `partition` then do the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.partitioner.bounds import counting_bound
+from commons.perf_model.partitioner.grid_bound import GridBound, grid_bound, share_out
+from commons.perf_model.partitioner.home_deal import deal_at_home
+from commons.perf_model.partitioner.home_rows import movable, near_home, with_slack
+from commons.perf_model.partitioner.locality import Home
+from commons.perf_model.partitioner.lpt import lpt
+from commons.perf_model.partitioner.plan import METHODS, plan
+from commons.perf_model.partitioner.problem import Limits, Problem
+from commons.perf_model.partitioner.refined import near
+from commons.perf_model.partitioner.refinement import refine
+from commons.perf_model.partitioner.request import Plan, Request
+from commons.perf_model.partitioner.swaps import Cap
+from commons.perf_model.partitioner.token_cap import under_cap
+
+# Steps cannot be told from ideal ones at this share of the bound; half of it is room in the limits, half above them.
+TOLERANCE = 1000
+# Limits tried beyond the first ones, by rows times cells: with many, every try takes as long as the plan itself.
+TRIES = ((1 << 18, 8), (1 << 23, 4), (1 << 27, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A plan of the grid.
+
+    Attributes:
+        cells: int64 `(n,)`, the cell of each sample.
+        largest: the largest load of each step.
+        most_tokens: most tokens of a cell, or the cap if that is more; 0 without a cap.
+
+    """
+
+    cells: np.ndarray
+    largest: list[int]
+    most_tokens: int
+
+    @property
+    def total(self) -> int:
+        """Sum over the steps of the largest load."""
+        return sum(self.largest)
+
+    def beats(self, other: Candidate) -> bool:
+        """Fewer tokens above the cap, or as many and a smaller sum."""
+        return (self.most_tokens, self.total) < (other.most_tokens, other.total)
+
+
+def plan_grid(request: Request) -> Plan:
+    """The best of the grid, every batch alone and the rows as they were loaded; then few rows change rank."""
+    num_ranks, num_steps = request.num_parts, request.num_steps
+    limits = _limits(request)
+    problem = Problem.of(request.workloads, num_ranks * num_steps, request.equal_size, limits)
+    bound = grid_bound(problem.weights, num_ranks, num_steps, limits)
+    best = _free_plan(request, problem, bound)
+    chosen = None
+    if request.home_step is not None:
+        chosen = _as_loaded(request, limits, best) or _batches_alone(request, request.home_step, best)
+    if chosen is None:
+        chosen = best if request.home is None else _near_home(request, request.home, problem, best)
+    cells, total = chosen.cells, bound.total
+    if not limits.keep(np.bincount(cells, minlength=problem.num_parts)):
+        # Rows as they were loaded, or batches of different sizes: only the bound for free sizes holds for these.
+        total = grid_bound(problem.weights, num_ranks, num_steps, Limits(0, len(cells))).total
+    loads = sum_by_rank(cells, request.workloads, problem.num_parts)
+    return Plan(cells, loads, total, chosen.most_tokens)
+
+
+def _limits(request: Request) -> Limits:
+    """Equal counts, or free ones down to a row per cell: a step without rows would be one batch less."""
+    num_rows, num_cells = len(request.workloads), request.num_parts * request.num_steps
+    limits = Limits.of(num_rows, num_cells, request.equal_size)
+    return limits if request.equal_size else Limits(min(1, num_rows // num_cells), num_rows)
+
+
+def _candidate(request: Request, cells: np.ndarray) -> Candidate:
+    num_cells = request.num_parts * request.num_steps
+    loads = sum_by_rank(cells, request.workloads, num_cells)
+    largest = loads.reshape(request.num_parts, request.num_steps).max(axis=0).tolist()
+    most_tokens = 0
+    if request.max_tokens is not None and request.tokens is not None:
+        most_tokens = max(request.max_tokens, int(sum_by_rank(cells, request.tokens, num_cells).max()))
+    return Candidate(cells, largest, most_tokens)
+
+
+def _cap(request: Request) -> Cap | None:
+    if request.max_tokens is None or request.tokens is None:
+        return None
+    return Cap(request.tokens, request.max_tokens)
+
+
+def _free_plan(request: Request, problem: Problem, bound: GridBound) -> Candidate:
+    """The best plan that does not look at where rows are.
+
+    Limits that sum up to the bound come first, then even partitions sorted by load and cut into steps; then limits
+    half-way between what could not be kept and the best plan so far.
+    """
+    refined = request.method == "refined"
+    best = None
+    if refined and len(set(first := share_out(bound.total + _half(bound.total), bound.largest))) > 1:
+        best = _within(request, problem, first)
+        if best.total <= _good(bound.total):
+            return best
+    cut = _cut_into_steps(request, problem)
+    if best is None or cut.beats(best):
+        best = cut
+    too_low = bound.total
+    for _ in range(_num_tries(problem) if refined else 0):
+        if best.total <= _good(too_low):
+            break
+        total = too_low + (best.total - too_low) // 2
+        tried = _within(request, problem, share_out(total, bound.largest))
+        if tried.total > total + _half(total):
+            too_low = total
+        if tried.beats(best):
+            best = tried
+    return best
+
+
+def _half(total: int) -> int:
+    return total // (2 * TOLERANCE)
+
+
+def _good(bound: int) -> int:
+    """The sum at which a grid is good enough, given a lower bound of it."""
+    return bound + bound // TOLERANCE
+
+
+def _num_tries(problem: Problem) -> int:
+    size = len(problem.weights) * problem.num_parts
+    return next((tries for most, tries in TRIES if size <= most), 0)
+
+
+def _base(request: Request, largest: list[int]) -> np.ndarray:
+    """What every cell begins with, so that one limit, the largest, serves all steps."""
+    return np.tile(max(largest) - np.array(largest, np.int64), request.num_parts)
+
+
+def _within(request: Request, problem: Problem, largest: list[int]) -> Candidate:
+    """LPT and swaps towards a largest load per step."""
+    above = problem.above(_base(request, largest))
+    target = max(largest) + _half(sum(largest)) // request.num_steps
+    parts = lpt(above.weights, above.num_parts, above.limits, above.base)
+    cells = problem.by_sample(refine(above.weights, parts, above.num_parts, above.limits, target, base=above.base))
+    cap = _cap(request)
+    return _candidate(request, cells if cap is None else under_cap(above, cells, target, cap))
+
+
+def _cut_into_steps(request: Request, problem: Problem) -> Candidate:
+    """Even partitions by the algorithm asked for, sorted by load and cut into steps."""
+    bound, split = counting_bound(problem.weights, problem.num_parts, problem.limits)
+    cells = problem.by_sample(METHODS[request.method](problem, bound, split))
+    cap = _cap(request)
+    if cap is not None:
+        cells = under_cap(problem, cells, near(bound), cap)
+    loads = sum_by_rank(cells, request.workloads, problem.num_parts)
+    place = np.empty(problem.num_parts, np.int64)
+    place[np.argsort(-loads, kind="stable")] = np.arange(problem.num_parts)
+    step, rank = np.divmod(place[cells], request.num_parts)
+    return _candidate(request, rank * request.num_steps + step)
+
+
+def _as_loaded(request: Request, limits: Limits, best: Candidate) -> Candidate | None:
+    """The rows where they are, if no plan is better, or by no more than the slack and their counts are even."""
+    loaded = _loaded(request)
+    if loaded is None:
+        return None
+    even = limits.keep(np.bincount(loaded.cells, minlength=request.num_parts * request.num_steps))
+    no_gain = not best.beats(loaded) or (even and loaded.total <= with_slack(best.total, request.slack))
+    return loaded if no_gain else None
+
+
+def _loaded(request: Request) -> Candidate | None:
+    """The rows where they are, if that is known and keeps the cap."""
+    if request.home is None or request.home_step is None:
+        return None
+    loaded = _candidate(request, request.home * request.num_steps + request.home_step)
+    kept = request.max_tokens is None or loaded.most_tokens <= request.max_tokens
+    return loaded if kept else None
+
+
+def _batches_alone(request: Request, home_step: np.ndarray, best: Candidate) -> Candidate | None:
+    """Each batch planned by itself, if `best` is not better."""
+    batches = [np.flatnonzero(home_step == step) for step in range(request.num_steps)]
+    batches = [rows for rows in batches if len(rows)]
+    if request.max_tokens is None or best.most_tokens <= request.max_tokens:
+        least = 0
+        for rows in batches:
+            weights = np.sort(request.workloads[rows])[::-1]
+            least += counting_bound(weights, request.num_parts, Limits(0, len(rows)))[0]
+        if best.total < least:
+            return None
+    cells = np.empty(len(request.workloads), np.int64)
+    for rows in batches:
+        alone = replace(
+            request,
+            workloads=request.workloads[rows],
+            tokens=None if request.tokens is None else request.tokens[rows],
+            home=None if request.home is None else request.home[rows],
+            num_steps=1,
+            home_step=None,
+        )
+        cells[rows] = plan(alone).assignment * request.num_steps + home_step[rows]
+    found = _candidate(request, cells)
+    return None if best.beats(found) else found
+
+
+def _near_home(request: Request, home: np.ndarray, problem: Problem, best: Candidate) -> Candidate:
+    """A plan whose steps are within the slack of those of `best`, with few tokens that change rank."""
+    total = with_slack(best.total, request.slack)
+    loaded = _loaded(request)
+    if loaded is not None:
+        total = min(total, loaded.total - 1)
+    room = total - best.total
+    largest = [load + load * room // max(best.total, 1) for load in best.largest]
+    limit = max(largest)
+    above = problem.above(_base(request, largest))
+    sizes = movable(request.workloads if request.tokens is None else request.tokens)
+    by_row = Home(home[problem.order], sizes[problem.order], request.ranks_per_node, request.num_steps)
+    cap = None
+    if request.tokens is not None and request.max_tokens is not None:
+        cap = Cap(request.tokens[problem.order], best.most_tokens)
+    start = deal_at_home(above, by_row, limit)
+    parts = near_home(above, best.cells[problem.order], start, by_row, limit, cap)
+    return _candidate(request, problem.by_sample(parts))

@@ -1,0 +1,232 @@
+// Plans of a grid. The twin of grid_plan.py.
+#pragma once
+
+#include "grid_bound.hpp"
+#include "home_deal.hpp"
+#include "plan.hpp"
+
+namespace evenrank {
+
+constexpr Weight kGridTolerance = 1000;
+
+struct Tries {
+  Weight most;
+  int number;
+};
+constexpr std::array<Tries, 3> kTries = {{{1 << 18, 8}, {1 << 23, 4}, {1 << 27, 1}}};
+
+struct Candidate {
+  Indices cells;    // by sample
+  Weights largest;  // per step
+  Weight most_tokens;
+
+  Weight total() const { return std::accumulate(largest.begin(), largest.end(), Weight{0}); }
+
+  bool beats(const Candidate& other) const {
+    return most_tokens != other.most_tokens ? most_tokens < other.most_tokens : total() < other.total();
+  }
+};
+
+class GridPlanner {
+ public:
+  explicit GridPlanner(const Request& request)
+      : request_(request),
+        num_cells_(request.num_parts * request.num_steps),
+        limits_(limits_of(request)),
+        problem_(Problem::of(request.workloads, num_cells_, request.equal_size, limits_)),
+        bound_(grid_bound(problem_.weights, request.num_parts, request.num_steps, limits_)) {}
+
+  Plan plan() const {
+    Candidate best = free_plan();
+    std::optional<Candidate> chosen;
+    if (!request_.home_step.empty()) {
+      chosen = as_loaded(best);
+      if (!chosen) chosen = batches_alone(best);
+    }
+    if (!chosen) chosen = request_.home.empty() ? std::move(best) : near_ranks(best);
+    Weight total = bound_.total;
+    if (!limits_.keep(count_per_part(chosen->cells, num_cells_))) {
+      const Weight num_rows = static_cast<Weight>(problem_.weights.size());
+      total = grid_bound(problem_.weights, request_.num_parts, request_.num_steps, {0, num_rows}).total;
+    }
+    Weights loads = sum_by_rank(chosen->cells, request_.workloads, num_cells_);
+    return {std::move(chosen->cells), std::move(loads), total, chosen->most_tokens};
+  }
+
+ private:
+  static Limits limits_of(const Request& request) {
+    const Weight num_rows = static_cast<Weight>(request.workloads.size());
+    const Weight num_cells = static_cast<Weight>(request.num_parts) * request.num_steps;
+    if (request.equal_size) return Limits::of(num_rows, num_cells, true);
+    return {std::min<Weight>(1, num_rows / num_cells), num_rows};
+  }
+
+  Candidate candidate(Indices cells) const {
+    const Weights loads = sum_by_rank(cells, request_.workloads, num_cells_);
+    Weights largest(request_.num_steps, 0);
+    for (Index cell = 0; cell < num_cells_; ++cell) {
+      Weight& load = largest[cell % request_.num_steps];
+      load = std::max(load, loads[cell]);
+    }
+    Weight most_tokens = 0;
+    if (request_.max_tokens) {
+      most_tokens = std::max(*request_.max_tokens, largest_load(request_.tokens, cells, num_cells_));
+    }
+    return {std::move(cells), std::move(largest), most_tokens};
+  }
+
+  bool keeps_cap(const Candidate& plan) const { return !request_.max_tokens || plan.most_tokens <= *request_.max_tokens; }
+
+  Indices capped(const Problem& problem, Indices cells, Weight target) const {
+    if (!request_.max_tokens) return cells;
+    return under_cap(problem, std::move(cells), target, Cap{request_.tokens, *request_.max_tokens});
+  }
+
+  // Also for the rows of a problem with steps' limits: what every cell begins with.
+  Problem above(const Weights& largest) const {
+    const Weight most = largest_of(largest);
+    Problem problem = problem_;
+    problem.base.resize(num_cells_);
+    for (Index cell = 0; cell < num_cells_; ++cell) problem.base[cell] = most - largest[cell % request_.num_steps];
+    return problem;
+  }
+
+  Candidate free_plan() const {
+    const bool is_refined = request_.method == Method::kRefined;
+    std::optional<Candidate> best;
+    if (is_refined) {
+      const Weights first = share_out(bound_.total + half(bound_.total), bound_.largest);
+      if (std::adjacent_find(first.begin(), first.end(), std::not_equal_to<>()) != first.end()) {
+        best = within(first);
+        if (best->total() <= good(bound_.total)) return std::move(*best);
+      }
+    }
+    Candidate cut = cut_into_steps();
+    if (!best || cut.beats(*best)) best = std::move(cut);
+    Weight too_low = bound_.total;
+    for (int tries = is_refined ? num_tries() : 0; tries > 0 && best->total() > good(too_low); --tries) {
+      const Weight total = too_low + (best->total() - too_low) / 2;
+      Candidate tried = within(share_out(total, bound_.largest));
+      if (tried.total() > total + half(total)) too_low = total;
+      if (tried.beats(*best)) best = std::move(tried);
+    }
+    return std::move(*best);
+  }
+
+  static Weight half(Weight total) { return total / (2 * kGridTolerance); }
+  static Weight good(Weight bound) { return bound + bound / kGridTolerance; }
+
+  int num_tries() const {
+    const Weight size = static_cast<Weight>(problem_.weights.size()) * num_cells_;
+    for (const Tries& tries : kTries) {
+      if (size <= tries.most) return tries.number;
+    }
+    return 0;
+  }
+
+  Candidate within(const Weights& largest) const {
+    const Problem problem = above(largest);
+    const Weight sum = std::accumulate(largest.begin(), largest.end(), Weight{0});
+    const Weight target = largest_of(largest) + half(sum) / request_.num_steps;
+    Indices parts = refine(problem, lpt(problem.weights, num_cells_, problem.limits, problem.base), target);
+    return candidate(capped(problem, problem.by_sample(parts), target));
+  }
+
+  Candidate cut_into_steps() const {
+    const Bound bound = counting_bound(problem_.weights, num_cells_, limits_);
+    Indices cells = problem_.by_sample(by_method(request_.method, problem_, bound));
+    cells = capped(problem_, std::move(cells), near(bound.load));
+    Indices ranked = range(num_cells_);
+    rank_by_load(sum_by_rank(cells, request_.workloads, num_cells_), ranked);
+    Indices place(num_cells_);
+    for (Index at = 0; at < num_cells_; ++at) {
+      place[ranked[at]] = at % request_.num_parts * request_.num_steps + at / request_.num_parts;
+    }
+    return candidate(take(place, cells));
+  }
+
+  std::optional<Candidate> loaded() const {
+    if (request_.home.empty() || request_.home_step.empty()) return std::nullopt;
+    Indices cells(request_.home.size());
+    for (std::size_t row = 0; row < cells.size(); ++row) {
+      cells[row] = request_.home[row] * request_.num_steps + request_.home_step[row];
+    }
+    Candidate plan = candidate(std::move(cells));
+    if (!keeps_cap(plan)) return std::nullopt;
+    return plan;
+  }
+
+  std::optional<Candidate> as_loaded(const Candidate& best) const {
+    std::optional<Candidate> plan = loaded();
+    if (!plan || !best.beats(*plan)) return plan;
+    const bool even = limits_.keep(count_per_part(plan->cells, num_cells_));
+    if (!even || plan->total() > with_slack(best.total(), request_.slack)) return std::nullopt;
+    return plan;
+  }
+
+  std::optional<Candidate> batches_alone(const Candidate& best) const {
+    std::vector<Indices> batches(request_.num_steps);
+    for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
+      batches[request_.home_step[row]].push_back(static_cast<Index>(row));
+    }
+    batches.erase(std::remove_if(batches.begin(), batches.end(), [](const Indices& rows) { return rows.empty(); }),
+                  batches.end());
+    if (keeps_cap(best)) {
+      Weight least = 0;
+      for (const Indices& rows : batches) {
+        const Problem batch = Problem::of(take(request_.workloads, rows), request_.num_parts, false);
+        least += counting_bound(batch.weights, batch.num_parts, batch.limits).load;
+      }
+      if (best.total() < least) return std::nullopt;
+    }
+    Indices cells(request_.workloads.size());
+    for (const Indices& rows : batches) {
+      const Request alone{take(request_.workloads, rows),
+                          request_.num_parts,
+                          request_.method,
+                          request_.equal_size,
+                          request_.tokens.empty() ? Weights{} : take(request_.tokens, rows),
+                          request_.max_tokens,
+                          request_.home.empty() ? Indices{} : take(request_.home, rows),
+                          request_.ranks_per_node,
+                          request_.slack};
+      const Plan plan = make_plan(alone);
+      for (std::size_t at = 0; at < rows.size(); ++at) {
+        cells[rows[at]] = plan.assignment[at] * request_.num_steps + request_.home_step[rows[at]];
+      }
+    }
+    Candidate found = candidate(std::move(cells));
+    if (best.beats(found)) return std::nullopt;
+    return found;
+  }
+
+  Candidate near_ranks(const Candidate& best) const {
+    const Weight best_total = best.total();
+    Weight total = with_slack(best_total, request_.slack);
+    if (const std::optional<Candidate> plan = loaded()) total = std::min(total, plan->total() - 1);
+    Weights largest = best.largest;
+    for (Weight& load : largest) {
+      load += static_cast<Weight>(static_cast<__int128>(load) * (total - best_total) / std::max<Weight>(best_total, 1));
+    }
+    const Weight limit = largest_of(largest);
+    const Problem problem = above(largest);
+    const Home home{take(request_.home, problem.order),
+                    movable(take(request_.tokens.empty() ? request_.workloads : request_.tokens, problem.order)),
+                    request_.ranks_per_node, request_.num_steps};
+    Cap cap;
+    if (request_.max_tokens) cap = {take(request_.tokens, problem.order), best.most_tokens};
+    const Indices parts = near_home(problem, take(best.cells, problem.order), deal_at_home(problem, home, limit), home,
+                                    limit, request_.max_tokens ? &cap : nullptr);
+    return candidate(problem.by_sample(parts));
+  }
+
+  const Request& request_;
+  Index num_cells_;
+  Limits limits_;
+  Problem problem_;
+  GridBound bound_;
+};
+
+inline Plan plan_grid(const Request& request) { return GridPlanner(request).plan(); }
+
+}  // namespace evenrank

@@ -1,0 +1,89 @@
+// A start for the repair of a grid. The twin of home_deal.py.
+#pragma once
+
+#include <queue>
+#include <tuple>
+
+#include "locality.hpp"
+
+namespace evenrank {
+
+constexpr Weight kLarge = 8;
+
+// Loads and counts of the cells while they fill, and which of them may take one more row.
+class FillingCells {
+ public:
+  explicit FillingCells(const Problem& problem)
+      : limits_(problem.limits),
+        loads_(problem.base.empty() ? Weights(problem.num_parts, 0) : problem.base),
+        counts_(problem.num_parts, 0),
+        spare_(static_cast<Weight>(problem.weights.size()) - limits_.min_count * problem.num_parts) {
+    for (Index cell = 0; cell < problem.num_parts; ++cell) changes_.push(key(cell));
+  }
+
+  Weight load(Index cell) const { return loads_[cell]; }
+  Weight largest() const { return largest_of(loads_); }
+
+  // kNone if all are full.
+  Index lightest(Index first, Index last) const {
+    Index best = kNone;
+    for (Index cell = first; cell < last; ++cell) {
+      if (is_open(cell) && (best == kNone || key(cell) < key(best))) best = cell;
+    }
+    return best;
+  }
+
+  Index lightest_of_all() {
+    while (true) {
+      const Index cell = std::get<2>(changes_.top());
+      if (is_open(cell) && changes_.top() == key(cell)) return cell;
+      changes_.pop();
+    }
+  }
+
+  void add(Index cell, Weight weight) {
+    spare_ -= counts_[cell] >= limits_.min_count;
+    ++counts_[cell];
+    loads_[cell] += weight;
+    changes_.push(key(cell));
+  }
+
+ private:
+  using Key = std::tuple<Weight, Index, Index>;
+
+  Key key(Index cell) const { return {loads_[cell], counts_[cell], cell}; }
+
+  bool is_open(Index cell) const {
+    return counts_[cell] < limits_.min_count || (counts_[cell] < limits_.max_count && spare_ > 0);
+  }
+
+  Limits limits_;
+  Weights loads_;
+  Indices counts_;
+  Weight spare_;
+  std::priority_queue<Key, std::vector<Key>, std::greater<Key>> changes_;
+};
+
+inline Indices deal_at_home(const Problem& problem, const Home& home, Weight limit) {
+  FillingCells cells(problem);
+  const Index steps = home.steps;
+  const Index node = steps * home.ranks_per_node;
+  const Weight large = (limit - cells.largest()) / kLarge;
+  Indices parts(problem.weights.size());
+  for (std::size_t row = 0; row < parts.size(); ++row) {
+    const Weight weight = problem.weights[row];
+    const Index rank = home.parts[row];
+    Index chosen = cells.lightest(rank * steps, (rank + 1) * steps);
+    if (chosen == kNone || (weight >= large && cells.load(chosen) + weight > limit)) {
+      const Index first = rank / home.ranks_per_node * node;
+      Index other = cells.lightest(first, std::min(first + node, problem.num_parts));
+      if (other == kNone || cells.load(other) + weight > limit) other = cells.lightest_of_all();
+      if (chosen == kNone || cells.load(other) + weight <= limit) chosen = other;
+    }
+    cells.add(chosen, weight);
+    parts[row] = chosen;
+  }
+  return parts;
+}
+
+}  // namespace evenrank
