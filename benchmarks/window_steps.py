@@ -1,0 +1,372 @@
+"""How much faster are training steps that share their load beyond one batch, measured?
+
+Gloo ranks of one thread each train a small HSTU on user-like histories. Every variant has a replica of the model and
+trains the same rows in the same order of windows; the variants take turns, a round of steps at a time, and a round ends
+when no thread of the variant is at work any more, so that no cost hides in another one's round. What a step reads,
+plans and exchanges is part of it.
+
+Variants: batches as they are loaded; each batch balanced by the shuffler; a window of four batches in front of a stock
+pipeline; the sampler that knows all lengths, with the same window; and the sampler of steps of constant cost.
+
+Beside each ratio is what the loads predict: the cost of a rank's rows, tokens and pairs is fitted to steps in which all
+ranks have the same ones, and a step takes as long as its costliest rank. Where there are more ranks than cores, ranks
+share the cores evenly. What ranks with a core each would take is measured by processor time, the costliest rank's of
+every step, which other programs on the machine hardly change.
+
+Examples:
+    python -m benchmarks.window_steps
+    python -m benchmarks.window_steps --quick
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from scipy.optimize import nnls
+from torch import nn
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from tqdm import tqdm
+
+from benchmarks.report import heading, run_ranks, table, write_page
+from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
+from commons.datasets.hstu_batch import HSTUBatch
+from commons.perf_model.task_estimator import HSTUAttentionTask
+from commons.pipeline import balanced, windowed_iter
+from hstu import HSTUBalancedBatchShuffler
+from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
+from hstu.sharding import build_distributed_model, dense_parameters
+
+VARIANTS = ("as loaded", "per batch", "window", "sampler", "budget")
+WINDOW = 4
+ROUND = 2 * WINDOW  # steps; of the two windows that begin in a round, one is waited for in the same round
+LONGEST = 2048
+NUM_IDS = 4000
+HSTU = HSTUConfig(64, 2, 4, 16, max_sequence_length=LONGEST)
+MIXES = 24  # batches that the cost is fitted to
+# Features of a step that its cost is fitted to.
+_FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
+
+
+def draw_users(count: int, seed: int) -> np.ndarray:
+    """int64 `(count,)`: items of users, 20 + lognormal of median 130 and sigma 1.4."""
+    drawn = 20 + np.random.default_rng(seed).lognormal(np.log(130), 1.4, count)
+    return np.minimum(drawn, LONGEST).astype(np.int64)
+
+
+def make_batch(lengths: np.ndarray) -> HSTUBatch:
+    """A ranking batch of items alone, with one label per item."""
+    item_lengths = torch.from_numpy(lengths).to(torch.int32)
+    total = int(lengths.sum())
+    return HSTUBatch(
+        features=KeyedJaggedTensor(["item"], torch.arange(total).remainder_(NUM_IDS), lengths=item_lengths),
+        batch_size=len(lengths),
+        feature_to_max_seqlen={"item": LONGEST},
+        labels=KeyedJaggedTensor(["task_0"], torch.arange(total).remainder_(2).float(), lengths=item_lengths),
+        item_feature_name="item",
+    )
+
+
+def make_model(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A replica of the model, and its optimizer."""
+    torch.manual_seed(0)
+    model = build_distributed_model(HSTURankingModel(RankingConfig(HSTU, {"item": NUM_IDS}, (64, 1), 1)), device=device)
+    return model, torch.optim.SGD(dense_parameters(model).values(), lr=1e-3)
+
+
+@dataclass
+class Variant:
+    """A replica of the model in its pipeline, and its batches.
+
+    Attributes:
+        progress: trains the next batch.
+        settle: waits until no thread of the variant is at work.
+        wait_ms: how long the pipeline has waited for the window that came last, and its number; None without one.
+        trained: of each step that this rank has trained, 1, rows, tokens and pairs.
+        processor_ms: of each of these steps.
+        ms: of each round.
+        rows: of each round, of all ranks.
+    """
+
+    progress: Callable[[], Any]
+    settle: Callable[[], None] = lambda: None
+    wait_ms: Callable[[], tuple[int, float] | None] = lambda: None
+    close: Callable[[], None] = lambda: None
+    trained: list[np.ndarray] = field(default_factory=list)
+    processor_ms: list[float] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+
+def step_size(lengths: np.ndarray) -> np.ndarray:
+    """int64 `(4,)`: 1, rows, tokens and pairs of a batch; see `_FIXED` to `_PAIRS`."""
+    tokens, pairs = _task().tokens_and_pairs(torch.from_numpy(lengths))
+    return np.array([1, len(lengths), int(tokens.sum()), int(pairs.sum())])
+
+
+def _task() -> HSTUAttentionTask:
+    return HSTUAttentionTask(64, 4, 16, 2)
+
+
+def make_variant(name: str, users: np.ndarray, rows: int, rank: int) -> Variant:
+    """One of `VARIANTS`.
+
+    Args:
+        name: which.
+        users: int64 `(n,)`, items of all users, in the order in which they are trained.
+        rows: rows of a rank's batch.
+        rank: this rank.
+    """
+    device, num_ranks = torch.device("cpu"), dist.get_world_size()
+    model, optimizer = make_model(device)
+    workloads = _task().get_workloads(users)
+    share: dict[str, Any] = {"num_ranks": num_ranks, "rank": rank, "shuffle": False}
+    in_order = np.arange(len(users) // (rows * num_ranks) * rows * num_ranks).reshape(-1, num_ranks, rows)[:, rank]
+    numbers: Any = in_order
+    if name == "sampler":
+        numbers = BalancedBatchSampler(workloads, rows, window=WINDOW, **share)
+    elif name == "budget":
+        budget = max(int(workloads.max()), int(workloads.mean() * rows))
+        numbers = BudgetBatchSampler(workloads, budget_per_rank=budget, **share)
+    batches: Iterator[Any] = (make_batch(users[own]) for own in numbers)
+    shuffler = None
+    if name in ("per batch", "window"):
+        shuffler = HSTUBalancedBatchShuffler(64, 4, 16, 2)
+    if name == "per batch":
+        trainer = balanced(TrainPipelineBase)(model, optimizer, device, batch_shuffler=shuffler)
+    else:
+        trainer = TrainPipelineBase(model, optimizer, device)
+    made = Variant(lambda: trainer.progress(batches))
+    if shuffler is not None:
+        made.settle = shuffler.drain
+    if name == "window":
+        assert shuffler is not None
+        windows = batches = windowed_iter(batches, shuffler, WINDOW)
+        worker = shuffler._window_worker
+        made.settle = lambda: worker.submit(lambda: None).result()
+
+        def last_wait() -> tuple[int, float] | None:
+            last = windows.last_window
+            return None if last is None else (last.window, last.wait_ms)
+
+        made.wait_ms = last_wait
+
+    def close() -> None:
+        made.settle()
+        if name == "window":
+            windows.close()
+        if name == "per batch":
+            trainer.reset()
+        if shuffler is not None:
+            shuffler.close()
+
+    made.close = close
+    model.register_forward_pre_hook(lambda _, arguments: made.trained.append(step_size(_real_lengths(arguments[0]))))
+    return made
+
+
+def _real_lengths(batch: HSTUBatch) -> np.ndarray:
+    return batch.features.lengths()[: batch.actual_batch_size].to(torch.int64).numpy()
+
+
+def fit_cost(rows: int, repeats: int) -> np.ndarray:
+    """float64 `(4,)`: milliseconds per `step_size` of steps in which all ranks have the same rows."""
+    model, optimizer = make_model(torch.device("cpu"))
+    generator = np.random.default_rng(0)
+    mixes = [draw_users(int(generator.integers(1, 2 * rows + 1)), 100 + mix) for mix in range(MIXES)]
+    times = np.empty((repeats, MIXES))
+    for turn in range(-1, repeats):
+        for mix, lengths in enumerate(mixes):
+            batch = make_batch(lengths)
+            dist.barrier()
+            started = time.perf_counter()
+            optimizer.zero_grad()
+            model(batch)[0].sum().backward()
+            optimizer.step()
+            dist.barrier()
+            times[max(0, turn), mix] = (time.perf_counter() - started) * 1e3
+    milliseconds = np.median(times, axis=0)
+    sizes = np.array([step_size(lengths) for lengths in mixes], dtype=np.float64)
+    return nnls(sizes / milliseconds[:, None], np.ones(MIXES))[0]
+
+
+def measure(rank: int, rows: int, rounds: int, warmup: int, repeats: int) -> dict[str, Any]:
+    """Rounds of every variant on one rank."""
+    cost = fit_cost(rows, repeats)
+    per_round = ROUND * rows * dist.get_world_size()
+    users = draw_users((warmup + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline comes to their end
+    variants = {name: make_variant(name, users, rows, rank) for name in VARIANTS}
+    waits: list[float] = []
+    done = dict.fromkeys(VARIANTS, 0)
+    skipped = dict.fromkeys(VARIANTS, 0)
+    for turn in tqdm(range(warmup + rounds), desc=f"{dist.get_world_size()} ranks × {rows}", disable=rank != 0):
+        for place in range(len(VARIANTS)):
+            name = VARIANTS[(turn + place) % len(VARIANTS)]
+            variant, before = variants[name], done[name]
+            dist.barrier()
+            started, busy = time.perf_counter(), time.process_time()
+            while done[name] < (turn + 1) * per_round:
+                seen = variant.wait_ms()
+                variant.progress()
+                trained = torch.tensor(int(variant.trained[-1][_ROWS]))
+                dist.all_reduce(trained)  # a barrier, too
+                done[name] += int(trained)
+                variant.processor_ms.append((time.process_time() - busy) * 1e3)
+                busy = time.process_time()
+                last = variant.wait_ms()
+                # A window that was begun in the round before was waited for when that one ended.
+                is_of_this_round = done[name] == (turn + 1) * per_round
+                if turn >= warmup and last is not None and last != seen and is_of_this_round:
+                    waits.append(last[1])
+            variant.settle()
+            variant.processor_ms[-1] += (time.process_time() - busy) * 1e3
+            dist.barrier()
+            if turn < warmup:
+                skipped[name] = len(variant.trained)
+            else:
+                variant.ms.append((time.perf_counter() - started) * 1e3)
+                variant.rows.append(done[name] - before)
+    for variant in variants.values():
+        variant.close()
+    return {
+        "cost": cost,
+        "waits": waits,
+        "ms": {name: variant.ms for name, variant in variants.items()},
+        "rows": {name: variant.rows for name, variant in variants.items()},
+        "processor_ms": {name: np.array(variant.processor_ms[skipped[name] :]) for name, variant in variants.items()},
+        "sizes": {name: np.array(variant.trained[skipped[name] :]) for name, variant in variants.items()},
+    }
+
+
+def predicted_ms(sizes: np.ndarray, cost: np.ndarray, cores: int) -> float:
+    """What steps take by the loads of their ranks.
+
+    Args:
+        sizes: int64 `(ranks, steps, 4)`.
+        cost: float64 `(4,)`, fitted to steps of equal ranks.
+        cores: that the ranks share.
+    """
+    num_ranks = len(sizes)
+    crowded = max(1.0, num_ranks / cores)
+    work = np.sort(sizes[..., _ROWS:] @ cost[_ROWS:] / crowded, axis=0)  # of each rank with a core for itself
+    # While n ranks are at work, each has min(1, cores / n) of a core; the lightest is done first.
+    left = np.maximum(1.0, np.arange(num_ranks, 0, -1) / cores)
+    return float((np.diff(work, axis=0, prepend=0.0) * left[:, None]).sum() + sizes.shape[1] * cost[_FIXED])
+
+
+def ratio_with_interval(
+    base: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
+) -> tuple[float, float, float]:
+    """Ratio of the rows per millisecond of two variants, and its 95 % bootstrap interval over the rounds.
+
+    Args:
+        base: rows and milliseconds of every round.
+        other: the same.
+    """
+    chosen = np.random.default_rng(0).integers(0, len(base[0]), (2000, len(base[0])))
+
+    def rate(of: tuple[np.ndarray, np.ndarray], rounds: Any) -> Any:
+        return of[0][rounds].sum(axis=-1) / of[1][rounds].sum(axis=-1)
+
+    whole = slice(None)
+    low, high = np.percentile(rate(other, chosen) / rate(base, chosen), [2.5, 97.5])
+    return float(rate(other, whole) / rate(base, whole)), float(low), float(high)
+
+
+def report_case(measured: list[dict[str, Any]], cores: int) -> list[list[str]]:
+    """The lines of the table for one number of ranks and rows."""
+    lines = []
+    cost = np.mean([each["cost"] for each in measured], axis=0)
+    flops = np.array([_task().forward_flops(1, 0), _task().forward_flops(0, 1)], dtype=np.float64)
+    base: dict[str, Any] = {}
+    for name in VARIANTS:
+        sizes = np.array([each["sizes"][name] for each in measured])
+        num_rows, loads = float(sizes[..., _ROWS].sum()), sizes[..., _TOKENS:] @ flops
+        ms = np.max([each["ms"][name] for each in measured], axis=0)
+        rates = {
+            "rounds": (np.array(measured[0]["rows"][name], dtype=np.float64), ms),
+            "predicted": num_rows / predicted_ms(sizes, cost, cores),
+            "processor": num_rows / np.max([each["processor_ms"][name] for each in measured], axis=0).sum(),
+            "predicted alone": num_rows / predicted_ms(sizes, cost, len(measured)),
+        }
+        base = base or rates
+        ratio, low, high = ratio_with_interval(base["rounds"], rates["rounds"])
+        predicted, processor, alone = (rates[key] / base[key] for key in ("predicted", "processor", "predicted alone"))
+        lines.append(
+            [
+                name,
+                f"{num_rows / sizes.shape[1]:.1f}",
+                f"{ms.sum() / sizes.shape[1]:.0f}",
+                f"{loads.max(axis=0).sum() / loads.mean(axis=0).sum():.3f}",
+                "1" if name == "as loaded" else f"{ratio:.3f} ({low:.3f}–{high:.3f})",
+                f"{predicted:.3f} ({100 * (ratio / predicted - 1):+.1f} %)",
+                f"{processor:.3f}",
+                f"{alone:.3f} ({100 * (processor / alone - 1):+.1f} %)",
+            ]
+        )
+    return lines
+
+
+def main(rounds: int = 16, warmup: int = 1, repeats: int = 3, quick: bool = False) -> None:
+    """Measure and write benchmarks/results/window_steps.md.
+
+    Args:
+        rounds: measured rounds of eight steps.
+        warmup: rounds before.
+        repeats: times that each batch is measured which the cost is fitted to.
+        quick: the smallest case and few rounds, for a look; writes nothing.
+    """
+    cores, rounds = len(os.sched_getaffinity(0)), 3 if quick else rounds
+    cases = [(2, 4)] if quick else [(2, 4), (2, 8), (4, 4), (4, 8)]
+    lines, waits = [], []
+    for num_ranks, rows in cases:
+        measured = run_ranks(measure, num_ranks, rows, rounds, warmup, repeats, timeout=3600)
+        lines += [[f"{num_ranks} × {rows}", *line] for line in report_case(measured, cores)]
+        of_windows = np.concatenate([each["waits"] for each in measured])
+        waits.append([f"{num_ranks} × {rows}", f"{np.median(of_windows):.3f}", f"{np.percentile(of_windows, 95):.3f}"])
+    page = "\n".join(
+        [
+            heading("Windows: measured steps", "python -m benchmarks.window_steps"),
+            f"Ranks on {cores} cores (gloo). HSTU, hidden 64, 2 layers, 4 heads × 16; histories of 20 + lognormal",
+            f"items, median 130, sigma 1.4, to {LONGEST}; windows of {WINDOW};",
+            f"{rounds} rounds of {ROUND} steps, the variants in turn.\n",
+            "Rows per second as a ratio to batches as they are loaded, with the 95 % bootstrap interval over rounds,",
+            "and what the loads predict, from a cost fitted to steps of equal ranks; in brackets, how far the measured",
+            "is from it. Largest ÷ mean: sums over the steps, of operations. More ranks than cores share these, so",
+            "that less of an uneven load shows; the last two columns are for a core each, by the processor time of the",
+            "costliest rank.\n",
+            table(
+                [
+                    "ranks × rows",
+                    "variant",
+                    "rows per step",
+                    "step ms",
+                    "largest ÷ mean",
+                    "ratio",
+                    "predicted",
+                    "ratio, a core each",
+                    "predicted, a core each",
+                ],
+                lines,
+            ),
+            "\n## How long the pipeline waited for a window\n",
+            table(["ranks × rows", "ms, median", "ms, 95th percentile"], waits),
+            "\nSteps of the budget hold as many rows as fit the heaviest row's cost on every rank: they are fewer and",
+            "fuller, and pay their fixed costs less often.",
+        ]
+    )
+    print(page)
+    if not quick:
+        print(f"\nwritten to {write_page('window_steps', page)}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
