@@ -122,6 +122,8 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         files=("my-gpu.toml", "gain.png"),
         shows=r"speed-up[\s\S]*held-out error[\s\S]*ms",
     ),
+    ("README.md", "Beyond one batch", 0): Python(given.hstu_batches, given.windows_hold_every_row),
+    ("README.md", "Beyond one batch", 1): Python(given.rows_of_known_length, given.every_row_is_read_once),
     ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 0): Python(given.padded_rows, given.predictions_in_order),
     ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 1): Python(given.rows_of_ranks, given.results_came_home),
     ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 2): Python(given.language_model, given.whole_gradient),

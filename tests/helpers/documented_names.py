@@ -47,6 +47,52 @@ def pipeline_trains(names: dict[str, Any]) -> None:
     assert names["pipeline"].last_stats.num_rows == sum(_of_all([names["dataloader"][0].actual_batch_size]))
 
 
+def hstu_batches() -> dict[str, Any]:
+    """A dataloader of HSTU batches, one more on the first rank, and what trains them."""
+    features = [
+        evenrank.FeatureConfig(
+            ["item", "action"], [50, 5], 40, True, evenrank.RandomDistribution("zipf", 1, 40, alpha=1.2)
+        )
+    ]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [
+        evenrank.HSTUBatch.random(
+            4, features, "item", action_feature_name="action", device=torch.device("cpu"), generator=generator
+        )
+        for _ in range(11 - dist.get_rank())
+    ]
+    trained: list[int] = []
+    return {"dataloader": batches, "trained": trained, "train_step": lambda batch: trained.extend(_items(batch))}
+
+
+def _items(batch: Any) -> list[int]:
+    return batch.features["item"].values().tolist()
+
+
+def windows_hold_every_row(names: dict[str, Any]) -> None:
+    """The items of all ranks have been trained, in as many steps on both, whose loads are nearly even."""
+    own = [item for batch in names["dataloader"] for item in _items(batch)]
+    assert sorted(_of_all(names["trained"])) == sorted(_of_all(own))
+    window = names["batches"].last_window
+    assert (window.window, window.steps) == (1, 3) and window.imbalance_after < window.imbalance_before
+    assert names["stats"].window == 3
+
+
+def rows_of_known_length() -> dict[str, Any]:
+    """A map-style data set that knows the lengths of its rows."""
+    lengths = (torch.arange(40) * 7 % 40 + 1).tolist()
+    return {"lengths": lengths, "dataset": list(range(40)), "dist": dist}
+
+
+def every_row_is_read_once(names: dict[str, Any]) -> None:
+    """The ranks read every row once, in steps of equal cost."""
+    steps = [batch.tolist() for batch in names["loader"]]
+    assert sorted(_of_all([row for batch in steps for row in batch])) == list(range(40))
+    work = [sum(int(names["workloads"][row]) for row in batch) for batch in steps]
+    both = _of_all(work)
+    assert all(abs(a - b) <= 0.02 * a for a, b in zip(both[: len(work)], both[len(work) :]))
+
+
 def options_are_those_of_the_shuffler(names: dict[str, Any]) -> None:
     """The shuffler has the options, and works."""
     shuffler = names["shuffler"]
