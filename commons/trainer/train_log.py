@@ -87,7 +87,7 @@ class TrainLog:
 
     def __init__(self, args: TrainerArgs, total_steps: int, *, first_step: int = 0) -> None:
         self.run_dir = Path(args.run_dir)
-        self._interval = args.log_interval
+        self._interval, self._window = args.log_interval, args.shuffle_window
         self._enabled = dist.get_rank() == 0
         self._bar = tqdm(
             total=total_steps,
@@ -195,6 +195,8 @@ class TrainLog:
             before, after = summary.shuffle["imbalance_before"], summary.shuffle["imbalance_after"]
             would = "" if summary.shuffle["moved"] or before == after else " (observed, not carried out)"
             table.add_row("imbalance (max ÷ mean − 1)", f"{before:.1%} → {after:.2%}{would}")
+            if self._window > 1:
+                table.add_row("balanced together", f"{self._window} batches")
             table.add_row("tokens moved", f"{summary.shuffle['token_fraction_moved']:.1%}")
             table.add_row("would save" if would else "largest load saved", _saving(summary.shuffle))
         table.add_row("log", str(self.run_dir / LOG_FILE))
