@@ -63,18 +63,32 @@ def plan_grid(request: Request) -> Plan:
     limits = _limits(request)
     problem = Problem.of(request.workloads, num_ranks * num_steps, request.equal_size, limits)
     bound = grid_bound(problem.weights, num_ranks, num_steps, limits)
-    best = _free_plan(request, problem, bound)
-    chosen = None
-    if request.home_step is not None:
-        chosen = _as_loaded(request, limits, best) or _batches_alone(request, request.home_step, best)
-    if chosen is None:
-        chosen = best if request.home is None else _near_home(request, request.home, problem, best)
-    cells, total = chosen.cells, bound.total
-    if not limits.keep(np.bincount(cells, minlength=problem.num_parts)):
+    chosen = _choose(request, problem, _free_plan(request, problem, bound))
+    total = bound.total
+    if not limits.keep(np.bincount(chosen.cells, minlength=problem.num_parts)):
         # Rows as they were loaded, or batches of different sizes: only the bound for free sizes holds for these.
-        total = grid_bound(problem.weights, num_ranks, num_steps, Limits(0, len(cells))).total
-    loads = sum_by_rank(cells, request.workloads, problem.num_parts)
-    return Plan(cells, loads, total, chosen.most_tokens)
+        total = grid_bound(problem.weights, num_ranks, num_steps, Limits(0, len(chosen.cells))).total
+    loads = sum_by_rank(chosen.cells, request.workloads, problem.num_parts)
+    return Plan(chosen.cells, loads, total, chosen.most_tokens)
+
+
+def _choose(request: Request, problem: Problem, best: Candidate) -> Candidate:
+    """`best`, or what it does not beat; with a home, a plan near it within the slack."""
+    loaded = _as_loaded(request)
+    alone = None if request.home_step is None else _batches_alone(request, request.home_step, best)
+    if alone is not None and not best.beats(alone):
+        return alone if loaded is None or alone.beats(loaded) else loaded
+    if request.home is None:
+        return best
+    most = with_slack(best.total, request.slack)
+    if alone is not None:
+        most = min(most, max(alone.total, best.total))  # the batches alone had the slack too
+    if loaded is not None:
+        even = problem.limits.keep(np.bincount(loaded.cells, minlength=problem.num_parts))
+        if not best.beats(loaded) or (even and loaded.total <= most):
+            return loaded
+        most = min(most, loaded.total - 1)
+    return _near_home(request, request.home, problem, best, most)
 
 
 def _limits(request: Request) -> Limits:
@@ -171,17 +185,7 @@ def _cut_into_steps(request: Request, problem: Problem) -> Candidate:
     return _candidate(request, rank * request.num_steps + step)
 
 
-def _as_loaded(request: Request, limits: Limits, best: Candidate) -> Candidate | None:
-    """The rows where they are, if no plan is better, or by no more than the slack and their counts are even."""
-    loaded = _loaded(request)
-    if loaded is None:
-        return None
-    even = limits.keep(np.bincount(loaded.cells, minlength=request.num_parts * request.num_steps))
-    no_gain = not best.beats(loaded) or (even and loaded.total <= with_slack(best.total, request.slack))
-    return loaded if no_gain else None
-
-
-def _loaded(request: Request) -> Candidate | None:
+def _as_loaded(request: Request) -> Candidate | None:
     """The rows where they are, if that is known and keeps the cap."""
     if request.home is None or request.home_step is None:
         return None
@@ -191,7 +195,7 @@ def _loaded(request: Request) -> Candidate | None:
 
 
 def _batches_alone(request: Request, home_step: np.ndarray, best: Candidate) -> Candidate | None:
-    """Each batch planned by itself, if `best` is not better."""
+    """Each batch planned by itself, unless their lower bounds tell that `best` is better."""
     batches = [np.flatnonzero(home_step == step) for step in range(request.num_steps)]
     batches = [rows for rows in batches if len(rows)]
     if request.max_tokens is None or best.most_tokens <= request.max_tokens:
@@ -212,17 +216,12 @@ def _batches_alone(request: Request, home_step: np.ndarray, best: Candidate) -> 
             home_step=None,
         )
         cells[rows] = plan(alone).assignment * request.num_steps + home_step[rows]
-    found = _candidate(request, cells)
-    return None if best.beats(found) else found
+    return _candidate(request, cells)
 
 
-def _near_home(request: Request, home: np.ndarray, problem: Problem, best: Candidate) -> Candidate:
-    """A plan whose steps are within the slack of those of `best`, with few tokens that change rank."""
-    total = with_slack(best.total, request.slack)
-    loaded = _loaded(request)
-    if loaded is not None:
-        total = min(total, loaded.total - 1)
-    room = total - best.total
+def _near_home(request: Request, home: np.ndarray, problem: Problem, best: Candidate, most: int) -> Candidate:
+    """A plan whose sum is at most `most`, at least that of `best`, with few tokens that change rank."""
+    room = most - best.total
     largest = [load + load * room // max(best.total, 1) for load in best.largest]
     limit = max(largest)
     above = problem.above(_base(request, largest))

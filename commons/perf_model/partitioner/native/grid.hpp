@@ -37,23 +37,33 @@ class GridPlanner {
         bound_(grid_bound(problem_.weights, request.num_parts, request.num_steps, limits_)) {}
 
   Plan plan() const {
-    Candidate best = free_plan();
-    std::optional<Candidate> chosen;
-    if (!request_.home_step.empty()) {
-      chosen = as_loaded(best);
-      if (!chosen) chosen = batches_alone(best);
-    }
-    if (!chosen) chosen = request_.home.empty() ? std::move(best) : near_ranks(best);
+    Candidate chosen = choose(free_plan());
     Weight total = bound_.total;
-    if (!limits_.keep(count_per_part(chosen->cells, num_cells_))) {
+    if (!limits_.keep(count_per_part(chosen.cells, num_cells_))) {
       const Weight num_rows = static_cast<Weight>(problem_.weights.size());
       total = grid_bound(problem_.weights, request_.num_parts, request_.num_steps, {0, num_rows}).total;
     }
-    Weights loads = sum_by_rank(chosen->cells, request_.workloads, num_cells_);
-    return {std::move(chosen->cells), std::move(loads), total, chosen->most_tokens};
+    Weights loads = sum_by_rank(chosen.cells, request_.workloads, num_cells_);
+    return {std::move(chosen.cells), std::move(loads), total, chosen.most_tokens};
   }
 
  private:
+  Candidate choose(Candidate best) const {
+    std::optional<Candidate> loaded = as_loaded();
+    std::optional<Candidate> alone;
+    if (!request_.home_step.empty()) alone = batches_alone(best);
+    if (alone && !best.beats(*alone)) return std::move(!loaded || alone->beats(*loaded) ? *alone : *loaded);
+    if (request_.home.empty()) return best;
+    Weight most = with_slack(best.total(), request_.slack);
+    if (alone) most = std::min(most, std::max(alone->total(), best.total()));
+    if (loaded) {
+      const bool even = limits_.keep(count_per_part(loaded->cells, num_cells_));
+      if (!best.beats(*loaded) || (even && loaded->total() <= most)) return std::move(*loaded);
+      most = std::min(most, loaded->total() - 1);
+    }
+    return near_ranks(best, most);
+  }
+
   static Limits limits_of(const Request& request) {
     const Weight num_rows = static_cast<Weight>(request.workloads.size());
     const Weight num_cells = static_cast<Weight>(request.num_parts) * request.num_steps;
@@ -145,7 +155,7 @@ class GridPlanner {
     return candidate(take(place, cells));
   }
 
-  std::optional<Candidate> loaded() const {
+  std::optional<Candidate> as_loaded() const {
     if (request_.home.empty() || request_.home_step.empty()) return std::nullopt;
     Indices cells(request_.home.size());
     for (std::size_t row = 0; row < cells.size(); ++row) {
@@ -153,14 +163,6 @@ class GridPlanner {
     }
     Candidate plan = candidate(std::move(cells));
     if (!keeps_cap(plan)) return std::nullopt;
-    return plan;
-  }
-
-  std::optional<Candidate> as_loaded(const Candidate& best) const {
-    std::optional<Candidate> plan = loaded();
-    if (!plan || !best.beats(*plan)) return plan;
-    const bool even = limits_.keep(count_per_part(plan->cells, num_cells_));
-    if (!even || plan->total() > with_slack(best.total(), request_.slack)) return std::nullopt;
     return plan;
   }
 
@@ -195,18 +197,14 @@ class GridPlanner {
         cells[rows[at]] = plan.assignment[at] * request_.num_steps + request_.home_step[rows[at]];
       }
     }
-    Candidate found = candidate(std::move(cells));
-    if (best.beats(found)) return std::nullopt;
-    return found;
+    return candidate(std::move(cells));
   }
 
-  Candidate near_ranks(const Candidate& best) const {
+  Candidate near_ranks(const Candidate& best, Weight most) const {
     const Weight best_total = best.total();
-    Weight total = with_slack(best_total, request_.slack);
-    if (const std::optional<Candidate> plan = loaded()) total = std::min(total, plan->total() - 1);
     Weights largest = best.largest;
     for (Weight& load : largest) {
-      load += static_cast<Weight>(static_cast<__int128>(load) * (total - best_total) / std::max<Weight>(best_total, 1));
+      load += static_cast<Weight>(static_cast<__int128>(load) * (most - best_total) / std::max<Weight>(best_total, 1));
     }
     const Weight limit = largest_of(largest);
     const Problem problem = above(largest);

@@ -30,15 +30,21 @@ struct Home {
 
   bool same_node(Index a, Index b) const { return a / ranks_per_node == b / ranks_per_node; }
 
-  Weight cost_at(Index row, Index part) const {
-    const Index rank = steps == 1 ? part : part / steps;
-    if (parts[row] == rank) return 0;
-    return sizes[row] * (same_node(parts[row], rank) ? 1 : kNodeCost);
+  // Where a partition is: dividing once for many rows is most of what a cost takes.
+  struct Place {
+    Index rank;
+    Index node;
+  };
+  Place place_of(Index part) const { return {part / steps, part / steps / ranks_per_node}; }
+
+  Weight cost_at(Index row, const Place& place) const {
+    if (parts[row] == place.rank) return 0;
+    return sizes[row] * (parts[row] / ranks_per_node == place.node ? 1 : kNodeCost);
   }
 
   Weight cost(const Indices& plan) const {
     Weight sum = 0;
-    for (std::size_t row = 0; row < plan.size(); ++row) sum += cost_at(static_cast<Index>(row), plan[row]);
+    for (std::size_t row = 0; row < plan.size(); ++row) sum += cost_at(static_cast<Index>(row), place_of(plan[row]));
     return sum;
   }
 };
@@ -62,6 +68,7 @@ inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, con
   const Weights& loads = plan.loads();
   const std::vector<Item>& rows = plan.items(heavy);
   const Weight excess = loads[heavy] - repair.limit;
+  const Home::Place at_heavy = repair.home.place_of(heavy);
   Weight best = -1;
   Index best_light = kNone;
   Item best_row{};
@@ -73,9 +80,10 @@ inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, con
     const std::vector<Item>& others = plan.items(light);
     const Weight num_others = static_cast<Weight>(others.size());
     const bool may_move = plan.may_move(heavy, light);
+    const Home::Place at_lighter = repair.home.place_of(light);
     Weight below = 0;
     for (const Item& row : rows) {
-      const Weight cost_out = repair.home.cost_at(row.row, light) - repair.home.cost_at(row.row, heavy);
+      const Weight cost_out = repair.home.cost_at(row.row, at_lighter) - repair.home.cost_at(row.row, at_heavy);
       const auto consider = [&](const Item& back, Weight cost) {
         const Weight taken = row.weight - back.weight;
         if (taken <= 0 || taken > room) return;
@@ -90,7 +98,7 @@ inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, con
       while (below < num_others && others[below].weight >= row.weight - room) ++below;
       for (Weight at = below - 1; at >= std::max<Weight>(below - kHomeReach, 0); --at) {
         const Index back = others[at].row;
-        consider(others[at], cost_out + repair.home.cost_at(back, heavy) - repair.home.cost_at(back, light));
+        consider(others[at], cost_out + repair.home.cost_at(back, at_heavy) - repair.home.cost_at(back, at_lighter));
       }
       if (may_move) consider({0, kNone}, cost_out);
     }
