@@ -28,8 +28,8 @@ from commons.perf_model.partitioner.token_cap import under_cap
 
 # Steps cannot be told from ideal ones at this share of the bound; half of it is room in the limits, half above them.
 TOLERANCE = 1000
-# Limits tried beyond the first ones, by rows times cells: with many, every try takes as long as the plan itself.
-TRIES = ((1 << 18, 8), (1 << 23, 4), (1 << 27, 1))
+# Tries at a lower limit of a step, by rows times cells: every try takes a part of the time that the plan takes.
+TRIES = ((1 << 21, 24), (1 << 24, 8), (1 << 27, 4))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,8 +117,8 @@ def _cap(request: Request) -> Cap | None:
 def _free_plan(request: Request, problem: Problem, bound: GridBound) -> Candidate:
     """The best plan that does not look at where rows are.
 
-    Limits that sum up to the bound come first, then even partitions sorted by load and cut into steps; then limits
-    half-way between what could not be kept and the best plan so far.
+    Limits that sum up to the bound come first, then even partitions sorted by load and cut into steps; the better of
+    both is improved step by step.
     """
     refined = request.method == "refined"
     best = None
@@ -129,16 +129,27 @@ def _free_plan(request: Request, problem: Problem, bound: GridBound) -> Candidat
     cut = _cut_into_steps(request, problem)
     if best is None or cut.beats(best):
         best = cut
-    too_low = bound.total
-    for _ in range(_num_tries(problem) if refined else 0):
-        if best.total <= _good(too_low):
+    return _lower_steps(request, problem, bound, best) if refined else best
+
+
+def _lower_steps(request: Request, problem: Problem, bound: GridBound, best: Candidate) -> Candidate:
+    """Take half of what is left above the bound off the largest load of one step after the other, where swaps can."""
+    failed, step = 0, 0
+    for _ in range(_num_tries(problem)):
+        if failed == request.num_steps or best.total <= _good(bound.total):
             break
-        total = too_low + (best.total - too_low) // 2
-        tried = _within(request, problem, share_out(total, bound.largest))
-        if tried.total > total + _half(total):
-            too_low = total
-        if tried.beats(best):
-            best = tried
+        wanted = list(best.largest)
+        wanted[step] = max(wanted[step] - (best.total - bound.total) // 2, 0)
+        above = problem.above(_base(request, wanted))
+        cap = None
+        if request.max_tokens is not None and request.tokens is not None:
+            cap = Cap(request.tokens[problem.order], best.most_tokens)
+        parts = best.cells[problem.order]
+        parts = refine(above.weights, parts, above.num_parts, above.limits, max(wanted), cap, above.base)
+        tried = _candidate(request, problem.by_sample(parts))
+        failed = 0 if tried.beats(best) else failed + 1
+        best = best if failed else tried
+        step = (step + 1) % request.num_steps
     return best
 
 

@@ -13,7 +13,7 @@ struct Tries {
   Weight most;
   int number;
 };
-constexpr std::array<Tries, 3> kTries = {{{1 << 18, 8}, {1 << 23, 4}, {1 << 27, 1}}};
+constexpr std::array<Tries, 3> kTries = {{{1 << 21, 24}, {1 << 24, 8}, {1 << 27, 4}}};
 
 struct Candidate {
   Indices cells;    // by sample
@@ -113,14 +113,31 @@ class GridPlanner {
     }
     Candidate cut = cut_into_steps();
     if (!best || cut.beats(*best)) best = std::move(cut);
-    Weight too_low = bound_.total;
-    for (int tries = is_refined ? num_tries() : 0; tries > 0 && best->total() > good(too_low); --tries) {
-      const Weight total = too_low + (best->total() - too_low) / 2;
-      Candidate tried = within(share_out(total, bound_.largest));
-      if (tried.total() > total + half(total)) too_low = total;
-      if (tried.beats(*best)) best = std::move(tried);
+    return is_refined ? lower_steps(std::move(*best)) : std::move(*best);
+  }
+
+  Candidate lower_steps(Candidate best) const {
+    Index failed = 0;
+    Index step = 0;
+    Cap cap;
+    if (request_.max_tokens) cap.weights = take(request_.tokens, problem_.order);
+    for (int tries = num_tries(); tries > 0; --tries, step = (step + 1) % request_.num_steps) {
+      if (failed == request_.num_steps || best.total() <= good(bound_.total)) break;
+      Weights wanted = best.largest;
+      wanted[step] = std::max<Weight>(wanted[step] - (best.total() - bound_.total) / 2, 0);
+      const Problem problem = above(wanted);
+      cap.limit = best.most_tokens;
+      const Indices parts = refine(problem, take(best.cells, problem.order), largest_of(wanted),
+                                   request_.max_tokens ? &cap : nullptr);
+      Candidate tried = candidate(problem.by_sample(parts));
+      if (tried.beats(best)) {
+        best = std::move(tried);
+        failed = 0;
+      } else {
+        ++failed;
+      }
     }
-    return std::move(*best);
+    return best;
   }
 
   static Weight half(Weight total) { return total / (2 * kGridTolerance); }

@@ -1,0 +1,234 @@
+"""What a window of several batches gains: how evenly it is planned, how fast, and how many tokens change their rank.
+
+Ranks wait for each other in every step, so what counts is the sum over the steps of the largest load. It is measured
+against the mean load, which no plan beats, and against the plan's own lower bound. Loads, not times:
+benchmarks/window_steps.py trains.
+
+Examples:
+    python -m benchmarks.window
+    python -m benchmarks.window --quick
+    python -m benchmarks.window --seeds 10 --hardware "one core of an Arm server"
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import sys
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from benchmarks.planner import COSTS, NODE, Page, draw, milliseconds, share
+from benchmarks.report import table, write_page
+from commons.perf_model.partitioner import Grid, partition, partition_grid, reference
+from commons.perf_model.partitioner.native_core import native_core
+from commons.perf_model.partitioner.request import Request
+
+WINDOWS = (2, 4, 8)
+
+
+class Case(NamedTuple):
+    """Lengths, ranks and rows per rank, and the goal of each of `WINDOWS`: sum of the largest loads ÷ mean."""
+
+    lengths: str
+    ranks: int
+    rows: int
+    goals: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"{self.lengths}, {self.ranks} × {self.rows}"
+
+
+CASES = (
+    Case("user-like", 64, 8, (2.99, 1.88, 1.35)),
+    Case("user-like", 64, 32, (1.19, 1.08, 1.02)),
+    Case("user-like", 1024, 32, (1.21, 1.09, 1.03)),
+    Case("zipf", 64, 8, (1.09, 1.05, 1.03)),
+)
+# Planned without and with a home.
+TIMED = tuple(Case(lengths, ranks, 32, ()) for ranks in (64, 1024) for lengths in ("user-like", "zipf", "lognormal"))
+
+
+class Batches(NamedTuple):
+    """Rows of `steps` batches in the order in which they are loaded.
+
+    Attributes:
+        tokens: int64 `(n,)`.
+        workloads: int64 `(n,)`, cost HSTU.
+        home: int64 `(n,)`, the rank that loads each row.
+        home_step: int64 `(n,)`, the batch it is in.
+        ranks, steps: how many.
+
+    """
+
+    tokens: np.ndarray
+    workloads: np.ndarray
+    home: np.ndarray
+    home_step: np.ndarray
+    ranks: int
+    steps: int
+
+    @classmethod
+    def draw(cls, case: Case, steps: int, seed: int) -> Batches:
+        """`steps` batches of a case."""
+        batch = case.ranks * case.rows
+        tokens = draw(case.lengths, batch * steps, seed)
+        rows = np.arange(batch * steps)
+        return cls(tokens, COSTS["HSTU"](tokens), rows % batch // case.rows, rows // batch, case.ranks, steps)
+
+    def plan(self, **keywords: Any) -> Grid:
+        """The grid of these batches, each known for what it is."""
+        return partition_grid(self.workloads, self.ranks, self.steps, home_step=self.home_step, **keywords)
+
+    def plan_near_home(self) -> Grid:
+        """The same with few tokens that change rank: slack 1 %, nodes of eight."""
+        return self.plan(tokens=self.tokens, home=self.home, ranks_per_node=NODE, slack=0.01)
+
+    def over_mean(self, total: float) -> float:
+        """A sum of largest loads ÷ the sum of the mean loads."""
+        return total * self.ranks / float(self.workloads.sum())
+
+    def as_loaded(self) -> float:
+        """That of the batches as they are loaded."""
+        cell = self.home_step * self.ranks + self.home
+        loads = np.bincount(cell, weights=self.workloads, minlength=self.steps * self.ranks)
+        return self.over_mean(loads.reshape(self.steps, self.ranks).max(axis=1).sum())
+
+    def each_alone(self) -> float:
+        """That of every batch balanced by itself."""
+        batches = [self.workloads[self.home_step == step] for step in range(self.steps)]
+        return self.over_mean(sum(int(partition(batch, self.ranks).loads.max()) for batch in batches))
+
+
+def measure_balance(page: Page, seeds: int, quick: bool) -> None:
+    """Sum over the steps of the largest load ÷ mean, and ÷ its lower bound."""
+    body = []
+    gaps: list[float] = []
+    for case in tqdm([case for case in CASES if case.ranks == 64 or not quick], desc="balance"):
+        drawn = [Batches.draw(case, max(WINDOWS), seed) for seed in range(seeds)]
+        row = [case.lengths, f"{case.ranks} × {case.rows}"]
+        row += [f"{np.mean([each.as_loaded() for each in drawn]):.2f}"]
+        row += [f"{np.mean([each.each_alone() for each in drawn]):.2f}"]
+        for window, goal in zip(WINDOWS, case.goals, strict=True):
+            found = []
+            for seed in range(seeds):
+                batches = Batches.draw(case, window, seed)
+                grid = batches.plan()
+                found.append((batches.over_mean(grid.sum_of_largest), grid.optimality_gap))
+            mean, gap = np.mean([total for total, _ in found]), max(gap for _, gap in found)
+            gaps += [gap for _, gap in found]
+            row.append(f"{mean:.3f} / {1 + gap:.4f}")
+            page.target(f"{case}, window of {window}", f"≤ {goal}", f"{mean:.3f}", bool(round(float(mean), 3) <= goal))
+        body.append(row)
+    page.section(
+        "Balance",
+        f"Sum over the steps of the largest load ÷ the mean, mean of {seeds} seeds, equal counts; for windows also the "
+        "same sum ÷ its lower bound, worst seed. The optimum lies between the bound and the plan. A batch alone is "
+        "within a thousandth of its bound: what it loses, it loses to its heaviest row. "
+        f"{share(gap <= 0.002 for gap in gaps)} windows are within two thousandths of the bound.",
+        table(["lengths", "ranks × rows", "as loaded", "each batch", *[f"window of {each}" for each in WINDOWS]], body),
+    )
+
+
+def measure_speed(page: Page, repeats: int, quick: bool) -> None:
+    """Time of `partition_grid` from Python, and of the reference."""
+    body = []
+    for case in tqdm([case for case in TIMED if case.ranks == 64 or not quick], desc="speed"):
+        for window in WINDOWS:
+            batches = Batches.draw(case, window, 0)
+            few = repeats if case.ranks == 64 else max(3, repeats // 10)
+            request = Request(batches.workloads, case.ranks, num_steps=window)
+            near = partial(batches.plan_near_home)
+            free = milliseconds(partial(partition_grid, batches.workloads, case.ranks, window), few)
+            times = [free, milliseconds(batches.plan, few), milliseconds(near, max(3, few // 4))]
+            slow = "–" if case.ranks > 64 else f"{milliseconds(partial(reference.plan_grid, request), 3):.0f}"
+            body.append([f"{case}", window, *[f"{value:.2f}" for value in times], slow])
+            if case.lengths == "user-like" and window == 8:
+                limit = 3.0 if case.ranks == 64 else 80.0
+                page.target(f"planning, {case}, window of 8", f"≤ {limit} ms", f"{free:.2f} ms", free <= limit)
+            if case.ranks == 64 and window == 8:
+                page.target(f"planning near home, {case}, window of 8", "≤ 30 ms", f"{times[2]:.1f} ms", times[2] <= 30)
+    page.section(
+        "Speed",
+        "Milliseconds per plan of a whole window, `partition_grid()` from Python with all checks, one thread, the "
+        "interpreter lock released: rows alone; with the batch of each, which adds every batch's own plan where the "
+        "bound does not spare it; near home. The numpy reference serves without a compiler.",
+        table(
+            ["lengths, ranks × rows", "window", "rows alone", "with batches", "near home", "numpy, rows alone"], body
+        ),
+    )
+
+
+def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
+    """Tokens that change their rank, and the load that has to."""
+    body = []
+    cases = [
+        *CASES[:2],
+        Case("lognormal", 64, 32, ()),
+        Case("zipf", 64, 32, ()),
+        *([] if quick else [CASES[2]]),
+    ]
+    for case in tqdm(cases, desc="traffic"):
+        for window in (1, *WINDOWS):
+            moved, crossed, must, extra = [], [], [], []
+            for seed in range(seeds if case.ranks == 64 else 1):
+                batches = Batches.draw(case, window, seed)
+                grid, total = batches.plan_near_home(), float(batches.tokens.sum())
+                moved.append(batches.tokens[grid.assignment != batches.home].sum() / total)
+                crossed.append(batches.tokens[grid.assignment // NODE != batches.home // NODE].sum() / total)
+                # Whatever a rank has loaded above the sum of the largest loads has to leave it.
+                loaded = np.bincount(batches.home, weights=batches.workloads, minlength=case.ranks)
+                must.append((loaded - grid.sum_of_largest).clip(min=0).sum() / loaded.sum())
+                extra.append(batches.over_mean(grid.sum_of_largest))
+            medians = [f"{statistics.median(map(float, each)):.3f}" for each in (moved, crossed, must, extra)]
+            body.append([f"{case}", window, *medians])
+    head = ["lengths, ranks × rows", "window", "tokens that change rank", "node", "load that must", "sum ÷ mean"]
+    page.section(
+        "Rows kept on their rank",
+        f"Slack 1 %, nodes of {NODE}, shares, median of {seeds} seeds (one at 1024 ranks). A row may go to any step of "
+        "its rank at no cost. "
+        "A window of 1 is what `partition` moves.",
+        table(head, body),
+    )
+
+
+def main(
+    seeds: int = 5, repeats: int = 30, quick: bool = False, hardware: str = "2 cores of a shared x86-64 server"
+) -> None:
+    """Measure and write benchmarks/results/window.md.
+
+    Args:
+        seeds: windows drawn per case.
+        repeats: times every plan is timed.
+        quick: fewer cases, for a look; writes nothing.
+        hardware: the machine, in words.
+    """
+    torch.set_num_threads(1)
+    if native_core() is None:
+        print("the native core has not been built: plans take much longer", file=sys.stderr)
+    if quick:
+        seeds, repeats = min(seeds, 2), min(repeats, 6)
+    page = Page()
+    measure_balance(page, seeds, quick)
+    measure_speed(page, repeats, quick)
+    measure_traffic(page, seeds, quick)
+    versions = f"Python {platform.python_version()}, numpy {np.__version__}"
+    text = page.text(
+        f"# Windows: several batches share the load\n\n{datetime.date.today().isoformat()} · "
+        f"`python -m benchmarks.window --seeds {seeds} --repeats {repeats}` · {hardware}, one thread · {versions} · "
+        "lengths: user-like, 20 and a lognormal of median 130 and sigma 1.4, to 8192; Zipf 1.2 to 4096; lognormal, "
+        "mean and deviation 512, to 4096 · cost HSTU: 5120·L + L² · ranks × rows per rank"
+    )
+    print(text)
+    if not quick:
+        print(f"\nwritten to {write_page('window', text)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
