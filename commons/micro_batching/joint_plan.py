@@ -5,8 +5,8 @@ the costliest one of any rank. So all rows are packed under the budget into as f
 and bins of like cost become the i-th micro-batches of all ranks. Three ways to do so are compared:
 
 as they lie   every rank's own packing, where each can make as many micro-batches by itself: no row moves
-sorted        the bins of the packing, sorted by cost and cut
-grid          the planner's, which balances between the micro-batches too
+grid          the planner's, which balances first and may not get under the budget
+sorted        the bins of a packing, sorted by cost and cut; only where the grid is not close to its bound
 """
 
 from __future__ import annotations
@@ -70,23 +70,17 @@ def plan_jointly(
     tokens = sum_blocks(spec, lengths)
     costs = tokens if workloads is None else sum_blocks(spec, workloads)
     cells = _Cells(spec, tokens, costs, np.repeat(np.arange(num_ranks), rows_per_rank // size), num_ranks)
-    fewest = None if own_packing is None else int(own_packing.max()) + 1
-    try:
-        packing = BlockPacking.of(_of_all_ranks(spec, num_ranks), lengths, workloads)
-    except ValueError as error:
-        if fewest is None:
-            raise _no_packing(spec, tokens, len(lengths), num_ranks) from error
-        packing = None
-    places = []
-    if packing is not None and (fewest is None or len(packing.fewest) <= fewest * num_ranks):
-        number = len(packing.fewest) // num_ranks
-        places = [cells.sorted_and_cut(packing.into(len(packing.fewest)))]
-    else:
-        number = fewest or 0
-    if own_packing is not None and fewest == number:
+    number, places = cells.fewest_even()
+    if number is None:
+        packing = _pack(spec, lengths, workloads, num_ranks, may_fail=own_packing is not None)
+        numbers = [] if packing is None else [len(packing.fewest) // num_ranks]
+        numbers += [] if own_packing is None else [int(own_packing.max()) + 1]
+        number = min(numbers)
+        places = cells.grid(number)[1]
+        if packing is not None and len(packing.fewest) == number * num_ranks:
+            places.append(cells.sorted_and_cut(packing.into(number * num_ranks)))
+    if own_packing is not None and int(own_packing.max()) + 1 == number:
         places.insert(0, own_packing[::size] * num_ranks + cells.home)  # of equal ones the first is taken
-    grid = cells.grid(number)
-    places += [] if grid is None else [grid]
     micro_batch, rank = np.divmod(cells.best(places, number), num_ranks)
     groups = [np.flatnonzero(micro_batch == index).tolist() for index in range(number)]
     for index, blocks in enumerate(in_order(groups, costs, spec.order)):
@@ -120,8 +114,18 @@ class _Cells:
             place[blocks] = number
         return self._near_home(place, len(bins) // self.num_ranks)
 
-    def grid(self, number: int) -> np.ndarray | None:
-        """Places by the planner; None if it leaves one empty or above the budget."""
+    def fewest_even(self) -> tuple[int | None, list[np.ndarray]]:
+        """The fewest micro-batches that there can be, and places in them that are close to the best; else None."""
+        spec = self.spec
+        fewest = -(-_fewest_bins(spec, self.tokens) // self.num_ranks)
+        number = -(-max(spec.n_mbs, fewest) // spec.n_mbs_divisor) * spec.n_mbs_divisor
+        if number * self.num_ranks > len(self.tokens):
+            return None, []
+        gap, places = self.grid(number)
+        return (number, places) if places and gap <= _SLACK else (None, [])
+
+    def grid(self, number: int) -> tuple[float, list[np.ndarray]]:
+        """Places by the planner, none if it leaves one empty or above the budget; and their gap to its bound."""
         grid = partition_grid(
             self.costs,
             self.num_ranks,
@@ -135,11 +139,10 @@ class _Cells:
         )
         place = grid.step * self.num_ranks + grid.assignment
         num_places = number * self.num_ranks
-        if np.bincount(place, minlength=num_places).min() == 0:
-            return None
-        if int(sum_by_rank(place, self.tokens, num_places).max()) > budget_of(self.spec, self.tokens):
-            return None
-        return self._near_home(place, number)
+        fullest = int(sum_by_rank(place, self.tokens, num_places).max())
+        if np.bincount(place, minlength=num_places).min() == 0 or fullest > budget_of(self.spec, self.tokens):
+            return grid.optimality_gap, []
+        return grid.optimality_gap, [self._near_home(place, number)]
 
     def best(self, places: list[np.ndarray], number: int) -> np.ndarray:
         """Of the places of the blocks the cheapest, or nearly, that move the fewest tokens."""
@@ -165,8 +168,21 @@ class _Cells:
         return int(self.tokens[place % self.num_ranks != self.home].sum())
 
 
-def _of_all_ranks(spec: MicroBatchSpec, num_ranks: int) -> MicroBatchSpec:
-    return replace(spec, n_mbs=spec.n_mbs * num_ranks, n_mbs_divisor=spec.n_mbs_divisor * num_ranks)
+def _pack(
+    spec: MicroBatchSpec, lengths: np.ndarray, workloads: np.ndarray | None, num_ranks: int, may_fail: bool
+) -> BlockPacking | None:
+    """All rows in the fewest bins that the number of ranks divides; None if no packing is found and that is allowed."""
+    whole = replace(spec, n_mbs=spec.n_mbs * num_ranks, n_mbs_divisor=spec.n_mbs_divisor * num_ranks)
+    try:
+        return BlockPacking.of(whole, lengths, workloads)
+    except ValueError as error:
+        if may_fail:
+            return None
+        raise _no_packing(spec, lengths, num_ranks) from error
+
+
+def _fewest_bins(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
+    return l2_bound(np.sort(tokens)[::-1], budget_of(spec, tokens))
 
 
 def _require_enough(spec: MicroBatchSpec, num_rows: int, num_ranks: int) -> None:
@@ -182,11 +198,11 @@ def _require_enough(spec: MicroBatchSpec, num_rows: int, num_ranks: int) -> None
             )
 
 
-def _no_packing(spec: MicroBatchSpec, tokens: np.ndarray, num_rows: int, num_ranks: int) -> ValueError:
+def _no_packing(spec: MicroBatchSpec, lengths: np.ndarray, num_ranks: int) -> ValueError:
     divisor = spec.n_mbs_divisor * num_ranks
-    fewest = max(l2_bound(np.sort(tokens)[::-1], budget_of(spec, tokens)), spec.n_mbs * num_ranks)
+    fewest = max(_fewest_bins(spec, sum_blocks(spec, lengths)), spec.n_mbs * num_ranks)
     return ValueError(
-        f"the {num_ranks} ranks have {spec.rows_in_blocks(num_rows)} together, which need {fewest} or more "
+        f"the {num_ranks} ranks have {spec.rows_in_blocks(len(lengths))} together, which need {fewest} or more "
         f"micro-batches of at most {spec.max_tokens_per_mb} tokens, in number a multiple of {divisor} (ranks · "
         "n_mbs_divisor), none of them empty: raise max_tokens_per_mb, lower n_mbs_divisor or bring more rows"
     )
