@@ -70,13 +70,16 @@ def plan_jointly(
     tokens = sum_blocks(spec, lengths)
     costs = tokens if workloads is None else sum_blocks(spec, workloads)
     cells = _Cells(spec, tokens, costs, np.repeat(np.arange(num_ranks), rows_per_rank // size), num_ranks)
-    number, places = cells.fewest_even()
-    if number is None:
-        packing = _pack(spec, lengths, workloads, num_ranks, may_fail=own_packing is not None)
-        numbers = [] if packing is None else [len(packing.fewest) // num_ranks]
+    number = fewest = cells.fewest()
+    gap, places = cells.grid(fewest)
+    if not places or gap > 2 * _SLACK:  # what is given up for fewer moves counts in the gap, too
+        packing = _pack(spec, lengths, workloads, num_ranks, may_fail=bool(places) or own_packing is not None)
+        numbers = [fewest] if places else []
+        numbers += [] if packing is None else [len(packing.fewest) // num_ranks]
         numbers += [] if own_packing is None else [int(own_packing.max()) + 1]
         number = min(numbers)
-        places = cells.grid(number)[1]
+        if number != fewest:
+            places = cells.grid(number)[1]
         if packing is not None and len(packing.fewest) == number * num_ranks:
             places.append(cells.sorted_and_cut(packing.into(number * num_ranks)))
     if own_packing is not None and int(own_packing.max()) + 1 == number:
@@ -114,18 +117,15 @@ class _Cells:
             place[blocks] = number
         return self._near_home(place, len(bins) // self.num_ranks)
 
-    def fewest_even(self) -> tuple[int | None, list[np.ndarray]]:
-        """The fewest micro-batches that there can be, and places in them that are close to the best; else None."""
-        spec = self.spec
-        fewest = -(-_fewest_bins(spec, self.tokens) // self.num_ranks)
-        number = -(-max(spec.n_mbs, fewest) // spec.n_mbs_divisor) * spec.n_mbs_divisor
-        if number * self.num_ranks > len(self.tokens):
-            return None, []
-        gap, places = self.grid(number)
-        return (number, places) if places and gap <= _SLACK else (None, [])
+    def fewest(self) -> int:
+        """Micro-batches of a rank: no plan has fewer."""
+        spec, needed = self.spec, -(-_fewest_bins(self.spec, self.tokens) // self.num_ranks)
+        return -(-max(spec.n_mbs, needed) // spec.n_mbs_divisor) * spec.n_mbs_divisor
 
     def grid(self, number: int) -> tuple[float, list[np.ndarray]]:
-        """Places by the planner, none if it leaves one empty or above the budget; and their gap to its bound."""
+        """Their gap to the planner's bound, and its places; none if it leaves one empty or above the budget."""
+        if number * self.num_ranks > len(self.tokens):
+            return 0.0, []
         grid = partition_grid(
             self.costs,
             self.num_ranks,
