@@ -19,6 +19,7 @@ from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
+from commons.pipeline import windowed_iter
 from commons.trainer.args import TrainerArgs
 from commons.trainer.launch import seed_all
 from commons.trainer.random_state import kept_random_state
@@ -91,8 +92,6 @@ class Epochs:
             batches = iter(self._loader)
         if self._shuffler is None:
             return batches
-        from commons.pipeline import windowed_iter
-
         self._windows = windowed_iter(batches, self._shuffler, self._args.shuffle_window)
         for _ in range(skipped):  # the window is exchanged as a whole
             next(self._windows, None)

@@ -1,0 +1,333 @@
+"""Training beyond one batch: windows, rows read by their work, steps of constant cost, schedules in rows; resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import tempfile
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.raw_data.movielens_1m import generate_movielens
+from commons.datasets import BalancedBatchSampler
+from commons.datasets.movielens import preprocess_movielens
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.args import OptimizationArgs
+from commons.trainer.checkpoint import list_checkpoints
+from commons.trainer.epochs import Epochs
+from commons.trainer.loop import TrainingLoop
+from commons.trainer.optimizers import OptimizerArgs
+from commons.trainer.run import run_training
+from commons.trainer.train_log import TrainLog
+from hstu.recipe import HSTURecipe
+from hstu.train_config import ModelArgs, TrainConfig
+from tests.helpers.rank_pool import RankFailure
+
+CPU = torch.device("cpu")
+ROWS = 59  # in training, of 70 users
+SAMPLER = {"balance_sampler": True, "shuffle_window": 3}
+STAGE = {"enable_balanced_shuffler": True, "shuffle_window": 3}
+BUDGET = {
+    **{"balance_sampler": True, "budget_per_rank": 5.0, "batch_size": 12},
+    "shuffler": ShufflerOptions(equal_size=False),
+}
+WAYS = pytest.mark.parametrize("way", [SAMPLER, STAGE, BUDGET], ids=["sampler", "stage", "budget"])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    archive = generate_movielens(folder / "ml-1m", num_users=70, seed=3)
+    return str(preprocess_movielens(archive.path, folder / "out", test_fraction=0.1, seed=0))
+
+
+class Noted(HSTURecipe):
+    """Notes the users of every batch that this rank trains, and the learning rates; may end the run as SIGTERM does."""
+
+    killed_at: int | None = None
+
+    def __init__(self, config, device):
+        super().__init__(config, device)
+        self.users = []
+        self.rates = []
+
+    def num_tokens(self, batch):
+        self.users.append(batch.features["user_id"].values().tolist())
+        if len(self.users) == self.killed_at and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().num_tokens(batch)
+
+    def build_optimizer(self, model):
+        optimizer = super().build_optimizer(model)
+        optimizer.register_step_pre_hook(lambda optimizer, *_: self.rates.append(optimizer.param_groups[0]["lr"]))
+        return optimizer
+
+
+def train(data, run_dir, *, killed_at=None, dataset=None, batch_size=4, task="ranking", **changes):
+    """Steps, this rank's users of each step, learning rates, and what is said of one run."""
+    trainer = {"log_interval": 1, "eval_interval": 100, "tensorboard": False, "num_epochs": 1} | changes
+    negatives = {"num_negatives": 3} if task == "retrieval" else {}
+    config = TrainConfig(
+        TrainerArgs(batch_size, 4, run_dir=run_dir, eval_metrics=("HR@10",), **trainer),
+        DatasetArgs("ml-1m", 24, dataset_path=data, shuffle=True, **dataset or {}),
+        ModelArgs(16, 1, 2, 8, dropout=0.2, prediction_head_arch=(8, 1), **negatives),
+        OptimizerArgs(sharding="row_wise"),
+        task=task,
+    )
+    recipe = Noted(config, CPU)
+    recipe.killed_at = killed_at
+    with mock.patch.object(TrainLog, "say") as say:
+        steps = run_training(recipe).steps
+    return steps, recipe.users, recipe.rates, [call.args[0] for call in say.call_args_list]
+
+
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir):
+    return {line["step"]: line["loss"] for line in lines(run_dir) if "loss" in line}
+
+
+def users_of(ranks, steps=slice(None)):
+    """How often each user was trained, over all ranks."""
+    return Counter(user for _, batches, *_ in ranks for batch in batches[steps] for user in batch)
+
+
+@WAYS
+def test_every_user_is_trained_once_per_epoch(ranks, data, tmp_path, way):
+    result = ranks.run(train, data, str(tmp_path / "run"), num_epochs=2, eval_interval=4, **way)
+    users = users_of(result)
+    assert len(users) == ROWS and set(users.values()) == {2}
+    assert len({steps for steps, *_ in result}) == 1
+    sizes = {len(batch) for _, batches, *_ in result for batch in batches}
+    assert max(sizes) == 4 if way is not BUDGET else 4 < max(sizes) <= 12
+    trained = [line for line in lines(tmp_path / "run") if "loss" in line]
+    assert sum(line["imbalance_before"] for line in trained) >= sum(line["imbalance_after"] for line in trained)
+    if way is not STAGE:
+        assert not any(line["moved"] or line["bytes_sent"] for line in trained)  # observed, and nothing to move
+    assert next(line["step"] for line in lines(tmp_path / "run") if "eval_loss" in line) == 4
+
+
+def test_balance_is_better_over_more_batches(two_ranks, data, tmp_path):
+    """Of the operations that the fuller rank computes, summed over the steps."""
+    means = {}
+    for name, way in {"batch": SAMPLER | {"shuffle_window": 1}, "sampler": SAMPLER | {"shuffle_window": 8}}.items():
+        two_ranks.run(train, data, str(tmp_path / name), **way)
+        trained = [line for line in lines(tmp_path / name) if "loss" in line]
+        means[name] = sum(line["largest_load_before"] for line in trained)
+    assert means["sampler"] <= means["batch"]
+
+
+@WAYS
+@pytest.mark.parametrize("stop", [2, 3, 4, 8])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(rank_pools, data, tmp_path, way, stop):
+    """Eight steps (or more) an epoch: stopped within a window, behind one, and at the end of the epoch."""
+    two, folder = rank_pools[2], str(tmp_path / "checkpoints")
+    changes = {"num_epochs": 2, "eval_interval": 5, **way}
+    whole = two.run(train, data, str(tmp_path / "whole"), **changes)
+    saving = changes | {"ckpt_save_interval": 100, "ckpt_save_dir": folder}
+    first = two.run(train, data, str(tmp_path / "parts"), **saving | {"max_train_iters": stop})
+    rest = two.run(train, data, str(tmp_path / "parts"), **saving | {"ckpt_load_dir": folder})
+    for (steps, users, *_), (_, begun, *_), (resumed, others, *_) in zip(whole, first, rest):
+        assert resumed == steps and begun + others == users
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+@WAYS
+def test_other_ranks_go_on_with_what_is_left(rank_pools, data, tmp_path, way):
+    """An unfinished window is read again; a budget's steps are prefixes of the order, so nothing comes twice."""
+    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
+    first = rank_pools[2].run(train, data, str(tmp_path / "run"), max_train_iters=5, **saving)
+    trained, again = users_of(first), Counter()
+    if way is not BUDGET:
+        again = users_of(first, slice(3, 5))
+        assert again.total() == 16
+    for name, ranks, changes in (("four", rank_pools[4], {}), ("smaller", rank_pools[2], {"batch_size": 3})):
+        loading = saving | {"ckpt_load_dir": saving["ckpt_save_dir"], "ckpt_save_dir": str(tmp_path / name), **changes}
+        result = ranks.run(train, data, str(tmp_path / name), **loading)
+        rest = users_of(result)
+        assert trained - again + rest == Counter(dict.fromkeys(rest | trained, 1)) and len(rest | trained) == ROWS
+        said = "behind 2 steps of a window .*: the window is read again, and 16 rows come a second time"
+        assert bool(re.search(said, " ".join(result[0][3]))) == bool(again)
+
+
+@pytest.mark.parametrize("way", [SAMPLER, STAGE], ids=["sampler", "stage"])
+def test_sigterm_within_a_window(two_ranks, data, tmp_path, way):
+    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
+    whole = two_ranks.run(train, data, str(tmp_path / "whole"), **way)
+    killed = two_ranks.run(train, data, str(tmp_path / "parts"), killed_at=3, **saving)
+    stopped = killed[0][0]
+    assert stopped == killed[1][0] < 7
+    rest = two_ranks.run(train, data, str(tmp_path / "parts"), **saving, ckpt_load_dir=saving["ckpt_save_dir"])
+    assert [begun + others for (_, begun, *_), (_, others, *_) in zip(killed, rest)] == [
+        users for _, users, *_ in whole
+    ]
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_schedule_in_rows(two_ranks, data, tmp_path):
+    """Steps of 8 rows: what is due comes after the step that reaches it; rates are those of a schedule in steps."""
+    schedule = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
+    two_ranks.run(
+        train,
+        data,
+        str(tmp_path / "rows"),
+        **SAMPLER,
+        schedule_in="rows",
+        num_epochs=None,
+        max_train_iters=50,
+        eval_interval=20,
+        ckpt_save_interval=30,
+        ckpt_save_dir=str(tmp_path / "checkpoints"),
+        optimization=OptimizationArgs(warmup_steps=16, **schedule),
+    )
+    assert [line["step"] for line in lines(tmp_path / "rows") if "eval_loss" in line] == [3, 5, 7]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000004", "step_00000007"]
+    progress = json.loads((tmp_path / "checkpoints" / "step_00000007" / "state.json").read_text())["progress"]
+    assert (progress["rows"], progress["rows_in_epoch"], progress["window_steps"]) == (53, 48, 1)
+    assert (progress["window_rows"], progress["window_of"]["window"]) == (5, 3)  # 11 rows in its two steps
+    rates = [
+        two_ranks.run(
+            train,
+            data,
+            str(tmp_path / name),
+            **SAMPLER,
+            schedule_in=name,
+            num_epochs=None,
+            max_train_iters=6 * of_a_step,
+            optimization=OptimizationArgs(warmup_steps=2 * of_a_step, **schedule),
+            overwrite=True,
+        )[0][2]
+        for name, of_a_step in (("rows", 8), ("steps", 1))
+    ]
+    assert rates[0] == pytest.approx(rates[1], rel=1e-12) and len(rates[0]) == 6
+
+
+def test_a_schedule_in_rows_of_steps_that_differ(rank_pools, data, tmp_path):
+    """Stopped and resumed on other ranks, rates follow the rows; saved where accumulations end."""
+    schedule = OptimizationArgs(accumulation_steps=2, lr_schedule="cosine")
+    changes = {"schedule_in": "rows", "num_epochs": 2, "optimization": schedule, **BUDGET}
+    saving = {"ckpt_save_interval": 12, "ckpt_save_dir": str(tmp_path / "checkpoints"), "ckpt_keep": 99}
+    steps, _, rates, _ = rank_pools[2].run(train, data, str(tmp_path / "whole"), **changes, **saving)[0]
+    rows = {0: 0}
+    for path in list_checkpoints(tmp_path / "checkpoints"):
+        progress = json.loads((path / "state.json").read_text())["progress"]
+        rows[progress["step"]] = progress["rows"]
+        trained = progress["epoch"] * ROWS + progress["rows_in_epoch"]
+        assert progress["rows"] == trained and not progress["window_steps"]
+    assert all(step % 2 == 0 for step in rows if step < steps) and len(rows) > steps // 2 - 2
+    assert rows[steps] == 2 * ROWS and len({rows[4] - rows[2], rows[6] - rows[4], rows[2]}) > 1
+    expected = {step: 0.001 * (1 + math.cos(math.pi * done / (2 * ROWS))) / 2 for step, done in rows.items()}
+    assert {step: rates[step // 2] for step in rows if step < steps} == {
+        step: pytest.approx(rate) for step, rate in expected.items() if step < steps
+    }
+    loading = changes | {"ckpt_load_dir": str(tmp_path / "checkpoints" / "step_00000002")}
+    rest = rank_pools[4].run(train, data, str(tmp_path / "rest"), **loading)
+    assert users_of(rest).total() == 2 * ROWS - rows[2]
+    assert rest[0][2][0] == pytest.approx(expected[2])
+
+
+def test_negatives_come_with_rows_that_are_read_by_their_work(two_ranks, data, tmp_path):
+    result = two_ranks.run(train, data, str(tmp_path), task="retrieval", **SAMPLER)
+    assert users_of(result).total() == ROWS
+
+
+def _errors(data, run_dir):
+    """What is said of data and settings that do not go together."""
+    said = []
+    for changes in (
+        SAMPLER | {"dataset": {"dataset_name": "random"}},
+        BUDGET | {"dataset": {"drop_last": True}},
+        SAMPLER | {"shuffler": ShufflerOptions(max_tokens_per_rank=40)},
+    ):
+        dataset = changes.pop("dataset", {})
+        changes.pop("batch_size", None)
+        name = dataset.pop("dataset_name", "ml-1m")
+        config = TrainConfig(
+            TrainerArgs(4, 4, run_dir=run_dir, **changes), DatasetArgs(name, 24, dataset_path=data, **dataset)
+        )
+        try:
+            run_training(HSTURecipe(config, CPU))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_data_that_cannot_be_read_by_their_work(two_ranks, data, tmp_path):
+    first, second = two_ranks.run(_errors, data, str(tmp_path))
+    assert first == second
+    assert "random data are drawn as they are read; the lengths of their rows are not known" in first[0]
+    assert "drop_last is True and budget_per_rank is 5.0; steps of constant cost have no number of rows" in first[1]
+    assert "alone has" in first[2] and "max_tokens is 40" in first[2]
+
+
+def _open(workloads, **changes):
+    rank = dist.get_rank()
+    work = workloads[rank] if isinstance(workloads[0], list) else workloads
+    sampler = BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, **changes)
+    loader = DataLoader(TensorDataset(torch.arange(12)), batch_sampler=sampler)
+    epochs = Epochs(loader, TrainerArgs(2, 2, schedule_in="rows"), None, CPU)
+    return epochs.num_rows, [batch.tolist() for (batch,) in epochs.open(0, (0, 0))]
+
+
+def test_a_loader_of_the_users_own(two_ranks):
+    found = two_ranks.run(_open, list(range(12)), window=2)
+    assert sorted(row for _, batches in found for batch in batches for row in batch) == list(range(12))
+    assert {rows for rows, _ in found} == {12}
+    with pytest.raises(RankFailure, match="workloads has 11 entries, the data set has 12 rows"):
+        two_ranks.run(_open, list(range(11)))
+    with pytest.raises(RankFailure, match="rank 1 raised ValueError: ranks plan by different settings or workloads"):
+        two_ranks.run(_open, [list(range(12)), list(range(1, 13))])
+
+
+def _schedule_without_rows():
+    loader = DataLoader([0], batch_size=None)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pytest.raises(ValueError, match="schedule_in is 'rows' and the sampl"),
+    ):
+        TrainingLoop(
+            TrainerArgs(2, 2, schedule_in="rows", run_dir=folder),
+            model=torch.nn.Linear(1, 1),
+            optimizer=torch.optim.SGD(torch.nn.Linear(1, 1).parameters()),
+            device=CPU,
+            shuffler=IdentityBalancedBatchShuffler(),
+            train_loader=loader,
+        )
+
+
+def test_a_schedule_in_rows_needs_a_sampler_that_knows_them(two_ranks):
+    two_ranks.run(_schedule_without_rows)
+
+
+def test_an_old_checkpoint_counts_the_rows_that_it_does_not_tell(two_ranks, data, tmp_path):
+    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints")}
+    first = two_ranks.run(train, data, str(tmp_path / "run"), max_train_iters=3, **saving)
+    path = tmp_path / "checkpoints" / "step_00000003" / "state.json"
+    state = json.loads(path.read_text())
+    for name in ("rows", "window_steps", "window_rows", "window_of"):
+        del state["progress"][name]
+    del state["digests"], state["digest"]
+    path.write_text(json.dumps(state))
+    loading = {
+        "ckpt_load_dir": saving["ckpt_save_dir"],
+        "schedule_in": "rows",
+        "max_train_iters": 48,
+        "eval_interval": 16,
+    }
+    rest = two_ranks.run(train, data, str(tmp_path / "rest"), **loading)
+    assert rest[0][0] == 6 and users_of(first) + users_of(rest) == Counter(
+        dict.fromkeys(users_of(first) + users_of(rest), 1)
+    )
+    assert [line["step"] for line in lines(tmp_path / "rest") if "eval_loss" in line] == [4, 6]
