@@ -300,7 +300,8 @@ class Checkpointer:
 
     def _warn_of_other_order(self, path: Path, state: dict[str, Any]) -> None:
         differences = list(_differences(state.get("order", self._order), self._order))
-        if differences and state["progress"]["rows_in_epoch"]:
+        progress = state["progress"]
+        if differences and (progress["rows_in_epoch"] or progress.get("window_steps")):
             name, written, here = differences[0]
             logger.warning(
                 "%s is within an epoch that was read with %s = %r, here it is %r; in what is left of that epoch some "

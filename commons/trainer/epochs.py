@@ -6,6 +6,7 @@ import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,13 +154,14 @@ class Epochs:
         if self._shuffler is None:
             return self._identity() if self._epoch_sampler is not None and self._epoch_sampler.window > 1 else {}
         options = asdict(self._shuffler.options)
-        names = ("partitioner", "equal_size", "slack", "ranks_per_node", "max_tokens_per_rank", "calibration")
+        names = ("mode", "partitioner", "equal_size", "slack", "ranks_per_node", "max_tokens_per_rank")
+        calibration = options["calibration"]
         return {
             **self._identity(),
             "world_size": dist.get_world_size(resolve_process_group()),
             "window": self._args.shuffle_window,
             "shuffler": type(self._shuffler).__name__,
-            "mode": self._shuffler.options.mode,
+            "calibration": None if calibration is None else zlib.crc32(Path(calibration).read_bytes()),
             **{name: options[name] for name in names},
         }
 
@@ -169,7 +171,7 @@ class Epochs:
         return self._epoch_sampler.place_after(steps, epoch, start)
 
     def _identity(self) -> dict[str, Any]:
-        identity = getattr(self._sampler, "identity", dict)()
+        identity: dict[str, Any] = getattr(self._sampler, "identity", dict)()
         return {name: value for name, value in identity.items() if name != "rank"}
 
     def _set_place(self, epoch: int, start: Place) -> None:

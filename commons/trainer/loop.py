@@ -192,14 +192,14 @@ class TrainingLoop:
 
     def _start(self) -> tuple[Place, str]:
         """Where the current epoch goes on, and what to say of rows that come a second time, or ""."""
-        progress, window_of = self._progress, self._data.window_of()
+        progress = self._progress
         if progress.rows is None:  # a checkpoint of an earlier version
             rows = progress.epoch * (self._data.num_rows or 0) + progress.rows_in_epoch
             self._progress = progress = replace(progress, rows=rows)
         if not progress.window_steps:
             return Place(progress.rows_in_epoch), ""
-        # As it was read from the checkpoint: tuples became lists.
-        if json.loads(json.dumps(window_of)) == progress.window_of:
+        # Rank 0 decides for all, as it has written what the checkpoint says.
+        if json.loads(broadcast_text(json.dumps(self._data.window_of()), self._device)) == progress.window_of:
             return Place(progress.rows_in_epoch, progress.window_steps), ""
         self._progress = replace(progress, window_steps=0, window_rows=0)
         return Place(progress.rows_in_epoch), (
