@@ -232,8 +232,9 @@ def _batches_alone(request: Request, home_step: np.ndarray, best: Candidate) -> 
 
 def _near_home(request: Request, home: np.ndarray, problem: Problem, best: Candidate, most: int) -> Candidate:
     """A plan whose sum is at most `most`, at least that of `best`, with few tokens that change rank."""
-    room = most - best.total
-    largest = [load + load * room // max(best.total, 1) for load in best.largest]
+    # Half the room in proportion, half in equal parts: beside a very heavy step the others have little of their own.
+    room, total = most - best.total, max(best.total, 1)
+    largest = [load + load * room // (2 * total) + room // (2 * request.num_steps) for load in best.largest]
     limit = max(largest)
     above = problem.above(_base(request, largest))
     sizes = movable(request.workloads if request.tokens is None else request.tokens)

@@ -218,10 +218,11 @@ class GridPlanner {
   }
 
   Candidate near_ranks(const Candidate& best, Weight most) const {
-    const Weight best_total = best.total();
+    const Weight room = most - best.total();
+    const __int128 total = std::max<Weight>(best.total(), 1);
     Weights largest = best.largest;
     for (Weight& load : largest) {
-      load += static_cast<Weight>(static_cast<__int128>(load) * (most - best_total) / std::max<Weight>(best_total, 1));
+      load += static_cast<Weight>(load * static_cast<__int128>(room) / (2 * total)) + room / (2 * Weight{request_.num_steps});
     }
     const Weight limit = largest_of(largest);
     const Problem problem = above(largest);
