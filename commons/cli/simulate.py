@@ -174,10 +174,13 @@ def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int,
             table.add_column(name, justify="right")
     for result in results:
         before, after = result.cost_before.mean(), result.cost_after.mean()
+        uneven_before, uneven_after = result.imbalance_before, result.imbalance_after
+        if has_windows:
+            uneven_before, uneven_after = result.total_imbalance_before, result.total_imbalance_after
         cells = [
             str(result.num_ranks),
             *([str(result.window)] if has_windows else []),
-            f"{result.imbalance_before:.1%} → {result.imbalance_after:.2%}",
+            f"{uneven_before:.1%} → {uneven_after:.2%}",
         ]
         if in_ms:
             cells.append(f"{before:.1f} → {after:.1f} ms")
@@ -185,7 +188,8 @@ def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int,
         table.add_row(*cells)
     console = Console()
     console.print(table)
-    console.print("imbalance: largest ÷ mean − 1; possible: no plan gains more; moved: of all tokens")
+    of_steps = "of the sums over all steps, " if has_windows else ""
+    console.print(f"imbalance: {of_steps}largest ÷ mean − 1; possible: no plan gains more; moved: of all tokens")
     if has_windows:
         console.print("window: batches of every rank that are planned together; which rows share a step changes")
     if not in_ms:

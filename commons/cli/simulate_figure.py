@@ -80,7 +80,7 @@ def _draw_gain(axes: Axes, results: Sequence[SimulatedSteps], colors: dict[int, 
         axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     else:
         axes.legend(frameon=False, loc="upper left")
-    axes.margins(y=0.2)
+    axes.margins(y=0.25 if several else 0.2)
 
 
 def _draw_loads(axes: Axes, results: Sequence[SimulatedSteps], colors: dict[int, str]) -> None:

@@ -77,6 +77,16 @@ class SimulatedSteps:
         return _mean_imbalance(self.cost_after, self.mean_after)
 
     @property
+    def total_imbalance_before(self) -> float:
+        """Sum over steps of the largest cost ÷ that of the mean − 1: steps count by what they cost."""
+        return float(self.cost_before.sum() / self.cost_mean.sum() - 1)
+
+    @property
+    def total_imbalance_after(self) -> float:
+        """The same with balancing; windows compare by it, whose steps cost more or less than those as loaded."""
+        return float(self.cost_after.sum() / self.mean_after.sum() - 1)
+
+    @property
     def speed_up(self) -> float:
         """Total cost of all steps before ÷ after; the shuffle's own cost, hidden in training, is left out."""
         return float(self.cost_before.sum() / self.cost_after.sum())

@@ -115,6 +115,8 @@ def test_simulated_windows():
     assert together.speed_up == pytest.approx(94 / 56) and together.speed_up <= together.possible_speed_up
     assert together.imbalance_before == alone.imbalance_before
     assert together.imbalance_after == pytest.approx((0 + 0 + 10 / 6 - 1) / 3)
+    assert together.total_imbalance_before == pytest.approx(94 / 52 - 1)
+    assert together.total_imbalance_after == pytest.approx(56 / 52 - 1)
     assert together.largest_share.tolist() == alone.largest_share.tolist()
     assert together.loads_before.tolist() == [42, 4] and together.loads_after.max() / together.loads_after.mean() == 1
     calibration = make_calibration(per_step=100.0, per_row=1.0, per_token=0.5, per_pair=0.25)
