@@ -141,7 +141,7 @@ class BalancedBatchSampler(PlannedSampler):
                 steps,
                 tokens=None if self._max_tokens is None or self._tokens is None else self._tokens[rows],
                 max_tokens=self._max_tokens,
-                home_step=np.arange(len(rows)) // self._per_step,
+                home_step=np.arange(len(rows)) * steps // len(rows),  # in order, as many in every step
                 best_effort=True,
                 seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),
             )

@@ -171,8 +171,8 @@ def test_a_window_evens_the_steps_and_a_budget_their_tokens():
     one, eight = balanced(1), balanced(8)
     budget = int(work.max())  # of no less room: steps of a row above the budget cost what that row does
     constant = figures(BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=num_ranks, rank=0).plan(0))
-    assert eight[0] < 1.06 < 1.2 < one[0] and constant[0] < 1.01
-    assert eight[1] < one[1] and constant[1] < 1.15
+    assert eight[0] < 1.01 < 1.2 < one[0] and constant[0] < 1.01
+    assert constant[1] < 1.15 < min(one[1], eight[1])
 
 
 def test_the_same_for_every_rank_and_epoch_and_another_order_in_the_next():
@@ -270,7 +270,7 @@ def test_rows_above_the_budget_are_told_once(caplog):
 
 
 def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
-    options = {"tokens": [6, 6, 6, 6, 1, 1], "max_tokens": 7, "shuffle": False, "window": 1}
+    options = {"tokens": [6, 6, 6, 1, 1, 1], "max_tokens": 7, "shuffle": False, "window": 1}
     with caplog.at_level(logging.WARNING):
         sampler = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **options)
         assert len(list(sampler)) == 3 and len(list(sampler)) == 3
@@ -278,9 +278,9 @@ def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
         "a batch has 5 tokens more than max_tokens, which is 7; the plan that exceeds it least is taken, here and from "
         "now on: raise max_tokens, or lower batch_size"
     ]
-    with_room = options | {"window": 3}  # a light row beside every heavy one, but for one pair
+    with_room = options | {"window": 3}  # a light row beside every heavy one
     rows = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **with_room).plan(0)
-    assert sorted(sum(options["tokens"][row] for row in step.rows) for step in rows) == [7, 7, 12]
+    assert sorted(sum(options["tokens"][row] for row in step.rows) for step in rows) == [7, 7, 7]
 
 
 @pytest.mark.parametrize(
