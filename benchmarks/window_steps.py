@@ -150,8 +150,6 @@ def make_variant(name: str, users: np.ndarray, rows: int, rank: int) -> Variant:
     if name == "window":
         assert shuffler is not None
         windows = batches = windowed_iter(batches, shuffler, WINDOW)
-        worker = shuffler._window_worker
-        made.settle = lambda: worker.submit(lambda: None).result()
 
         def last_wait() -> tuple[int, float] | None:
             last = windows.last_window

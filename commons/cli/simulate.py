@@ -153,7 +153,8 @@ def _dominant_rows(results: Sequence[SimulatedSteps]) -> list[str]:
             lines.append(
                 f"{result.num_ranks} ranks: in {dominated.sum()} of {len(dominated)} steps one sample alone is more "
                 f"than an even share of the work, up to {result.largest_share.max():.2f}×. It cannot be split: a "
-                "larger train_batch_size or a shorter max_history_seqlen makes more possible."
+                "window of several batches (--window 2 4), a larger train_batch_size or a shorter max_history_seqlen "
+                "makes more possible."
             )
     return lines
 

@@ -318,8 +318,9 @@ class BaseTaskBalancedBatchShuffler(ABC):
             time.sleep(0.001)
 
     def drain(self) -> None:
-        """Wait until the worker thread is idle."""
-        self._worker.submit(lambda: None).result()
+        """Wait until the worker threads are idle."""
+        self._worker.drain()
+        self._window_worker.drain()
 
     def close(self) -> None:
         """End the worker thread and give back the shuffler's groups; the shuffler cannot be used afterwards."""

@@ -37,6 +37,11 @@ class DaemonWorker:
         self._jobs.put((future, job))
         return future
 
+    def drain(self) -> None:
+        """Wait until all jobs that have been queued are done."""
+        if self._thread is not None:
+            self.submit(lambda: None).result()
+
     def finish(self) -> None:
         """Let queued jobs finish and end the thread; does not wait."""
         if self._thread is not None:
