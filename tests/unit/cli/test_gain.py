@@ -136,7 +136,7 @@ def test_windows_are_beside_one_another(mine, tmp_path, capsys):
     assert re.findall(r"│ 4 │ (\d) │", printed) == ["1", "2"]
     assert "4 ranks: 2 of 4 steps." in printed and "2 ranks: in 4 of 4 steps one sample" in printed
     assert main(["simulate", *mine, "--ranks", "2", "--steps", "4"]) == 0
-    assert "window" not in said(capsys)[0]
+    assert "┃ window ┃" not in said(capsys)[0]
     assert main(["simulate", *mine, "--ranks", "2", "--steps", "4", "--window", "4", "--figure", "gain.png"]) == 0
     assert Path("gain.png").stat().st_size > 10_000 and "one sample" not in said(capsys)[0]
     assert main(["simulate", *mine, "--ranks", "8", "--steps", "4", "--window", "4"]) == 2
