@@ -163,8 +163,9 @@ class TrainerArgs:
     a step nor that every row is trained once per epoch."""
 
     balance_sampler: bool = False
-    """Read rows by their work: the data set tells all lengths beforehand, every rank computes the same plan and reads
-    its own rows, and none is exchanged. Not for random data, and instead of enable_balanced_shuffler."""
+    """Read rows by their work: the data set tells all lengths beforehand, the shuffler what rows of these lengths cost,
+    every rank computes the same plan and reads its own rows, and none is exchanged. The shuffler then only observes.
+    Not for random data, and instead of enable_balanced_shuffler."""
 
     budget_per_rank: float | None = None
     """With balance_sampler: steps of constant cost, in which every rank gets as much work as this many rows cost on
