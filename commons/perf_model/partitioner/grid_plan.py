@@ -114,6 +114,10 @@ def _cap(request: Request) -> Cap | None:
     return Cap(request.tokens, request.max_tokens)
 
 
+def _keeps_cap(request: Request, plan: Candidate) -> bool:
+    return request.max_tokens is None or plan.most_tokens <= request.max_tokens
+
+
 def _free_plan(request: Request, problem: Problem, bound: GridBound) -> Candidate:
     """The best plan that does not look at where rows are.
 
@@ -124,7 +128,7 @@ def _free_plan(request: Request, problem: Problem, bound: GridBound) -> Candidat
     best = None
     if refined and len(set(first := share_out(bound.total + _half(bound.total), bound.largest))) > 1:
         best = _within(request, problem, first)
-        if best.total <= _good(bound.total):
+        if best.total <= _good(bound.total) and _keeps_cap(request, best):
             return best
     cut = _cut_into_steps(request, problem)
     if best is None or cut.beats(best):
@@ -201,15 +205,14 @@ def _as_loaded(request: Request) -> Candidate | None:
     if request.home is None or request.home_step is None:
         return None
     loaded = _candidate(request, request.home * request.num_steps + request.home_step)
-    kept = request.max_tokens is None or loaded.most_tokens <= request.max_tokens
-    return loaded if kept else None
+    return loaded if _keeps_cap(request, loaded) else None
 
 
 def _batches_alone(request: Request, home_step: np.ndarray, best: Candidate) -> Candidate | None:
     """Each batch planned by itself, unless their lower bounds tell that `best` is better."""
     batches = [np.flatnonzero(home_step == step) for step in range(request.num_steps)]
     batches = [rows for rows in batches if len(rows)]
-    if request.max_tokens is None or best.most_tokens <= request.max_tokens:
+    if _keeps_cap(request, best):
         least = 0
         for rows in batches:
             weights = np.sort(request.workloads[rows])[::-1]

@@ -196,6 +196,9 @@ def test_a_cap_is_kept_or_refused(case, equal_size, room, stay, known):
     except ValueError as error:
         assert most > max_tokens
         assert "max_tokens" in str(error)
+        if equal_size:
+            with pytest.raises(ValueError, match="max_tokens"):
+                partition(workloads, ranks * steps, tokens=tokens, max_tokens=max_tokens)
         return
     assert max(map(max, loads_of(tokens, grid))) <= max_tokens
     assert grid.assignment.tolist() == effort.assignment.tolist()

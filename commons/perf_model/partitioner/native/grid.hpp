@@ -108,7 +108,7 @@ class GridPlanner {
       const Weights first = share_out(bound_.total + half(bound_.total), bound_.largest);
       if (std::adjacent_find(first.begin(), first.end(), std::not_equal_to<>()) != first.end()) {
         best = within(first);
-        if (best->total() <= good(bound_.total)) return std::move(*best);
+        if (best->total() <= good(bound_.total) && keeps_cap(*best)) return std::move(*best);
       }
     }
     Candidate cut = cut_into_steps();
