@@ -121,8 +121,8 @@ def windowed_iter(
     `window` batches of every rank are planned together: every row is trained once, but which rows share a step changes.
     As many steps are trained as the rank with the most batches has; ranks that run dry go on with rows of the others.
     The size of the global batch stays, but for the last window, whose rows are spread over its steps. The next window
-    is read, planned and exchanged, by a thread and over gloo, while one trains, so that two windows lie on the host, and
-    two more copies of one while its rows are exchanged.
+    is read, planned and exchanged, by a thread and over gloo, while one trains, so that two windows lie on the host,
+    and two more copies of one while its rows are exchanged.
 
     Called on the main thread by all ranks of the group together. An iterator is left to this one: it is read by the
     thread, ahead of what is trained.
