@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from commons.available_memory import require_memory
 from commons.checks import as_count
 from commons.distributed.errors import attempt
@@ -168,4 +170,7 @@ def shuffle_window(
 
 def _are_pinned(schema: BatchSchema, batches: list[Any]) -> bool:
     """Whether the loader has put the batches into pinned memory, where the results belong too."""
-    return bool(batches) and all(tensor.is_pinned() for tensor in schema.row_tensors(batches[0])[:1])
+    # Memory is pinned by a GPU that is in use; another one must not be touched.
+    if not torch.cuda.is_initialized():
+        return False
+    return any(tensor.is_pinned() for batch in batches for tensor in schema.row_tensors(batch))

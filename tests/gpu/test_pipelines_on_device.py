@@ -20,7 +20,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 )
 
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced, balanced_iter, shuffle_stage
+from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_iter
 from tests.helpers import cpu_pipelines, models
 from tests.helpers.models import head_of, rank_batches, rank_device, weights_of
 from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler
@@ -128,6 +128,30 @@ def test_staged_pipeline(device):
         optimizer.step()
     shuffler.close()
     assert global_ids(head_of(model).seen) == expected_ids(5)
+
+
+@pytest.mark.parametrize("name", ["base", "sparse", "sparse free early"])
+def test_windows_in_front_of_stock_pipelines(device, name):
+    model, optimizer = models.build_sharded(device=device)
+    shuffler = CubicShuffler(ShufflerOptions(slack=0.0, verify=True))
+    pipeline_class, options = STOCK[name]
+    pipeline = pipeline_class(model, optimizer, rank_device(device), **options)
+    windowed = windowed_iter(host_batches(dist.get_rank(), 6, device), shuffler, 4)
+
+    def watched():
+        for batch in windowed:
+            assert batch.sample_id.is_pinned() == (device == "cuda")  # as the loader's, so that copies need not wait
+            yield batch
+
+    source = watched()
+    try:
+        while True:
+            pipeline.progress(source)
+    except StopIteration:
+        assert global_ids(head_of(model).seen) == expected_ids(6)
+        assert windowed.take_stats().moved
+    finally:
+        shuffler.close()
 
 
 def test_evaluation_pipeline(device):
