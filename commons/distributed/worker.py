@@ -1,13 +1,17 @@
 """One daemon thread that runs jobs in order.
 
 An executor's threads are joined at interpreter exit and would sit out a collective's timeout there; a daemon thread
-does not keep a failed process alive.
+does not keep a failed process alive. But one that comes back from C++ when the interpreter has gone aborts the process,
+so at exit a job that is under way is waited for, a few seconds at most.
 """
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -15,6 +19,11 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+
+# How long the end of a program waits for all its workers together.
+_EXIT_SECONDS = 5.0
+# Those whose thread has been started.
+_STARTED: weakref.WeakSet[DaemonWorker] = weakref.WeakSet()
 
 
 class DaemonWorker:
@@ -33,6 +42,7 @@ class DaemonWorker:
                 self._cuda_device = torch.cuda.current_device()
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
+            _end_at_exit(self)
         future: Future[T] = Future()
         self._jobs.put((future, job))
         return future
@@ -74,3 +84,20 @@ class DaemonWorker:
                 future.set_exception(error)
             # Nothing is kept while waiting: the last reference to a process group must not be that of a daemon thread.
             del item, future, job
+
+
+def _end_at_exit(worker: DaemonWorker) -> None:
+    if not _STARTED:
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+    _STARTED.add(worker)
+
+
+def _end_all() -> None:
+    """Let every worker finish the job that it is at; one that waits for a rank that will not come is left."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    workers = list(_STARTED)
+    for worker in workers:
+        worker.finish()
+    for worker in workers:
+        worker.stop(timeout=max(0.0, deadline - time.monotonic()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from commons.pipeline import balanced, windowed_iter
 from tests.helpers import models
 from tests.helpers.pipelines import CubicShuffler
 from tests.helpers.rank_pool import RankFailure, RankPool
+
+ROOT = Path(__file__).parents[3]
 
 
 def own_batches(count, sizes=(6,)):
@@ -268,3 +272,25 @@ def test_a_pipeline_does_not_wait_again_for_a_rank_that_a_window_misses():
     finally:
         pool.stop()
     assert "rank 1 did not take part in the gather of step 1" in answers[0][0][0] and answers[0][2] < 10
+
+
+PROGRAM = """
+import itertools
+import torch
+from commons.pipeline import windowed_iter
+from tests.helpers.models import make_batch
+from tests.helpers.pipelines import CubicShuffler
+
+def source():
+    for row in itertools.count(1):
+        torch.rand(500, 500) @ torch.rand(500, 500)
+        yield make_batch([row], 1)
+
+next(windowed_iter(source(), CubicShuffler(), 30))
+"""
+
+
+def test_a_program_that_ends_while_a_window_is_read_ends_well():
+    for _ in range(3):  # a thread that came back from C++ when the interpreter had gone would abort it
+        done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
