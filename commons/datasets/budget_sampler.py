@@ -81,9 +81,9 @@ class BudgetBatchSampler(PlannedSampler):
         )
         self._limits = _Limits(
             self._num_ranks,
-            as_count(budget_per_rank, "budget_per_rank", 1),
+            min(as_count(budget_per_rank, "budget_per_rank", 1), INT64_MAX),  # what it is compared with is int64
             self._max_tokens,
-            None if max_rows is None else as_count(max_rows, "max_rows", 1),
+            None if max_rows is None else min(as_count(max_rows, "max_rows", 1), max(1, len(self._workloads))),
         )
         self._require_budget()
 

@@ -18,6 +18,7 @@ from commons.checks import as_count
 from commons.datasets.samplers import EPOCH_START, EpochSampler, Place, check_rank
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
+from commons.perf_model.partitioner.problem import INT64_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         self._rank = as_count(rank, "rank", 0)
         check_rank(self._rank, self._num_ranks, "num_ranks")
         self._tokens = None if tokens is None else as_int64_workloads(tokens, "tokens", len(self._workloads))
-        self._max_tokens = None if max_tokens is None else as_count(max_tokens, "max_tokens", 1)
+        self._max_tokens = None if max_tokens is None else min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
         self._require_rows_below_cap()
         digest = hashlib.blake2b(self._workloads.tobytes(), digest_size=8)
         if self._max_tokens is not None and self._tokens is not None:

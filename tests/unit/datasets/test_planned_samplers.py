@@ -257,6 +257,19 @@ def test_an_old_state_has_no_steps():
     assert loader.sampler.start == Place(18)
 
 
+@pytest.mark.parametrize("huge", [2**62, 2**63, 10**30])
+def test_limits_that_nothing_reaches(huge):
+    work = [5, 6, 3, 2]
+    limits = [{}, {"tokens": work, "max_tokens": huge}, {"max_rows": huge}]
+    for limit in limits:
+        samplers = [
+            BudgetBatchSampler(work, budget_per_rank=huge, num_ranks=2, rank=rank, shuffle=False, **limit)
+            for rank in range(2)
+        ]
+        assert sorted(row for sampler in samplers for (batch,) in [list(sampler)] for row in batch) == [0, 1, 2, 3]
+    assert len(list(BalancedBatchSampler(work, 4, num_ranks=1, rank=0, tokens=work, max_tokens=huge))) == 1
+
+
 def test_rows_above_the_budget_are_told_once(caplog):
     work = [1, 90, 2, 3, 80, 1]
     with caplog.at_level(logging.WARNING):
