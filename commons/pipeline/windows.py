@@ -18,6 +18,9 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.stats import ShuffleStats, WindowStats
 from commons.distributed.window import ShuffledWindow, WindowReader
 
+# Of so many batches handed out the stats wait to be taken; a program that never takes them shall not fill its memory.
+_MOST_WAITING = 256
+
 
 class WindowedBatches(Iterator[Any]):
     """Host batches, as many on every rank, balanced window by window; made by `windowed_iter`.
@@ -62,6 +65,8 @@ class WindowedBatches(Iterator[Any]):
     def take_stats(self) -> ShuffleStats | None:
         """Stats of the batch that is trained next; to be called once for each, after its step.
 
+        Those of the last 256 batches handed out, or a window if that is more, are kept.
+
         Returns:
             None in mode "off".
 
@@ -94,6 +99,8 @@ class WindowedBatches(Iterator[Any]):
         self._next = self._start()
         self._ready.extend(shuffled.batches)
         stats = [None if each is None else self._waited(each, wait_ms) for each in shuffled.stats]
+        while len(self._stats) > _MOST_WAITING:  # of batches that were all handed out before this window
+            self._stats.popleft()
         self._stats.extend(stats)
         known = [each for each in stats if each is not None]
         if known:
@@ -120,9 +127,10 @@ def windowed_iter(
 
     `window` batches of every rank are planned together: every row is trained once, but which rows share a step changes.
     As many steps are trained as the rank with the most batches has; ranks that run dry go on with rows of the others.
-    The size of the global batch stays, but for the last window, whose rows are spread over its steps. The next window
-    is read, planned and exchanged, by a thread and over gloo, while one trains, so that two windows lie on the host,
-    and two more copies of one while its rows are exchanged.
+    The size of the global batch stays, but for the last window, whose rows are spread over its steps, and with
+    equal_size=False, where the sizes of a window's steps may differ. The next window is read, planned and exchanged, by
+    a thread and over gloo, while one trains, so that two windows lie on the host, and two more copies of one while its
+    rows are exchanged.
 
     Called on the main thread by all ranks of the group together. An iterator is left to this one: it is read by the
     thread, ahead of what is trained.

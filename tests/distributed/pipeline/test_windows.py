@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons import available_memory
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced, windowed_iter
+from commons.pipeline import balanced, windowed_iter, windows
 from tests.helpers import models
 from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
 from tests.helpers.models import make_batch
@@ -419,6 +419,16 @@ def test_stats_are_taken_once_per_batch():
     with pytest.raises(ValueError, match="no batch is without its stats taken"):
         windowed.take_stats()
     shuffler.close()
+
+
+def test_stats_that_nobody_takes_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(windows, "_MOST_WAITING", 4)
+    with closing(CubicShuffler()) as shuffler:
+        windowed = windowed_iter(models.rank_batches(0, 40, [4]), shuffler, 2)
+        assert len(list(windowed)) == 40
+        assert [windowed.take_stats().step for _ in range(6)] == list(range(34, 40))
+        with pytest.raises(ValueError, match="no batch is without its stats taken"):
+            windowed.take_stats()
 
 
 def _left_half_way():
