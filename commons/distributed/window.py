@@ -56,6 +56,7 @@ class WindowReader:
 
     def __init__(self, source: Iterator[Any], window: Any) -> None:
         checked, self._problem = attempt(lambda: as_count(window, "window", 1))
+        self._problem = self._problem or attempt(lambda: _require_iterator(source))[1]
         self.window = checked or 1
         self._source = source
         self._read: list[tuple[Any, LocalRows]] = []
@@ -119,6 +120,14 @@ class WindowReader:
         tensors = [] if schema is None else schema.row_tensors(batch)
         window_bytes = self.window * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         require_memory(_COPIES * window_bytes, f"window is {self.window}", "use a smaller window")
+
+
+def _require_iterator(source: Any) -> None:
+    if not hasattr(source, "__next__"):
+        raise TypeError(
+            f"iterator is a {type(source).__name__}; a window goes on where the one before ended, which takes an "
+            "iterator: give iter() of it"
+        )
 
 
 def shuffle_window(

@@ -145,7 +145,8 @@ def windowed_iter(
         TypeError: no shuffler.
 
     What else is wrong is raised with the first batch, on every rank: ValueError for a window that is below 1, differs
-    between ranks or takes more memory than there is, and for batches that cannot state padding or lie on a device.
+    between ranks or takes more memory than there is, and for batches that cannot state padding or lie on a device;
+    TypeError for what is no iterator.
     """
     if not isinstance(shuffler, BaseTaskBalancedBatchShuffler):
         raise TypeError(

@@ -411,6 +411,19 @@ def test_what_is_no_shuffler_is_refused():
         windowed_iter(iter([]), "hstu", 4)
 
 
+def _given_a_list():
+    shuffler = CubicShuffler()
+    with (
+        closing(shuffler),
+        pytest.raises(TypeError, match=r"iterator is a list; .* give iter\(\) of it \(and on rank 1"),
+    ):
+        next(windowed_iter(list(models.rank_batches(dist.get_rank(), 2, [4])), shuffler, 2))
+
+
+def test_what_is_no_iterator_is_refused_on_every_rank(two_ranks):
+    two_ranks.run(_given_a_list)
+
+
 def test_stats_are_taken_once_per_batch():
     shuffler = CubicShuffler()
     windowed = windowed_iter(models.rank_batches(0, 3, [4]), shuffler, 2)
