@@ -20,6 +20,7 @@ from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
+from commons.perf_model.partitioner.native_core import PLANS
 from commons.pipeline import windowed_iter
 from commons.trainer.args import TrainerArgs
 from commons.trainer.launch import seed_all
@@ -152,12 +153,15 @@ class Epochs:
     def window_of(self) -> dict[str, Any]:
         """What decides which rows of a window share a step, JSON-ready; empty without windows."""
         if self._shuffler is None:
-            return self._identity() if self._epoch_sampler is not None and self._epoch_sampler.window > 1 else {}
+            if self._epoch_sampler is None or self._epoch_sampler.window == 1:
+                return {}
+            return self._identity() | {"plans": PLANS}
         options = asdict(self._shuffler.options)
         names = ("mode", "partitioner", "equal_size", "slack", "ranks_per_node", "max_tokens_per_rank")
         calibration = options["calibration"]
         return {
             **self._identity(),
+            "plans": PLANS,  # another version may deal the same rows otherwise
             "world_size": dist.get_world_size(resolve_process_group()),
             "window": self._args.shuffle_window,
             "shuffler": type(self._shuffler).__name__,

@@ -163,6 +163,20 @@ def test_other_ranks_go_on_with_what_is_left(rank_pools, data, tmp_path, way):
 
 
 @pytest.mark.parametrize("way", [SAMPLER, STAGE], ids=["sampler", "stage"])
+def test_a_window_that_another_planner_has_dealt_is_read_again(two_ranks, data, tmp_path, way):
+    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
+    first = two_ranks.run(train, data, str(tmp_path / "run"), max_train_iters=5, **saving)
+    path = tmp_path / "checkpoints" / "step_00000005" / "state.json"
+    state = json.loads(path.read_text())
+    state["progress"]["window_of"]["plans"] -= 1
+    del state["digests"], state["digest"]
+    path.write_text(json.dumps(state))
+    rest = two_ranks.run(train, data, str(tmp_path / "rest"), **way, ckpt_load_dir=saving["ckpt_save_dir"])
+    assert users_of(first, slice(3)) + users_of(rest) == Counter(dict.fromkeys(users_of(first) | users_of(rest), 1))
+    assert "the window is read again, and 16 rows come a second time" in " ".join(rest[0][3])
+
+
+@pytest.mark.parametrize("way", [SAMPLER, STAGE], ids=["sampler", "stage"])
 def test_sigterm_within_a_window(two_ranks, data, tmp_path, way):
     saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
     whole = two_ranks.run(train, data, str(tmp_path / "whole"), **way)
