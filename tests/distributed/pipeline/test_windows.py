@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -116,6 +116,9 @@ def check(results, sizes, window, options):
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@example(
+    0, [[], [(0, 0), (3, 3)], [], []], 2, {"transport": "auto", "equal_size": True, "slack": 0.0, "mode": "balance"}
+)
 @given(
     seed=st.integers(0, 10_000),
     sizes=st.lists(
