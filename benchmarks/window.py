@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from benchmarks.planner import COSTS, NODE, Page, draw, share
 from benchmarks.report import table, write_page
+from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.perf_model.partitioner import Grid, partition, partition_grid, reference
 from commons.perf_model.partitioner.native_core import native_core
 from commons.perf_model.partitioner.request import Request
@@ -202,6 +203,55 @@ def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
     )
 
 
+def measure_samplers(page: Page, quick: bool) -> None:
+    """Balance and memory of what the samplers read, and their planning."""
+    ranks, rows = 64, 32
+    tokens = draw("user-like", ranks * rows * (16 if quick else 64), 0)
+    work = COSTS["HSTU"](tokens)
+    shared: dict[str, Any] = {"num_ranks": ranks, "rank": 0, "shuffle": False}
+    heaviest, average = int(work.max()), round(rows * float(work.mean()))
+    samplers = {
+        "balanced, window of 1": BalancedBatchSampler(work, rows, **shared),
+        "balanced, window of 8": BalancedBatchSampler(work, rows, window=8, **shared),
+        f"budget of the heaviest row ({heaviest / work.mean():.0f} average rows)": BudgetBatchSampler(
+            work, budget_per_rank=heaviest, **shared
+        ),
+        f"budget of {rows} average rows": BudgetBatchSampler(work, budget_per_rank=average, **shared),
+    }
+    as_loaded = np.arange(len(tokens)).reshape(-1, ranks, rows)
+    body = [
+        ["as loaded", *_spreads([(tokens[each].sum(1), work[each].sum(1), ranks * rows) for each in as_loaded]), "–"]
+    ]
+    for name, sampler in tqdm(samplers.items(), desc="samplers"):
+        started = time.process_time()
+        steps = list(sampler.plan(0))
+        per_step = (time.process_time() - started) / len(steps) * 1e3
+        found = [
+            (*(np.bincount(ranks_of, each[chosen], ranks) for each in (tokens, work)), len(chosen))
+            for chosen, ranks_of in steps[:-1]  # the last one has what is left
+        ]
+        body.append([name, *_spreads(found), f"{per_step:.1f}"])
+    page.section(
+        "Samplers: balance and memory",
+        f"What each rank reads in a step, user-like lengths, {ranks} ranks, {rows} rows per rank where the number is "
+        "fixed: the sum over the steps of the largest load ÷ the mean; the fullest rank of any step ÷ the mean, in "
+        "tokens, by which memory grows; rows of a step, over all ranks. Rows above a budget have a rank to themselves "
+        "and make their steps longer. Milliseconds of CPU per step for the plan.",
+        table(["", "sum ÷ mean", "most tokens ÷ mean", "rows of a step", "ms per step"], body),
+    )
+
+
+def _spreads(steps: list[tuple[np.ndarray, np.ndarray, int]]) -> list[str]:
+    """From tokens and loads of every rank, and the rows, of each step: balance, peak tokens, rows."""
+    tokens, loads = (np.array([step[index] for step in steps], dtype=np.float64) for index in (0, 1))
+    rows = [step[2] for step in steps]
+    return [
+        f"{loads.max(axis=1).sum() / loads.mean(axis=1).sum():.3f}",
+        f"{tokens.max() / tokens.mean():.2f}",
+        f"{min(rows):,} to {max(rows):,}" if min(rows) < max(rows) else f"{rows[0]:,}",
+    ]
+
+
 def main(
     seeds: int = 5, repeats: int = 30, quick: bool = False, hardware: str = "2 cores of a shared x86-64 server"
 ) -> None:
@@ -222,6 +272,7 @@ def main(
     measure_balance(page, seeds, quick)
     measure_speed(page, repeats, quick)
     measure_traffic(page, seeds, quick)
+    measure_samplers(page, quick)
     versions = f"Python {platform.python_version()}, numpy {np.__version__}"
     text = page.text(
         f"# Windows: several batches share the load\n\n{datetime.date.today().isoformat()} · "

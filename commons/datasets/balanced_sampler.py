@@ -28,7 +28,8 @@ class BalancedBatchSampler(PlannedSampler):
 
     Args:
         workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
-            integers; the same on every rank.
+            integers; the same on every rank, and as many as the data set has rows (a ResumableLoader compares that,
+            torch's DataLoader does not).
         batch_size: rows per batch and rank.
         num_ranks: ranks that share the data.
         rank: this one.

@@ -35,7 +35,8 @@ class BudgetBatchSampler(PlannedSampler):
 
     Args:
         workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
-            integers; the same on every rank.
+            integers; the same on every rank, and as many as the data set has rows (a ResumableLoader compares that,
+            torch's DataLoader does not).
         budget_per_rank: most that a rank's rows of a step cost, in the same unit.
         num_ranks: ranks that share the data.
         rank: this one.

@@ -18,6 +18,7 @@ from commons.checks import as_count
 from commons.datasets.samplers import EPOCH_START, EpochSampler, Place, check_rank
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
+from commons.perf_model.partitioner.native_core import PLANS
 from commons.perf_model.partitioner.problem import INT64_MAX
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class PlannedSampler(EpochSampler[list[int]]):
 
     Args:
         workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
-            integers; the same on every rank.
+            integers; the same on every rank, and as many as the data set has rows (a ResumableLoader compares that,
+            torch's DataLoader does not).
         num_ranks: ranks that share the data.
         rank: this one.
         tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
@@ -128,6 +130,7 @@ class PlannedSampler(EpochSampler[list[int]]):
             "drop_last": False,
             "workloads": self._digest,
             "max_tokens": self._max_tokens,
+            "plans": PLANS,
         }
 
     def require_fits(self, dataset: Any) -> None:

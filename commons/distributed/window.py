@@ -18,7 +18,7 @@ from commons.checks import as_count
 from commons.distributed.errors import attempt
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.shuffle_session import ShuffleSession
-from commons.distributed.stats import ShuffleStats
+from commons.distributed.stats import ShuffleStats, WindowStats
 from commons.perf_model.calibration import CalibratedTask
 from commons.sequence_batch.fields import batch_device, require_dataclass
 from commons.sequence_batch.schema import BatchSchema
@@ -35,12 +35,12 @@ class ShuffledWindow:
     Attributes:
         batches: one for each step, as many on every rank; none where no rank has data any more.
         stats: of every step; None in mode "off".
-        read_ms: reading the batches and their workloads.
+        whole: of the window; None in mode "off", and without batches. Nobody has waited yet.
     """
 
     batches: list[Any]
     stats: list[ShuffleStats | None]
-    read_ms: float
+    whole: WindowStats | None = None
 
 
 class WindowReader:
@@ -162,19 +162,20 @@ def shuffle_window(
         raise
     schema = prepared.schema
     if schema is None:
-        return ShuffledWindow([], [], read_ms)
+        return ShuffledWindow([], [])
     batches = reader.take()
     if prepared.exchange is None:
         batches += [None] * (prepared.steps - len(batches))
         results = [schema.empty_batch(1) if each is None or not schema.rows_of(each) else each for each in batches]
-        return ShuffledWindow(results, [None] * len(results), read_ms)
+        return ShuffledWindow(results, [None] * len(results))
     started = time.perf_counter()
     results = session.exchange_rows(step, prepared.exchange, batches or [schema.empty_batch()])
     if _are_pinned(schema, batches):
         own = {id(batch) for batch in batches}
         results = [each if id(each) in own else each.pin_memory() for each in results]
     exchange_ms = (time.perf_counter() - started) * 1e3 / len(results)
-    return ShuffledWindow(results, [replace(each, exchange_ms=exchange_ms) for each in prepared.stats], read_ms)
+    stats = [replace(each, exchange_ms=exchange_ms) for each in prepared.stats]
+    return ShuffledWindow(results, list(stats), WindowStats.of(step, stats, read_ms, wait_ms=0.0))
 
 
 def _are_pinned(schema: BatchSchema, batches: list[Any]) -> bool:

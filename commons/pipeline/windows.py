@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -43,7 +44,6 @@ class WindowedBatches(Iterator[Any]):
         self._ready: deque[Any] = deque()
         self._stats: deque[ShuffleStats | None] = deque()
         self._next: Future[ShuffledWindow] | None = None
-        self._num_windows = 0
         self._ended = False
         shuffler.connect_window(self._reader.window, pg_group)
 
@@ -102,11 +102,9 @@ class WindowedBatches(Iterator[Any]):
         while len(self._stats) > _MOST_WAITING:  # of batches that were all handed out before this window
             self._stats.popleft()
         self._stats.extend(stats)
-        known = [each for each in stats if each is not None]
-        if known:
-            self.last_window = WindowStats.of(self._num_windows, known, shuffled.read_ms, wait_ms)
-            self._shuffler.note(known)
-        self._num_windows += 1
+        if shuffled.whole is not None:
+            self.last_window = replace(shuffled.whole, wait_ms=wait_ms)
+            self._shuffler.note([each for each in stats if each is not None])
 
     def _start(self) -> Future[ShuffledWindow]:
         return self._shuffler.start_window(self._reader, self._pg_group)

@@ -29,7 +29,7 @@ from commons.trainer.random_state import kept_random_state
 # These say which part of the order a rank reads, how much of it at a time, and in which batches.
 _PER_LAUNCH = (
     *("rank", "world_size", "batch_size", "rows_per_step"),
-    *("window", "workloads", "max_tokens", "budget_per_rank", "max_rows"),
+    *("window", "workloads", "max_tokens", "budget_per_rank", "max_rows", "plans"),
 )
 
 
@@ -153,9 +153,7 @@ class Epochs:
     def window_of(self) -> dict[str, Any]:
         """What decides which rows of a window share a step, JSON-ready; empty without windows."""
         if self._shuffler is None:
-            if self._epoch_sampler is None or self._epoch_sampler.window == 1:
-                return {}
-            return self._identity() | {"plans": PLANS}
+            return self._identity() if self._epoch_sampler is not None and self._epoch_sampler.window > 1 else {}
         options = asdict(self._shuffler.options)
         names = ("mode", "partitioner", "equal_size", "slack", "ranks_per_node", "max_tokens_per_rank")
         calibration = options["calibration"]
