@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.raw_data.movielens_1m import generate_movielens
+from commons import available_memory
 from commons.cli.main import main
-from commons.datasets import available_memory
 from commons.datasets.movielens import preprocess_movielens
 from commons.datasets.sid_assignment import _Codebook, assign_sids, count_cooccurrences, embed_items
 from commons.datasets.sid_map import SIDMap
