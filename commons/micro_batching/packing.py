@@ -89,6 +89,7 @@ def pack_micro_batches(
         TypeError: `spec` is no MicroBatchSpec, or a batch that `select_rows` does not know.
         RankMissingError: a rank did not take part in time.
 
+    >>> import torch
     >>> batch = {"ids": torch.arange(4)}
     >>> spec = MicroBatchSpec(max_tokens_per_mb=8, packing_algorithm="refined")
     >>> micro_batches = pack_micro_batches(batch, spec, [2, 6, 5, 3])
