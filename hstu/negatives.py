@@ -134,8 +134,8 @@ class NegativeSampling(Dataset[HSTUBatch]):
             ValueError: random data, whose lengths are not known beforehand.
 
         """
-        outlines: Iterator[HSTUBatch] = self.dataset.outlines()  # type: ignore[attr-defined]
-        return map(self._with_outlined_negatives, outlines)
+        dataset: Any = self.dataset  # torch's Dataset knows no outlines
+        return map(self._with_outlined_negatives, dataset.outlines())
 
     def _with_outlined_negatives(self, outline: HSTUBatch) -> HSTUBatch:
         keys = outline.features.keys()

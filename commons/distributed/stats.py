@@ -143,14 +143,13 @@ class WindowStats:
     wait_ms: float
 
     @classmethod
-    def of(cls, number: int, stats: Sequence[ShuffleStats], read_ms: float, wait_ms: float) -> WindowStats:
-        """From the stats of its steps, at least one.
+    def of(cls, number: int, stats: Sequence[ShuffleStats], read_ms: float) -> WindowStats:
+        """From the stats of its steps, at least one, before anybody has waited for it.
 
         Args:
             number: of the window.
             stats: of all its steps.
             read_ms: as in the class.
-            wait_ms: as in the class.
         """
         loads = sum(sum(each.loads_before) for each in stats)
         tokens = sum(each.num_tokens for each in stats)
@@ -172,7 +171,7 @@ class WindowStats:
             gather_ms=sum(each.gather_ms for each in stats),
             plan_ms=sum(each.plan_ms for each in stats),
             exchange_ms=sum(each.exchange_ms for each in stats),
-            wait_ms=wait_ms,
+            wait_ms=0.0,
         )
 
     def to_dict(self) -> dict[str, Any]:

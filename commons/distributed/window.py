@@ -175,7 +175,7 @@ def shuffle_window(
         results = [each if id(each) in own else each.pin_memory() for each in results]
     exchange_ms = (time.perf_counter() - started) * 1e3 / len(results)
     stats = [replace(each, exchange_ms=exchange_ms) for each in prepared.stats]
-    return ShuffledWindow(results, list(stats), WindowStats.of(step, stats, read_ms, wait_ms=0.0))
+    return ShuffledWindow(results, list(stats), WindowStats.of(step, stats, read_ms))
 
 
 def _are_pinned(schema: BatchSchema, batches: list[Any]) -> bool:

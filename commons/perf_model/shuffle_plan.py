@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from commons.perf_model.loads import sum_by_rank
-from commons.perf_model.partitioner import lower_bound, partition, partition_grid
+from commons.perf_model.partitioner import partition, partition_grid
 
 
 @dataclass(frozen=True)
@@ -149,16 +149,6 @@ class ShufflePlan:
         return sum_by_rank(place, values, self.gathered.num_places)
 
 
-def stay_home(gathered: GatheredRows, max_tokens: int | None = None, pads: bool = True) -> ShufflePlan:
-    """The plan in which nobody moves."""
-    home, bound = gathered.home, 0
-    if len(gathered.workloads) and gathered.steps == 1:
-        bound = lower_bound(gathered.workloads, gathered.num_ranks, equal_size=False)
-    elif len(gathered.workloads):
-        bound = partition_grid(gathered.workloads, gathered.num_ranks, gathered.steps, equal_size=False).lower_bound
-    return ShufflePlan(gathered, home, home, bound, False, _excess_tokens(gathered, home, max_tokens), pads)
-
-
 def plan_shuffle(
     gathered: GatheredRows,
     *,
@@ -194,7 +184,8 @@ def plan_shuffle(
         pads: whether results may be padded.
     """
     if gathered.num_ranks == 1 or len(gathered.workloads) == 0:
-        return stay_home(gathered, max_tokens, pads)
+        home, bound = gathered.home, int(gathered.workloads.sum())
+        return ShufflePlan(gathered, home, home, bound, False, _excess_tokens(gathered, home, max_tokens), pads)
     planned, bound = _assign(
         gathered,
         method=method,

@@ -26,6 +26,15 @@ from tests.helpers.rank_pool import RankFailure, RankPool
 ROOT = Path(__file__).parents[3]
 
 
+def run_once(world_size, function, *args, **kwargs):
+    """On ranks of their own: the groups of a broken exchange are not used again."""
+    pool = RankPool(world_size)
+    try:
+        return pool.run(function, *args, timeout=60, **kwargs)
+    finally:
+        pool.stop()
+
+
 def own_batches(count, sizes=(6,)):
     return models.rank_batches(dist.get_rank(), count, list(sizes))
 
@@ -114,11 +123,7 @@ def _fails_in_the_exchange():
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_that_fails_alone_in_a_window_is_quoted_by_the_others(world_size):
-    pool = RankPool(world_size)
-    try:
-        answers = pool.run(_fails_in_the_exchange, timeout=60)
-    finally:
-        pool.stop()
+    answers = run_once(world_size, _fails_in_the_exchange)
     for rank, (text, trained, seconds) in enumerate(answers):
         assert trained == 3 and seconds < 30
         if rank == 1:
@@ -148,11 +153,7 @@ def _stays_away():
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_that_stays_away_from_a_window_is_named(world_size):
-    pool = RankPool(world_size)
-    try:
-        answers = pool.run(_stays_away, timeout=60)
-    finally:
-        pool.stop()
+    answers = run_once(world_size, _stays_away)
     for rank, (text, trained, seconds) in enumerate(answers):
         assert trained == 3 and seconds < 16
         if rank != 1:
@@ -266,11 +267,7 @@ def test_an_error_of_a_window_is_raised_once_by_the_pipeline_behind_it(ranks):
 
 
 def test_a_pipeline_does_not_wait_again_for_a_rank_that_a_window_misses():
-    pool = RankPool(2)
-    try:
-        answers = pool.run(_behind_a_pipeline, missing=True, timeout=60)
-    finally:
-        pool.stop()
+    answers = run_once(2, _behind_a_pipeline, missing=True)
     assert "rank 1 did not take part in the gather of step 1" in answers[0][0][0] and answers[0][2] < 10
 
 
