@@ -119,6 +119,18 @@ def test_every_user_is_trained_once_per_epoch(ranks, data, tmp_path, way):
     assert next(line["step"] for line in lines(tmp_path / "run") if "eval_loss" in line) == 4
 
 
+def _table(data, run_dir):
+    """Rows of the table at the end of a run, which the first rank prints."""
+    with mock.patch("commons.trainer.train_log.Table.add_row") as add_row:
+        train(data, run_dir, **STAGE)
+    return [call.args for call in add_row.call_args_list]
+
+
+def test_the_table_at_the_end_says_how_many_batches_were_balanced_together(two_ranks, data, tmp_path):
+    first, _ = two_ranks.run(_table, data, str(tmp_path / "run"))
+    assert ("balanced together", f"{STAGE['shuffle_window']} batches") in first
+
+
 def test_balance_is_better_over_more_batches(two_ranks, data, tmp_path):
     """Of the operations that the fuller rank computes, summed over the steps."""
     means = {}
