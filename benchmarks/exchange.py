@@ -89,7 +89,7 @@ def by_arithmetic(lengths_name: str, world_size: int, rows: int, seed: int) -> d
         slack=0.01,
         ranks_per_node=8,
     )
-    row_bytes = layout.words(table_of_lengths).sum(axis=1) * WORD_BYTES
+    row_bytes = layout.row_words(table_of_lengths) * WORD_BYTES
     sent = np.bincount(plan.gathered.home[plan.moves], weights=row_bytes[plan.moves], minlength=world_size)
     busiest = int(sent.argmax())
     exchange = RowExchange.of(plan, layout, busiest, all_gather=False, pin_memory=False)

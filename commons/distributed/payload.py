@@ -10,13 +10,14 @@ are padded to whole words per row: at most 3 bytes of each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.sequence_batch.schema import BatchSchema, JaggedField
+from commons.sequence_batch.schema import BatchSchema
 
 WORD_BYTES = 4
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16}
@@ -52,13 +53,12 @@ class Part:
         """Whether elements are smaller than a word."""
         return self.dtype.itemsize < WORD_BYTES
 
-    def words(self, lengths: np.ndarray) -> np.ndarray:
-        """int64 `(rows, num_segments)` words of each segment, given lengths `(rows, num_keys)`."""
+    @property
+    def words(self) -> int:
+        """Words of an element; of a dense field, of a row."""
         if self.is_dense:
-            words = -(-self.elements_per_row * self.dtype.itemsize // WORD_BYTES)
-            return np.full((len(lengths), 1), words, dtype=np.int64)
-        elements = lengths[:, self.first_key : self.first_key + self.num_segments]
-        return elements * max(1, self.dtype.itemsize // WORD_BYTES)
+            return -(-self.elements_per_row * self.dtype.itemsize // WORD_BYTES)
+        return max(1, self.dtype.itemsize // WORD_BYTES)
 
     def tensor_of(self, batch: Any) -> torch.Tensor:
         """The part's tensor in a batch."""
@@ -120,20 +120,19 @@ class PayloadLayout:
                 raise ValueError(f"field {part.field!r} has dtype {part.dtype}; it cannot travel: convert it")
         return cls(schema, tuple(sorted(parts, key=lambda part: -part.dtype.itemsize)))
 
-    @property
+    @cached_property
     def num_segments(self) -> int:
         """Segments of a row."""
         return sum(part.num_segments for part in self.parts)
 
-    def words(self, lengths: np.ndarray) -> np.ndarray:
-        """int64 `(rows, num_segments)` words per row and segment, given lengths `(rows, num_keys)`."""
-        return np.concatenate([part.words(lengths) for part in self.parts], axis=1)
+    @cached_property
+    def table(self) -> np.ndarray:
+        """int64 `(num_parts, 3)`: of every part its `first_key`, `num_segments` and `words`."""
+        return np.array([[part.first_key, part.num_segments, part.words] for part in self.parts], dtype=np.int64)
 
-    def words_of_parts(self, lengths: np.ndarray) -> list[int]:
-        """Words of every part of a batch, given lengths `(rows, num_keys)`."""
-        return [int(part.words(lengths).sum()) for part in self.parts]
-
-    def split_keys(self, lengths: np.ndarray) -> list[tuple[JaggedField, np.ndarray]]:
-        """Every KeyedJaggedTensor field with its lengths `(keys, rows)`, given those of all, `(rows, num_keys)`."""
-        ends = np.cumsum([len(field.keys) for field in self.schema.jagged])
-        return list(zip(self.schema.jagged, np.split(lengths.T, ends[:-1]) if len(ends) else []))
+    def row_words(self, lengths: np.ndarray) -> np.ndarray:
+        """int64 `(rows,)`, words of every row, given lengths `(rows, num_keys)`."""
+        words = np.zeros(len(lengths), dtype=np.int64)
+        for first_key, count, of_each in self.table.tolist():
+            words += of_each if first_key < 0 else lengths[:, first_key : first_key + count].sum(axis=1) * of_each
+        return words

@@ -10,34 +10,50 @@ into the buffer, and unpacked from it step by step. The buffer holds segments of
     zero      one row of padding: zero words for jagged segments, zeros for dense ones
 
 One permute of the own region packs what is sent; one permute of the whole buffer gives a result in ascending global
-id, padding last. Every size follows from the gathered lengths, so that none is read back from a device.
+id, padding last. Every size follows from the gathered lengths, so that none is read back from a device, and all that
+the device needs to know lies in one host array, which is copied to it once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.process_group import all_gather_single
-from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.routes import Routes, route_rows
 from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.fields import batch_device, copy_batch, row_count_values
 from commons.sequence_batch.jagged import permute_segments
 
-# Every batch in the buffer begins at a multiple of the largest element, a complex number of two doubles.
-_ALIGNED_WORDS = 4
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the index array.
+
+    Attributes:
+        dtype: of its elements.
+        start: elements of that size before it.
+        stop: the same, at its end.
+    """
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def of(self, indices: torch.Tensor) -> torch.Tensor:
+        """A view of the index array, or of a copy of it on a device; `(stop - start,)`."""
+        return indices.view(self.dtype)[self.start : self.stop]
 
 
 @dataclass(frozen=True)
 class Permute:
-    """Segments of a buffer in another order; host tensors, copied to the buffer's device without waiting.
+    """Segments of a buffer in another order.
 
     Attributes:
         order: int32 `(output segments,)`, the input segment of each.
@@ -45,14 +61,13 @@ class Permute:
         words: words of the result.
     """
 
-    order: torch.Tensor
-    lengths: torch.Tensor
+    order: Section
+    lengths: Section
     words: int
 
-    def __call__(self, buffer: torch.Tensor) -> torch.Tensor:
-        """int32 `(words,)`, in storage of its own."""
-        order, lengths = (host.to(buffer.device, non_blocking=True) for host in (self.order, self.lengths))
-        return permute_segments(order, lengths, buffer, self.words)
+    def __call__(self, buffer: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """int32 `(words,)`, in storage of its own; `indices` on the buffer's device."""
+        return permute_segments(self.order.of(indices), self.lengths.of(indices), buffer, self.words)
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,7 @@ class ResultRows:
         parts: words of every part.
         rows: rows of the result, padding included.
         real_rows: those that are no padding.
-        lengths: by field, the lengths of the result's KeyedJaggedTensors, on the host.
+        lengths: by field, int64 `(keys · rows,)`, the lengths of the result's KeyedJaggedTensors.
         length_per_key: by field, their sums.
     """
 
@@ -74,8 +89,23 @@ class ResultRows:
     parts: list[int]
     rows: int
     real_rows: int
-    lengths: dict[str, torch.Tensor]
+    lengths: dict[str, Section]
     length_per_key: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A rank's rows on their way; all on the device of the batches.
+
+    Attributes:
+        buffer: int32 `(sum(regions),)`; what arrives is written into its second region.
+        sent: int32 `(sum(input_splits),)`, what is sent, by receiver.
+        indices: the index array.
+    """
+
+    buffer: torch.Tensor
+    sent: torch.Tensor
+    indices: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -90,6 +120,7 @@ class RowExchange:
         block_words: words of the largest sender, to which an all-gather pads; 0 for an all-to-all.
         regions: words of the three regions of the buffer.
         own_parts: by batch that the rank brought, words of every part in the own region, and of what aligns the next.
+        indices: int64, all index arrays on the host, pinned where the batches are trained on CUDA.
         send: own region → what is sent.
         results: the batches that the rank trains, one for each step.
     """
@@ -101,6 +132,7 @@ class RowExchange:
     block_words: int
     regions: list[int]
     own_parts: list[list[int]]
+    indices: torch.Tensor
     send: Permute
     results: list[ResultRows]
 
@@ -121,92 +153,36 @@ class RowExchange:
             rank: this rank.
             all_gather: whether every rank receives what any rank sends, padded to the largest sender; else each rank
                 receives its own rows only.
-            pin_memory: whether the batch is trained on CUDA, so that copies to it need not wait.
+            pin_memory: whether the batch is trained on CUDA, so that the copy to it need not wait.
         """
-        gathered = plan.gathered
-        home, num_ranks = gathered.home, gathered.num_ranks
-        sender, receiver = home // gathered.steps, plan.destination // gathered.steps
-        row_words = layout.words(gathered.lengths)  # (N, segments)
-        words_of_row = row_words.sum(axis=1)
-        segments = np.arange(layout.num_segments)
-        places = range(rank * gathered.steps, (rank + 1) * gathered.steps)
-
-        own_tables = [_own_lengths(plan, place) for place in places]
-        own_parts = [layout.words_of_parts(table) for table in own_tables]
-        for parts in own_parts:
-            parts.append(-sum(parts) % _ALIGNED_WORDS)
-        own_lengths = np.concatenate(
-            [np.append(layout.words(table).T, parts[-1]) for table, parts in zip(own_tables, own_parts)]
-        )
-        own_rows = np.array([len(table) for table in own_tables])
-        first_of_batch = np.cumsum(own_rows * len(segments) + 1) - (own_rows * len(segments) + 1)
-        own = np.flatnonzero(sender == rank)
-        step = home[own] - places.start
-        # Of every real row that this rank has or gets: its first segment in the buffer, and from one to the next.
-        first, stride = np.empty(len(home), dtype=np.int64), np.ones(len(home), dtype=np.int64)
-        first[own] = first_of_batch[step] + gathered.local_row[own]
-        stride[own] = own_rows[step]
-
-        moved = np.flatnonzero(plan.moves)
-        moved = moved[np.lexsort((moved, receiver[moved], sender[moved]))]
-        sent, arriving = moved[sender[moved] == rank], moved[receiver[moved] == rank]
-        if all_gather:
-            arriving, block_words, received_lengths, first_segment = _blocks(moved, sender, row_words, num_ranks)
-        else:
-            block_words, received_lengths = 0, row_words[arriving].ravel()
-            first_segment = np.arange(len(arriving)) * len(segments)
-        came = receiver[arriving] == rank
-        first[arriving[came]] = len(own_lengths) + first_segment[came]
-
-        zero_lengths = layout.words(np.zeros((1, gathered.lengths.shape[1]), dtype=np.int64))[0]
-        host = _host_tensors(pin_memory)
-        buffer_lengths = host(np.concatenate([own_lengths, received_lengths, zero_lengths]))
-        first_zero = len(own_lengths) + len(received_lengths)
-
-        def result(place: int) -> ResultRows:
-            chosen, rows = plan.rows_for(place), plan.result_batch_size(place)
-            source = np.empty((len(segments), rows), dtype=np.int64)  # in the buffer, of every segment of the result
-            source[:, : len(chosen)] = first[chosen] + segments[:, None] * stride[chosen]
-            source[:, len(chosen) :] = (first_zero + segments)[:, None]
-            lengths = np.zeros((rows, gathered.lengths.shape[1]), dtype=np.int64)
-            lengths[: len(chosen)] = gathered.lengths[chosen]
-            parts, of_fields = layout.words_of_parts(lengths), layout.split_keys(lengths)
-            return ResultRows(
-                changes=rows != gathered.rows[place] or not np.array_equal(chosen, np.flatnonzero(home == place)),
-                select=Permute(host(source.ravel(), torch.int32), buffer_lengths, sum(parts)),
-                parts=parts,
-                rows=rows,
-                real_rows=len(chosen),
-                lengths={field.name: host(table.ravel(), field.lengths_dtype) for field, table in of_fields},
-                length_per_key={field.name: table.sum(axis=1).tolist() for field, table in of_fields},
-            )
-
+        routes = route_rows(plan, layout.table, rank, all_gather=all_gather)
+        indices = torch.from_numpy(routes.indices)
+        own, buffer, sent = routes.segments
+        first_order = 2 * (buffer + sum(len(each.length_per_key) * each.rows for each in routes.results))
         return cls(
             layout=layout,
-            moves=bool(words_of_row[moved].sum()),
-            input_splits=sum_by_rank(receiver[sent], words_of_row[sent], num_ranks).tolist(),
-            output_splits=sum_by_rank(sender[arriving], words_of_row[arriving], num_ranks).tolist(),
-            block_words=block_words,
-            regions=[int(region.sum()) for region in (own_lengths, received_lengths, zero_lengths)],
-            own_parts=own_parts,
+            moves=routes.moves,
+            input_splits=routes.input_splits,
+            output_splits=routes.output_splits,
+            block_words=routes.block_words,
+            regions=routes.regions,
+            own_parts=routes.own_parts,
+            indices=indices.pin_memory() if pin_memory else indices,
             send=Permute(
-                host((first[sent][:, None] + segments * stride[sent][:, None]).ravel(), torch.int32),
-                host(own_lengths),
-                int(words_of_row[sent].sum()),
+                Section(torch.int32, first_order, first_order + sent), Section(torch.int64, 0, own), routes.sent_words
             ),
-            results=[result(place) for place in places],
+            results=_results(routes, layout, first_order + sent),
         )
 
-    def pack(self, batches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def pack(self, batches: Sequence[Any]) -> PackedRows:
         """Write batches into a new buffer, and pack the rows that leave them.
 
         Args:
             batches: this rank's, at least one; on CUDA the current stream must be the one that copied them.
-
-        Returns:
-            The buffer, int32 `(sum(regions),)`, and what is sent, int32 `(sum(input_splits),)`, by receiver.
         """
-        buffer = torch.empty(sum(self.regions), dtype=torch.int32, device=batch_device(batches[0]))
+        device = batch_device(batches[0])
+        indices = self.indices.to(device, non_blocking=True)
+        buffer = torch.empty(sum(self.regions), dtype=torch.int32, device=device)
         own, _, zero = torch.split(buffer, self.regions)
         zero.zero_()
         sections = iter(torch.split(own, [words for parts in self.own_parts for words in parts]))
@@ -214,19 +190,17 @@ class RowExchange:
             for part, words in zip(self.layout.parts, sections):
                 part.write(part.tensor_of(batch), words)
             next(sections)
-        return buffer, self.send(own)
+        return PackedRows(buffer, self.send(own, indices), indices)
 
-    def send_rows(
-        self, packed: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
-    ) -> dist.Work | None:
+    def send_rows(self, packed: PackedRows, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
         """Run the one payload collective, into the received region; returns it if it is asynchronous."""
-        received = torch.split(buffer, self.regions)[1]
+        received = torch.split(packed.buffer, self.regions)[1]
         if not self.block_words:
             return dist.all_to_all_single(
-                received, packed, self.output_splits, self.input_splits, group=group, async_op=async_op
+                received, packed.sent, self.output_splits, self.input_splits, group=group, async_op=async_op
             )
-        block = packed.new_zeros(self.block_words)  # gloo gathers equal sizes only
-        block[: packed.numel()] = packed
+        block = packed.sent.new_zeros(self.block_words)  # gloo gathers equal sizes only
+        block[: packed.sent.numel()] = packed.sent
         return all_gather_single(received, block, group=group, async_op=async_op)
 
     @property
@@ -236,7 +210,7 @@ class RowExchange:
             return 0
         return WORD_BYTES * (self.block_words * (len(self.input_splits) - 1) or self.send.words)
 
-    def unpack(self, batch: Any, buffer: torch.Tensor, step: int = 0) -> Any:
+    def unpack(self, batch: Any, packed: PackedRows, step: int = 0) -> Any:
         """A batch to train, in ascending global id with padding last.
 
         Every tensor is in storage of its own: TorchRec frees `features` early, and views of one buffer would take the
@@ -244,11 +218,12 @@ class RowExchange:
 
         Args:
             batch: any that was packed; it gives the fields that hold no rows.
-            buffer: as `pack` made it, after the collective.
+            packed: as `pack` made it, after the collective.
             step: which of the results.
         """
         result = self.results[step]
-        schema, sections = self.layout.schema, torch.split(result.select(buffer), result.parts)
+        schema = self.layout.schema
+        sections = torch.split(result.select(packed.buffer, packed.indices), result.parts)
         tensors = {
             (part.field, part.weights): part.read(words, result.rows)
             for part, words in zip(self.layout.parts, sections)
@@ -258,7 +233,7 @@ class RowExchange:
                 keys=list(field.keys),
                 values=tensors[field.name, False],
                 weights=tensors.get((field.name, True)),
-                lengths=result.lengths[field.name].to(buffer.device, non_blocking=True),
+                lengths=result.lengths[field.name].of(packed.indices).to(field.lengths_dtype, copy=True),
                 stride=result.rows,
                 length_per_key=result.length_per_key[field.name],
             )
@@ -269,39 +244,27 @@ class RowExchange:
         return copy_batch(batch, fields | row_count_values(type(batch), result.rows, result.real_rows))
 
 
-def _own_lengths(plan: ShufflePlan, place: int) -> np.ndarray:
-    """int64 `(rows, num_keys)`, the lengths of all rows of a batch as it was brought, padding included."""
-    gathered = plan.gathered
-    table = np.zeros((int(gathered.rows[place]), gathered.lengths.shape[1]), dtype=np.int64)
-    here = gathered.home == place
-    table[gathered.local_row[here]] = gathered.lengths[here]
-    return table
-
-
-def _host_tensors(pin_memory: bool) -> Callable[..., torch.Tensor]:
-    def host(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
-        return tensor.pin_memory() if pin_memory else tensor
-
-    return host
-
-
-def _blocks(
-    moved: np.ndarray, sender: np.ndarray, row_words: np.ndarray, num_ranks: int
-) -> tuple[np.ndarray, int, np.ndarray, np.ndarray]:
-    """The received region of an all-gather: one block per sender, each ending in a segment that pads it.
-
-    Returns:
-        The moved rows in order of arrival, the words of a block, the words of every segment, and each row's first
-        segment within the region.
-    """
-    num_segments = row_words.shape[1]
-    sent = sum_by_rank(sender[moved], row_words[moved].sum(axis=1), num_ranks)
-    block_words = int(sent.max(initial=0))
-    # Sender k's rows come after the k pads of the blocks before it.
-    first_segment = np.arange(len(moved)) * num_segments + sender[moved]
-    pad_segment = np.cumsum(np.bincount(sender[moved], minlength=num_ranks)) * num_segments + np.arange(num_ranks)
-    lengths = np.empty(len(moved) * num_segments + num_ranks, dtype=np.int64)
-    lengths[pad_segment] = block_words - sent
-    lengths[(first_segment[:, None] + np.arange(num_segments)).ravel()] = row_words[moved].ravel()
-    return moved, block_words, lengths, first_segment
+def _results(routes: Routes, layout: PayloadLayout, first_order: int) -> list[ResultRows]:
+    """Where in the index array every result finds its lengths and, from element `first_order` on, its segments."""
+    results, at, order_at = [], routes.segments[1], first_order
+    for sizes in routes.results:
+        lengths, length_per_key, key = {}, {}, 0
+        for field in layout.schema.jagged:
+            stop = at + len(field.keys) * sizes.rows
+            lengths[field.name] = Section(torch.int64, at, stop)
+            length_per_key[field.name] = sizes.length_per_key[key : key + len(field.keys)]
+            at, key = stop, key + len(field.keys)
+        order = Section(torch.int32, order_at, order_at + layout.num_segments * sizes.rows)
+        results.append(
+            ResultRows(
+                changes=sizes.changes,
+                select=Permute(order, Section(torch.int64, 0, routes.segments[1]), sum(sizes.parts)),
+                parts=sizes.parts,
+                rows=sizes.rows,
+                real_rows=sizes.real_rows,
+                lengths=lengths,
+                length_per_key=length_per_key,
+            )
+        )
+        order_at = order.stop
+    return results

@@ -23,7 +23,7 @@ from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
 from commons.distributed.peer_calibration import require_equal_among_peers
-from commons.distributed.row_exchange import RowExchange
+from commons.distributed.row_exchange import PackedRows, RowExchange
 from commons.distributed.schema_agreement import agree_on_schema
 from commons.distributed.stats import ShuffleStats, stats_of_plan
 from commons.distributed.verification import checksums, verify_rows
@@ -168,11 +168,11 @@ class ShuffleSession:
             before = torch.stack([checksums(batch, layout) for batch in batches]).sum(dim=0) if verify else None
             results = list(batches)
             if exchange.moves or exchange.changes:
-                buffer, packed = exchange.pack(batches)
+                packed = exchange.pack(batches)
                 if exchange.moves:
-                    self.send_rows(step, exchange, packed, buffer)
+                    self.send_rows(step, exchange, packed)
                 results = [
-                    exchange.unpack(batches[0], buffer, index) if result.changes else batches[index]
+                    exchange.unpack(batches[0], packed, index) if result.changes else batches[index]
                     for index, result in enumerate(exchange.results)
                 ]
         except RankMissingError:
@@ -185,7 +185,7 @@ class ShuffleSession:
             verify_rows(before, after, layout, self.rows_group, step)
         return results
 
-    def send_rows(self, step: int, exchange: RowExchange, packed: torch.Tensor, buffer: torch.Tensor) -> None:
+    def send_rows(self, step: int, exchange: RowExchange, packed: PackedRows) -> None:
         """Run the payload collective of a step, on the main thread; of a window, on the worker thread.
 
         Host tensors are waited for while asking the store for failures; on a device the stream waits, the host does
@@ -198,8 +198,8 @@ class ShuffleSession:
         assert self.rows_group is not None  # noqa: S101  rows move between at least two ranks
         try:
             with channel.collective(step, _EXCHANGE):
-                on_host = packed.device.type == "cpu"
-                work = exchange.send_rows(packed, buffer, self.rows_group, async_op=on_host)
+                on_host = packed.buffer.device.type == "cpu"
+                work = exchange.send_rows(packed, self.rows_group, async_op=on_host)
                 if work is not None:
                     channel.wait(work, step, _EXCHANGE)
         except RankMissingError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
@@ -13,9 +14,9 @@ from commons.perf_model.partitioner.request import Plan, Request
 
 logger = logging.getLogger(__name__)
 
-# Raised, here and in native/plan.hpp, whenever the same request gives another plan or there are new ones: a core that
+# Raised, here and in native/plan.hpp, whenever the same request gives another answer or there are new ones: a core that
 # was built before that must not meet ranks that plan by the new code.
-PLANS = 3
+PLANS = 4
 
 
 class Core(Protocol):
@@ -34,6 +35,10 @@ class Core(Protocol):
 class NativeCore:
     """The compiled module behind the interface of `reference`.
 
+    Attributes:
+        methods: names of the algorithms that it knows.
+        route_rows: the twin of `commons.perf_model.routes.reference_routes`.
+
     Raises:
         ImportError: the extension has not been built, or from sources that planned otherwise.
 
@@ -46,6 +51,7 @@ class NativeCore:
             raise ImportError(f"it was built for plans {_native.PLANS}, the sources make plans {PLANS}")
         self._module = _native
         self.methods: tuple[str, ...] = _native.METHODS
+        self.route_rows: Callable[..., tuple[np.ndarray, np.ndarray]] = _native.route_rows
 
     def plan(self, request: Request) -> Plan:
         """Plan."""

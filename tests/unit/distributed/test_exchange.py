@@ -49,17 +49,16 @@ def run_on_all_ranks(batches, destination, all_gather):
     packed = [exchange.pack([batch]) for exchange, batch in zip(exchanges, batches)]
     results = []
     for rank, (exchange, batch) in enumerate(zip(exchanges, batches)):
-        buffer = packed[rank][0]
-        received = torch.split(buffer, exchange.regions)[1]
+        received = torch.split(packed[rank].buffer, exchange.regions)[1]
         if exchange.block_words:
             blocks = received.view(len(batches), exchange.block_words)
-            for source, (_, words) in enumerate(packed):
-                blocks[source, : len(words)] = words
+            for source, each in enumerate(packed):
+                blocks[source, : len(each.sent)] = each.sent
         else:
-            parts = [torch.split(words, exchanges[k].input_splits)[rank] for k, (_, words) in enumerate(packed)]
+            parts = [torch.split(each.sent, exchanges[k].input_splits)[rank] for k, each in enumerate(packed)]
             received.copy_(torch.cat(parts))
             assert [len(part) for part in parts] == exchange.output_splits
-        results.append(exchange.unpack(batch, buffer))
+        results.append(exchange.unpack(batch, packed[rank]))
     return plan, results
 
 
@@ -132,6 +131,6 @@ def test_only_moved_rows_are_sent():
     batches = [random_batch(1, 6), random_batch(2, 6, first_id=6)]
     plan = plan_for(batches, [0] * 5 + [1] + [1] * 6)
     first, second = exchanges_for(plan, batches)
-    words = int(first.layout.words(plan.gathered.lengths[5:6]).sum())
+    words = int(first.layout.row_words(plan.gathered.lengths[5:6])[0])
     assert first.input_splits == [0, words] and first.bytes_sent == 4 * words
-    assert second.moves and second.bytes_sent == 0 and len(first.pack([batches[0]])[1]) == words
+    assert second.moves and second.bytes_sent == 0 and len(first.pack([batches[0]]).sent) == words

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "grid.hpp"
+#include "routes.hpp"
 
 namespace py = pybind11;
 
@@ -35,6 +36,24 @@ evenrank::Method method_of(const std::string& name) {
 void require_sizes(const Array& workloads, Weight num_parts) {
   require(workloads.size() > 0 && workloads.size() <= INT32_MAX && num_parts > 0 && num_parts <= INT32_MAX,
           "there must be at least one row and one partition, and fewer than 2^31 of either");
+}
+
+// Whatever a plan holds, nothing outside its arrays is read or written.
+void require_rows(const evenrank::RouteRequest& request) {
+  Weight num_rows = 0;
+  bool holds = true;
+  for (Index place = 0; place < request.num_places; ++place) {
+    holds = holds && request.real_rows[place] >= 0 && request.real_rows[place] <= request.rows[place];
+    num_rows += request.real_rows[place];
+  }
+  holds = holds && num_rows == request.num_rows;
+  for (Weight row = 0; holds && row < num_rows; ++row) {
+    holds = request.destination[row] >= 0 && request.destination[row] < request.num_places;
+  }
+  for (const evenrank::PayloadPart& part : request.parts) {
+    holds = holds && (part.first_key < 0 || part.first_key + part.num_segments <= request.num_keys);
+  }
+  require(holds, "route_rows takes a plan: a number is out of its range");
 }
 
 py::tuple plan(const Array& workloads, Weight num_parts, const std::string& method, bool equal_size,
@@ -69,6 +88,35 @@ py::tuple plan(const Array& workloads, Weight num_parts, const std::string& meth
   return py::make_tuple(assignment, loads, plan.bound, plan.most_tokens);
 }
 
+Array array_of(const evenrank::Weights& values) {
+  return Array(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+using Table = py::array_t<std::int64_t, 0>;  // of any strides
+
+py::tuple route_rows(const Array& rows, const Array& real_rows, const Array& destination, const Table& lengths,
+                     const Array& parts, Weight steps, Weight rank, bool all_gather, bool pads) {
+  constexpr py::ssize_t kItem = sizeof(std::int64_t);
+  require(steps > 0 && rows.size() > 0 && rows.size() <= INT32_MAX && rows.size() % steps == 0 && rank >= 0 &&
+              rank < rows.size() / steps && real_rows.size() == rows.size() && lengths.ndim() == 2 &&
+              lengths.shape(0) == destination.size() && parts.ndim() == 2 && parts.shape(1) == 3 &&
+              lengths.strides(0) % kItem == 0 && lengths.strides(1) % kItem == 0,
+          "route_rows takes a plan: sizes do not match");
+  evenrank::RouteRequest request{rows.data(), real_rows.data(), destination.data(), lengths.data(),
+                                 lengths.strides(0) / kItem, lengths.strides(1) / kItem, static_cast<Index>(rows.size()),
+                                 destination.size(), lengths.shape(1), {}, steps, rank, all_gather, pads};
+  for (py::ssize_t part = 0; part < parts.shape(0); ++part) {
+    request.parts.push_back({parts.at(part, 0), parts.at(part, 1), parts.at(part, 2)});
+  }
+  evenrank::Routes routes;
+  {
+    const py::gil_scoped_release unlocked;
+    require_rows(request);
+    routes = evenrank::route_rows(request);
+  }
+  return py::make_tuple(array_of(routes.indices), array_of(routes.sizes));
+}
+
 Weight lower_bound(const Array& workloads, Weight num_parts, bool equal_size) {
   require_sizes(workloads, num_parts);
   const py::gil_scoped_release unlocked;
@@ -80,13 +128,16 @@ Weight lower_bound(const Array& workloads, Weight num_parts, bool equal_size) {
 }  // namespace
 
 PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
-  module.doc() = "The planner in C++; the same plans as the reference. Arguments are checked by the caller.";
+  module.doc() = "The planner and what follows from a plan, in C++; the same as the reference. Arguments are checked by the caller.";
   module.attr("METHODS") = py::tuple(py::cast(kMethods));
   module.attr("PLANS") = evenrank::kPlans;
   module.def("plan", &plan, py::arg("workloads").noconvert(), py::arg("num_parts"), py::arg("method"),
              py::arg("equal_size"), py::arg("tokens").noconvert(), py::arg("max_tokens"), py::arg("home").noconvert(),
              py::arg("ranks_per_node"), py::arg("slack"), py::arg("num_steps") = py::none(),
              py::arg("home_step").noconvert() = py::none(), py::pos_only());
+  module.def("route_rows", &route_rows, py::arg("rows").noconvert(), py::arg("real_rows").noconvert(),
+             py::arg("destination").noconvert(), py::arg("lengths").noconvert(), py::arg("parts").noconvert(),
+             py::arg("steps"), py::arg("rank"), py::arg("all_gather"), py::arg("pads"), py::pos_only());
   module.def("lower_bound", &lower_bound, py::arg("workloads").noconvert(), py::arg("num_parts"),
              py::arg("equal_size"), py::pos_only());
 }

@@ -10,7 +10,7 @@
 namespace evenrank {
 
 // Raised, here and in native_core.py, whenever the same request gives another plan or there are new ones.
-constexpr int kPlans = 3;
+constexpr int kPlans = 4;
 
 constexpr Weight kTolerance = 10'000;
 constexpr Weight kFew = 1 << 16;

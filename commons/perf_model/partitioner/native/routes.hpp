@@ -1,0 +1,298 @@
+// From a plan to one rank's index arrays. The twin of reference_routes in commons/perf_model/routes.py, which says what
+// they are.
+#pragma once
+
+#include <cstring>
+
+#include "problem.hpp"
+
+namespace evenrank {
+
+constexpr Weight kAlignedWords = 4;
+
+// Of the payload: its first column in the table of lengths (negative for a dense part), segments of a row, and words of
+// an element (dense: of a row).
+struct PayloadPart {
+  Weight first_key;
+  Weight num_segments;
+  Weight words;
+};
+
+struct RouteRequest {
+  const Weight* rows;  // of every place
+  const Weight* real_rows;
+  const Weight* destination;  // of every real row
+  const Weight* lengths;      // num_keys of every real row
+  Weight row_stride;          // from one row to the next, and from one key to the next
+  Weight key_stride;
+  Index num_places;
+  Weight num_rows;
+  Weight num_keys;
+  std::vector<PayloadPart> parts;
+  Weight steps;
+  Weight rank;
+  bool all_gather;
+  bool pads;
+};
+
+struct Routes {
+  Weights indices;
+  Weights sizes;
+};
+
+class Router {
+ public:
+  explicit Router(const RouteRequest& request) : request_(request), first_of_place_(request.num_places + 1, 0) {
+    for (const PayloadPart& part : request.parts) {
+      for (Weight segment = 0; segment < part.num_segments; ++segment) {
+        segments_.push_back({part.first_key < 0 ? kNoKey : part.first_key + segment, part.words});
+      }
+    }
+    for (Index place = 0; place < request.num_places; ++place) {
+      first_of_place_[place + 1] = first_of_place_[place] + request.real_rows[place];
+    }
+  }
+
+  Routes routes() {
+    find_moved();
+    write_own();
+    write_received();
+    write_zero_row();
+    write_results();
+    pack_orders();
+    return {std::move(indices_), write_sizes()};
+  }
+
+ private:
+  static constexpr Weight kNoKey = -1;
+  static constexpr Weight kPadding = -1;  // a row of no elements
+  struct Segment {
+    Weight key;
+    Weight words;
+  };
+  struct Moved {
+    Weight row;
+    Weight sender;
+    Weight receiver;
+    Weight words;
+  };
+  struct Place {
+    Weight first;
+    Weight stride;
+  };
+
+  Weight num_segments() const { return static_cast<Weight>(segments_.size()); }
+  Weight num_ranks() const { return request_.num_places / request_.steps; }
+  Weight first_own() const { return first_of_place_[request_.rank * request_.steps]; }
+  Weight num_own() const { return first_of_place_[(request_.rank + 1) * request_.steps] - first_own(); }
+
+  Weight length(Weight row, Weight key) const {
+    return row == kPadding ? 0 : request_.lengths[row * request_.row_stride + key * request_.key_stride];
+  }
+  Weight words_of(const Segment& segment, Weight row) const {
+    return segment.key == kNoKey ? segment.words : length(row, segment.key) * segment.words;
+  }
+  Weight words_of_row(Weight row) const {
+    Weight words = 0;
+    for (const Segment& segment : segments_) words += words_of(segment, row);
+    return words;
+  }
+
+  // Moved rows by sender, receiver and row; rows come in ascending order of their senders.
+  void find_moved() {
+    for (Weight sender = 0; sender < num_ranks(); ++sender) {
+      const std::size_t begin = moved_.size();
+      const Weight end = first_of_place_[(sender + 1) * request_.steps];
+      for (Weight row = first_of_place_[sender * request_.steps]; row < end; ++row) {
+        const Weight receiver = request_.destination[row] / request_.steps;
+        if (receiver == sender) continue;
+        const bool counts = request_.all_gather || receiver == request_.rank || sender == request_.rank || !moves_;
+        const Weight words = counts ? words_of_row(row) : 0;
+        moves_ = moves_ || words > 0;
+        if (request_.all_gather || receiver == request_.rank || sender == request_.rank) {
+          moved_.push_back({row, sender, receiver, words});
+        }
+      }
+      std::stable_sort(moved_.begin() + begin, moved_.end(),
+                       [](const Moved& one, const Moved& other) { return one.receiver < other.receiver; });
+    }
+  }
+
+  void write_own() {
+    const Weight first_place = request_.rank * request_.steps;
+    place_of_own_.reserve(num_own());
+    for (Weight place = first_place; place < first_place + request_.steps; ++place) {
+      const Weight rows = request_.rows[place], real = request_.real_rows[place], first = first_of_place_[place];
+      for (Weight row = 0; row < real; ++row) {
+        place_of_own_.push_back({static_cast<Weight>(indices_.size()) + row, rows});
+      }
+      Weight total = 0;
+      for (const PayloadPart& part : request_.parts) {
+        const Weight words = write_part(part, first, real, rows);
+        own_parts_.push_back(words);
+        total += words;
+      }
+      const Weight aligns = (kAlignedWords - total % kAlignedWords) % kAlignedWords;
+      indices_.push_back(aligns);
+      own_parts_.push_back(aligns);
+      regions_[0] += total + aligns;
+    }
+    own_segments_ = static_cast<Weight>(indices_.size());
+  }
+
+  Weight write_part(const PayloadPart& part, Weight first, Weight real, Weight rows) {
+    Weight total = 0;
+    for (Weight index = 0; index < part.num_segments; ++index) {
+      const Segment segment{part.first_key < 0 ? kNoKey : part.first_key + index, part.words};
+      for (Weight row = 0; row < rows; ++row) {
+        indices_.push_back(words_of(segment, row < real ? first + row : kPadding));
+        total += indices_.back();
+      }
+    }
+    return total;
+  }
+
+  void write_received() {
+    input_splits_.assign(num_ranks(), 0);
+    output_splits_.assign(num_ranks(), 0);
+    Weights sent(num_ranks(), 0);
+    for (const Moved& each : moved_) {
+      sent[each.sender] += each.words;
+      if (each.sender == request_.rank) input_splits_[each.receiver] += each.words;
+    }
+    if (request_.all_gather) block_words_ = *std::max_element(sent.begin(), sent.end());
+    auto each = moved_.begin();
+    for (Weight sender = 0; sender < num_ranks(); ++sender) {
+      for (; each != moved_.end() && each->sender == sender; ++each) {
+        if (!request_.all_gather && each->receiver != request_.rank) continue;
+        if (each->receiver == request_.rank) {
+          arrived_.push_back({each->row, static_cast<Weight>(indices_.size())});
+        }
+        output_splits_[sender] += each->words;
+        regions_[1] += each->words;
+        for (const Segment& segment : segments_) indices_.push_back(words_of(segment, each->row));
+      }
+      if (!request_.all_gather) continue;
+      indices_.push_back(block_words_ - sent[sender]);
+      regions_[1] += indices_.back();
+    }
+  }
+
+  void write_zero_row() {
+    first_zero_ = static_cast<Weight>(indices_.size());
+    for (const Segment& segment : segments_) {
+      indices_.push_back(words_of(segment, kPadding));
+      regions_[2] += indices_.back();
+    }
+    buffer_segments_ = static_cast<Weight>(indices_.size());
+    for (const Moved& each : moved_) {
+      if (each.sender != request_.rank) continue;
+      const Place place = place_of_own_[each.row - first_own()];
+      for (Weight segment = 0; segment < num_segments(); ++segment) {
+        orders_.push_back(static_cast<Index>(place.first + segment * place.stride));
+      }
+    }
+    sent_segments_ = static_cast<Weight>(orders_.size());
+  }
+
+  void write_results() {
+    struct Chosen {
+      Weight row;
+      Place place;
+    };
+    // Of every step, rows in ascending order: those that arrived lie, by row, before or after all own ones.
+    std::vector<std::vector<Chosen>> chosen(request_.steps);
+    std::sort(arrived_.begin(), arrived_.end(), [](const Arrived& one, const Arrived& other) { return one.row < other.row; });
+    const Weight first_place = request_.rank * request_.steps;
+    const auto choose = [&](Weight row, Place place) {
+      chosen[request_.destination[row] - first_place].push_back({row, place});
+    };
+    auto arrived = arrived_.begin();
+    for (; arrived != arrived_.end() && arrived->row < first_own(); ++arrived) choose(arrived->row, {arrived->first, 1});
+    for (Weight own = 0; own < num_own(); ++own) {
+      const Weight row = first_own() + own;
+      if (request_.destination[row] / request_.steps == request_.rank) choose(row, place_of_own_[own]);
+    }
+    for (; arrived != arrived_.end(); ++arrived) choose(arrived->row, {arrived->first, 1});
+
+    for (Weight step = 0; step < request_.steps; ++step) {
+      const Weight place = first_place + step;
+      const std::vector<Chosen>& here = chosen[step];
+      const Weight real = static_cast<Weight>(here.size());
+      const Weight rows = request_.pads ? std::max({Weight{1}, request_.rows[place], real}) : real;
+      bool changes = rows != request_.rows[place] || real != request_.real_rows[place];
+      for (Weight row = 0; row < real && !changes; ++row) changes = here[row].row != first_of_place_[place] + row;
+      result_sizes_.insert(result_sizes_.end(), {changes, rows, real});
+      for (const PayloadPart& part : request_.parts) {
+        Weight words = part.first_key < 0 ? rows * part.words : 0;
+        for (Weight segment = 0; part.first_key >= 0 && segment < part.num_segments; ++segment) {
+          for (const Chosen& each : here) words += length(each.row, part.first_key + segment) * part.words;
+        }
+        result_sizes_.push_back(words);
+      }
+      for (Weight key = 0; key < request_.num_keys; ++key) {
+        Weight total = 0;
+        for (const Chosen& each : here) {
+          indices_.push_back(length(each.row, key));
+          total += indices_.back();
+        }
+        indices_.insert(indices_.end(), rows - real, 0);
+        result_sizes_.push_back(total);
+      }
+      for (Weight segment = 0; segment < num_segments(); ++segment) {
+        for (const Chosen& each : here) {
+          orders_.push_back(static_cast<Index>(each.place.first + segment * each.place.stride));
+        }
+        orders_.insert(orders_.end(), rows - real, static_cast<Index>(first_zero_ + segment));
+      }
+    }
+  }
+
+  // Behind the lengths, two to a word of eight bytes.
+  void pack_orders() {
+    if (orders_.size() % 2) orders_.push_back(0);
+    const std::size_t begin = indices_.size();
+    indices_.resize(begin + orders_.size() / 2);
+    if (!orders_.empty()) std::memcpy(indices_.data() + begin, orders_.data(), orders_.size() * sizeof(Index));
+  }
+
+  Weights write_sizes() const {
+    Weight sent_words = 0;
+    for (const Weight words : input_splits_) sent_words += words;
+    Weights sizes = {moves_, block_words_, sent_words, own_segments_, buffer_segments_, sent_segments_};
+    sizes.insert(sizes.end(), regions_.begin(), regions_.end());
+    for (const Weights* each : {&input_splits_, &output_splits_, &own_parts_, &result_sizes_}) {
+      sizes.insert(sizes.end(), each->begin(), each->end());
+    }
+    return sizes;
+  }
+
+  struct Arrived {
+    Weight row;
+    Weight first;
+  };
+
+  const RouteRequest& request_;
+  Weights first_of_place_;
+  std::vector<Segment> segments_;
+  std::vector<Moved> moved_;  // of an all-to-all, those alone that this rank sends or gets
+  std::vector<Place> place_of_own_;
+  std::vector<Arrived> arrived_;
+  bool moves_ = false;
+  Weight block_words_ = 0;
+  Weight own_segments_ = 0;
+  Weight buffer_segments_ = 0;
+  Weight sent_segments_ = 0;
+  Weight first_zero_ = 0;
+  std::array<Weight, 3> regions_{};
+  Weights input_splits_;
+  Weights output_splits_;
+  Weights own_parts_;
+  Weights result_sizes_;
+  Weights indices_;
+  Indices orders_;
+};
+
+inline Routes route_rows(const RouteRequest& request) { return Router(request).routes(); }
+
+}  // namespace evenrank
