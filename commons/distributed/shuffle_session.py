@@ -272,7 +272,7 @@ class ShuffleSession:
         options, rank = self._options, self.channel.rank
         units_per_ms = None if calibrated is None else calibrated.units_per_ms
 
-        def make() -> tuple[ShufflePlan, RowExchange, tuple[ShuffleStats, ...], int]:
+        def make() -> tuple[ShufflePlan, RowExchange, int]:
             counts = self._counts(table)
             plan = plan_shuffle(
                 _read_table(layout.schema, table, counts, token_features),
@@ -282,23 +282,22 @@ class ShuffleSession:
             )
             on_cuda = device is not None and device.type == "cuda" and self.channel.world_size > 1
             exchange = RowExchange.of(plan, layout, rank, all_gather=self._all_gather, pin_memory=on_cuda)
-            stats = stats_of_plan(
-                plan,
-                step * (self._window or 1),
-                gather_ms=gather_ms,
-                bytes_sent=exchange.bytes_sent,
-                ranks_per_node=options.ranks_per_node,
-                units_per_ms=units_per_ms,
-            )
-            return plan, exchange, stats, plan.digest()
+            return plan, exchange, plan.digest()
 
         made, error = attempt(make)  # too little memory, say, on this rank alone: the comparison tells the others
         self._require_same_plan(step, 0 if made is None else made[-1], error)
         assert made is not None  # noqa: S101  the comparison raised the error
-        plan, exchange, stats, _ = made
+        plan, exchange, _ = made
         self._require_rows_everywhere(layout.schema, plan)
-        plan_ms = (time.perf_counter() - started) * 1e3 / len(stats)
-        stats = tuple(dataclasses.replace(each, plan_ms=plan_ms) for each in stats)
+        stats = stats_of_plan(
+            plan,
+            step * (self._window or 1),
+            gather_ms=gather_ms,
+            plan_ms=(time.perf_counter() - started) * 1e3,
+            bytes_sent=exchange.bytes_sent,
+            ranks_per_node=options.ranks_per_node,
+            units_per_ms=units_per_ms,
+        )
         rows_before = int(self._counts(table)[0][:rank].sum())
         return PreparedShuffle(layout.schema, rows_before, plan.gathered.steps, plan, exchange, stats)
 
@@ -369,11 +368,9 @@ def _read_table(
     """The rows of all ranks, from the gathered table and the rows and real rows in it, `(world_size, window)` each."""
     steps = int(table[:, _NUM_BATCHES].max())
     header, columns = _ROWS + 2 * counts[0].shape[1], 1 + schema.num_keys
-    bodies = [
-        table[rank, header : header + count * columns].reshape(count, columns)
-        for rank, count in enumerate(counts[1].sum(axis=1).tolist())
-    ]
-    whole = np.concatenate(bodies)
+    bodies = table[:, header:].reshape(len(table), -1, columns)
+    here = np.arange(bodies.shape[1]) < counts[1].sum(axis=1)[:, None]
+    whole = bodies.reshape(-1, columns).take(np.flatnonzero(here), axis=0)
     lengths = whole[:, 1:]
     rows, real_rows = (each[:, :steps].ravel() for each in counts)
     tokens = _tokens(schema, lengths, token_features)

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from commons.perf_model.loads import imbalance
+import numpy as np
+
+from commons.perf_model.loads import imbalance, sum_by_rank
 from commons.perf_model.shuffle_plan import ShufflePlan
 
 
@@ -184,18 +186,20 @@ def stats_of_plan(
     step: int,
     *,
     gather_ms: float,
+    plan_ms: float,
     bytes_sent: int,
     ranks_per_node: int | None = None,
     units_per_ms: int | None = None,
 ) -> tuple[ShuffleStats, ...]:
     """Stats of a plan that is about to be carried out, one for each of its steps, in order.
 
-    The other times follow, see `ShuffleStats.carried_out`.
+    The times of the main thread follow, see `ShuffleStats.carried_out`.
 
     Args:
         plan: the plan.
         step: number of its first step.
         gather_ms: milliseconds of the gather.
+        plan_ms: milliseconds of planning.
         bytes_sent: payload bytes that this rank sends.
         ranks_per_node: ranks that share a node, if known.
         units_per_ms: loads per millisecond, if they are times.
@@ -206,18 +210,17 @@ def stats_of_plan(
     told = afters if plan.gated else plan.loads_planned.reshape(-1, steps).T
     largest_before, largest_told = befores.max(axis=1, initial=0), told.max(axis=1, initial=0)
     before, after = int(largest_before.sum()), int(largest_told.sum())
-    trained_at = plan.destination % steps
-    crosses = None
-    if ranks_per_node is not None:
-        crosses = plan.destination // steps // ranks_per_node != gathered.home // steps // ranks_per_node
+    num_rows, num_tokens = _by_step(plan, slice(None))
+    moved = np.flatnonzero(plan.moves)
+    rows_moved, tokens_moved = _by_step(plan, moved)
+    rows_crossed: list[int | None] = [None] * steps
+    tokens_crossed: list[int | None] = [None] * steps
+    if ranks_per_node is not None:  # who leaves the node leaves the rank
+        nodes = (gathered.rank_of(place[moved]) // ranks_per_node for place in (plan.destination, gathered.home))
+        rows_crossed[:], tokens_crossed[:] = _by_step(plan, moved[np.not_equal(*nodes)])
 
-    def of_step(index: int) -> ShuffleStats:
-        here = trained_at == index
-        moved = here & plan.moves
-        tokens = int(gathered.tokens[here].sum())
-        tokens_moved = int(gathered.tokens[moved].sum())
-        crossed = None if crosses is None else here & crosses
-        return ShuffleStats(
+    return tuple(
+        ShuffleStats(
             step=step + index,
             window=steps,
             imbalance_before=imbalance(befores[index]),
@@ -226,19 +229,19 @@ def stats_of_plan(
             largest_load_after=int(largest_told[index]),
             lower_bound=plan.lower_bound // steps,
             optimality_gap=after / plan.lower_bound - 1.0 if plan.lower_bound else 0.0,
-            moved=plan.num_moved > 0,
+            moved=len(moved) > 0,
             gated=plan.gated,
-            num_rows=int(here.sum()),
-            num_tokens=tokens,
-            rows_moved=int(moved.sum()),
-            tokens_moved=tokens_moved,
-            token_fraction_moved=tokens_moved / tokens if tokens else 0.0,
-            rows_moved_across_nodes=None if crossed is None else int(crossed.sum()),
-            tokens_moved_across_nodes=None if crossed is None else int(gathered.tokens[crossed].sum()),
+            num_rows=num_rows[index],
+            num_tokens=num_tokens[index],
+            rows_moved=rows_moved[index],
+            tokens_moved=tokens_moved[index],
+            token_fraction_moved=tokens_moved[index] / num_tokens[index] if num_tokens[index] else 0.0,
+            rows_moved_across_nodes=rows_crossed[index],
+            tokens_moved_across_nodes=tokens_crossed[index],
             excess_tokens=plan.excess_tokens,
             bytes_sent=bytes_sent // steps,
             gather_ms=gather_ms / steps,
-            plan_ms=0.0,
+            plan_ms=plan_ms / steps,
             wait_ms=0.0,
             hidden_fraction=1.0,
             exchange_ms=0.0,
@@ -247,5 +250,15 @@ def stats_of_plan(
             loads_before=tuple(befores[index].tolist()),
             loads_after=tuple(afters[index].tolist()),
         )
+        for index in range(steps)
+    )
 
-    return tuple(of_step(index) for index in range(steps))
+
+def _by_step(plan: ShufflePlan, rows: np.ndarray | slice) -> tuple[list[int], list[int]]:
+    """How many of the rows, given by position, are trained in every step, and their tokens."""
+    gathered, steps = plan.gathered, plan.gathered.steps
+    tokens = gathered.tokens[rows]
+    if steps == 1:
+        return [len(tokens)], [int(tokens.sum())]
+    trained_at = plan.destination[rows] % steps
+    return np.bincount(trained_at, minlength=steps).tolist(), sum_by_rank(trained_at, tokens, steps).tolist()

@@ -56,6 +56,15 @@ class GatheredRows:
         return np.repeat(np.arange(self.num_places, dtype=np.int64), self.real_rows)
 
     @cached_property
+    def loads(self) -> np.ndarray:
+        """int64 `(num_places,)`, summed workloads where the rows are."""
+        return sum_by_rank(self.home, self.workloads, self.num_places)
+
+    def rank_of(self, place: np.ndarray) -> np.ndarray:
+        """The ranks that places belong to."""
+        return place if self.steps == 1 else place // self.steps
+
+    @cached_property
     def local_row(self) -> np.ndarray:
         """int64 `(N,)`, the position of each real row in its batch."""
         first = np.cumsum(self.real_rows) - self.real_rows
@@ -94,28 +103,27 @@ class ShufflePlan:
     @cached_property
     def moves(self) -> np.ndarray:
         """Bool `(N,)`, rows that change rank."""
-        steps = self.gathered.steps
-        return self.destination // steps != self.gathered.home // steps
+        return self.gathered.rank_of(self.destination) != self.gathered.rank_of(self.gathered.home)
 
     @cached_property
     def num_moved(self) -> int:
         """Rows that change rank."""
         return int(self.moves.sum())
 
-    @cached_property
+    @property
     def loads_before(self) -> np.ndarray:
         """int64 `(num_places,)`, summed workloads where the rows are now."""
-        return self._sum_by(self.gathered.home, self.gathered.workloads)
+        return self.gathered.loads
 
     @cached_property
     def loads_after(self) -> np.ndarray:
         """int64 `(num_places,)`, summed workloads where the rows go."""
-        return self._sum_by(self.destination, self.gathered.workloads)
+        return self.loads_planned if self.destination is self.planned else self._loads_at(self.destination)
 
     @cached_property
     def loads_planned(self) -> np.ndarray:
         """int64 `(num_places,)`, summed workloads under the planned assignment, carried out or not."""
-        return self._sum_by(self.planned, self.gathered.workloads)
+        return self._loads_at(self.planned)
 
     @cached_property
     def result_real_rows(self) -> np.ndarray:
@@ -134,19 +142,15 @@ class ShufflePlan:
 
     def digest(self) -> int:
         """63 bits over the plan and what it was made from; equal on ranks that agree."""
-        digest = hashlib.blake2b(digest_size=8)
-        for array in (
-            self.gathered.rows,
-            self.gathered.real_rows,
-            self.gathered.workloads,
-            self.gathered.tokens,
-            self.destination,
-        ):
-            digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        gathered = self.gathered
+        arrays = (gathered.rows, gathered.real_rows, gathered.workloads, gathered.tokens, self.destination)
+        # In one piece, which is hashed without the interpreter lock.
+        digest = hashlib.blake2b(np.concatenate(arrays, dtype=np.int64), digest_size=8)
         return int.from_bytes(digest.digest(), "big") >> 1
 
-    def _sum_by(self, place: np.ndarray, values: np.ndarray) -> np.ndarray:
-        return sum_by_rank(place, values, self.gathered.num_places)
+    def _loads_at(self, place: np.ndarray) -> np.ndarray:
+        gathered = self.gathered
+        return gathered.loads if place is gathered.home else sum_by_rank(place, gathered.workloads, gathered.num_places)
 
 
 def plan_shuffle(
@@ -186,7 +190,7 @@ def plan_shuffle(
     if gathered.num_ranks == 1 or len(gathered.workloads) == 0:
         home, bound = gathered.home, int(gathered.workloads.sum())
         return ShufflePlan(gathered, home, home, bound, False, _excess_tokens(gathered, home, max_tokens), pads)
-    planned, bound = _assign(
+    planned, loads, bound = _assign(
         gathered,
         method=method,
         equal_size=equal_size,
@@ -196,7 +200,7 @@ def plan_shuffle(
         slack=slack,
         best_effort=True,
     )
-    before, after = (_time(gathered, place) for place in (gathered.home, planned))
+    before, after = (_time(each, gathered.steps) for each in (gathered.loads, loads))
     excess_before = _excess_tokens(gathered, gathered.home, max_tokens)
     excess_after = _excess_tokens(gathered, planned, max_tokens)
     relieves_memory = excess_after < excess_before
@@ -218,11 +222,11 @@ def plan_shuffle(
     )
 
 
-def _assign(gathered: GatheredRows, **options: Any) -> tuple[np.ndarray, int]:
-    """The place of each row, int64 `(N,)`, and what no plan can go below."""
+def _assign(gathered: GatheredRows, **options: Any) -> tuple[np.ndarray, np.ndarray, int]:
+    """The place of each row, int64 `(N,)`, the loads of the places, and what no plan can go below."""
     if gathered.steps == 1:
         plan = partition(gathered.workloads, gathered.num_ranks, home=gathered.home, **options)
-        return np.asarray(plan.assignment, dtype=np.int64), plan.lower_bound
+        return np.asarray(plan.assignment, dtype=np.int64), plan.loads, plan.lower_bound
     rank, step = np.divmod(gathered.home, gathered.steps)
     drawn_from = hashlib.blake2b(np.ascontiguousarray(gathered.workloads).tobytes(), digest_size=8)
     grid = partition_grid(
@@ -234,13 +238,12 @@ def _assign(gathered: GatheredRows, **options: Any) -> tuple[np.ndarray, int]:
         seed=int.from_bytes(drawn_from.digest(), "big") >> 1,
         **options,
     )
-    return grid.assignment * gathered.steps + grid.step, grid.lower_bound
+    return grid.assignment * gathered.steps + grid.step, grid.loads.T, grid.lower_bound
 
 
-def _time(gathered: GatheredRows, place: np.ndarray) -> int:
-    """Sum over the steps of the largest load, where rows are at `place`."""
-    loads = sum_by_rank(place, gathered.workloads, gathered.num_places)
-    return int(loads.reshape(-1, gathered.steps).max(axis=0).sum())
+def _time(loads: np.ndarray, steps: int) -> int:
+    """Sum over the steps of the largest load, where the places have these loads."""
+    return int(loads.reshape(-1, steps).max(axis=0).sum())
 
 
 def _excess_tokens(gathered: GatheredRows, place: np.ndarray, max_tokens: int | None) -> int:

@@ -29,7 +29,7 @@ def gathered(*ranks):
 
 def test_stats_of_a_plan():
     plan = plan_shuffle(gathered([40, 4], [3, 3], [2, 2], [1, 9]))
-    (stats,) = stats_of_plan(plan, 7, gather_ms=1.0, bytes_sent=12, ranks_per_node=2, units_per_ms=8)
+    (stats,) = stats_of_plan(plan, 7, gather_ms=1.0, plan_ms=0.0, bytes_sent=12, ranks_per_node=2, units_per_ms=8)
     stats = dataclasses.replace(stats, plan_ms=3.0).carried_out(wait_ms=1.0, exchange_ms=2.0)
     assert (stats.largest_load_before, stats.largest_load_after, stats.lower_bound) == (44, 41, 41)
     assert stats.predicted_saving == pytest.approx(3 / 44) and stats.predicted_saving_ms == pytest.approx(3 / 8)
@@ -38,7 +38,7 @@ def test_stats_of_a_plan():
     assert stats.rows_moved_across_nodes == crossing.sum() > 0
     assert stats.tokens_moved_across_nodes == plan.gathered.tokens[crossing].sum()
     assert stats.largest_load_trained == 41 and stats.moved and not stats.gated
-    unknown = stats_of_plan(plan, 7, gather_ms=0.0, bytes_sent=0)[0].carried_out(0.0, 0.0)
+    unknown = stats_of_plan(plan, 7, gather_ms=0.0, plan_ms=0.0, bytes_sent=0)[0].carried_out(0.0, 0.0)
     assert unknown.predicted_saving_ms is None and unknown.rows_moved_across_nodes is None
     assert unknown.hidden_fraction == 1.0
     assert stats.to_dict()["loads_before"] == (44, 6, 4, 10)
@@ -48,7 +48,7 @@ def test_a_gate_leaves_the_load_where_it_is():
     rows = gathered([40, 4], [3, 3], [2, 2], [1, 9])
     for gate in ({"min_gain": 0.1}, {"min_gain_load": 4}):
         plan = plan_shuffle(rows, **gate)
-        (stats,) = stats_of_plan(plan, 0, gather_ms=0.0, bytes_sent=0)
+        (stats,) = stats_of_plan(plan, 0, gather_ms=0.0, plan_ms=0.0, bytes_sent=0)
         assert stats.gated and not stats.moved
         assert stats.largest_load_trained == stats.largest_load_after == 44
         assert stats.predicted_saving == 0 and stats.imbalance_after == stats.imbalance_before
