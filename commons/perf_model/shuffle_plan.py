@@ -145,7 +145,7 @@ class ShufflePlan:
         gathered = self.gathered
         arrays = (gathered.rows, gathered.real_rows, gathered.workloads, gathered.tokens, self.destination)
         # In one piece, which is hashed without the interpreter lock.
-        digest = hashlib.blake2b(np.concatenate(arrays, dtype=np.int64), digest_size=8)
+        digest = hashlib.blake2b(np.concatenate(arrays, dtype=np.int64).data, digest_size=8)
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def _loads_at(self, place: np.ndarray) -> np.ndarray:

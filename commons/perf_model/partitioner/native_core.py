@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
@@ -51,7 +50,7 @@ class NativeCore:
             raise ImportError(f"it was built for plans {_native.PLANS}, the sources make plans {PLANS}")
         self._module = _native
         self.methods: tuple[str, ...] = _native.METHODS
-        self.route_rows: Callable[..., tuple[np.ndarray, np.ndarray]] = _native.route_rows
+        self.route_rows = _native.route_rows
 
     def plan(self, request: Request) -> Plan:
         """Plan."""

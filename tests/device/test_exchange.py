@@ -1,0 +1,207 @@
+"""The exchange on a pretended device: one rank of 8 and of 16 starts and finishes a shuffle, every operation is seen.
+
+Messages, plan and index arrays are the real ones. Nothing may wait for the device, and how many kernels and copies
+there are is known beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.payload import PayloadLayout
+from commons.distributed.row_exchange import RowExchange
+from commons.sequence_batch.batch import BaseBatch
+from commons.sequence_batch.fields import row_fields
+from commons.sequence_batch.schema import BatchSchema
+from hstu import HSTUBalancedBatchShuffler
+from tests.helpers.batches import JAGGED_DTYPES, random_kjt, random_values
+from tests.helpers.one_of_many_ranks import fake_ranks, tell_of_all_ranks
+from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.pretended_cuda import CUDA, Watch, fake_mode, like_on_cuda, pretended_pinning
+from tests.helpers.pretended_process import PretendedProcess
+
+RANK = 3
+DENSE_DTYPES = [*JAGGED_DTYPES, torch.complex64, torch.complex128]
+
+
+def wide_batch(rank: int) -> BaseBatch:
+    """Jagged fields of each dtype, with and without weights, and dense ones."""
+    generator, rows, real = torch.Generator().manual_seed(rank), 6 + rank, 6 + rank - rank % 2
+    sizes = {"rows": rows, "real": real, "generator": generator}
+    batch = BaseBatch(
+        features=random_kjt(["a", "b"], **sizes, weights_dtype=torch.float32),
+        batch_size=rows,
+        feature_to_max_seqlen={"a": 6, "b": 6},
+        labels=torch.zeros(rows, 3, dtype=torch.bfloat16),
+        actual_batch_size=real,
+    )
+    for number, dtype in enumerate(JAGGED_DTYPES):
+        lengths = (torch.int32, torch.int64)[number % 2]
+        weights = (None, torch.float64, torch.float16)[number % 3]
+        batch.__dict__[f"jagged_{number}"] = random_kjt(
+            [f"k{number}", f"l{number}"], **sizes, dtype=dtype, lengths_dtype=lengths, weights_dtype=weights
+        )
+    for number, dtype in enumerate(DENSE_DTYPES):
+        batch.__dict__[f"dense_{number}"] = random_values(rows * 5, dtype, generator).view(rows, 5)
+    return batch
+
+
+def hstu_batch(rank: int) -> HSTUBatch:
+    lengths = RandomDistribution("zipf", low=1, high=512, alpha=1.2)
+    return HSTUBatch.random(
+        32,
+        [FeatureConfig(["user"], [100], 1, False), FeatureConfig(["item", "action"], [1000, 10], 512, True, lengths)],
+        "item",
+        ["user"],
+        "action",
+        max_num_candidates=10,
+        num_tasks=2,
+        actual_batch_size=20 if rank == 5 else 32,
+        device="cpu",
+        generator=torch.Generator().manual_seed(rank),
+    )
+
+
+KINDS: dict[str, tuple[Callable[[int], Any], Callable[[ShufflerOptions], Any]]] = {
+    "hstu": (hstu_batch, lambda options: HSTUBalancedBatchShuffler(64, 4, 16, 2, options=options)),
+    "every dtype": (wide_batch, CubicShuffler),
+}
+
+
+def to_cuda(batch: Any) -> Any:
+    """The batch as a pipeline has copied it."""
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, KeyedJaggedTensor):
+            return like_on_cuda(value)
+        weights = value.weights_or_none()
+        return KeyedJaggedTensor(
+            keys=list(value.keys()),
+            values=like_on_cuda(value.values()),
+            weights=None if weights is None else like_on_cuda(weights),
+            lengths=like_on_cuda(value.lengths()),
+            stride=value.stride(),
+            length_per_key=value.length_per_key(),
+        )
+
+    return batch._map(copied)
+
+
+def _exchange(kind: str, transport: Any, world_size: int, mistake: str | None = None) -> dict[str, Any]:
+    """What finishing a shuffle does on the device, and what the batch's layout says that it takes."""
+    make_batch, make_shuffler = KINDS[kind]
+    batches = [make_batch(rank) for rank in range(world_size)]
+    with (
+        fake_ranks(world_size, RANK),
+        pretended_pinning() as pinned,
+        closing(make_shuffler(ShufflerOptions(transport=transport))) as shuffler,
+    ):
+        tell_of_all_ranks(shuffler, batches)
+        shuffler.connect(device=CUDA)
+        handle = shuffler.start_shuffle(batches[RANK])
+        exchange = handle.prepared().exchange
+        assert exchange is not None
+        for _, value in row_fields(batches[RANK]):
+            if isinstance(value, KeyedJaggedTensor):
+                value.length_per_key()  # as BaseBatch.to does on the host, where sums can be known
+        with fake_mode(), made(mistake):
+            on_device = to_cuda(batches[RANK])
+            with Watch(pinned) as watch:
+                result = shuffler.finish_shuffle(on_device, handle)
+                for _, value in row_fields(result):
+                    if isinstance(value, KeyedJaggedTensor):  # as TorchRec's input distribution asks
+                        value.length_per_key()
+                        value.offset_per_key()
+                        value.dist_splits([1] * len(value.keys()))
+            tensors = [part.tensor_of(result) for part in exchange.layout.parts]
+        layout = PayloadLayout.of(BatchSchema.of(batches[RANK]))
+        return {
+            "moved": handle.stats is not None and handle.stats.moved and exchange.changes,
+            "parts": len(layout.parts),
+            "fields": len(layout.schema.jagged),
+            "devices": sorted({str(tensor.device) for tensor in tensors}),
+            "dtypes": [str(part.dtype) for part in layout.parts] == [str(tensor.dtype) for tensor in tensors],
+            "launches": watch.num_launches,
+            "by name": dict(watch.launches),
+            "copies": [(copy.non_blocking, copy.pinned) for copy in watch.copies],
+            "copied": sum(copy.shape[0] for copy in watch.copies),
+            "indices": exchange.indices.numel(),
+            "waits": [str(wait) for wait in watch.waits],
+            "mixed": watch.mixed,
+            "collectives": watch.collectives,
+        }
+
+
+@contextlib.contextmanager
+def made(mistake: str | None) -> Iterator[None]:
+    """A mistake of the kind that the other tests look for."""
+    pack, unpack = RowExchange.pack, RowExchange.unpack
+    with contextlib.ExitStack() as patches:
+
+        def plant(name: str, method: Callable[..., Any]) -> None:
+            patches.enter_context(mock.patch.object(RowExchange, name, method))
+
+        if mistake == "a blocking copy":
+            plant("pack", lambda exchange, batches: exchange.indices.to(CUDA) is not None and pack(exchange, batches))
+        elif mistake == "memory that is not pinned":
+            plant("pack", lambda exchange, batches: pack(unpinned(exchange), batches))
+        elif mistake == "a number read back":
+            plant("unpack", lambda exchange, batch, packed, step: read_back(unpack(exchange, batch, packed, step)))
+        elif mistake == "a second copy":
+            plant(
+                "pack",
+                lambda exchange, batches: (
+                    exchange.indices.to(CUDA, non_blocking=True) is not None and pack(exchange, batches)
+                ),
+            )
+        yield
+
+
+def unpinned(exchange: RowExchange) -> RowExchange:
+    return RowExchange(**{**exchange.__dict__, "indices": exchange.indices.clone()})
+
+
+def read_back(batch: Any) -> Any:
+    with contextlib.suppress(torch._subclasses.fake_tensor.DataDependentOutputException):
+        batch.features.lengths().sum().item()
+    return batch
+
+
+@pytest.mark.parametrize("world_size", [8, 16])
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exchange_waits_for_nothing(pretended: PretendedProcess, kind: str, transport: str, world_size: int) -> None:
+    seen = pretended.run(_exchange, kind, transport, world_size)
+    assert seen["moved"] and seen["devices"] == ["cuda:0"] and seen["dtypes"]
+    assert seen["waits"] == [] and seen["mixed"] == []
+    assert len(seen["collectives"]) == 1
+    # One copy of ours from the host, out of pinned memory.
+    assert seen["copies"] == [(True, True)] and seen["copied"] == seen["indices"]
+    # Each tensor is written once and read once, two permutes, the row of padding, and each field's lengths; an
+    # all-gather pads its block.
+    padding = 2 if transport == "all_gather" else 0
+    assert seen["launches"] <= 2 * seen["parts"] + seen["fields"] + 3 + padding, seen["by name"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "found"),
+    [
+        ("a blocking copy", lambda seen: seen["waits"] and "blocking copy" in seen["waits"][0]),
+        ("a number read back", lambda seen: seen["waits"] and "_local_scalar_dense" in seen["waits"][0]),
+        ("memory that is not pinned", lambda seen: seen["copies"] == [(True, False)]),
+        ("a second copy", lambda seen: len(seen["copies"]) == 2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_found(pretended: PretendedProcess, mistake: str, found: Callable[[dict[str, Any]], bool]) -> None:
+    assert found(pretended.run(_exchange, "hstu", "all_to_all", 8, mistake))

@@ -1,0 +1,79 @@
+"""One rank of many in a single process: the other ranks' messages come from a list, their rows from nowhere.
+
+With torch's fake process group, one rank's whole start and finish run; what it receives has the right size and no
+values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from commons.distributed import shuffle_session
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.local_rows import LocalRows
+
+
+class ListedMessages:
+    """In the place of ControlChannel: keeps what each rank says, and answers with what all have said so far."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True) -> None:
+        assert group is not None
+        self.world_size, self.rank, self.generation = dist.get_world_size(group), dist.get_rank(group), 0
+        self.members = list(range(self.world_size))
+        self.description, self.control_group, self.payload_group = "all ranks", group, group
+        self.has_all_to_all = True
+        self.most_rows = 0
+        self._gathered: dict[int, np.ndarray] = {}
+
+    def agree(self, call: str, options: Any, error: Exception | None, numbers: Any = (), step: int = 0) -> np.ndarray:
+        if error is not None:
+            raise error
+        own = np.array([self.most_rows] if call == "shuffle" else numbers, dtype=np.int64)
+        if call != "gather":
+            return np.stack([own] * self.world_size)
+        self._gathered[self.rank] = own
+        table = np.stack([self._gathered.get(rank, own) for rank in self.members])
+        table[:, 0] = step
+        return table
+
+    def gather_text(self, text: str, step: int) -> list[str]:
+        return [text] * self.world_size
+
+    @contextlib.contextmanager
+    def collective(self, step: int, what: str) -> Iterator[None]:
+        yield
+
+    def post_failure(self, step: int, what: str, error: Exception) -> None: ...
+
+    def close(self, *, collected: bool = False) -> None: ...
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int, rank: int) -> Iterator[None]:
+    """torch.distributed as one rank of a fake group sees it, and shufflers that hear of the others from a list."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with mock.patch.object(shuffle_session, "ControlChannel", ListedMessages):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def tell_of_all_ranks(shuffler: BaseTaskBalancedBatchShuffler, batches: Sequence[Any]) -> None:
+    """Let a shuffler know what every rank brings, with whatever crosses the ranks; within `fake_ranks`."""
+    session = shuffler._session(None)
+    channel: Any = session.channel
+    own, channel.most_rows = channel.rank, max(batch.actual_batch_size for batch in batches)
+    for rank, batch in enumerate(batches):
+        channel.rank = rank
+        local = shuffler._describe(batch, None)
+        assert isinstance(local, LocalRows) and local.error is None, local.error
+        session.prepare(0, [local])
+    channel.rank = own
