@@ -7,6 +7,7 @@ memcpy stream right after TorchRec has copied the batch. Nothing of TorchRec is 
 from __future__ import annotations
 
 import functools
+from importlib import metadata
 
 from torchrec.distributed.train_pipeline.train_pipelines import (
     EvalPipelineSparseDist,
@@ -66,7 +67,7 @@ def balanced(pipeline_class: type) -> type:
         `last_stats`, the stats of the batch trained last.
 
     Raises:
-        TypeError: a class without a known place after the host-to-device copy.
+        TypeError: a class without a known place after the host-to-device copy, as Prefetch of TorchRec 1.6 is.
     """
     hook = _hook_for(pipeline_class)
     if hook is None:
@@ -79,13 +80,14 @@ def balanced(pipeline_class: type) -> type:
         "fill_pipeline" not in PrefetchTrainPipelineSparseDist.__dict__
     ):
         raise TypeError(
-            f"{pipeline_class.__name__} of this TorchRec does not copy batches in enqueue_batch, where the shuffle is "
-            "hooked in; TorchRec 1.8 does: install it or use another pipeline"
+            f"{pipeline_class.__name__} of TorchRec {metadata.version('torchrec')} does not copy batches in "
+            "enqueue_batch, where the shuffle is hooked in; that of TorchRec 1.7 and 1.8 does: install one of them, or "
+            "use another pipeline"
         )
     missing = [name for name in _REQUIRED[hook] if not callable(getattr(pipeline_class, name, None))]
     if missing:
         raise TypeError(
-            f"{pipeline_class.__name__} of this TorchRec has no {', '.join(missing)}, where the shuffle is hooked in; "
-            "TorchRec 1.6 to 1.8 have it: install one of them"
+            f"{pipeline_class.__name__} of TorchRec {metadata.version('torchrec')} has no {', '.join(missing)}, where "
+            "the shuffle is hooked in; TorchRec 1.6 to 1.8 have it: install one of them"
         )
     return type(f"Balanced{pipeline_class.__name__}", (hook, pipeline_class), {"__module__": __name__})

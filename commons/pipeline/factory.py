@@ -61,6 +61,7 @@ class TrainPipelineFactory:
 
         Raises:
             ValueError: the name is unknown.
+            TypeError: the installed TorchRec's pipeline of that name cannot be balanced, as "prefetch" of TorchRec 1.6.
         """
         if name not in cls._makers:
             raise ValueError(
@@ -75,8 +76,20 @@ class TrainPipelineFactory:
         return sorted(cls._makers)
 
 
-TrainPipelineFactory.register("none", balanced(TrainPipelineBase))
-TrainPipelineFactory.register("native", balanced(TrainPipelineSparseDist))
-TrainPipelineFactory.register("prefetch", balanced(PrefetchTrainPipelineSparseDist))
-TrainPipelineFactory.register("fused", balanced(TrainPipelineFusedSparseDist))
-TrainPipelineFactory.register("semi_sync", balanced(TrainPipelineSemiSync))
+def _balanced_when_made(pipeline_class: type) -> Callable[..., Any]:
+    """A maker of the balanced class: a TorchRec whose class cannot be balanced has all the others."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return balanced(pipeline_class)(*args, **kwargs)
+
+    return make
+
+
+for _name, _pipeline_class in {
+    "none": TrainPipelineBase,
+    "native": TrainPipelineSparseDist,
+    "prefetch": PrefetchTrainPipelineSparseDist,
+    "fused": TrainPipelineFusedSparseDist,
+    "semi_sync": TrainPipelineSemiSync,
+}.items():
+    TrainPipelineFactory.register(_name, _balanced_when_made(_pipeline_class))

@@ -23,7 +23,7 @@ from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_iter
 from tests.helpers import cpu_pipelines, models
 from tests.helpers.models import head_of, rank_batches, rank_device, weights_of
-from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler
+from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler, require_pipeline
 
 STOCK = {
     "base": (TrainPipelineBase, {}),
@@ -86,6 +86,7 @@ def train(name, device, kind, steps=6, **options):
 
 @pytest.mark.parametrize("name", list(STOCK))
 def test_every_sample_once_and_the_unshuffled_weights(device, name):
+    require_pipeline(*STOCK[name])
     seen, weights = train(name, device, "balance")
     unshuffled, reference = train(name, device, "identity")
     assert global_ids(seen) == global_ids(unshuffled) == expected_ids(6)
@@ -132,6 +133,7 @@ def test_staged_pipeline(device):
 
 @pytest.mark.parametrize("name", ["base", "sparse", "sparse free early"])
 def test_windows_in_front_of_stock_pipelines(device, name):
+    require_pipeline(*STOCK[name])
     model, optimizer = models.build_sharded(device=device)
     shuffler = CubicShuffler(ShufflerOptions(slack=0.0, verify=True))
     pipeline_class, options = STOCK[name]

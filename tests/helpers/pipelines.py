@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+from importlib import metadata
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import (
@@ -142,3 +145,14 @@ def evaluate(counts, kind, epochs, abandon_after=None):
     finally:
         evaluator.reset()
         shuffler.close()
+
+
+def require_pipeline(pipeline_class: type, options: dict[str, Any]) -> None:
+    """Skip the test where the installed TorchRec's class cannot be balanced or lacks an option, saying why."""
+    unknown = sorted(options.keys() - inspect.signature(pipeline_class).parameters.keys())
+    if unknown:
+        pytest.skip(f"{pipeline_class.__name__} of TorchRec {metadata.version('torchrec')} has no {', '.join(unknown)}")
+    try:
+        balanced(pipeline_class)
+    except TypeError as error:
+        pytest.skip(str(error))

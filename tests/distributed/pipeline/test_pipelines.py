@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 
@@ -390,3 +392,34 @@ def test_pipelines_by_name():
         TrainPipelineFactory.create("nativ", **arguments)
     with pytest.raises(ValueError, match="already registered"):
         TrainPipelineFactory.register("none", balanced(TrainPipelineBase))
+
+
+def test_where_one_pipeline_cannot_be_balanced_the_others_can():
+    """As with TorchRec 1.6, whose Prefetch copies batches elsewhere."""
+    program = """
+import torch
+from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPipelineSparseDist as Prefetch
+if "fill_pipeline" in Prefetch.__dict__:
+    del Prefetch.fill_pipeline
+import hstu, sid_gr
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.pipeline import TrainPipelineFactory
+model = torch.nn.Linear(1, 1)
+arguments = {
+    "model": model,
+    "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    "device": torch.device("cpu"),
+    "batch_shuffler": IdentityBalancedBatchShuffler(),
+}
+print(TrainPipelineFactory.list_available())
+TrainPipelineFactory.create("native", **arguments)
+try:
+    TrainPipelineFactory.create("prefetch", **arguments)
+except TypeError as error:
+    print(error)
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    names, refusal = answer.stdout.splitlines()
+    assert names == "['fused', 'native', 'none', 'prefetch', 'semi_sync']"
+    assert refusal.startswith("PrefetchTrainPipelineSparseDist of TorchRec 1.")
+    assert refusal.endswith("that of TorchRec 1.7 and 1.8 does: install one of them, or use another pipeline")
