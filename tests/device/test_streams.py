@@ -1,0 +1,172 @@
+"""Every balanced pipeline under the stream sanitizer, on two gloo ranks: no hazard, and planted mistakes are found."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import train_pipelines as stock
+
+from commons.distributed.row_exchange import RowExchange
+from commons.pipeline import balanced, balanced_iter, shuffle_stage
+from commons.pipeline.hooks import BalancedPipeline, HookAtEnqueue, HookAtEnqueueWithEvents
+from tests.helpers import models
+from tests.helpers.models import rank_batches
+from tests.helpers.pipelines import SIZES, CubicShuffler, require_pipeline
+from tests.helpers.pretended_streams import (
+    DEFAULT_STREAM,
+    PretendedStream,
+    current_stream,
+    on_stream,
+    replaced,
+    with_streams,
+)
+from tests.helpers.stream_sanitizer import sanitized
+
+CPU = torch.device("cpu")
+STEPS = 7
+IN_PLACE = {"enable_inplace_copy_batch": True}
+VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
+    "base": (stock.TrainPipelineBase, {}),
+    "base in place": (stock.TrainPipelineBase, IN_PLACE),
+    "sparse": (stock.TrainPipelineSparseDist, {}),
+    "sparse in place": (stock.TrainPipelineSparseDist, IN_PLACE),
+    "sparse free early": (stock.TrainPipelineSparseDist, {"free_features_storage_early": True}),
+    "sparse after forward": (stock.TrainPipelineSparseDist, {"enqueue_batch_after_forward": True}),
+    "lite": (stock.TrainPipelineSparseDistLite, {}),
+    "fused": (stock.TrainPipelineFusedSparseDist, {}),
+    "semi-sync, before it starts": (stock.TrainPipelineSemiSync, {"start_batch": 1000}),
+    "semi-sync": (stock.TrainPipelineSemiSync, {"start_batch": 0}),
+    "semi-sync in place": (stock.TrainPipelineSemiSync, {"start_batch": 0} | IN_PLACE),
+    "prefetch": (stock.PrefetchTrainPipelineSparseDist, {}),
+    "eval": (stock.EvalPipelineSparseDist, {}),
+    "staged": (stock.StagedTrainPipeline, {}),
+}
+
+
+def hazards_of(name: str, balance: bool, mistake: str) -> tuple[int, int, dict[str, int]]:
+    """Train on this rank's batches; returns the steps, the operations that were looked at, and the hazards."""
+    plant = replaced(MISTAKES[mistake][0]) if mistake else contextlib.nullcontext()
+    shuffler = CubicShuffler() if balance else None
+    try:
+        with plant, sanitized() as sanitizer:
+            model, optimizer = models.build_sharded()
+            model.train(name != "eval")
+            source = rank_batches(dist.get_rank(), STEPS, SIZES if balance else [6])
+            train = _train_staged if name == "staged" else _train
+            steps = train(name, model, optimizer, source, shuffler)
+    finally:
+        if shuffler is not None:
+            shuffler.close()
+    return steps, sanitizer.operations, dict(sanitizer.reports)
+
+
+def _train(name: str, model: Any, optimizer: Any, source: Iterator[Any], shuffler: CubicShuffler | None) -> int:
+    pipeline_class, options = VARIANTS[name]
+    if shuffler is None:
+        pipeline = pipeline_class(model, optimizer, CPU, **options)
+    else:
+        pipeline = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler, **options)
+    with_streams(pipeline)
+    steps = 0
+    with contextlib.suppress(StopIteration):
+        while True:
+            pipeline.progress(source)
+            steps += 1
+    if name == "eval":
+        pipeline.reset()
+    return steps
+
+
+def _train_staged(_: str, model: Any, optimizer: Any, source: Iterator[Any], shuffler: CubicShuffler | None) -> int:
+    stream = PretendedStream(name="memcpy stream")
+    stages = [stock.PipelineStage("copy", lambda batch: batch.to(CPU, non_blocking=True), stream)]
+    if shuffler is not None:
+        stages.append(shuffle_stage(shuffler, stream))
+        source = balanced_iter(source, shuffler)
+    pipeline = stock.StagedTrainPipeline(stages, compute_stream=DEFAULT_STREAM)
+    pipeline._stream_context = on_stream
+    steps = 0
+    while (batch := pipeline.progress(source)) is not None:
+        optimizer.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        optimizer.step()
+        steps += 1
+        del batch, loss
+    return steps
+
+
+def _finish_without(*, batch: bool = True, result: bool = True, stream: bool = True) -> Callable[..., Any]:
+    """What a balanced pipeline does after the copy, less one of its precautions."""
+
+    def finish(pipeline: Any, shuffling: Any) -> Any:
+        with on_stream(pipeline._memcpy_stream if stream else None):
+            balanced_batch = pipeline.batch_shuffler.finish_shuffle(shuffling.batch, shuffling.handle)
+        if batch:
+            shuffling.batch.record_stream(pipeline._memcpy_stream)
+        if result:
+            balanced_batch.record_stream(current_stream())
+        pipeline._stats.append(shuffling.handle.stats)
+        return balanced_batch
+
+    return finish
+
+
+def _unpack_with_a_read(exchange: RowExchange, batch: Any, buffer: torch.Tensor, step: int = 0) -> Any:
+    buffer[:1].tolist()
+    return _unpack(exchange, batch, buffer, step)
+
+
+_unpack = RowExchange.unpack
+
+# A mistake: where it is made, the pipelines in which it shows, and as what.
+MISTAKES: dict[str, tuple[tuple[Any, str, Any], tuple[str, ...], str]] = {
+    "the batch is not recorded": (
+        (BalancedPipeline, "_finish", _finish_without(batch=False)),
+        ("base in place", "sparse in place", "semi-sync in place"),
+        "freed",
+    ),
+    "the result is not recorded": (
+        (BalancedPipeline, "_finish", _finish_without(result=False)),
+        ("base in place",),  # elsewhere TorchRec or an event does as well
+        "freed",
+    ),
+    "the exchange is on the main stream": (
+        (BalancedPipeline, "_finish", _finish_without(stream=False)),
+        ("base", "sparse", "fused", "semi-sync", "eval"),
+        "race",
+    ),
+    "no event follows the exchange": (
+        (HookAtEnqueueWithEvents, "enqueue_batch", HookAtEnqueue.enqueue_batch),
+        ("semi-sync, before it starts", "semi-sync", "semi-sync in place"),
+        "race",
+    ),
+    "the exchange reads from the device": ((RowExchange, "unpack", _unpack_with_a_read), ("base", "eval"), "read"),
+}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_no_pipeline_has_a_hazard(two_ranks, name):
+    if name != "staged":  # which takes the shuffle as a stage
+        require_pipeline(*VARIANTS[name])
+    for steps, operations, hazards in two_ranks.run(hazards_of, name, True, ""):
+        assert steps == STEPS and operations > 30 * STEPS
+        assert not hazards
+
+
+@pytest.mark.parametrize(("mistake", "name"), [(each, name) for each in MISTAKES for name in MISTAKES[each][1]])
+def test_a_planted_mistake_is_found(two_ranks, mistake, name):
+    found = two_ranks.run(hazards_of, name, True, mistake)
+    for steps, _, hazards in found:
+        assert steps == STEPS and any(hazard.startswith(MISTAKES[mistake][2]) for hazard in hazards)
+
+
+def test_a_mistake_of_torchrec_is_found(two_ranks):
+    """Its semi-synchronous pipeline records the event of an in-place copy on a stream that does not copy."""
+    for _, _, hazards in two_ranks.run(hazards_of, "semi-sync in place", False, ""):
+        assert any(hazard.startswith("race") for hazard in hazards)
