@@ -1,8 +1,9 @@
 """What happens between a backward pass and the next forward pass: accumulate, clip, schedule, update.
 
-TorchRec's pipelines call the optimizer inside `progress`. `DeferredOptimizer` lets that call pass; the loop then
-updates when it has the step's output, whose number of loss terms gradient accumulation needs. Tables that train
-themselves in the backward pass take part in the learning rate alone: they are neither accumulated nor clipped.
+TorchRec's pipelines call the optimizer inside `progress`. `DeferredOptimizer` lets these calls pass; the loop then
+updates when it has the step's output, whose number of loss terms gradient accumulation needs, and clears the gradients.
+Tables that train themselves in the backward pass take part in the learning rate alone: they are neither accumulated nor
+clipped.
 """
 
 from __future__ import annotations
@@ -20,14 +21,22 @@ from commons.trainer.schedule import Schedule
 
 
 class DeferredOptimizer:
-    """Stands in for an optimizer within a pipeline: gradients are cleared, updates wait for the loop."""
+    """Stands in for an optimizer within a pipeline: updating and clearing gradients wait for the loop.
+
+    Most of TorchRec's pipelines clear gradients before the forward pass; SemiSync does after `step`, when the loop has
+    yet to see them.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer; SemiSync looks whether it shares parameters with the tables."""
+        return self._optimizer.param_groups
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the step before, which the loop has used."""
-        self._optimizer.zero_grad(set_to_none=set_to_none)
+        """Leave the gradients to the loop, which clears them once they are used."""
 
     def step(self, closure: Any = None) -> None:
         """Leave the update to the loop."""
@@ -95,11 +104,12 @@ class StepUpdate:
             self._fused.step()  # hands the rate to the tables
 
     def after_step(self, step: int, num_loss_tokens: int) -> None:
-        """Take the gradients of a step, counted from 0, and update when as many as are accumulated are there."""
+        """Take and clear the gradients of a step, counted from 0; update with those of as many as are accumulated."""
         if self._args.accumulation_steps == 1:
             self._update()
             return
         self._accumulate(num_loss_tokens)
+        self._optimizer.zero_grad()
         if (step + 1) % self._args.accumulation_steps == 0:
             self.flush()
 
@@ -126,10 +136,11 @@ class StepUpdate:
     def _update(self) -> None:
         if self._loss_scaler is not None:
             self._loss_scaler.step(self._optimizer, self._args.max_grad_norm)
-            return
-        if self._args.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
-        self._optimizer.step()
+        else:
+            if self._args.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 def learning_rate_factor(args: OptimizationArgs, done: int, total: int, own: int = 1) -> float:

@@ -1,0 +1,185 @@
+"""Every pipeline, balanced, with the trainer's optimizer, changes weights as the stock one with a plain optimizer.
+
+The stock classes run, on pretended streams where they ask for some. SemiSync trains on embeddings of one batch before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    PipelineStage,
+    PrefetchTrainPipelineSparseDist,
+    StagedTrainPipeline,
+    TrainPipelineBase,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
+    TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
+)
+
+from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage
+from commons.pipeline.hooks import BalancedPipeline
+from commons.trainer import TrainerArgs, loop
+from commons.trainer.args import OptimizationArgs
+from commons.trainer.optimization import DeferredOptimizer, StepUpdate
+from tests.helpers.models import Head, build_sharded, head_of, rank_batches, weights_of
+from tests.helpers.pipelines import CubicShuffler, largest_difference, require_pipeline
+from tests.helpers.pretended_streams import (
+    DEFAULT_STREAM,
+    PretendedStream,
+    on_stream,
+    pretended_streams,
+    replaced,
+    with_streams,
+)
+from tests.helpers.trainer_loops import Output
+
+CPU = torch.device("cpu")
+STEPS = 7
+SEMI_SYNC = {"start_batch": 2}
+PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
+    "none": (TrainPipelineBase, {}),
+    "native": (TrainPipelineSparseDist, {}),
+    "prefetch": (PrefetchTrainPipelineSparseDist, {}),
+    "fused": (TrainPipelineFusedSparseDist, {}),
+    "semi_sync": (TrainPipelineSemiSync, SEMI_SYNC),
+    "semi_sync, gradients of the batch before": (TrainPipelineSemiSync, SEMI_SYNC | {"stash_gradients": True}),
+    "lite": (TrainPipelineSparseDistLite, {}),
+}
+
+
+class StatedHead(Head):
+    """Says what the loop asks for."""
+
+    def forward(self, embeddings, batch):
+        loss, loss_sum = super().forward(embeddings, batch)
+        return loss, Output(loss_sum, batch.actual_batch_size, [])
+
+
+def make_model() -> tuple[Any, Any]:
+    model, optimizer = build_sharded()
+    head_of(model).__class__ = StatedHead
+    return model, optimizer
+
+
+def batches() -> Any:
+    return rank_batches(dist.get_rank(), STEPS, [6])
+
+
+def _stock(name: str) -> dict[str, torch.Tensor]:
+    """Weights that the stock pipeline trains, each rank on its own batches."""
+    pipeline_class, options = PIPELINES[name]
+    with pretended_streams():
+        model, optimizer = make_model()
+        pipeline = with_streams(pipeline_class(model, optimizer, CPU, **options))
+        source = batches()
+        with contextlib.suppress(StopIteration):
+            while True:
+                pipeline.progress(source)
+        return weights_of(model)
+
+
+def _balanced(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights before and after balanced training with the trainer's optimizer."""
+    pipeline_class, options = PIPELINES[name]
+    shuffler = CubicShuffler()
+    with pretended_streams():
+        model, optimizer = make_model()
+        before = weights_of(model)
+        update = StepUpdate(OptimizationArgs(), optimizer, model, STEPS, CPU)
+        arguments = {"model": model, "optimizer": DeferredOptimizer(optimizer), "device": CPU}
+        by_name = name.partition(",")[0]
+        make = TrainPipelineFactory.create if by_name in TrainPipelineFactory.list_available() else None
+        pipeline = (
+            balanced(pipeline_class)(**arguments, batch_shuffler=shuffler, **options)
+            if make is None
+            else make(by_name, **arguments, batch_shuffler=shuffler, **options)
+        )
+        with_streams(pipeline)
+        source = batches()
+        with contextlib.suppress(StopIteration):
+            for step in range(STEPS + 1):
+                update.before_step(step)
+                output = pipeline.progress(source)
+                update.after_step(step, output.num_loss_tokens)
+    shuffler.close()
+    return before, weights_of(model)
+
+
+@pytest.mark.parametrize("name", list(PIPELINES))
+def test_weights_change_as_those_of_the_stock_pipeline(two_ranks, name):
+    require_pipeline(*PIPELINES[name])
+    before, after = two_ranks.run(_balanced, name)[0]
+    assert all(float((after[each] - before[each]).abs().max()) > 1e-3 for each in after)
+    assert largest_difference(after, two_ranks.run(_stock, name)[0]) < 1e-5
+
+
+def _staged(balance: bool) -> dict[str, torch.Tensor]:
+    shuffler = CubicShuffler()
+    with pretended_streams():
+        model, optimizer = make_model()
+        stream = PretendedStream(name="memcpy stream")
+        stages = [PipelineStage("copy", lambda batch: batch.to(CPU, non_blocking=True), stream)]
+        source = batches()
+        if balance:
+            stages.append(shuffle_stage(shuffler, stream))
+            source = balanced_iter(source, shuffler)
+        pipeline = StagedTrainPipeline(stages, compute_stream=DEFAULT_STREAM)
+        pipeline._stream_context = on_stream
+        while (batch := pipeline.progress(source)) is not None:
+            optimizer.zero_grad()
+            model(batch)[0].backward()
+            optimizer.step()
+    shuffler.close()
+    return weights_of(model)
+
+
+def test_the_staged_pipeline_trains_the_same(two_ranks):
+    assert largest_difference(*(two_ranks.run(_staged, balance)[0] for balance in (True, False))) < 1e-5
+
+
+def _training_loop(run_dir: str, pipeline_type: str, accumulation_steps: int) -> dict[str, torch.Tensor]:
+    """Weights of the trainer's loop."""
+    shuffler = CubicShuffler()
+    construct = BalancedPipeline.__init__
+
+    def construct_with_streams(pipeline: Any, *args: Any, **kwargs: Any) -> None:
+        construct(pipeline, *args, **kwargs)
+        with_streams(pipeline)
+
+    with (
+        pretended_streams(),
+        replaced((loop, "CUDA_PIPELINES", ()), (BalancedPipeline, "__init__", construct_with_streams)),
+    ):
+        model, optimizer = make_model()
+        optimization = OptimizationArgs(accumulation_steps=accumulation_steps)
+        training = loop.TrainingLoop(
+            TrainerArgs(6, 6, run_dir=run_dir, pipeline_type=pipeline_type, optimization=optimization),
+            model=model,
+            optimizer=optimizer,
+            device=CPU,
+            shuffler=shuffler,
+            train_loader=DataLoader(list(batches()), batch_size=None),
+        )
+        assert training.run().steps == STEPS
+    shuffler.close()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("name", ["none", "native", "prefetch", "fused", "semi_sync"])
+def test_the_trainer_trains_with_every_pipeline(two_ranks, tmp_path, name):
+    require_pipeline(*PIPELINES[name])
+    # In so few batches semi_sync is still synchronous.
+    expected = two_ranks.run(_stock, "native")[0]
+    assert largest_difference(two_ranks.run(_training_loop, str(tmp_path), name, 1)[0], expected) < 1e-5
+
+
+def test_semi_sync_accumulates(two_ranks, tmp_path):
+    semi_sync, native = (two_ranks.run(_training_loop, str(tmp_path), name, 3)[0] for name in ("semi_sync", "native"))
+    assert largest_difference(semi_sync, native) < 1e-5
