@@ -4,12 +4,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # The CUDA set where nvidia-smi answers, the CPU set elsewhere; `make test DEVICE=cpu` decides by hand.
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# The packages: requirements/$(STACK).txt. `make test STACK=oldest` takes the oldest releases that evenrank runs with, on the
+# CPU.
+STACK  ?= $(DEVICE)
+ifeq ($(STACK),oldest)
+DEVICE := cpu
+endif
 # Further arguments for the program behind a target: make test ARGS="tests/unit -k plan", make bench ARGS=--quick.
 ARGS ?=
 # Further arguments for pip, such as an index that holds the CPU build of torch.
 PIP_ARGS ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
-STAMP  := $(VENV)/.installed-$(DEVICE)
+STAMP  := $(VENV)/.installed-$(STACK)
 
 .PHONY: help install demo demo-sid test bench lint format clean
 help: ## What can be made
@@ -19,13 +25,13 @@ install: $(STAMP) ## Make .venv and install evenrank with its pinned dependencie
 
 NATIVE := setup.py $(wildcard commons/perf_model/partitioner/native/*)
 
-$(STAMP): requirements/$(DEVICE).txt requirements/common.txt requirements/dev.txt pyproject.toml $(NATIVE)
+$(STAMP): requirements/$(STACK).txt requirements/common.txt requirements/dev.txt pyproject.toml $(NATIVE)
 	@test -x $(BIN)/pip || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
 		{ echo "error: $(PYTHON) is no Python of 3.10 or newer; name one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
 	@test -x $(BIN)/pip || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing the $(DEVICE) set (a minute or two, once)"
-	@$(PIP) install $(PIP_ARGS) "$$(grep '^torch==' requirements/$(DEVICE).txt)"
-	@$(PIP) install $(PIP_ARGS) --no-deps -r requirements/$(DEVICE).txt -r requirements/dev.txt
+	@echo "installing the $(STACK) set (a minute or two, once)"
+	@$(PIP) install $(PIP_ARGS) "$$(grep '^torch==' requirements/$(STACK).txt)"
+	@$(PIP) install $(PIP_ARGS) --no-deps -r requirements/$(STACK).txt -r requirements/dev.txt
 	@$(PIP) install $(PIP_ARGS) --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.installed-* && touch $@
 

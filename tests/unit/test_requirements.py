@@ -85,6 +85,16 @@ def test_pins_keep_to_the_ranges_that_users_get(python, device):
             assert pinned[canonicalize_name(need.name)] in need.specifier, need
 
 
+def test_the_oldest_pins_are_the_oldest_that_pip_takes():
+    pinned = pins("oldest.txt", "3.11") | pins("dev.txt", "3.11")
+    for need in map(Requirement, PROJECT["dependencies"]):
+        if applies(need, "3.11"):
+            assert pinned[canonicalize_name(need.name)] in need.specifier, need
+    (torch,) = [need for need in map(Requirement, PROJECT["dependencies"]) if need.name == "torch"]
+    oldest = next(each.version for each in torch.specifier if each.operator == ">=")
+    assert pinned["torch"].startswith(f"{oldest}.")
+
+
 @pytest.mark.parametrize("python", PYTHONS)
 def test_pins_hold_what_pinned_packages_need(python):
     pinned = pins("cpu.txt", python) | pins("dev.txt", python)
@@ -113,8 +123,11 @@ def test_the_same_pythons_and_releases_are_named_everywhere():
         if line.startswith("Programming Language :: Python :: 3.")
     ]
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    assert named == workflow["jobs"]["cpu"]["strategy"]["matrix"]["python"] == PYTHONS
+    matrix = workflow["jobs"]["cpu"]["strategy"]["matrix"]
+    assert named == matrix["python"] == PYTHONS
+    for stack in [*matrix["stack"], *(each["stack"] for each in matrix["include"])]:
+        assert (ROOT / "requirements" / f"{stack}.txt").exists()
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
-    torchrec = f"torchrec=={pins('common.txt', '3.11')['torchrec']}"
+    torchrec = f"torchrec=={pins('cpu.txt', '3.11')['torchrec']}"
     for file in ("README.md", "pyproject.toml", "ci/test_wheel.sh"):
         assert set(re.findall(r"torchrec==[\d.]+", (ROOT / file).read_text())) == {torchrec}, file
