@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.errors import describe_error, raise_first_difference, raise_first_error
-from commons.distributed.group_pool import GroupPair, acquire_groups, numbers_device, release_groups
+from commons.distributed.group_pool import GroupPair, acquire_groups, numbers_device, release_groups, with_payload
 from commons.distributed.process_group import all_gather_single, describe_group, resolve_process_group
 
 # How often a waiting rank asks the store whether the collective has failed elsewhere, and how long a rank in which it
@@ -52,13 +52,13 @@ class RankMissingError(RuntimeError):
 class ControlChannel:
     """Two groups over the ranks of a data-parallel group: gloo for metadata, the default backend for rows.
 
-    Constructed on the main thread by all ranks of the group in the same order; both groups are connected here, the one
-    for rows unless no rank will move any (`moves_rows`).
+    Constructed on the main thread by all ranks of the group in the same order; both groups are made and connected here,
+    the one for rows unless no rank will move any (`moves_rows`).
 
     Attributes:
         rank: this process' rank in the group.
         world_size: ranks in the group.
-        payload_group: the group for rows; None for a group of one.
+        payload_group: the group for rows; None for a group of one, and where none move.
         remedy: what the message about a missing rank advises.
         members: global ranks of the group.
         names: how messages call the ranks: by their global numbers.
@@ -72,6 +72,7 @@ class ControlChannel:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.payload_group: dist.ProcessGroup | None = None
+        self._given, self._timeout = group, timeout
         self._group: dist.ProcessGroup | None = None
         self._groups: GroupPair | None = None
         self._intact = True
@@ -158,9 +159,15 @@ class ControlChannel:
         raise_first_error([json.loads(text) if text else None for text in said], error, self.names)
 
     def gather_on_main(self, values: list[int]) -> list[list[int]]:
-        """Gather a few integers per rank over the payload group, on the main thread; waits for a device."""
-        if self.payload_group is None:
+        """Gather a few integers per rank over the payload group, on the main thread; waits for a device.
+
+        The group is made where there is none: the worker thread may be using the other one.
+        """
+        if self._groups is None or self._given is None:
             return [values]
+        self._groups = with_payload(self._groups, self._given, self._timeout)
+        self.payload_group = self._groups.payload
+        assert self.payload_group is not None  # noqa: S101  it has just been made
         source = torch.tensor(values, dtype=torch.int64, device=numbers_device(self.payload_group))
         result = source.new_empty(self.world_size * len(values))
         all_gather_single(result, source, group=self.payload_group)
@@ -255,7 +262,7 @@ class ControlChannel:
     @property
     def has_all_to_all(self) -> bool:
         """Whether rows can be sent to their receivers alone."""
-        return self._groups is None or self._groups.has_all_to_all is not False
+        return self._groups is None or self._groups.has_all_to_all
 
     @contextlib.contextmanager
     def failures_posted(self, step: int, what: str) -> Iterator[None]:
@@ -289,7 +296,7 @@ class ControlChannel:
         """
         if self._groups is not None and self._intact:
             release_groups(self.members, self._groups, collected=collected)
-        self._groups = self._group = self.payload_group = None
+        self._groups = self._group = self._given = self.payload_group = None
 
 
 @contextlib.contextmanager

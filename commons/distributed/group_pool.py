@@ -1,4 +1,4 @@
-"""The process groups that shufflers make for themselves: a gloo group for metadata and a default one for rows.
+"""The process groups that shufflers make for themselves: a gloo group for metadata and, to move rows, a default one.
 
 A closed shuffler's groups are kept for the next one over the same ranks. They are not destroyed, because torch derives
 the name of a locally synchronised group from how many groups the process has: after a destruction a new group could get
@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import datetime
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from commons.distributed.process_group import all_gather_single
+
+# Blocks of threads that NCCL may run for the exchange, each on a multiprocessor that an earlier batch's compute then
+# lacks. NCCL's own limit is 32 (maxCTAs, docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html), and what
+# moves is less than a megabyte. Priority is that of the stream on which the exchange is called: torch runs a collective
+# there if it is not asynchronous.
+_NCCL_BLOCKS = 4
 
 
 class GroupPair(NamedTuple):
@@ -22,15 +28,15 @@ class GroupPair(NamedTuple):
 
     Attributes:
         control: gloo, for metadata.
-        payload: the default backend, for rows.
-        has_all_to_all: whether `payload` can send uneven splits; None while it is not connected, since nobody has had
-            rows to send: connections, and NCCL's buffers, are for those who need them.
+        payload: the default backend, for rows; None while nobody has had rows to send. With a device bound, torch
+            connects NCCL as soon as the group is made, and its buffers are for those who need them.
+        has_all_to_all: whether `payload` can send uneven splits.
         number: pairs over the same ranks that were made before; the same on all of them.
     """
 
     control: dist.ProcessGroup
-    payload: dist.ProcessGroup
-    has_all_to_all: bool | None
+    payload: dist.ProcessGroup | None
+    has_all_to_all: bool
     number: int
 
 
@@ -70,31 +76,41 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float, *, moves_rows: bool
     Args:
         group: the ranks.
         timeout: seconds after which a collective fails.
-        moves_rows: whether this rank will send rows; the payload group is connected if any does.
+        moves_rows: whether this rank will send rows; the payload group is made if any does.
     """
     members = dist.get_process_group_ranks(group)
-    limit = datetime.timedelta(seconds=timeout)
     closed = _POOL.of_this_world().closed[tuple(members)]
     pair = closed.pop() if closed else _collected_on_all(tuple(members), group)
-    if pair is not None:
+    if pair is None:
+        number = _POOL.made[tuple(members)]
+        _POOL.made[tuple(members)] += 1
+        pair = GroupPair(_new_group(members, group, timeout, backend="gloo"), None, True, number)
+    else:
         for each in (pair.control, pair.payload):
-            if each is not group:  # which is the user's own, with a timeout of its own
-                dist.distributed_c10d._set_pg_timeout(limit, each)
-        return pair if pair.has_all_to_all is not None else _connect(pair, moves_rows)
-    # Ranks outside a subgroup do not know of its shuffler: only its members make the groups.
-    subgroup = len(members) < dist.get_world_size()
-    if subgroup:
-        _align_group_names(group)
-    control = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=subgroup)
-    if subgroup and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+            if each is not None and each is not group:  # which is the user's own, with a timeout of its own
+                dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), each)
+    if pair.payload is None and _any_moves_rows(pair.control, moves_rows):
+        pair = with_payload(pair, group, timeout)
+    return pair
+
+
+def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> GroupPair:
+    """The pair with its payload group, made and connected if it is not there; called by all ranks together.
+
+    Args:
+        pair: of any shuffler over the ranks.
+        group: the ranks, as they were given.
+        timeout: seconds after which a collective fails.
+    """
+    if pair.payload is not None:
+        return pair
+    members = dist.get_process_group_ranks(group)
+    if len(members) < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # Bound to a device, torch would split WORLD's communicator, in which all ranks would have to take part.
         payload = group
     else:
-        payload = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup)
-    _POOL.names_used = _num_groups()
-    number = _POOL.made[tuple(members)]
-    _POOL.made[tuple(members)] += 1
-    return _connect(GroupPair(control, payload, None, number), moves_rows)
+        payload = _new_group(members, group, timeout, pg_options=_nccl_options())
+    return pair._replace(payload=payload, has_all_to_all=_connect(payload))
 
 
 def release_groups(members: list[int], pair: GroupPair, *, collected: bool = False) -> None:
@@ -154,6 +170,28 @@ def _serves(group: dist.ProcessGroup, kind: str) -> bool:
     return any(device.type == kind for device in group._device_types)
 
 
+def _new_group(members: list[int], group: dist.ProcessGroup, timeout: float, **options: Any) -> dist.ProcessGroup:
+    """A group over the members of one, who alone take part: ranks outside a subgroup do not know of its shuffler."""
+    subgroup = len(members) < dist.get_world_size()
+    if subgroup:
+        _align_group_names(group)
+    limit = datetime.timedelta(seconds=timeout)
+    made = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup, **options)
+    _POOL.names_used = _num_groups()
+    return made
+
+
+def _nccl_options() -> Any:
+    """What NCCL is asked for a group of the default backend; None where that does not bring it."""
+    backends = dist.get_backend_config(dist.group.WORLD).split(",")
+    nccl = getattr(dist, "ProcessGroupNCCL", None)  # which a CPU build of torch lacks
+    if nccl is None or "cuda:nccl" not in backends:
+        return None
+    options = nccl.Options()
+    options.config.max_ctas = _NCCL_BLOCKS
+    return options
+
+
 def _num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
@@ -172,17 +210,27 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
-def _connect(pair: GroupPair, moves_rows: bool) -> GroupPair:
-    """Run the collectives of a step once, so that the first one does not pay for the connections."""
-    # Ranks whose settings differ are told so later; here they must agree on what they run, and on which device: where
-    # the group leaves that open, on CUDA if all of them have it in use already. (Another device connects at first use.)
-    said = torch.tensor([int(moves_rows), int(not torch.cuda.is_initialized())])
-    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=pair.control)
-    any_moves, any_without_cuda = said.tolist()
-    if not any_moves:
-        return pair
-    device = only_device(pair.payload) or torch.device("cpu" if any_without_cuda else "cuda")
-    return pair._replace(has_all_to_all=_connect_payload(pair.payload, device))
+def _any_moves_rows(control: dist.ProcessGroup, moves_rows: bool) -> bool:
+    """Whether any rank will send rows: ranks whose settings differ are told so later, here they act alike."""
+    said = torch.tensor([int(moves_rows)])
+    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=control)
+    return bool(said)
+
+
+def _connect(payload: dist.ProcessGroup) -> bool:
+    """Run the collectives of a step once, so that the first one does not pay for the connections.
+
+    Returns:
+        Whether the group has an all-to-all.
+    """
+    device = only_device(payload)
+    if device is None:
+        # All ranks must use the same device: CUDA if all of them have it in use already. (Another connects at first
+        # use.)
+        without_cuda = torch.tensor([int(not torch.cuda.is_initialized())])
+        dist.all_reduce(without_cuda, op=dist.ReduceOp.MAX, group=payload)
+        device = torch.device("cpu" if without_cuda else "cuda")
+    return _connect_payload(payload, device)
 
 
 def _connect_payload(payload: dist.ProcessGroup, device: torch.device) -> bool:

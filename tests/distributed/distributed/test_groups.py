@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -171,29 +173,87 @@ def test_shufflers_can_be_made_and_closed_again_and_again(ranks):
     assert ranks.run(_many_shufflers) == [1] * ranks.world_size
 
 
-def _collectives_on_payload_groups():
-    """Collectives that the payload group of shufflers has run: when they are made, and after a step."""
-    pairs = group_pool._POOL.closed
-    connected = dict(pairs)
+def _payload_groups():
+    """Whether shufflers have a payload group when they are made, and the backends of the groups that were made."""
+    pairs = group_pool._POOL.of_this_world().closed
+    before = dict(pairs)
     pairs.clear()  # those of the tests before
-    counts = []
+    had, asked = [], []
+    new_group = dist.new_group
+
+    def ask(*args, **kwargs):
+        asked.append(kwargs.get("backend"))
+        return new_group(*args, **kwargs)
+
     # The third takes the groups of the first two; the last ranks do not agree, and none may wait for another.
-    for kind in (IdentityBalancedBatchShuffler, IdentityBalancedBatchShuffler, CubicShuffler, None):
-        differing = CubicShuffler if dist.get_rank() == 0 else IdentityBalancedBatchShuffler
-        shuffler = (kind or differing)()
-        group = next(iter(shuffler._sessions.values())).channel.payload_group
-        made = group._get_sequence_number_for_group()
-        if kind is not None:
-            shuffler.shuffle(make_batch([1 + dist.get_rank(), 9], 2))
-        counts.append((made, group._get_sequence_number_for_group()))
-        shuffler.close()
-        if kind is CubicShuffler:
-            pairs.clear()
+    with mock.patch.object(dist, "new_group", ask):
+        for kind in (IdentityBalancedBatchShuffler, IdentityBalancedBatchShuffler, CubicShuffler, None):
+            differing = CubicShuffler if dist.get_rank() == 0 else IdentityBalancedBatchShuffler
+            shuffler = (kind or differing)()
+            (session,) = shuffler._sessions.values()
+            had.append(session.channel.payload_group is not None)
+            if kind is not None:
+                shuffler.shuffle(make_batch([1 + dist.get_rank(), 9], 2))
+            if len(had) == 2:  # a pipeline that is reset in its middle; the worker has the control group
+                assert session.channel.gather_on_main([dist.get_rank()]) == [[0], [1]]
+            shuffler.close()
+            if kind is CubicShuffler:
+                pairs.clear()
     pairs.clear()
-    pairs.update(connected)
-    return counts
+    pairs.update(before)
+    return had, asked
 
 
-def test_only_shufflers_that_move_rows_connect_their_payload_group(two_ranks):
-    for first, second, (balancing, _), (differing, _) in two_ranks.run(_collectives_on_payload_groups):
-        assert first == second == (0, 0) and balancing == differing > 0
+def test_only_shufflers_that_move_rows_make_a_payload_group(two_ranks):
+    for had, asked in two_ranks.run(_payload_groups):
+        assert had == [False, False, True, True]
+        # The control group of the first, the payload group for the gather on the main thread, and those of the fourth.
+        assert asked == ["gloo", None, "gloo", None]
+
+
+class _Options:
+    def __init__(self):
+        self.config = SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    ("backends", "bound", "half", "payload", "max_ctas"),
+    [
+        ("cpu:gloo,cuda:nccl", None, False, "new", 4),
+        ("cuda:nccl", "cuda:0", False, "new", 4),
+        ("cuda:nccl", None, True, "new", 4),
+        ("cuda:nccl", "cuda:0", True, "given", None),  # torch would split WORLD, with all of its ranks
+        ("cpu:gloo,cuda:gloo", None, False, "new", None),
+    ],
+)
+def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max_ctas):
+    """torch.distributed is pretended: a group is the keywords that it was made with."""
+    world, given, asked = SimpleNamespace(bound_device_id=bound), SimpleNamespace(name="given"), []
+
+    def new_group(members, **options):
+        asked.append(options)
+        return SimpleNamespace(name="new")
+
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4 if group is None or not half else 2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1] if half else [0, 1, 2, 3])
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    monkeypatch.setattr(group_pool, "_POOL", group_pool._Pool())
+    monkeypatch.setattr(group_pool, "_num_groups", lambda: 0)
+    monkeypatch.setattr(group_pool, "_align_group_names", lambda group: None)
+    monkeypatch.setattr(group_pool, "_collected_on_all", lambda members, group: None)
+    monkeypatch.setattr(group_pool, "_any_moves_rows", lambda control, moves_rows: moves_rows)
+    monkeypatch.setattr(group_pool, "_connect", lambda group: True)
+
+    idle = group_pool.acquire_groups(given, 5.0, moves_rows=False)
+    assert idle.payload is None and [options.get("backend") for options in asked] == ["gloo"]
+    moving = group_pool.acquire_groups(given, 5.0)
+    assert moving.payload.name == payload and moving.number == 1
+    made = asked[2:]
+    assert len(made) == (payload == "new")
+    for options in made:
+        assert "backend" not in options and options["use_local_synchronization"] == half
+        nccl = options["pg_options"]
+        assert nccl is None if max_ctas is None else nccl.config.max_ctas == max_ctas
