@@ -215,7 +215,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         calibrated = self._calibrated
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
-            future = self._worker.submit(lambda: session.prepare(step, [local], calibrated, names))
+            future = self._worker.submit(lambda: session.prepare(step, [local], calibrated, names), device)
         return ShuffleHandle(step, session, batch, local, future)
 
     def finish_shuffle(self, batch: T, handle: ShuffleHandle) -> T:
@@ -295,7 +295,9 @@ class BaseTaskBalancedBatchShuffler(ABC):
         def describe(batch: Any) -> LocalRows:
             return LocalRows(error=problem) if problem is not None else self._describe(batch, torch.device("cpu"))
 
-        return self._window_worker.submit(lambda: shuffle_window(session, step, reader, describe, calibrated, names))
+        return self._window_worker.submit(
+            lambda: shuffle_window(session, step, reader, describe, calibrated, names), device
+        )
 
     def realign(self, pg_group: dist.ProcessGroup | None = None, until: Callable[[], bool] = lambda: True) -> None:
         """Bring all ranks to the same step, after threads of theirs have started different numbers of shuffles.

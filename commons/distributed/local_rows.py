@@ -119,7 +119,8 @@ def _one_per_row(workloads: Any, rows: int) -> Any:
 
 def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
     """Copies in pinned memory of what lies on CUDA, and the event after which they are complete."""
-    if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in values):
+    device = next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
+    if device is None:
         return values, None
     host = [
         torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
@@ -127,6 +128,7 @@ def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
         else value
         for value in values
     ]
+    # On the stream that copies: that of the tensors' device, which need not be the current one.
     copied = torch.cuda.Event()
-    copied.record()
+    copied.record(torch.cuda.current_stream(device))
     return host, copied

@@ -31,20 +31,28 @@ class DaemonWorker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], int | None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._cuda_device: int | None = None
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queue a job; its result or exception is in the future."""
+    def submit(self, job: Callable[[], T], device: torch.device | None = None) -> Future[T]:
+        """Queue a job.
+
+        Args:
+            job: what to run.
+            device: whose memory it is for; on CUDA the thread's current device, which is the first GPU otherwise.
+
+        Returns:
+            The future that gets its result or exception.
+        """
+        gpu = None
+        if device is not None and device.type == "cuda":
+            gpu = torch.cuda.current_device() if device.index is None else device.index
         if self._thread is None:
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                self._cuda_device = torch.cuda.current_device()
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
             _end_at_exit(self)
         future: Future[T] = Future()
-        self._jobs.put((future, job))
+        self._jobs.put((future, job, gpu))
         return future
 
     def drain(self) -> None:
@@ -74,11 +82,13 @@ class DaemonWorker:
         return ended
 
     def _serve(self) -> None:
-        if self._cuda_device is not None:  # a new thread begins on device 0, whatever the rank's own
-            torch.cuda.set_device(self._cuda_device)
+        current: int | None = None
         while (item := self._jobs.get()) is not None:
-            future, job = item
+            future, job, gpu = item
             try:
+                if gpu is not None and gpu != current:
+                    torch.cuda.set_device(gpu)
+                    current = gpu
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)

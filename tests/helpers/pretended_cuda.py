@@ -91,7 +91,7 @@ class PinnedMemory:
 
 @contextlib.contextmanager
 def pretended_pinning() -> Iterator[PinnedMemory]:
-    """Let `pin_memory()` of host tensors succeed; threads included. Of `torch.empty(..., pin_memory=True)` too."""
+    """Let `pin_memory()` and `torch.empty(..., pin_memory=True)` succeed, on any thread and for any device."""
     pinned, empty = PinnedMemory([]), torch.empty
 
     def pin(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -109,6 +109,7 @@ def pretended_pinning() -> Iterator[PinnedMemory]:
         mock.patch.object(torch.Tensor, "pin_memory", pin),
         mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, *_: pinned.holds(tensor)),
         mock.patch.object(torch, "empty", take),
+        mock.patch.object(torch.cuda, "set_device", lambda device: None),
     ):
         yield pinned
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
 
 from commons.dispatch import redistribute_balanced, scatter_balanced
+from commons.distributed import local_rows
 from commons.distributed.group_pool import numbers_device, only_device
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import TrainPipelineFactory, balanced
@@ -134,17 +135,34 @@ def test_the_device_of_a_group_is_known_where_it_serves_one(monkeypatch, availab
 
 
 def _pinned(device):
-    """How many arrays of a shuffle are pinned, by a shuffler that a pipeline has told its device."""
-    count = []
-    pretended = mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: count.append(1) or tensor)
-    with pretended, closing(CubicShuffler()) as shuffler:
+    """How many arrays two shuffles pin, by a shuffler that was told its device, and the devices of its worker."""
+    count, current = [], []
+    with (
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: count.append(1) or tensor),
+        mock.patch.object(torch.cuda, "set_device", current.append),
+        closing(CubicShuffler()) as shuffler,
+    ):
         shuffler.connect(device=device)
-        handle = shuffler.start_shuffle(make_batch([1 + dist.get_rank(), 9], 2))
-        handle.prepared()
-        handle.drain()
-    return len(count)
+        for _ in range(2):
+            handle = shuffler.start_shuffle(make_batch([1 + dist.get_rank(), 9], 2))
+            handle.prepared()
+            handle.drain()
+    return len(count), current
 
 
 def test_index_arrays_are_pinned_for_cuda_alone(two_ranks):
-    assert two_ranks.run(_pinned, CPU) == [0, 0]
-    assert min(two_ranks.run(_pinned, torch.device("cuda", 0))) > 0
+    assert two_ranks.run(_pinned, CPU) == [(0, [])] * 2
+    # One array of each shuffle, by a thread that is on the batch's GPU.
+    assert two_ranks.run(_pinned, torch.device("cuda", 1)) == [(2, [1])] * 2
+
+
+def test_the_event_of_a_copy_is_on_its_own_device(monkeypatch):
+    """Wherever the current device is: the stream of another would have nothing to wait for."""
+    recorded = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: SimpleNamespace(copy_=lambda *args, **kwargs: "copy"))
+    value = mock.Mock(spec=torch.Tensor, is_cuda=True, device=torch.device("cuda", 3), shape=(4,), dtype=torch.int64)
+    host, copied = local_rows._on_host([[1, 2], value])
+    assert host == [[1, 2], "copy"] and copied is not None
+    assert recorded == ["stream of cuda:3"]
