@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from commons.trainer.cuda_check import device_problem, driver_problem
+
 DeviceType = Literal["auto", "cpu", "cuda"]
 
 
@@ -28,7 +30,8 @@ def initialize_ranks(world_size: int | None = None, device_type: DeviceType = "a
         The device of this rank.
 
     Raises:
-        ValueError: not started by torchrun, with another number of ranks, or with more ranks than GPUs.
+        ValueError: not started by torchrun, with another number of ranks, or with more ranks than GPUs; or, unless the
+            device is "cpu", GPUs whose driver is too old for this torch, or for which torch or fbgemm has no code.
     """
     if not dist.is_torchelastic_launched():
         raise ValueError(
@@ -38,6 +41,8 @@ def initialize_ranks(world_size: int | None = None, device_type: DeviceType = "a
     local_rank = dist.get_node_local_rank()
     # torch.distributed has no function for the number of ranks on this machine; torchrun tells it to every rank.
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
+    if device_type != "cpu" and (problem := driver_problem()) is not None:
+        raise ValueError(problem)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device_type == "cuda" and num_gpus < ranks_here:
         raise ValueError(
@@ -47,6 +52,8 @@ def initialize_ranks(world_size: int | None = None, device_type: DeviceType = "a
     if device_type != "cpu" and num_gpus >= ranks_here:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        if (problem := device_problem(device)) is not None:
+            raise ValueError(problem)
         dist.init_process_group("nccl", device_id=device)
     else:
         device = torch.device("cpu")
