@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPipelineSparseDist
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +22,9 @@ def run(*arguments):
 def test_the_job_s_cases_pass_over_gloo():
     job = run("--cpu", "2")
     assert job.returncode == 0, job.stdout + job.stderr
-    assert " passed, 6 skipped" in job.stdout and "failed" not in job.stdout  # six need CUDA
+    # Six need CUDA; TorchRec 1.6 has neither a Prefetch that can be balanced nor features that are freed early.
+    skipped = 6 if "fill_pipeline" in PrefetchTrainPipelineSparseDist.__dict__ else 9
+    assert f" passed, {skipped} skipped" in job.stdout and "failed" not in job.stdout
 
 
 def test_a_failing_case_fails_the_job():
@@ -29,6 +33,39 @@ def test_a_failing_case_fails_the_job():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_what_to_do():
-    job = run()
+@pytest.mark.parametrize("arguments", [(), ("--gpus", "2"), ("--share",)])
+def test_without_a_gpu_it_says_what_to_do(arguments):
+    job = run(*arguments)
     assert job.returncode == 2 and job.stderr.strip().endswith("use --cpu N to run its cases over gloo")
+    assert job.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--share", "--cpu", "2"), ("--cpu", "2", "--share"), ("--share", "--gpus", "1")]
+)
+def test_ranks_run_on_one_thing(arguments):
+    job = run(*arguments)
+    assert job.returncode == 2 and job.stderr == (
+        "error: --cpu, --gpus and --share each say what the ranks run on; give one of them\n"
+    )
+
+
+def test_the_help_names_every_option():
+    job = run("--help")
+    assert job.returncode == 0 and all(option in job.stdout for option in ("--gpus 4", "--share", "--cpu 2", "-k"))
+
+
+def test_ranks_that_share_a_gpu_pass_for_hosts():
+    """Two ranks as NCCL would see them: a host each, on the first GPU, over the loopback interface."""
+    names = ("NCCL_HOSTID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_SOCKET_IFNAME", "WORLD_SIZE")
+    program = f"import os; print(*(os.environ[name] for name in {names}))"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
+    job = subprocess.run(
+        [*launch, "ci/share_gpu.sh", sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert sorted(job.stdout.splitlines()) == [f"shared-gpu-{rank} 0 1 lo 2" for rank in range(2)]
