@@ -1,7 +1,8 @@
-"""How many bytes does a shuffle send, and how long does the exchange take?
+"""How many bytes does a shuffle send, how long does the exchange take, and what does it cost the thread that launches?
 
 Bytes are counted on 2 and 4 real gloo ranks, and by the plan's own arithmetic up to 1024 ranks. The reference is what a
-shuffler does that gathers every row of every rank on every rank.
+shuffler does that gathers every row of every rank on every rank. What the worker thread costs the launching thread is
+measured on one rank, which hears of the others from a list.
 
 Examples:
     python -m benchmarks.exchange
@@ -11,6 +12,8 @@ Examples:
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ import tyro
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
+from benchmarks.one_of_many_ranks import fake_ranks, tell_of_all_ranks
 from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.options import ShufflerOptions
@@ -30,23 +34,24 @@ from commons.sequence_batch.schema import BatchSchema
 from hstu import HSTUBalancedBatchShuffler
 
 SIZES = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "num_layers": 4}
+LAUNCHES = 2000
 CONTEXT = ["user_id", "gender", "age", "occupation", "zip"]
 
 
-def make_batch(lengths: np.ndarray) -> HSTUBatch:
-    """A ranking batch: five contextual features, items, actions, and one label per item."""
+def make_batch(lengths: np.ndarray, contextual: list[str] = CONTEXT) -> HSTUBatch:
+    """A ranking batch: contextual features, items, actions, and one label per item."""
     rows, total = len(lengths), int(lengths.sum())
     item_lengths = torch.from_numpy(lengths).to(torch.int32)
-    context_lengths = torch.ones(len(CONTEXT) * rows, dtype=torch.int32)
+    context_lengths = torch.ones(len(contextual) * rows, dtype=torch.int32)
     return HSTUBatch(
         features=KeyedJaggedTensor(
-            keys=[*CONTEXT, "item", "action"],
-            values=torch.arange(len(CONTEXT) * rows + 2 * total),
+            keys=[*contextual, "item", "action"],
+            values=torch.arange(len(contextual) * rows + 2 * total),
             lengths=torch.cat([context_lengths, item_lengths, item_lengths]),
         ),
         batch_size=rows,
         feature_to_max_seqlen={"item": 4096, "action": 4096},
-        contextual_feature_names=CONTEXT,
+        contextual_feature_names=contextual,
         labels=KeyedJaggedTensor(keys=["task_0"], values=torch.rand(total), lengths=item_lengths),
         item_feature_name="item",
         action_feature_name="action",
@@ -105,6 +110,43 @@ def by_arithmetic(lengths_name: str, world_size: int, rows: int, seed: int) -> d
     }
 
 
+def beside_a_launching_thread(world_size: int, rows: int, rounds: int) -> dict[str, float]:
+    """What a thread that launches small operations loses while the worker prepares one shuffle; medians, ms.
+
+    Each round launches alone, beside a job that does nothing, beside a shuffle, and alone again, and takes the
+    difference to the mean of the first and the last.
+    """
+    tensor = torch.zeros(4)
+
+    def launch() -> float:
+        started = time.perf_counter()
+        for _ in range(LAUNCHES):
+            tensor.add_(1.0)
+        return (time.perf_counter() - started) * 1e3
+
+    lengths = draw_lengths("zipf", world_size * rows, 0).reshape(world_size, rows)
+    batches = [make_batch(each, ["user_id"]) for each in lengths]
+    found: dict[str, list[float]] = defaultdict(list)
+    with fake_ranks(world_size, rank=0), closing(HSTUBalancedBatchShuffler(**SIZES)) as shuffler:
+        tell_of_all_ranks(shuffler, batches)
+        for turn in tqdm(range(rounds + 5), desc="rounds", leave=False):
+            first = launch()
+            idle = shuffler._worker.submit(lambda: None)
+            beside_idle = launch()
+            idle.result()
+            handle = shuffler.start_shuffle(batches[0])
+            beside = launch()
+            prepared = handle.prepared()
+            last = launch()
+            assert prepared.plan is not None and prepared.plan.num_moved
+            if turn >= 5:
+                alone = (first + last) / 2
+                for name, value in (("alone", alone), ("idle", beside_idle - alone), ("shuffle", beside - alone)):
+                    found[name].append(value)
+    quarters = np.quantile(found["shuffle"], [0.25, 0.75])
+    return {name: float(np.median(values)) for name, values in found.items()} | dict(zip(("low", "high"), quarters))
+
+
 def main(rows: int = 32, repeats: int = 30, quick: bool = False) -> None:
     """Measure and write benchmarks/results/exchange.md.
 
@@ -113,6 +155,7 @@ def main(rows: int = 32, repeats: int = 30, quick: bool = False) -> None:
         repeats: shuffles per case on real ranks.
         quick: fewer cases, for a look; writes nothing.
     """
+    torch.set_num_threads(1)
     kinds = ["lognormal"] if quick else ["zipf", "lognormal", "user-like"]
     repeats = 5 if quick else repeats
     real_rows = []
@@ -154,6 +197,22 @@ def main(rows: int = 32, repeats: int = 30, quick: bool = False) -> None:
                     f"{mean['imbalance']:.4f}",
                 ]
             )
+    launching_rows = []
+    for world_size in tqdm((8,) if quick else (8, 64), desc="launching thread"):
+        lost = beside_a_launching_thread(world_size, rows, 10 * repeats)
+        launching_rows.append(
+            [
+                world_size,
+                f"{lost['alone']:.2f}",
+                f"{lost['idle']:.2f}",
+                f"{lost['shuffle']:.2f} ({lost['low']:.2f} to {lost['high']:.2f})",
+                f"{1 + lost['shuffle'] / lost['alone']:.3f}",
+            ]
+        )
+    launching = table(
+        ["ranks", f"{LAUNCHES} operations alone, ms", "lost beside an idle worker", "beside one shuffle", "ratio"],
+        launching_rows,
+    )
     real = table(["ranks", "lengths", "all-to-all kB", "all-gather kB", "all-to-all ms", "all-gather ms"], real_rows)
     planned = table(
         [
@@ -171,7 +230,7 @@ def main(rows: int = 32, repeats: int = 30, quick: bool = False) -> None:
     )
     page = "\n".join(
         [
-            heading("Exchange: bytes and time", "python -m benchmarks.exchange"),
+            heading("Exchange: bytes, time and what it costs beside", "python -m benchmarks.exchange"),
             f"{rows} samples per rank; five contextual features, items, actions and a label per item; slack 1 %.",
             "\n## On real gloo ranks\n",
             "Bytes sent per rank (both transports send moved rows alone; all-gather sends them to everyone). Time of",
@@ -180,6 +239,12 @@ def main(rows: int = 32, repeats: int = 30, quick: bool = False) -> None:
             "\n## By the plan's arithmetic\n",
             "All-to-all, nodes of 8, mean of 3 seeds. The reference gathers every row of every rank on every rank.\n",
             planned,
+            "\n## Beside the launching thread\n",
+            f"One rank's worker gathers, plans and prepares a shuffle ({rows} rows per rank, three keys and labels, Zipf;",
+            "what the other ranks say comes from a list) while another thread launches small operations on the CPU. What",
+            "that thread loses is mostly the interpreter lock: the worker's arithmetic runs without it, in the native",
+            "core. Medians and middle half of interleaved rounds, ms.\n",
+            launching,
         ]
     )
     print(page)

@@ -386,4 +386,7 @@ def _tokens(schema: BatchSchema, lengths: np.ndarray, features: tuple[str, ...] 
     ]
     if not any(counted):
         return np.ones(len(lengths), dtype=np.int64)
-    return lengths[:, np.array(counted)].sum(axis=1)
+    tokens = np.zeros(len(lengths), dtype=np.int64)
+    for key in np.flatnonzero(counted):
+        tokens += lengths[:, key]  # several times faster than a sum over the short axis
+    return tokens

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.one_of_many_ranks import fake_ranks, tell_of_all_ranks
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
@@ -25,7 +26,6 @@ from commons.sequence_batch.fields import row_fields
 from commons.sequence_batch.schema import BatchSchema
 from hstu import HSTUBalancedBatchShuffler
 from tests.helpers.batches import JAGGED_DTYPES, random_kjt, random_values
-from tests.helpers.one_of_many_ranks import fake_ranks, tell_of_all_ranks
 from tests.helpers.pipelines import CubicShuffler
 from tests.helpers.pretended_cuda import CUDA, Watch, fake_mode, like_on_cuda, pretended_pinning
 from tests.helpers.pretended_process import PretendedProcess

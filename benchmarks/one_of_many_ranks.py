@@ -44,6 +44,7 @@ class ListedMessages:
         return table
 
     def gather_text(self, text: str, step: int) -> list[str]:
+        """As if every rank said the same."""
         return [text] * self.world_size
 
     @contextlib.contextmanager
