@@ -240,10 +240,10 @@ def main(rows: int = 32, repeats: int = 30, quick: bool = False) -> None:
             "All-to-all, nodes of 8, mean of 3 seeds. The reference gathers every row of every rank on every rank.\n",
             planned,
             "\n## Beside the launching thread\n",
-            f"One rank's worker gathers, plans and prepares a shuffle ({rows} rows per rank, three keys and labels, Zipf;",
-            "what the other ranks say comes from a list) while another thread launches small operations on the CPU. What",
-            "that thread loses is mostly the interpreter lock: the worker's arithmetic runs without it, in the native",
-            "core. Medians and middle half of interleaved rounds, ms.\n",
+            f"One rank's worker gathers, plans and prepares a shuffle ({rows} rows per rank, three keys and labels,",
+            "Zipf; what the other ranks say comes from a list) while another thread launches small operations on the",
+            "CPU. What that thread loses is mostly the interpreter lock: the worker's arithmetic runs without it, in",
+            "the native core. Medians and middle half of interleaved rounds, ms.\n",
             launching,
         ]
     )

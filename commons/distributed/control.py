@@ -10,10 +10,10 @@ used by the main thread alone, so that neither waits for the other's turn.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import itertools
 import json
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from commons.distributed.process_group import all_gather_single, describe_group,
 
 # How often a waiting rank asks the store whether the collective has failed elsewhere, and how long a rank in which it
 # has failed waits for the others' names there.
-_POLL_SECONDS = 1.0
+_POLL_TIME = datetime.timedelta(seconds=1)
 _NAMES_SECONDS = 4.0
 # How many missing ranks a message names.
 _NAMED = 16
@@ -192,13 +192,17 @@ class ControlChannel:
             RankMissingError: a rank did not take part in time, which is named, or has failed, with its message.
         """
         with self.collective(step, what):
-            done = threading.Event()
-            work.get_future().add_done_callback(lambda _: done.set())
             failed = f"{self._key(step, what)}/failed"
-            while not done.wait(_POLL_SECONDS):
-                if self._store_has(failed):
-                    raise RankMissingError(self._describe_missing(step, what))
-            work.wait()
+            while True:
+                try:
+                    work.wait(_POLL_TIME)  # without the interpreter lock; a callback would need it
+                    return
+                except RuntimeError:
+                    if work.is_completed():  # with an error of its own, or well since then
+                        work.wait()
+                        return
+                    if self._store_has(failed):
+                        raise RankMissingError(self._describe_missing(step, what)) from None
 
     @contextlib.contextmanager
     def collective(self, step: int, what: str) -> Iterator[None]:
