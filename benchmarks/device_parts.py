@@ -1,0 +1,333 @@
+"""What `benchmarks.on_device` measures: one function a part, each in a process of its own, which prints Markdown.
+
+On the CPU a part is rehearsed: the same code, with sizes that tell nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from benchmarks.exchange import CONTEXT, make_batch
+from benchmarks.report import draw_lengths, table
+from commons.distributed.payload import PayloadLayout
+from commons.distributed.row_exchange import RowExchange
+from commons.perf_model.partitioner import partition, partition_grid
+from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
+from commons.perf_model.task_estimator import HSTUAttentionTask
+from commons.sequence_batch.schema import BatchSchema
+from hstu.model import HSTURankingModel
+from hstu.train_config import ModelArgs
+
+ROOT = Path(__file__).parents[1]
+PUBLISHED_GAIN = 1.53  # recsys-examples' balanced shuffler on 16 × H100, the setting of hstu/configs/benchmark.toml
+NUM_IDS = 10_000
+
+
+class PartFailedError(RuntimeError):
+    """A part has run and something in it failed; the message is the part's text."""
+
+
+def cases_on_device(device: torch.device) -> str:
+    """All of tests/gpu, by ci/test_gpu.sh."""
+    return _run_cases(
+        ["ci/test_gpu.sh", *(["--cpu", "2", "-k", "transports"] if device.type == "cpu" else ["--share"])]
+    )
+
+
+def cases_under_sanitizer(device: torch.device) -> str:
+    """The pipelines under torch's CUDA sanitizer, which looks for races between streams."""
+    arguments = ["tests/gpu/test_pipelines_on_device.py", "--device", device.type, "-p", "no:cacheprovider"]
+    command = [*_launch(device), "-m", "pytest", *arguments, "-k", "lite" if device.type == "cpu" else "unshuffled"]
+    return _run_cases(command, {"TORCH_CUDA_SANITIZER": "1"})
+
+
+def _launch(device: torch.device) -> list[str]:
+    """The launch of torchrun with a rank on every GPU or, where there is one, two that share it; two on the CPU."""
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={max(gpus, 2)}"]
+    return [*launch, "--no-python", "ci/share_gpu.sh", sys.executable] if gpus == 1 else launch
+
+
+def _run_cases(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
+    """Run cases of pytest; a part's text is what pytest sums up at the end."""
+    job = subprocess.run(
+        command, cwd=ROOT, env=os.environ | (environment or {}), capture_output=True, text=True, check=False
+    )
+    output = job.stdout + job.stderr
+    lines = [line.strip("= \n") for line in output.splitlines()]
+    sums = [line for line in lines if re.search(r"\d+ (passed|failed|error)", line)]
+    failures = sorted({line for line in lines if line.startswith(("FAILED", "ERROR", "error:"))})
+    text = "\n".join([f"`{' '.join(command[-6:])}`", "", *(f"- {line}" for line in [*sums, *failures])])
+    if job.returncode:
+        last = "\n".join(output.splitlines()[-20:])
+        raise PartFailedError(f"{text}\n\nIt ended with status {job.returncode}:\n\n```\n{last}\n```")
+    return text
+
+
+def exchange(device: torch.device) -> str:
+    """What finishing a shuffle costs one rank of many: time of the host and of the device, less that on the wire."""
+    rehearse = device.type == "cpu"
+    rows = []
+    for world_size in (4,) if rehearse else (8, 64):
+        for batch_rows, longest in ((8, 64),) if rehearse else ((32, 1024), (32, 4096), (128, 1024)):
+            host_ms, device_ms, sent = _finish_cost(device, world_size, batch_rows, longest, 3 if rehearse else 40)
+            rows.append([world_size, batch_rows, longest, f"{sent / 1e3:.0f}", host_ms, device_ms])
+    return (
+        "Pack, hand over to the collective, unpack; the peers' rows are made up and the collective sends nothing, so "
+        "that the wire is not in it. On CUDA a wait of the host for the device would be an error. Medians.\n\n"
+        + table(["ranks", "rows", "to", "sent kB", "host ms", "device ms"], rows)
+    )
+
+
+def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int, repeats: int) -> tuple[str, str, int]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    rank = min(3, world_size - 1)
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    lengths = np.minimum(draw_lengths("zipf", world_size * rows, 0), longest)
+    batch = make_batch(lengths[rank * rows : (rank + 1) * rows])
+    layout = PayloadLayout.of(BatchSchema.of(batch))
+    by_key = np.repeat(lengths[:, None], len(CONTEXT) + 3, axis=1)
+    by_key[:, : len(CONTEXT)] = 1
+    counts = np.full(world_size, rows, dtype=np.int64)
+    tokens = len(CONTEXT) + 2 * lengths
+    plan = plan_shuffle(
+        GatheredRows(counts, counts, HSTUAttentionTask(256, 4, 64, 8).get_workloads(tokens), tokens, by_key), slack=0.01
+    )
+    on_cuda = device.type == "cuda"
+    on_device = (batch.pin_memory() if on_cuda else batch).to(device, non_blocking=True)
+    host_seconds, device_ms, sent = [], [], 0
+    for turn in range(repeats + 5):
+        made = RowExchange.of(plan, layout, rank, all_gather=False, pin_memory=on_cuda)
+        sent = made.bytes_sent
+        begin, end = _events(on_cuda)
+        if on_cuda and turn >= 5:  # the allocator and the kernels are warm
+            torch.cuda.set_sync_debug_mode("error")
+        begin()
+        started = time.perf_counter()
+        buffer, packed = made.pack([on_device])
+        made.send_rows(packed, buffer, dist.group.WORLD, async_op=False)
+        made.unpack(on_device, buffer)
+        host_seconds.append(time.perf_counter() - started)
+        if on_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+        device_ms.append(end())
+    dist.destroy_process_group()
+    host_ms = statistics.median(host_seconds[5:]) * 1e3
+    return f"{host_ms:.3f}", f"{statistics.median(device_ms[5:]):.3f}" if on_cuda else "–", sent
+
+
+def _events(on_cuda: bool) -> tuple[Callable[[], None], Callable[[], float]]:
+    """What starts and what reads a clock: that of the device, or on the CPU the host's; milliseconds."""
+    if not on_cuda:
+        started = [0.0]
+
+        def start() -> None:
+            started[0] = time.perf_counter()
+
+        return start, lambda: (time.perf_counter() - started[0]) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def read() -> float:
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    torch.cuda.synchronize()
+    return begin.record, read
+
+
+def attention(device: torch.device) -> str:
+    """HSTU's attention: time against arithmetic, and against the reference."""
+    from benchmarks import jagged_attention
+
+    measure = getattr(jagged_attention, "attention_table", None)
+    if measure is None:
+        return "`benchmarks.jagged_attention` has no table of the attention on a device."
+    return str(measure(device))
+
+
+def traced_step(device: torch.device) -> str:
+    """Steps of `hstu.train` on random data, balanced, under torch's profiler."""
+    rehearse = device.type == "cpu"
+    first, traced = (2, 2) if rehearse else (10, 6)
+    sizes = {
+        "max-history-seqlen": (16, 1024),
+        "hidden-size": (8, 512),
+        "num-layers": (1, 8),
+        "num-attention-heads": (1, 4),
+        "kv-channels": (8, 128),
+        "train-batch-size": (2, 32),
+    }
+    size = {name: str(small if rehearse else real) for name, (small, real) in sizes.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = {
+            "device": device.type,
+            "train-batch-size": size["train-batch-size"],
+            "eval-batch-size": "2",
+            "max-train-iters": str(first + traced + 1),
+            "run-dir": folder,
+            "profile-step-start": str(first),
+            "profile-step-end": str(first + traced),
+        }
+        data = {"dataset-name": "random", "num-batches": "20", "max-history-seqlen": size["max-history-seqlen"]}
+        model = {name: size[name] for name in ("hidden-size", "num-layers", "num-attention-heads", "kv-channels")}
+        model["compute-dtype"] = "bf16"
+        flags = [("trainer", trainer), ("dataset", data), ("model", model), ("optimizer", {"sharding": "row_wise"})]
+        arguments = [word for group, named in flags for name in named for word in (f"--{group}.{name}", named[name])]
+        switches = ["--trainer.profile", "--trainer.enable-balanced-shuffler", "--trainer.no-tensorboard"]
+        command = [*_launch(device), "-m", "hstu.train", *arguments, *switches, "--trainer.eval-interval", "1000"]
+        job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if job.returncode:
+            raise PartFailedError("\n".join(["```", *(job.stdout + job.stderr).splitlines()[-20:], "```"]))
+        trace = json.loads(Path(folder, "trace-rank0.json").read_text())
+    ranks = max(torch.cuda.device_count(), 2) if device.type == "cuda" else 2
+    shared = ", two ranks on one GPU" if device.type == "cuda" and torch.cuda.device_count() == 1 else ""
+    rows = [[key, value] for key, value in describe_trace(trace["traceEvents"]).items()]
+    return f"{ranks} ranks{shared}; rank 0, {traced} steps.\n\n" + table(["", "median of the steps"], rows)
+
+
+def describe_trace(events: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """What the device does in the forward passes of a trace, as torch.profiler writes it.
+
+    Args:
+        events: with `name`, `cat`, and `ts` and `dur` in microseconds.
+
+    Returns:
+        By what it is: milliseconds, or a share.
+    """
+    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    forwards = [each for each in spans if each["cat"] == "user_annotation" and each["name"].startswith("## forward")]
+    kernels = sorted((each for each in spans if each["cat"] == "kernel"), key=lambda each: each["ts"])
+    found = {"forward pass on the host": f"{_median(each['dur'] for each in forwards):.2f} ms"}
+    if not kernels:
+        return found | {"gap before the first layer": "– (no kernels in the trace)"}
+    begins = np.array([each["ts"] for each in kernels])
+    ends = np.maximum.accumulate([each["ts"] + each["dur"] for each in kernels])
+    gaps, busy = [], []
+    for forward in forwards:
+        begin, end = forward["ts"], forward["ts"] + forward["dur"]
+        following = int(np.searchsorted(begins, begin))
+        if following == len(begins):
+            continue
+        done = max(begin, ends[following - 1] if following else begin)
+        gaps.append(max(0.0, begins[following] - done))
+        busy.append(_covered(kernels, begin, end) / forward["dur"])
+    return found | {
+        "gap before the first layer, the device idle": f"{_median(gaps):.3f} ms",
+        "device busy during it": f"{statistics.median(busy):.0%}" if busy else "–",
+        "kernels in a step": f"{len(kernels) / max(len(forwards), 1):.0f}",
+    }
+
+
+def _covered(kernels: list[dict[str, Any]], begin: float, end: float) -> float:
+    """How much of an interval any kernel covers; kernels in order of their start."""
+    covered, upto = 0.0, begin
+    for kernel in kernels:
+        first, last = max(kernel["ts"], upto), min(kernel["ts"] + kernel["dur"], end)
+        covered += max(0.0, last - first)
+        upto = max(upto, last)
+    return covered
+
+
+def _median(microseconds: Iterable[float]) -> float:
+    values = list(microseconds)
+    return statistics.median(values) / 1e3 if values else float("nan")
+
+
+def balance(device: torch.device) -> str:
+    """What balancing gains in time: the batches of all ranks, one after the other on this device."""
+    rehearse = device.type == "cpu"
+    ranks, rows, steps, longest = (2, 2, 2, 16) if rehearse else (16, 32, 4, 4096)
+    hidden, layers, heads = (8, 1, 2) if rehearse else (1024, 8, 4)
+    lengths = np.minimum(draw_lengths("zipf", steps * ranks * rows, 0), longest)
+    tokens = len(CONTEXT) + 2 * lengths
+    args = ModelArgs(
+        hidden_size=hidden,
+        num_layers=layers,
+        num_attention_heads=heads,
+        kv_channels=hidden // heads,
+        compute_dtype="bf16",
+    ).on(device)
+    tables = dict.fromkeys([*CONTEXT, "item", "action"], NUM_IDS)
+    torch.manual_seed(0)
+    config = args.ranking_config(max_sequence_length=int(tokens.max()), tables=tables, num_tasks=1)
+    model = HSTURankingModel(config, plain_embeddings=True).to(device)
+    workloads = HSTUAttentionTask(hidden, heads, hidden // heads, layers).get_workloads(tokens)
+    deals = _deals(workloads, ranks, steps)
+
+    def measure(chosen: Sequence[int]) -> float:
+        batch = make_batch(lengths[list(chosen)])
+        batch.features.values().remainder_(NUM_IDS)
+        batch.labels.values().round_()
+        batch = batch.to(device)
+        return _step_ms(model, batch, device, 1 if rehearse else 3)
+
+    measure(range(rows))  # compiles, and fills the allocator
+    lines, before = [], 0.0
+    for name, deal in tqdm(deals.items(), desc="balance"):
+        milliseconds = np.array([[measure(rank) for rank in step] for step in deal])
+        largest, mean = milliseconds.max(axis=1).sum(), milliseconds.mean(axis=1).sum()
+        before = before or largest
+        predicted = np.array([[workloads[list(rank)].sum() for rank in step] for step in deal], dtype=float)
+        of_plan = predicted.max(axis=1).sum() / predicted.mean(axis=1).sum()
+        lines.append(
+            [
+                name,
+                f"{largest / steps:.1f}",
+                f"{mean / steps:.1f}",
+                f"{largest / mean:.3f}",
+                f"{of_plan:.3f}",
+                f"{before / largest:.2f}×",
+            ]
+        )
+    head = ["", "slowest rank, ms", "mean rank, ms", "largest ÷ mean, time", "largest ÷ mean, operations", "faster by"]
+    return (
+        f"{ranks} ranks × {rows} rows, {steps} batches, Zipf 1.2 to {longest}; hidden {hidden}, {layers} layers, bf16: "
+        "forward and backward pass of every rank's batch in turn, without sharded tables, exchange and updates. "
+        f"Published for 16 × H100: {PUBLISHED_GAIN}×.\n\n" + table(head, lines)
+    )
+
+
+def _deals(workloads: np.ndarray, ranks: int, steps: int) -> dict[str, list[list[Sequence[int]]]]:
+    """Rows of every rank in every step, by how they are dealt out."""
+    batches = np.arange(len(workloads)).reshape(steps, ranks, -1)
+    deals: dict[str, list[list[Sequence[int]]]] = {"unbalanced": [list(step) for step in batches]}
+    for method in ("karmarkar_karp", "refined"):
+        deals[method] = []
+        for step in batches.reshape(steps, -1):
+            of_row = partition(workloads[step], ranks, method=method).assignment
+            deals[method].append([step[of_row == rank] for rank in range(ranks)])
+    grid = partition_grid(workloads, ranks, steps)
+    deals[f"window of {steps}"] = [
+        [np.flatnonzero((grid.step == step) & (grid.assignment == rank)) for rank in range(ranks)]
+        for step in range(steps)
+    ]
+    return deals
+
+
+def _step_ms(model: torch.nn.Module, batch: Any, device: torch.device, repeats: int) -> float:
+    """Median milliseconds of a forward and a backward pass."""
+    found = []
+    for _ in range(repeats + 1):
+        model.zero_grad()
+        begin, end = _events(device.type == "cuda")
+        begin()
+        model(batch)[0].backward()
+        found.append(end())
+    return statistics.median(found[1:])

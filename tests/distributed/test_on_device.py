@@ -1,0 +1,88 @@
+"""`benchmarks.on_device` runs from end to end on the CPU, tells what failed, and reads traces rightly."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import device_parts, on_device
+from benchmarks.device_parts import PartFailedError, describe_trace
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def test_a_rehearsal_fills_the_page(tmp_path):
+    # The other two run tests/gpu, which tests/distributed/test_ci_scripts.py does too.
+    parts = ["exchange", "attention", "step", "balance"]
+    page = tmp_path / "page.md"
+    command = [sys.executable, "-m", "benchmarks.on_device", "--rehearse", "--output", str(page), "--only", *parts]
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert job.returncode == 0, job.stdout + job.stderr
+    text = page.read_text()
+    assert text in job.stdout and "A rehearsal on the CPU" in text and "failed" not in text
+    for part in parts:
+        assert f"## {on_device.PARTS[part].title}" in text
+    assert "| refined | " in text and "| window of 2 | " in text and "forward pass on the host" in text
+
+
+def test_a_part_that_does_not_end_is_told_and_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(on_device.PARTS, "exchange", dataclasses.replace(on_device.PARTS["exchange"], seconds=0.01))
+    assert on_device.main(("exchange", "attention"), rehearse=True, output=tmp_path / "page.md") == 1
+    text = (tmp_path / "page.md").read_text()
+    assert "**Failed: exchange.**" in text and "It was ended after 0 s." in text
+    assert f"## {on_device.PARTS['attention'].title}" in text
+
+
+def test_cases_that_fail_are_told(monkeypatch, capsys):
+    monkeypatch.setattr(
+        device_parts, "_launch", lambda device: [sys.executable, "-c", "print('2 failed, 3 passed'); 1 / 0"]
+    )
+    with pytest.raises(PartFailedError, match="(?s)2 failed, 3 passed.*status 1.*ZeroDivisionError"):
+        device_parts.cases_under_sanitizer(CPU)
+    assert on_device.print_part("sanitizer", "cpu") == 1
+    assert "2 failed, 3 passed" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert on_device.main() == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: no CUDA device is visible;") and said.err.count("\n") == 1
+    page = (ROOT / "benchmarks" / "results" / "on_device.md").read_text()
+    assert "Not yet run" in page
+
+
+def test_all_parts_fit_in_twenty_minutes():
+    assert sum(part.seconds for part in on_device.PARTS.values()) < 20 * 60
+
+
+def test_a_trace_is_read_rightly():
+    """Two forward passes of 10 ms: the device idles for 2 and 4 ms, and is busy for 5 ms, part of which overlaps."""
+
+    def event(cat, name, begin, duration):
+        return {"ph": "X", "cat": cat, "name": name, "ts": 1e3 * begin, "dur": 1e3 * duration}
+
+    events = [
+        event("kernel", "late", 105, 4),
+        event("kernel", "overlapping", 106, 4),
+        event("kernel", "earlier", 90, 11),
+        event("user_annotation", "## forward 0 ##", 0, 10),
+        event("user_annotation", "## forward 1 ##", 100, 10),
+        event("gpu_user_annotation", "## forward 1 ##", 100, 30),
+        event("kernel", "first", 2, 3),
+        event("kernel", "second", 7, 2),
+        {"ph": "i", "cat": "kernel", "name": "no span", "ts": 0},
+    ]
+    assert describe_trace(events) == {
+        "forward pass on the host": "10.00 ms",
+        "gap before the first layer, the device idle": "3.000 ms",
+        "device busy during it": "55%",
+        "kernels in a step": "2",
+    }
+    assert "gap before the first layer" in describe_trace(events[3:5])
