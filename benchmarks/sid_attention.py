@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
@@ -75,8 +76,8 @@ def make_inputs(num_tokens: int, args: Args, generator: torch.Generator) -> list
 def packed(inputs: list[torch.Tensor], lengths: torch.Tensor, args: Args) -> None:
     """Layout, forward and backward over packed rows."""
     layout = lay_out_batch(
-        lengths - 1,
-        torch.zeros_like(lengths),
+        lengths.numpy() - 1,
+        np.zeros(len(lengths), dtype=np.int64),
         num_rows=len(lengths),
         num_hierarchies=1,
         num_heads=args.num_heads,

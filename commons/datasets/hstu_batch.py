@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -84,6 +86,8 @@ class HSTUBatch(BaseBatch):
             `[0, min(max_num_candidates, items)]`.
 
     """
+
+    host_fields: ClassVar[tuple[str, ...]] = ("num_candidates",)
 
     item_feature_name: str = field(kw_only=True)
     action_feature_name: str | None = field(default=None, kw_only=True)
@@ -169,6 +173,19 @@ class HSTUBatch(BaseBatch):
         if self.num_candidates is None:
             return num_tokens, torch.zeros_like(num_tokens)
         return num_tokens, self.num_candidates.to(torch.int64) * tokens_per_item
+
+    def host_sequence_lengths(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Contextual tokens, items and candidates per row on the host; as `host_lengths`.
+
+        Returns:
+            int64 `(batch_size,)`: contextual tokens.
+            int64 `(batch_size,)`: items, candidates among them.
+            int64 `(batch_size,)`: candidates, none where `max_num_candidates` is 0.
+
+        """
+        items, *contextual = self.host_lengths(self.item_feature_name, *self.contextual_feature_names)
+        candidates = self.host_values("num_candidates") if self.max_num_candidates > 0 else np.zeros_like(items)
+        return np.sum(contextual, axis=0, dtype=np.int64) + np.zeros_like(items), items, candidates
 
     @classmethod
     def random(

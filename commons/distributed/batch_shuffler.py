@@ -250,7 +250,9 @@ class BaseTaskBalancedBatchShuffler(ABC):
         started = time.perf_counter()
         if prepared.exchange is None:
             return _padding_batch(schema, batch) if handle.local.rows == 0 and schema.states_padding else batch
-        (result,) = handle.session.exchange_rows(handle.step, prepared.exchange, [batch])
+        session = handle.session
+        results = session.exchange_rows(handle.step, prepared.exchange, [batch])
+        (result,) = session.with_global_batch(prepared, results)
         exchange_ms = (time.perf_counter() - started) * 1e3
         handle.stats = prepared.stats[0].carried_out(handle.wait_ms, exchange_ms)
         self.note([handle.stats])

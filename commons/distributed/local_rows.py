@@ -25,6 +25,7 @@ class LocalRows:
         sizes: elements of every row field, in the schema's order.
         workloads: what `get_workloads` returned, on the host; None in mode "off".
         lengths: lengths `(keys, rows)` of every KeyedJaggedTensor field, on the host; none in mode "off".
+        host_values: `(rows,)` of every field that the host keeps, see `BaseBatch`; none in mode "off".
         copied: the event after which copies from a device are complete.
         device: where the batch is trained; None if that is not known yet.
         error: what went wrong so far.
@@ -36,6 +37,7 @@ class LocalRows:
     sizes: tuple[int, ...] = ()
     workloads: Any = None
     lengths: tuple[torch.Tensor, ...] = ()
+    host_values: tuple[torch.Tensor, ...] = ()
     copied: torch.Event | None = None
     device: torch.device | None = None
     error: Exception | None = None
@@ -63,11 +65,16 @@ class LocalRows:
             return cls(schema, rows, real, sizes, device=device)
         jagged = [items[field.name] for field in schema.jagged]
         lengths = [value.lengths().view(len(value.keys()), rows) for value in jagged]
-        (workloads, *lengths), copied = _on_host([get_workloads(batch, schema), *lengths])
-        return cls(schema, rows, real, sizes, workloads, tuple(lengths), copied, device)
+        kept = [items[field.name] for field in schema.host_fields]
+        (workloads, *rest), copied = _on_host([get_workloads(batch, schema), *lengths, *kept])
+        lengths, kept = rest[: len(lengths)], rest[len(lengths) :]
+        return cls(schema, rows, real, sizes, workloads, tuple(lengths), tuple(kept), copied, device)
 
     def table(self) -> np.ndarray:
-        """Workload and lengths of every real row, int64 `(real_rows, 1 + num_keys)`; waits for copies from a device.
+        """Workload, lengths and host values of every real row; waits for copies from a device.
+
+        Returns:
+            int64 `(real_rows, 1 + num_keys + num_host_fields)`.
 
         Raises:
             TypeError, ValueError: workloads that are not one int64 per row, or lengths that do not fit the values.
@@ -75,7 +82,8 @@ class LocalRows:
         if self.copied is not None:
             self.copied.synchronize()
         workloads = as_int64_workloads(_one_per_row(self.workloads, self.rows)[: self.real_rows])
-        return np.concatenate([workloads[:, None], *self._real_lengths()], axis=1)
+        kept = [values.numpy().astype(np.int64)[: self.real_rows, None] for values in self.host_values]
+        return np.concatenate([workloads[:, None], *self._real_lengths(), *kept], axis=1)
 
     def _real_lengths(self) -> list[np.ndarray]:
         """int64 `(real_rows, keys)` lengths of every jagged field, after a look at whether they fit its values."""

@@ -15,6 +15,8 @@ def global_mean_loss(
     local_sum: torch.Tensor,
     local_count: SupportsFloat | torch.Tensor,
     pg_group: dist.ProcessGroup | None = None,
+    *,
+    global_count: SupportsFloat | None = None,
 ) -> torch.Tensor:
     """The loss to call `backward` on: `W · local_sum ÷ global count` for `W` ranks.
 
@@ -30,6 +32,9 @@ def global_mean_loss(
         local_count: number (or total weight) of these terms: a number of Python or numpy or a 0-dimensional tensor, of
             any dtype but bool, not the same on all ranks perhaps. Counts are added up in float64. May be zero.
         pg_group: the ranks that share the global batch; default as for the shuffler.
+        global_count: the counts of all ranks together, a number of the host, where it is known, such as
+            `batch.global_loss_terms()`; the same on all ranks, or None on all: then the counts are added up by an
+            all-reduce, for which the backward pass waits.
 
     Returns:
         0-dimensional tensor with the graph of `local_sum`; zero, with its graph, if no rank has a term. Its dtype is
@@ -38,18 +43,23 @@ def global_mean_loss(
 
     Raises:
         ValueError: `local_sum` is no floating-point scalar, or `local_count` no scalar.
-        TypeError: `local_count` is a bool or no number, or `pg_group` no process group.
+        TypeError: `local_count` is a bool or no number, `global_count` is not a number of the host, or `pg_group` no
+            process group.
     """
     group = resolve_process_group(pg_group)
-    if group is not None and (isinstance(local_sum, torch.fx.Proxy) or isinstance(local_count, torch.fx.Proxy)):
+    traced = any(isinstance(value, torch.fx.Proxy) for value in (local_sum, local_count, global_count))
+    if group is not None and traced:
         # By name: the tracer would keep the group as an attribute of the user's model, which could not be copied then.
-        return _scale_to_global_mean(local_sum, local_count, group.group_name)
-    return _scale_to_global_mean(local_sum, local_count, group)
+        return _scale_to_global_mean(local_sum, local_count, group.group_name, global_count)
+    return _scale_to_global_mean(local_sum, local_count, group, global_count)
 
 
 @torch.fx.wrap
 def _scale_to_global_mean(
-    local_sum: torch.Tensor, local_count: SupportsFloat | torch.Tensor, group: dist.ProcessGroup | str | None
+    local_sum: torch.Tensor,
+    local_count: SupportsFloat | torch.Tensor,
+    group: dist.ProcessGroup | str | None,
+    global_count: SupportsFloat | None,
 ) -> torch.Tensor:
     """What `global_mean_loss` returns; symbolic tracers do not look inside."""
     if local_sum.dim() != 0 or not local_sum.is_floating_point():
@@ -57,20 +67,39 @@ def _scale_to_global_mean(
             f"local_sum has shape {tuple(local_sum.shape)} and dtype {local_sum.dtype}; it must be a floating-point "
             "scalar: sum the loss terms of the rank"
         )
+    _require_number("local_count", local_count)
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    world_size = 1 if group is None else dist.get_world_size(group)
+    dtype = torch.float64 if local_sum.dtype == torch.float64 else torch.float32
+    if global_count is not None:
+        _require_number("global_count", global_count)
+        if isinstance(global_count, torch.Tensor) and global_count.device.type != "cpu":
+            raise TypeError(
+                f"global_count is a tensor on {global_count.device}; it must be a number of the host, or it would have "
+                "to be waited for: leave it out, and local_count is added up over the ranks"
+            )
+        terms = float(global_count)
+        return local_sum.to(dtype) * (0.0 if terms <= 0 else world_size / terms)
     count = _as_float64(local_count, local_sum.device)
-    world_size = 1
     if group is not None:
-        if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-        world_size = dist.get_world_size(group)
         dist.all_reduce(count, group=group)
     # where, not clamp: a division by zero must not happen even in the branch that is not taken (its gradient is NaN).
     nothing = count <= 0
     scale = torch.where(
         nothing, torch.zeros_like(count), world_size / torch.where(nothing, torch.ones_like(count), count)
     )
-    dtype = torch.float64 if local_sum.dtype == torch.float64 else torch.float32
     return local_sum.to(dtype) * scale.to(dtype)
+
+
+def _require_number(name: str, count: SupportsFloat | torch.Tensor) -> None:
+    """Raise ValueError unless a count is a scalar, and TypeError unless it is a number."""
+    shape = tuple(getattr(count, "shape", ()))
+    if shape:
+        raise ValueError(f"{name} has shape {shape}; it must be a scalar: count the rank's loss terms")
+    kind = str(getattr(count, "dtype", type(count).__name__)).removeprefix("torch.")
+    if kind.startswith(("bool", "complex")) or not isinstance(count, SupportsFloat):
+        raise TypeError(f"{name} is of type {kind}; it must be a number of loss terms: sum their mask, or pass int(...)")
 
 
 def _as_float64(count: SupportsFloat | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -78,14 +107,6 @@ def _as_float64(count: SupportsFloat | torch.Tensor, device: torch.device) -> to
 
     A number on the host is written by a kernel's argument: a copy from the host would wait for the forward pass.
     """
-    shape = tuple(getattr(count, "shape", ()))
-    if shape:
-        raise ValueError(f"local_count has shape {shape}; it must be a scalar: count the rank's loss terms")
-    kind = str(getattr(count, "dtype", type(count).__name__)).removeprefix("torch.")
-    if kind.startswith(("bool", "complex")) or not isinstance(count, SupportsFloat):
-        raise TypeError(
-            f"local_count is of type {kind}; it must be a number of loss terms: sum their mask, or pass int(...)"
-        )
     if isinstance(count, torch.Tensor) and count.device == device:
         return count.detach().to(torch.float64, copy=True)
     return torch.full((), float(count), dtype=torch.float64, device=device)

@@ -29,7 +29,9 @@ from commons.distributed.process_group import all_gather_single
 from commons.perf_model.routes import Routes, route_rows
 from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.fields import batch_device, copy_batch, row_count_values
+from commons.sequence_batch.host_copies import attach_host_copy
 from commons.sequence_batch.jagged import permute_segments
+from commons.sequence_batch.schema import BatchSchema
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class ResultRows:
         real_rows: those that are no padding.
         lengths: by field, int64 `(keys · rows,)`, the lengths of the result's KeyedJaggedTensors.
         length_per_key: by field, their sums.
+        host_values: by field, those that the host keeps, see `BaseBatch`; on the host.
     """
 
     changes: bool
@@ -91,6 +94,7 @@ class ResultRows:
     real_rows: int
     lengths: dict[str, Section]
     length_per_key: dict[str, list[int]]
+    host_values: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class RowExchange:
             send=Permute(
                 Section(torch.int32, first_order, first_order + sent), Section(torch.int64, 0, own), routes.sent_words
             ),
-            results=_results(routes, layout, first_order + sent),
+            results=_results(routes, layout, first_order + sent, _host_values(plan, layout.schema, rank)),
         )
 
     def pack(self, batches: Sequence[Any]) -> PackedRows:
@@ -241,13 +245,19 @@ class RowExchange:
         }
         for dense in schema.dense:
             fields[dense.name] = tensors[dense.name, False].view(result.rows, *dense.trailing)
+        for name, lengths in result.lengths.items():
+            attach_host_copy(fields[name].lengths(), lengths.of(self.indices))
+        for name, values in result.host_values.items():
+            attach_host_copy(fields[name], values)
         return copy_batch(batch, fields | row_count_values(type(batch), result.rows, result.real_rows))
 
 
-def _results(routes: Routes, layout: PayloadLayout, first_order: int) -> list[ResultRows]:
+def _results(
+    routes: Routes, layout: PayloadLayout, first_order: int, host_values: list[dict[str, torch.Tensor]]
+) -> list[ResultRows]:
     """Where in the index array every result finds its lengths and, from element `first_order` on, its segments."""
     results, at, order_at = [], routes.segments[1], first_order
-    for sizes in routes.results:
+    for sizes, values in zip(routes.results, host_values):
         lengths, length_per_key, key = {}, {}, 0
         for field in layout.schema.jagged:
             stop = at + len(field.keys) * sizes.rows
@@ -264,7 +274,21 @@ def _results(routes: Routes, layout: PayloadLayout, first_order: int) -> list[Re
                 real_rows=sizes.real_rows,
                 lengths=lengths,
                 length_per_key=length_per_key,
+                host_values=values,
             )
         )
         order_at = order.stop
     return results
+
+
+def _host_values(plan: ShufflePlan, schema: BatchSchema, rank: int) -> list[dict[str, torch.Tensor]]:
+    """By step and field that the host keeps, its values `(rows,)` in the batch that the rank trains."""
+    steps = []
+    for place in range(rank * plan.gathered.steps, (rank + 1) * plan.gathered.steps):
+        chosen = plan.rows_for(place) if schema.host_fields else np.zeros(0, dtype=np.int64)
+        values = {}
+        for column, field in enumerate(schema.host_fields):
+            values[field.name] = torch.zeros(plan.result_batch_size(place), dtype=field.dtype)
+            values[field.name][: len(chosen)] = torch.from_numpy(plan.gathered.host_values[chosen, column])
+        steps.append(values)
+    return steps

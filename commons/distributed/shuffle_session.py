@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from commons.distributed.control import ControlChannel, RankMissingError
 from commons.distributed.errors import attempt
+from commons.distributed.global_batch import attach_global_batches
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _EXCHANGE = "exchange"
 # First columns of the gathered table. Then, for each batch of a window, its rows and its real rows; then, for each real
-# row, its workload and lengths.
+# row, its workload, its lengths and what else the host keeps of it.
 _STEP, _NUM_BATCHES, _ROWS = range(3)
 
 
@@ -206,6 +207,13 @@ class ShuffleSession:
             self._broken = error
             raise
 
+    def with_global_batch(self, prepared: PreparedShuffle, batches: Sequence[Any]) -> list[Any]:
+        """The batches that this rank trains, with what is known of the global batches that they are parts of."""
+        if prepared.plan is None or prepared.schema is None or prepared.exchange is None:
+            return list(batches)
+        is_new = [result.changes for result in prepared.exchange.results]
+        return attach_global_batches(batches, is_new, prepared.schema, prepared.plan, self.channel.members)
+
     def post_failure(self, step: int, error: Exception) -> None:
         """Tell the others, who may wait in the exchange of a step, that this rank failed before it."""
         self.channel.post_failure(step, _EXCHANGE, error)
@@ -227,7 +235,7 @@ class ShuffleSession:
 
     def _gather(self, step: int, schema: BatchSchema, local: Sequence[LocalRows]) -> np.ndarray:
         """The gathered table: header and rows of every rank; once more, larger, if a rank's rows outgrew the buffer."""
-        columns = 0 if self._options.mode == "off" else 1 + schema.num_keys
+        columns = 0 if self._options.mode == "off" else _num_columns(schema)
         error = next((each.error for each in local if each.error is not None), None)
         own, problem = attempt(lambda: [_own_table(schema, each, columns) for each in local])
         error = error or problem
@@ -367,14 +375,19 @@ def _read_table(
 ) -> GatheredRows:
     """The rows of all ranks, from the gathered table and the rows and real rows in it, `(world_size, window)` each."""
     steps = int(table[:, _NUM_BATCHES].max())
-    header, columns = _ROWS + 2 * counts[0].shape[1], 1 + schema.num_keys
+    header, columns = _ROWS + 2 * counts[0].shape[1], _num_columns(schema)
     bodies = table[:, header:].reshape(len(table), -1, columns)
     here = np.arange(bodies.shape[1]) < counts[1].sum(axis=1)[:, None]
     whole = bodies.reshape(-1, columns).take(np.flatnonzero(here), axis=0)
-    lengths = whole[:, 1:]
+    workloads, lengths, host_values = np.split(whole, [1, 1 + schema.num_keys], axis=1)
     rows, real_rows = (each[:, :steps].ravel() for each in counts)
     tokens = _tokens(schema, lengths, token_features)
-    return GatheredRows(rows, real_rows, whole[:, 0].copy(), tokens, lengths, steps)
+    return GatheredRows(rows, real_rows, workloads[:, 0].copy(), tokens, lengths, steps, host_values)
+
+
+def _num_columns(schema: BatchSchema) -> int:
+    """Numbers of a row in the gathered table."""
+    return 1 + schema.num_keys + len(schema.host_fields)
 
 
 def _tokens(schema: BatchSchema, lengths: np.ndarray, features: tuple[str, ...] | None) -> np.ndarray:

@@ -173,6 +173,7 @@ def shuffle_window(
     if _are_pinned(schema, batches):
         own = {id(batch) for batch in batches}
         results = [each if id(each) in own else each.pin_memory() for each in results]
+    results = session.with_global_batch(prepared, results)
     exchange_ms = (time.perf_counter() - started) * 1e3 / len(results)
     stats = [replace(each, exchange_ms=exchange_ms) for each in prepared.stats]
     return ShuffledWindow(results, list(stats), WindowStats.of(step, stats, read_ms))

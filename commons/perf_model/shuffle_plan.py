@@ -31,6 +31,7 @@ class GatheredRows:
         tokens: int64 `(N,)`, what the rows weigh in memory and on the wire.
         lengths: int64 `(N, num_keys)`, of every key of the rows; no columns where nothing is exchanged.
         steps: batches of a rank that are planned together.
+        host_values: int64 `(N, num_host_fields)`, of the fields of the rows that the host keeps, see `BaseBatch`.
     """
 
     rows: np.ndarray
@@ -39,6 +40,7 @@ class GatheredRows:
     tokens: np.ndarray
     lengths: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     steps: int = 1
+    host_values: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
 
     @property
     def num_places(self) -> int:
@@ -104,6 +106,11 @@ class ShufflePlan:
     def moves(self) -> np.ndarray:
         """Bool `(N,)`, rows that change rank."""
         return self.gathered.rank_of(self.destination) != self.gathered.rank_of(self.gathered.home)
+
+    @cached_property
+    def changes(self) -> bool:
+        """Whether any row changes its rank, or its step of a window."""
+        return not np.array_equal(self.destination, self.gathered.home)
 
     @cached_property
     def num_moved(self) -> int:

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.sequence_batch.fields import IDENTITY, RowField, batch_device, copy_batch, row_counts, row_fields
+from commons.sequence_batch.fields import (
+    GLOBAL_BATCH,
+    IDENTITY,
+    RowField,
+    batch_device,
+    copy_batch,
+    row_counts,
+    row_fields,
+)
+from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.rows import select_rows
 
 B = TypeVar("B", bound="BaseBatch")
@@ -30,6 +40,11 @@ class BaseBatch(Pipelineable):
     value that must be the same on all ranks: what depends on the rows is a property. `__init__` and `__post_init__` run
     when a batch is loaded, and not again when its rows move.
 
+    What a model plans by, the host keeps knowing when a batch goes to a device: the lengths of every KeyedJaggedTensor
+    and the fields that a subclass names in `host_fields`, integer tensors `(batch_size,)`. They come with the copy by
+    `to`, with the rows that a shuffler exchanges and with `index_select`, and belong to the very tensors that they
+    describe: `dataclasses.replace` with other features has other lengths.
+
     Attributes:
         features: sequences, `K` keys over `batch_size` rows.
         batch_size: rows, padding included.
@@ -43,6 +58,8 @@ class BaseBatch(Pipelineable):
             keys, a variable batch per key, a padding row that is not empty (looked at on CPU only), or a contextual
             feature that is no key of `features`.
     """
+
+    host_fields: ClassVar[tuple[str, ...]] = ()
 
     features: KeyedJaggedTensor
     batch_size: int
@@ -82,6 +99,79 @@ class BaseBatch(Pipelineable):
             return self.labels.values().numel()  # padding rows hold no values
         return self.labels[: self.actual_batch_size].numel()
 
+    def global_loss_terms(self, pg_group: Any = None) -> int | None:
+        """What `num_loss_tokens` of the batches of all ranks add up to, where that is known without asking.
+
+        It is after a shuffle in which rows have moved, for the step that trains its batches. It is known on all ranks
+        alike, as long as they do with their batches what the others do with theirs.
+
+        Args:
+            pg_group: the ranks that share the loss; default as for `global_mean_loss`.
+
+        Returns:
+            None where it is not known: without such a shuffle, with one over another group, with labels that the batch
+            was given since, and for a subclass that counts in a way of its own.
+        """
+        known = self.__dict__.get(GLOBAL_BATCH)
+        if known is None or type(self).num_loss_tokens is not BaseBatch.num_loss_tokens:
+            return None
+        return known.loss_terms(self, pg_group)
+
+    def global_lengths(self, key: str, pg_group: Any = None) -> list[np.ndarray] | None:
+        """The lengths of a key of `features` on all ranks, where they are known; see `global_loss_terms`.
+
+        Args:
+            key: of `features`.
+            pg_group: the ranks; default as for `global_mean_loss`.
+
+        Returns:
+            By rank of the group, int64 `(real rows,)` in the order of the rank's rows; None where they are not known.
+        """
+        known = self.__dict__.get(GLOBAL_BATCH)
+        return None if known is None else known.lengths(self, key, pg_group)
+
+    def host_lengths(self, *keys: str) -> list[np.ndarray]:
+        """Lengths of keys of `features`, on the host.
+
+        A batch that came to its device by `to`, by a shuffler or by `index_select` of such a one knows them. Of one
+        that was made on its device they are read back, once, together with `host_fields`.
+
+        Args:
+            keys: of `features`.
+
+        Returns:
+            For each key int64 `(batch_size,)`, not to be written to.
+
+        Raises:
+            KeyError: no such key.
+        """
+        known = self.features.keys()
+        unknown = [key for key in keys if key not in known]
+        if unknown:
+            raise KeyError(f"features {unknown} are not among the batch's keys {known}: correct the names")
+        table = self._host_arrays()[0].reshape(len(known), self.batch_size)
+        return [table[known.index(key)] for key in keys]
+
+    def host_values(self, name: str) -> np.ndarray:
+        """Values of one of `host_fields`, int64 `(batch_size,)` on the host; as `host_lengths`.
+
+        Raises:
+            KeyError: a field that is not among them, or None in this batch.
+        """
+        names = self._present_host_fields()
+        if name not in names:
+            raise KeyError(
+                f"{name!r} is not among the host_fields of this {type(self).__name__}, {names}; the host knows those "
+                "alone: name it there, and give the batch its tensor"
+            )
+        return self._host_arrays()[1 + names.index(name)]
+
+    def _present_host_fields(self) -> list[str]:
+        return [name for name in self.host_fields if isinstance(getattr(self, name), torch.Tensor)]
+
+    def _host_arrays(self) -> list[np.ndarray]:
+        return host_arrays([self.features.lengths(), *(getattr(self, name) for name in self._present_host_fields())])
+
     def index_select(self: B, indices: torch.Tensor | list[int]) -> B:
         """Rows of this batch as a new batch.
 
@@ -112,7 +202,7 @@ class BaseBatch(Pipelineable):
                 caller waits for that stream before using the result.
         """
         if data_copy_stream is None:
-            return self._map(lambda value: _to_device(value, device, non_blocking))
+            return self._known_to(self._map(lambda value: _to_device(value, device, non_blocking)))
         current = torch.get_device_module(device).current_stream()
         targets: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -127,7 +217,7 @@ class BaseBatch(Pipelineable):
         with torch.get_device_module(device).stream(data_copy_stream):
             for target, source in targets:
                 target.copy_(source, non_blocking=non_blocking)
-        return moved
+        return self._known_to(moved)
 
     def pin_memory(self: B) -> B:
         """A copy in pinned host memory."""
@@ -144,7 +234,19 @@ class BaseBatch(Pipelineable):
         result = copy_batch(self, {name: transform(value) for name, value in row_fields(self)})
         if IDENTITY in self.__dict__:
             result.__dict__[IDENTITY] = self.__dict__[IDENTITY]
+        known = self.__dict__.get(GLOBAL_BATCH)
+        if known is not None:
+            result.__dict__[GLOBAL_BATCH] = known.of_copy(self, result)
         return result
+
+    def _known_to(self: B, copied: B) -> B:
+        """The copy on a device, with what the host knows of it."""
+        for name, value in row_fields(self):
+            if isinstance(value, KeyedJaggedTensor):
+                carry_host_copy(value.lengths(), getattr(copied, name).lengths())
+            elif name in self.host_fields:
+                carry_host_copy(value, getattr(copied, name))
+        return copied
 
 
 def _to_device(value: RowField, device: torch.device, non_blocking: bool) -> RowField:

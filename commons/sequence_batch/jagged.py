@@ -6,6 +6,8 @@ import fbgemm_gpu.sparse_ops  # noqa: F401  registers torch.ops.fbgemm
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.sequence_batch.host_copies import attach_host_copy, host_copy
+
 # permute_1D_sparse_data has CPU kernels for these alone; other dtypes travel as bit-identical views of one of them.
 _VIEW_BY_ITEMSIZE = {8: torch.int64, 4: torch.int32, 2: torch.float16}
 
@@ -47,22 +49,25 @@ def select_kjt_rows(kjt: KeyedJaggedTensor, indices: torch.Tensor) -> KeyedJagge
 
     Args:
         kjt: `K` keys over `B` rows, one stride for all keys.
-        indices: int64 `(N,)`, rows in `[0, B)` on the device of `kjt`; any order, repeats allowed.
+        indices: int64 `(N,)` on the host, rows in `[0, B)`; any order, repeats allowed.
 
     Returns:
-        A KeyedJaggedTensor of the same keys over `N` rows.
+        A KeyedJaggedTensor of the same keys over `N` rows. The host knows its lengths if it knows those of `kjt`.
     """
     keys = kjt.keys()
     num_rows = indices.numel()
+    on_device = indices.to(kjt.device())
     lengths = kjt.lengths().view(len(keys), kjt.stride())  # (K, B)
-    selected_lengths = lengths.index_select(1, indices)  # (K, N)
-    starts = torch.arange(len(keys), device=indices.device).unsqueeze(1) * kjt.stride()
-    permute = (starts + indices.unsqueeze(0)).flatten().to(torch.int32)  # (K * N,)
-    # The total of all keys: on CUDA this is the one number that has to be read back.
-    per_key = selected_lengths.sum(dim=1).tolist()
+    selected_lengths = lengths.index_select(1, on_device)  # (K, N)
+    starts = torch.arange(len(keys), device=on_device.device).unsqueeze(1) * kjt.stride()
+    permute = (starts + on_device.unsqueeze(0)).flatten().to(torch.int32)  # (K * N,)
+    known = host_copy(kjt.lengths())
+    host_lengths = None if known is None else known.view(len(keys), kjt.stride()).index_select(1, indices)
+    # The total of all keys: where the host does not know the lengths, the one number that has to be read back.
+    per_key = (selected_lengths if host_lengths is None else host_lengths).sum(dim=1).tolist()
     flat_lengths = lengths.flatten()
     weights = kjt.weights_or_none()
-    return KeyedJaggedTensor(
+    selected = KeyedJaggedTensor(
         keys=list(keys),
         values=permute_segments(permute, flat_lengths, kjt.values(), sum(per_key)),
         weights=None if weights is None else permute_segments(permute, flat_lengths, weights, sum(per_key)),
@@ -70,3 +75,6 @@ def select_kjt_rows(kjt: KeyedJaggedTensor, indices: torch.Tensor) -> KeyedJagge
         stride=num_rows,
         length_per_key=per_key,
     )
+    if host_lengths is not None:
+        attach_host_copy(selected.lengths(), host_lengths.flatten())
+    return selected

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from commons.sequence_batch.fields import num_rows_of
+from commons.sequence_batch.host_copies import attach_host_copy, host_copy
 from commons.sequence_batch.torchrec_types import (
     empty_keyed_jagged,
     is_jagged,
@@ -64,7 +65,11 @@ class _DenseTensor(LeafType[torch.Tensor]):
         return num_rows_of(name, value)
 
     def select(self, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return value.index_select(0, rows.to(value.device))
+        selected = value.index_select(0, rows.to(value.device))
+        known = host_copy(value)
+        if known is not None and known is not value:
+            attach_host_copy(selected, known.index_select(0, rows))
+        return selected
 
     def traits(self, value: torch.Tensor) -> dict[str, Any]:
         return {"dtype": value.dtype, "row shape": tuple(value.shape[1:]), "device": value.device}
@@ -190,7 +195,7 @@ class _KeyedJagged(LeafType["KeyedJaggedTensor"]):
     def select(self, value: KeyedJaggedTensor, rows: torch.Tensor) -> KeyedJaggedTensor:
         from commons.sequence_batch.jagged import select_kjt_rows  # fbgemm, for those who have such a tensor
 
-        return select_kjt_rows(value, rows.to(value.device()))
+        return select_kjt_rows(value, rows)
 
     def traits(self, value: KeyedJaggedTensor) -> dict[str, Any]:
         weights = value.weights_or_none()

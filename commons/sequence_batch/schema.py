@@ -141,6 +141,13 @@ class BatchSchema:
         return sum(len(field.keys) for field in self.jagged)
 
     @cached_property
+    def host_fields(self) -> list[DenseField]:
+        """Tensor fields whose values the host keeps, see `BaseBatch`: one integer per row."""
+        names = getattr(_find_batch_type(self.batch_type), "host_fields", ())
+        is_integer = {field.name: not (field.dtype.is_floating_point or field.dtype.is_complex) for field in self.dense}
+        return [field for field in self.dense if field.name in names and is_integer[field.name] and not field.trailing]
+
+    @cached_property
     def states_padding(self) -> bool:
         """Whether batches of this type can say which rows are padding."""
         return can_state_padding(_find_batch_type(self.batch_type))

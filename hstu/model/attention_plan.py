@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from commons.sequence_batch.host_copies import to_device
+
 # Fewer queries than this make poor matrix products.
 _MIN_CHUNK = 16
 
@@ -202,11 +204,7 @@ def plan_attention(
         *(key_slots, query_slots, target_tokens[has_history], (starts.target[row] - target)[has_history]),
         _front_padding(blocks[: len(cuts)], order, history),
     ]
-    # One copy to the device for all of them.
-    on_device = torch.from_numpy(np.concatenate(indices)).to(device, non_blocking=True)
-    key_index, query_index, target_index, target_query_index, front_padding = on_device.split(
-        [index.size for index in indices]
-    )
+    key_index, query_index, target_index, target_query_index, front_padding = to_device(indices, device)
     return AttentionPlan(
         blocks=blocks,
         key_slots=key_index,

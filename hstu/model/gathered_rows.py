@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ from torch.autograd.function import once_differentiable
 from commons.distributed.process_group import resolve_process_group
 
 
-def gather_rows(values: torch.Tensor, pg_group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def gather_rows(
+    values: torch.Tensor, pg_group: dist.ProcessGroup | None = None, counts: Sequence[int] | None = None
+) -> torch.Tensor:
     """The rows of all ranks, rank after rank: a collective call, in the backward pass too if there are gradients.
-
-    Reads the numbers of rows back from the device.
 
     Args:
         values: `(n, …)`; n may differ between ranks and may be 0.
         pg_group: the ranks; the shuffler's default if not given.
+        counts: n of every rank, given on all ranks or on none: then the ranks tell one another, for which the host
+            waits.
 
     Returns:
         `(sum of n, …)`, the same on every rank. The gradient of a row is the sum over all ranks' uses of it.
@@ -27,10 +30,12 @@ def gather_rows(values: torch.Tensor, pg_group: dist.ProcessGroup | None = None)
     group = resolve_process_group(pg_group)
     if group is None or dist.get_world_size(group) == 1:
         return values
-    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=values.device)
-    counts[dist.get_rank(group)] = values.shape[0]
-    dist.all_reduce(counts, group=group)
-    return _GatherRows.apply(values, counts.tolist(), group)
+    if counts is None:
+        told = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=values.device)
+        told[dist.get_rank(group)] = values.shape[0]
+        dist.all_reduce(told, group=group)
+        counts = told.tolist()
+    return _GatherRows.apply(values, list(counts), group)
 
 
 class _GatherRows(torch.autograd.Function):

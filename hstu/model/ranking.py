@@ -67,14 +67,13 @@ class RankingTower(SequenceTower):
         labels = stack_labels(batch.labels, self.config.num_tasks, logits.shape[0]).to(logits.dtype)
         loss_sum = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         num_loss_tokens = batch.num_loss_tokens()
-        loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group)
+        known = batch.global_loss_terms(self._pg_group)
+        loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group, global_count=known)
         loss = loss if scale is None else loss * scale
         return loss, RankingOutput(logits.detach(), labels, loss_sum.detach(), num_loss_tokens, items)
 
     def logits(self, embeddings: Embeddings, batch: HSTUBatch) -> torch.Tensor:
         """Scores of the candidates or, in a batch without candidates, of every item given what precedes it.
-
-        Reads the sequence lengths back from the device, once; the rest of the forward pass does not wait for it.
 
         Returns:
             At least float32 `(num_predictions, num_tasks)`, rows of the batch one after the other.
@@ -90,8 +89,7 @@ class RankingTower(SequenceTower):
             tokens = encoded.tokens
             predicted = tokens.item_tokens
             if batch.num_candidates is not None and batch.max_num_candidates > 0:
-                total = int(encoded.num_targets.sum()) // tokens.tokens_per_item
-                judged = tokens.last_items(batch.num_candidates.long(), total)
+                judged = tokens.last_items(batch.num_candidates.long(), int(encoded.num_candidates.sum()))
                 predicted, items = predicted.index_select(0, judged), items.index_select(0, judged)
             logits = self.head(encoded.hidden.index_select(0, predicted))
         return (logits if logits.dtype == torch.float64 else logits.float()), items

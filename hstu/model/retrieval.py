@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -87,20 +88,23 @@ class RetrievalTower(SequenceTower):
             encoded = self.encode(embeddings, batch)
             if not self.training:
                 return self._ask(encoded, batch)
-            counts = (encoded.num_items - 1).clamp(min=0)
+            counts = np.maximum(encoded.num_items - 1, 0)
             true = encoded.tokens.last_items((encoded.tokens.item_lengths - 1).clamp(min=0), int(counts.sum()))
             queries = self._queries(encoded, true - 1)
         ids = batch.features[batch.item_feature_name].values().index_select(0, true)
         items = unit(encoded.items.index_select(0, true).to(queries.dtype))
+        known = batch.global_lengths(batch.item_feature_name, self._pg_group)
+        predictions = None if known is None else [int(np.maximum(lengths - 1, 0).sum()) for lengths in known]
         negatives = self.config.negatives_feature_name
         if negatives is None:
-            terms = self._in_batch_terms(queries, items, ids)
+            terms = self._in_batch_terms(queries, items, ids, predictions)
         else:
             found = {name: jagged for part in embeddings for name, jagged in part.items()}
             drawn = unit(found[negatives].values().to(queries.dtype))
             terms = self._drawn_terms(queries, items, ids, counts, drawn, batch)
         loss_sum = terms.sum()
-        loss = global_mean_loss(loss_sum, terms.numel(), self._pg_group)
+        global_count = None if predictions is None else sum(predictions)
+        loss = global_mean_loss(loss_sum, terms.numel(), self._pg_group, global_count=global_count)
         loss = loss if scale is None else loss * scale
         return loss, RetrievalOutput(loss_sum.detach(), terms.numel(), queries.detach()[:0], ids[:0].long())
 
@@ -125,7 +129,7 @@ class RetrievalTower(SequenceTower):
         queries: torch.Tensor,
         items: torch.Tensor,
         ids: torch.Tensor,
-        counts: torch.Tensor,
+        counts: np.ndarray,
         drawn: torch.Tensor,
         batch: HSTUBatch,
     ) -> torch.Tensor:
@@ -146,11 +150,21 @@ class RetrievalTower(SequenceTower):
         # An empty sum keeps the graph of what nobody has used.
         return torch.cat([*terms, (queries[:0] * drawn.sum()).sum(1)])
 
-    def _in_batch_terms(self, queries: torch.Tensor, items: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Loss terms `(num_predictions,)` with the true items of all predictions as negatives, in bounded memory."""
+    def _in_batch_terms(
+        self, queries: torch.Tensor, items: torch.Tensor, ids: torch.Tensor, predictions: list[int] | None
+    ) -> torch.Tensor:
+        """Loss terms `(num_predictions,)` with the true items of all predictions as negatives, in bounded memory.
+
+        Args:
+            queries: of this rank's predictions.
+            items: embeddings of their true items.
+            ids: of these.
+            predictions: how many every rank has; None if that is not known.
+
+        """
         pool, pool_ids = items, ids
         if self.config.in_batch_pool == "global":
-            pool, pool_ids = gather_rows(items, self._pg_group), gather_rows(ids, self._pg_group)
+            pool, pool_ids = (gather_rows(part, self._pg_group, predictions) for part in (items, ids))
         size = max(1, _MAX_SCORES // max(1, pool.shape[0]))
         chunks = zip(queries.split(size), items.split(size), ids.split(size))
         terms = [checkpoint(self._terms, *chunk, pool, pool_ids, use_reentrant=False) for chunk in chunks]

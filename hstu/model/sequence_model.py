@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,7 +31,7 @@ class EncodedSequence:
         hidden: `(num_tokens, hidden_size)`.
         tokens: the tokens that went into them.
         items: embeddings of the items as they were looked up.
-        num_targets: int64 `(batch_size,)` on the host, tokens of candidates per row.
+        num_candidates: int64 `(batch_size,)` on the host, candidates per row.
         num_items: int64 `(batch_size,)` on the host, items per row.
 
     """
@@ -38,8 +39,8 @@ class EncodedSequence:
     hidden: torch.Tensor
     tokens: TokenSequence
     items: torch.Tensor
-    num_targets: torch.Tensor
-    num_items: torch.Tensor
+    num_candidates: np.ndarray
+    num_items: np.ndarray
 
 
 class SequenceTower(nn.Module):
@@ -60,7 +61,7 @@ class SequenceTower(nn.Module):
     def encode(self, embeddings: Embeddings, batch: HSTUBatch) -> EncodedSequence:
         """Run the layers over a batch.
 
-        Reads the sequence lengths back from the device, once; the rest of the forward pass does not wait for it.
+        The host plans by the lengths that it knows, see `HSTUBatch.host_lengths`, and does not wait for the device.
 
         Args:
             embeddings: by feature name, values `(num_ids, width of the table)`.
@@ -81,19 +82,16 @@ class SequenceTower(nn.Module):
             None if action is None else self._project(action, found[action]),
             batch.num_candidates if batch.max_num_candidates > 0 else None,
         )
-        on_host = torch.stack(
-            [sequence.lengths, sequence.num_targets, sequence.num_contextual, sequence.item_lengths]
-        ).cpu()
-        lengths, num_targets, num_contextual, num_items = on_host.unbind(0)
+        num_contextual, num_items, num_candidates = batch.host_sequence_lengths()
+        step = sequence.tokens_per_item
+        lengths = (num_contextual + step * num_items, step * num_candidates, num_contextual)
         hidden = self.encoder(
             # Embeddings may come in float32 whatever the dtype of the layers.
             sequence.values.to(self.encoder.norm.weight.dtype),
-            lengths,
-            num_targets,
-            num_contextual,
+            *map(torch.from_numpy, lengths),
             self._times(sequence, batch),
         )
-        return EncodedSequence(hidden, sequence, items.values(), num_targets, num_items)
+        return EncodedSequence(hidden, sequence, items.values(), num_candidates, num_items)
 
     def scale_loss(self, scaler: LossScaler, scaled_tables: Collection[str] = ()) -> None:
         """Scale losses from now on; gradients of features that are not in `scaled_tables` come back unscaled."""

@@ -89,7 +89,7 @@ class SIDDecoder(nn.Module):
     def forward(self, embeddings: Mapping[str, JaggedTensor], batch: GPTSIDBatch) -> tuple[torch.Tensor, LossOutput]:
         """Loss of a batch: cross-entropy of every code of the candidates, given all codes before it.
 
-        Reads the sequence lengths back from the device, once; the rest of the forward pass does not wait for it.
+        The host plans by the lengths that it knows, see `GPTSIDBatch.host_lengths`, and does not wait for the device.
 
         Args:
             embeddings: of the history's and the candidates' ids, values `(num_ids, hidden_size)`.
@@ -119,10 +119,9 @@ class SIDDecoder(nn.Module):
                 f"the batch has {batch.num_hierarchies} hierarchies, the model {self.config.num_hierarchies}; an item "
                 "has one code for each codebook of the model: make them agree"
             )
-        names = (batch.history_feature_name, batch.candidate_feature_name)
-        history, candidates = torch.stack([batch.code_lengths(name) for name in names]).cpu().unbind(0)
+        history, candidates = batch.host_lengths(batch.history_feature_name, batch.candidate_feature_name)
         items = (history + candidates) // self.config.num_hierarchies
-        if items.numel() and int(items.max()) > self.config.max_items:
+        if items.size and int(items.max()) > self.config.max_items:
             raise ValueError(
                 f"row {int(items.argmax())} has {int(items.max())} items, max_items is {self.config.max_items}; "
                 "positions are learned up to there: raise it or cut the histories"
@@ -172,7 +171,8 @@ class SIDDecoder(nn.Module):
         ]
         loss_sum = torch.stack(terms).sum()
         num_loss_tokens = batch.num_loss_tokens()
-        loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group)
+        known = batch.global_loss_terms(self._pg_group)
+        loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group, global_count=known)
         return loss, LossOutput(loss_sum.detach(), num_loss_tokens)
 
     def step(self, embeddings: torch.Tensor, cache: DecodingCache, num_beams: int) -> torch.Tensor:

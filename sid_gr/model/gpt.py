@@ -213,7 +213,7 @@ class _RepeatedSteps:
     ) -> None:
         self._model, self._batch = model, batch
         self._history = embeddings[batch.history_feature_name].values()
-        lengths = batch.code_lengths(batch.history_feature_name).cpu().numpy()
+        (lengths,) = batch.host_lengths(batch.history_feature_name)
         rows = layout.order.cpu().numpy()
         self._starts, self._lengths = (np.cumsum(lengths) - lengths)[rows], lengths[rows]
         self._generated: torch.Tensor | None = None  # (num_rows, num_beams, codes so far, hidden_size)

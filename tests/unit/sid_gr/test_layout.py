@@ -30,7 +30,7 @@ def batches(draw, most_items=8, least_rows=0):
 
 
 def lay_out(hierarchies, rows, padding=0, num_heads=2):
-    items = torch.tensor([*rows, *[(0, 0)] * padding], dtype=torch.int64).view(-1, 2)
+    items = np.array([*rows, *[(0, 0)] * padding], dtype=np.int64).reshape(-1, 2)
     return lay_out_batch(
         items[:, 0] * hierarchies,
         items[:, 1] * hierarchies,

@@ -1,0 +1,118 @@
+"""What the gather tells of a global batch beyond the rows that a rank gets: the lengths of all rows, by rank.
+
+A model that needs a number over all ranks, of its loss terms say, then has it without asking. It comes with the batch:
+through copies as a whole, and as long as the fields are those that were exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from commons.distributed.process_group import resolve_process_group
+from commons.perf_model.shuffle_plan import ShufflePlan
+from commons.sequence_batch.batch import BaseBatch
+from commons.sequence_batch.fields import GLOBAL_BATCH, copy_batch
+from commons.sequence_batch.schema import BatchSchema
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalBatch:
+    """The global batch of one step, of which a rank's batch is a part.
+
+    Attributes:
+        schema: of the batches.
+        plan: where every row is trained.
+        step: of the window that the plan is made for; 0 where it is made for one batch.
+        members: global ranks of the group.
+        described: by name, the row fields of the rank's batch whose rows these are.
+    """
+
+    schema: BatchSchema
+    plan: ShufflePlan
+    step: int
+    members: Sequence[int]
+    described: dict[str, Any]
+
+    def of_copy(self, batch: BaseBatch, copied: BaseBatch) -> GlobalBatch:
+        """The same for a copy of a batch as a whole."""
+        fields = {name: getattr(copied, name) for name in self.described if self._describes(batch, name)}
+        return dataclasses.replace(self, described=fields)
+
+    def loss_terms(self, batch: BaseBatch, pg_group: dist.ProcessGroup | None) -> int | None:
+        """See `BaseBatch.global_loss_terms`."""
+        if not self._is_of(pg_group):
+            return None
+        if batch.labels is None:
+            return None if "labels" in self.described else 0
+        if not self._describes(batch, "labels"):
+            return None
+        columns = self._columns("labels")
+        if columns is not None:
+            return int(self.plan.gathered.lengths[self._trained_now, columns].sum())
+        per_row = math.prod(next(field for field in self.schema.dense if field.name == "labels").trailing)
+        return int(self._trained_now.sum()) * per_row
+
+    def lengths(self, batch: BaseBatch, key: str, pg_group: dist.ProcessGroup | None) -> list[np.ndarray] | None:
+        """See `BaseBatch.global_lengths`."""
+        columns = self._columns("features")
+        if columns is None or not self._is_of(pg_group) or not self._describes(batch, "features"):
+            return None
+        of_key = self.plan.gathered.lengths[:, columns.start + batch.features.keys().index(key)]
+        steps = self.plan.gathered.steps
+        places = range(self.step, self.plan.gathered.num_places, steps)
+        return [of_key[self.plan.rows_for(place)] for place in places]
+
+    @property
+    def _trained_now(self) -> np.ndarray:
+        """Bool `(N,)`: the rows of this step."""
+        return self.plan.destination % self.plan.gathered.steps == self.step
+
+    def _columns(self, field_name: str) -> slice | None:
+        """Columns of the keys of a KeyedJaggedTensor field in the gathered lengths."""
+        first = 0
+        for field in self.schema.jagged:
+            if field.name == field_name:
+                return slice(first, first + len(field.keys))
+            first += len(field.keys)
+        return None
+
+    def _is_of(self, pg_group: dist.ProcessGroup | None) -> bool:
+        group = resolve_process_group(pg_group)
+        return list(self.members) == ([0] if group is None else dist.get_process_group_ranks(group))
+
+    def _describes(self, batch: BaseBatch, name: str) -> bool:
+        return name in self.described and getattr(batch, name, None) is self.described[name]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a batch's pickle or deep copy has fields of its own
+
+
+def attach_global_batches(
+    batches: Sequence[Any], is_new: Sequence[bool], schema: BatchSchema, plan: ShufflePlan, members: Sequence[int]
+) -> list[Any]:
+    """Let the batches that a rank trains know of the global batches that they are parts of.
+
+    Where no rank's rows change, batches are those that the caller has brought, who may train them in other steps too:
+    nothing is attached, on any rank. Where another rank's do, a batch whose own rows stay is returned as a copy.
+
+    Args:
+        batches: one for each step of the plan.
+        is_new: whether a batch was made by the exchange.
+        schema: of the batches.
+        plan: the plan, carried out.
+        members: global ranks of the group.
+    """
+    if not plan.changes or not all(isinstance(batch, BaseBatch) for batch in batches):
+        return list(batches)
+    results = [batch if new else copy_batch(batch, {}) for batch, new in zip(batches, is_new)]
+    for step, result in enumerate(results):
+        described = {field.name: getattr(result, field.name) for field in (*schema.jagged, *schema.dense)}
+        result.__dict__[GLOBAL_BATCH] = GlobalBatch(schema, plan, step, members, described)
+    return results
