@@ -18,7 +18,7 @@ import torch.distributed as dist
 from commons.distributed.process_group import resolve_process_group
 from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.batch import BaseBatch
-from commons.sequence_batch.fields import GLOBAL_BATCH, copy_batch
+from commons.sequence_batch.fields import copy_batch
 from commons.sequence_batch.schema import BatchSchema
 
 
@@ -49,15 +49,15 @@ class GlobalBatch:
         """See `BaseBatch.global_loss_terms`."""
         if not self._is_of(pg_group):
             return None
-        if batch.labels is None:
-            return None if "labels" in self.described else 0
+        columns = self._columns("labels")
+        dense = next((field for field in self.schema.dense if field.name == "labels"), None)
+        if columns is None and dense is None:
+            return 0 if batch.labels is None else None
         if not self._describes(batch, "labels"):
             return None
-        columns = self._columns("labels")
-        if columns is not None:
-            return int(self.plan.gathered.lengths[self._trained_now, columns].sum())
-        per_row = math.prod(next(field for field in self.schema.dense if field.name == "labels").trailing)
-        return int(self._trained_now.sum()) * per_row
+        if dense is not None:
+            return int(self._trained_now.sum()) * math.prod(dense.trailing)
+        return int(self.plan.gathered.lengths[self._trained_now, columns].sum())
 
     def lengths(self, batch: BaseBatch, key: str, pg_group: dist.ProcessGroup | None) -> list[np.ndarray] | None:
         """See `BaseBatch.global_lengths`."""
@@ -114,5 +114,5 @@ def attach_global_batches(
     results = [batch if new else copy_batch(batch, {}) for batch, new in zip(batches, is_new)]
     for step, result in enumerate(results):
         described = {field.name: getattr(result, field.name) for field in (*schema.jagged, *schema.dense)}
-        result.__dict__[GLOBAL_BATCH] = GlobalBatch(schema, plan, step, members, described)
+        result._global_batch = GlobalBatch(schema, plan, step, members, described)
     return results

@@ -99,7 +99,9 @@ def _require_number(name: str, count: SupportsFloat | torch.Tensor) -> None:
         raise ValueError(f"{name} has shape {shape}; it must be a scalar: count the rank's loss terms")
     kind = str(getattr(count, "dtype", type(count).__name__)).removeprefix("torch.")
     if kind.startswith(("bool", "complex")) or not isinstance(count, SupportsFloat):
-        raise TypeError(f"{name} is of type {kind}; it must be a number of loss terms: sum their mask, or pass int(...)")
+        raise TypeError(
+            f"{name} is of type {kind}; it must be a number of loss terms: sum their mask, or pass int(...)"
+        )
 
 
 def _as_float64(count: SupportsFloat | torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -16,23 +16,22 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.sequence_batch.fields import (
-    GLOBAL_BATCH,
-    IDENTITY,
-    RowField,
-    batch_device,
-    copy_batch,
-    row_counts,
-    row_fields,
-)
+from commons.sequence_batch.fields import IDENTITY, RowField, batch_device, copy_batch, row_counts, row_fields
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.rows import select_rows
 
 B = TypeVar("B", bound="BaseBatch")
 
 
+class _GlobalBatchSlot:
+    """Room for what is known of the global batch, see `commons.distributed.global_batch`: no field, nor in `vars`."""
+
+    __slots__ = ("_global_batch",)
+    _global_batch: Any
+
+
 @dataclass
-class BaseBatch(Pipelineable):
+class BaseBatch(Pipelineable, _GlobalBatchSlot):
     """A batch of sequences with labels.
 
     Subclasses are dataclasses that add fields. Every KeyedJaggedTensor and every tensor among them must have
@@ -112,7 +111,7 @@ class BaseBatch(Pipelineable):
             None where it is not known: without such a shuffle, with one over another group, with labels that the batch
             was given since, and for a subclass that counts in a way of its own.
         """
-        known = self.__dict__.get(GLOBAL_BATCH)
+        known = getattr(self, "_global_batch", None)
         if known is None or type(self).num_loss_tokens is not BaseBatch.num_loss_tokens:
             return None
         return known.loss_terms(self, pg_group)
@@ -127,7 +126,7 @@ class BaseBatch(Pipelineable):
         Returns:
             By rank of the group, int64 `(real rows,)` in the order of the rank's rows; None where they are not known.
         """
-        known = self.__dict__.get(GLOBAL_BATCH)
+        known = getattr(self, "_global_batch", None)
         return None if known is None else known.lengths(self, key, pg_group)
 
     def host_lengths(self, *keys: str) -> list[np.ndarray]:
@@ -234,9 +233,9 @@ class BaseBatch(Pipelineable):
         result = copy_batch(self, {name: transform(value) for name, value in row_fields(self)})
         if IDENTITY in self.__dict__:
             result.__dict__[IDENTITY] = self.__dict__[IDENTITY]
-        known = self.__dict__.get(GLOBAL_BATCH)
+        known = getattr(self, "_global_batch", None)
         if known is not None:
-            result.__dict__[GLOBAL_BATCH] = known.of_copy(self, result)
+            result._global_batch = known.of_copy(self, result)
         return result
 
     def _known_to(self: B, copied: B) -> B:

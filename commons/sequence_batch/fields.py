@@ -33,9 +33,6 @@ ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
 # Attribute of a batch that copies of it as a whole inherit, so that they can be told from other batches like it.
 IDENTITY = "__batch_identity__"
 
-# Attribute of a batch that rows were exchanged for: what is known of the global batch, see `GlobalBatch`.
-GLOBAL_BATCH = "__global_batch__"
-
 
 def batch_items(batch: Any) -> dict[str, Any]:
     """All that a batch holds, by name: its fields in the order of declaration, then other attributes.

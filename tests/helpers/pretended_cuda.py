@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CUDA = torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 _PROJECT = Path(__file__).parents[2]
 # Operations that make no kernel: they look at memory in another way, or only take it.
 _NO_KERNEL = {
@@ -114,9 +114,19 @@ def pretended_pinning() -> Iterator[PinnedMemory]:
         yield pinned
 
 
+class _FakeDevice(FakeTensorMode):
+    """Where what touches the device is fake; operations on the host alone run, and their results have values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf != CPU) for leaf in leaves):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
 def fake_mode() -> FakeTensorMode:
     """Where tensors on CUDA can be made, and those of the host are what they are."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _FakeDevice(allow_non_fake_inputs=True)
 
 
 def like_on_cuda(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,12 @@ from commons.distributed.payload import PayloadLayout
 from commons.distributed.row_exchange import RowExchange
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
 from commons.sequence_batch.fields import row_fields
+from commons.sequence_batch.host_copies import host_copy
 from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.hstu_models import random_batch as random_hstu_batch
+
+KEYS = ("user", "item", "action")
 
 
 def lengths_of(batch):
@@ -27,12 +31,14 @@ def lengths_of(batch):
     return np.concatenate(columns, axis=1).astype(np.int64)
 
 
-def plan_for(batches, destination):
+def plan_for(batches, destination, host_values=None):
     rows = np.array([batch.batch_size for batch in batches])
     real = np.array([batch.actual_batch_size for batch in batches])
     count = int(real.sum())
     lengths = np.concatenate([lengths_of(batch) for batch in batches])
-    gathered = GatheredRows(rows, real, np.ones(count, dtype=np.int64), np.ones(count, dtype=np.int64), lengths)
+    ones = np.ones(count, dtype=np.int64)
+    host_values = np.zeros((count, 0), dtype=np.int64) if host_values is None else host_values
+    gathered = GatheredRows(rows, real, ones, ones, lengths, host_values=host_values)
     destination = np.array(destination, dtype=np.int64)
     return ShufflePlan(gathered, destination, destination, 0)
 
@@ -42,9 +48,9 @@ def exchanges_for(plan, batches, all_gather=False):
     return [RowExchange.of(plan, layout, rank, all_gather=all_gather, pin_memory=False) for rank in range(len(batches))]
 
 
-def run_on_all_ranks(batches, destination, all_gather):
+def run_on_all_ranks(batches, destination, all_gather, host_values=None):
     """Pack on every rank, hand each one what it would have received, unpack."""
-    plan = plan_for(batches, destination)
+    plan = plan_for(batches, destination, host_values)
     exchanges = exchanges_for(plan, batches, all_gather)
     packed = [exchange.pack([batch]) for exchange, batch in zip(exchanges, batches)]
     results = []
@@ -105,6 +111,35 @@ def test_every_row_arrives_whole_and_in_order(all_gather, case):
         assert not result.image[len(expected) :].any() and not result.sample_id[len(expected) :].any()
         per_key = result.features.lengths().view(3, -1).sum(1).tolist()
         assert result.features._length_per_key is None or result.features.length_per_key() == per_key
+
+
+@given(case=cases())
+def test_the_host_knows_the_rows_of_a_result_on_a_device(case):
+    """Unpacked on "meta", which holds no values that could be read back."""
+    batches, destination = case
+    plan, results = run_on_all_ranks(batches, destination, False)
+    for exchange, batch, result in zip(exchanges_for(plan, batches), batches, results):
+        buffer = torch.empty(sum(exchange.regions), dtype=torch.int32, device="meta")
+        on_device = exchange.unpack(batch, buffer)
+        assert on_device.features.lengths().device.type == "meta"
+        for key, mine, true in zip(result.features.keys(), *(b.host_lengths(*KEYS) for b in (on_device, result))):
+            assert mine.tolist() == true.tolist(), key
+        for name in ("tiny", "labels"):
+            assert torch.equal(
+                host_copy(getattr(on_device, name).lengths()), host_copy(getattr(result, name).lengths())
+            )
+
+
+def test_the_host_knows_candidates_that_have_moved():
+    batches = [random_hstu_batch(4, max_num_candidates=3, actual_batch_size=3, seed=seed) for seed in range(2)]
+    counts = np.concatenate([batch.num_candidates[:3].numpy() for batch in batches])
+    plan = plan_for(batches, [1, 0, 0, 1, 0, 1], counts[:, None])
+    _, results = run_on_all_ranks(batches, [1, 0, 0, 1, 0, 1], False, counts[:, None])
+    for exchange, batch, result in zip(exchanges_for(plan, batches), batches, results):
+        buffer = torch.empty(sum(exchange.regions), dtype=torch.int32, device="meta")
+        on_device = exchange.unpack(batch, buffer)
+        assert on_device.host_values("num_candidates").tolist() == result.num_candidates.tolist()
+        assert on_device.num_candidates.dtype == host_copy(on_device.num_candidates).dtype == torch.int64
 
 
 def test_results_own_their_storage():

@@ -1,0 +1,340 @@
+"""What a shuffled batch knows without asking: host lengths, and the lengths and loss terms of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from commons.datasets.hstu_batch import HSTUBatch
+from commons.distributed import global_mean_loss
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.row_exchange import RowExchange
+from commons.pipeline import windowed_iter
+from commons.sequence_batch.batch import BaseBatch
+from commons.sequence_batch.host_copies import host_copy
+from hstu import HSTUBalancedBatchShuffler
+from hstu.model import HSTURetrievalModel, RetrievalConfig
+from tests.helpers import hstu_models
+from tests.helpers.batches import random_batch
+from tests.helpers.hstu_models import random_batch as random_hstu_batch
+
+META = torch.device("meta")
+
+
+class SquareShuffler(BaseTaskBalancedBatchShuffler):
+    """A row costs 10 plus the square of its items."""
+
+    def get_workloads(self, batch: BaseBatch) -> torch.Tensor:
+        lengths = batch.features.lengths().view(len(batch.features.keys()), batch.batch_size)
+        return lengths.sum(0).to(torch.int64) ** 2 + 10
+
+
+@contextlib.contextmanager
+def closing(shuffler: BaseTaskBalancedBatchShuffler) -> Iterator[Any]:
+    try:
+        yield shuffler
+    finally:
+        shuffler.close()
+
+
+@contextlib.contextmanager
+def collectives_counted() -> Iterator[Counter[str]]:
+    """Calls of torch.distributed by name."""
+    counter: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: (counter.update([name]), function(*args, **kwargs))[1]
+
+    with contextlib.ExitStack() as stack:
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast"):
+            stack.enter_context(mock.patch.object(dist, name, counted(name, getattr(dist, name))))
+        yield counter
+
+
+# ------------------------------------------------------------------------------------------------ host lengths
+
+
+def _own_hstu_batch(rows: int, real: int, longest: int, seed: int, **options: Any) -> HSTUBatch:
+    seed += dist.get_rank()
+    batch = random_hstu_batch(rows, actual_batch_size=real, longest=longest, seed=seed, **options)
+    batch.feature_to_max_seqlen = dict.fromkeys(batch.feature_to_max_seqlen, 30)  # the same on all ranks
+    return batch
+
+
+def _unpacked_twice(seed: int, sizes: list[tuple[int, int]], options: dict[str, Any], kind: str) -> list[Any]:
+    """What the host knows of a result, had it been made on a device, beside the lengths that it has."""
+    rows, real = sizes[dist.get_rank()]
+    rows, real = max(1, rows), min(real, max(1, rows))
+    longest = 20 if dist.get_rank() == 0 else 3
+    if kind == "hstu":
+        batch: Any = _own_hstu_batch(rows, real, longest, seed, max_num_candidates=3)
+        keys, field_names = ("user", "tags", "item"), ("num_candidates",)
+    else:
+        batch, keys, field_names = random_batch(seed + dist.get_rank(), rows, real, max_length=longest), ("item",), ()
+    seen = []
+    original = RowExchange.unpack
+
+    def unpack(self: RowExchange, batch: Any, buffer: torch.Tensor, step: int = 0) -> Any:
+        seen.append(original(self, batch.to(META), torch.empty_like(buffer, device=META), step))
+        return original(self, batch, buffer, step)
+
+    with mock.patch.object(RowExchange, "unpack", unpack), closing(SquareShuffler(ShufflerOptions(**options))) as s:
+        result = s.shuffle(batch)
+    on_device = [*seen, result.to(META), result.to(META).index_select(range(result.batch_size))]
+    for each in on_device:
+        for known, true in zip(each.host_lengths(*keys), result.host_lengths(*keys)):
+            assert known.tolist() == true.tolist()
+        for name in field_names:
+            assert each.host_values(name).tolist() == getattr(result, name).tolist()
+        known = host_copy(each.labels.lengths())
+        assert known is not None and torch.equal(known, result.labels.lengths())
+    return [len(seen), result.actual_batch_size]
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10_000),
+    sizes=st.lists(st.tuples(st.sampled_from([1, 3, 7]), st.integers(0, 7)), min_size=4, max_size=4),
+    options=st.fixed_dictionaries(
+        {"transport": st.sampled_from(["all_to_all", "all_gather"]), "mode": st.sampled_from(["balance", "observe"])}
+    ),
+    kind=st.sampled_from(["rich", "hstu"]),
+)
+def test_the_host_knows_the_lengths_of_results(ranks, seed, sizes, options, kind):
+    results = ranks.run(_unpacked_twice, seed, sizes, options, kind)
+    rows = [min(real, max(1, rows)) for rows, real in sizes[: ranks.world_size]]
+    assert sum(real for _, real in results) == sum(rows)
+
+
+# ------------------------------------------------------------------------------------------------ loss terms
+
+
+@dataclass
+class MaskedBatch(BaseBatch):
+    """Counts in a way of its own."""
+
+    def num_loss_tokens(self) -> int:
+        return 3
+
+
+def _square_batch(kind: str, seed: int, rows: int, real: int) -> BaseBatch:
+    rank = dist.get_rank()
+    rich = random_batch(seed * 100 + rank, rows, real, max_length=40 if rank == 0 else 2)
+    fields = {name: getattr(rich, name) for name in ("features", "batch_size", "feature_to_max_seqlen", "labels")}
+    fields["actual_batch_size"] = real
+    if kind == "tensor":
+        fields["labels"] = torch.nn.functional.pad(torch.ones(real, 2, 3), (0, 0, 0, 0, 0, rows - real))
+    if kind == "none":
+        fields["labels"] = None
+    return MaskedBatch(**fields) if kind == "masked" else BaseBatch(**fields)
+
+
+def _terms(kind: str, options: dict[str, Any], sizes: list[tuple[int, int]]) -> tuple[list[int | None], int, bool]:
+    """What the batch says, also after copies; what an all-reduce says; and whether rows have moved."""
+    with closing(SquareShuffler(ShufflerOptions(**options))) as shuffler:
+        batch = shuffler.shuffle(_square_batch(kind, 1, *sizes[dist.get_rank()]))
+        moved = bool(shuffler.last_stats and shuffler.last_stats.moved)
+    asked = torch.tensor(batch.num_loss_tokens())
+    dist.all_reduce(asked)
+    with collectives_counted() as collectives:
+        said = [each.global_loss_terms() for each in (batch, batch.to(META), batch.to(META).to(META))]
+    assert not collectives
+    return said, int(asked), moved
+
+
+UNEVEN = [(8, 8), (8, 3), (5, 5), (7, 1)]
+
+
+@pytest.mark.parametrize("kind", ["jagged", "tensor", "none"])
+@pytest.mark.parametrize("sizes", [UNEVEN, [(8, 8)] * 4, [(8, 8), (1, 0), (8, 8), (1, 0)]], ids=str)
+def test_a_batch_knows_the_loss_terms_of_all_ranks(ranks, kind, sizes):
+    results = ranks.run(_terms, kind, {}, sizes[: ranks.world_size])
+    assert all(moved for *_, moved in results)
+    for said, asked, _ in results:
+        assert said == [asked] * 3
+
+
+@pytest.mark.parametrize("options", [{"mode": "off"}, {"mode": "observe"}, {"min_gain": 0.99}], ids=str)
+def test_it_knows_nothing_where_nobody_moves(ranks, options):
+    for said, _, moved in ranks.run(_terms, "jagged", options, UNEVEN[: ranks.world_size]):
+        assert said == [None] * 3 and not moved
+
+
+def test_a_batch_that_counts_in_its_own_way_is_asked(ranks):
+    for said, _, moved in ranks.run(_terms, "masked", {}, UNEVEN[: ranks.world_size]):
+        assert said == [None] * 3 and moved
+
+
+def _changed() -> dict[str, Any]:
+    """What batches know that were made of a shuffled one, by what was done."""
+    pair = dist.new_group([0, 1]), dist.new_group(range(dist.get_world_size())[-2:])
+    mine = pair[0] if dist.get_rank() < 2 else pair[1]
+    brought = _square_batch("jagged", 1, 8, 8)
+    with closing(SquareShuffler()) as shuffler:
+        batch = shuffler.shuffle(brought)
+    relabelled = batch.to(META)
+    relabelled.labels = None
+    other = batch.to(META)
+    other.labels = brought.labels
+    on = {
+        "itself": batch,
+        "brought": brought,
+        "replaced": dataclasses.replace(batch, labels=brought.labels),
+        "relabelled": relabelled,
+        "relabelled and copied": relabelled.to(META),
+        "other labels, copied": other.to(META),
+        "some rows": batch.index_select([0]),
+        "deep copy": copy.deepcopy(batch),
+        "pickle": pickle.loads(pickle.dumps(batch)),
+    }
+    said = {name: each.global_loss_terms() is not None for name, each in on.items()}
+    said["world group"] = batch.global_loss_terms(dist.group.WORLD) is not None
+    said["other group"] = batch.global_loss_terms(mine) is not None
+    said["lengths of other labels"] = other.to(META).global_lengths("item") is not None
+    said["listed"] = any("global" in name for name in vars(batch))
+    return said
+
+
+def test_it_forgets_with_the_labels(ranks):
+    known = {"itself", "world group", "lengths of other labels"} | ({"other group"} if ranks.world_size == 2 else set())
+    for said in ranks.run(_changed):
+        assert {name for name, is_known in said.items() if is_known} == known
+
+
+def _lengths_by_rank() -> tuple[Any, list[int]]:
+    with closing(SquareShuffler()) as shuffler:
+        batch = shuffler.shuffle(_square_batch("jagged", 1, *UNEVEN[dist.get_rank()]))
+    own = batch.host_lengths("item")[0][: batch.actual_batch_size].tolist()
+    return [lengths.tolist() for lengths in batch.global_lengths("item")], own
+
+
+def test_a_batch_knows_the_lengths_of_all_ranks(ranks):
+    results = ranks.run(_lengths_by_rank)
+    for everywhere, _ in results:
+        assert everywhere == [own for _, own in results]
+
+
+def _in_windows(window: int) -> list[tuple[int | None, int]]:
+    """By step what the batch says, on its way to a device, and what an all-reduce says."""
+    cached = _square_batch("jagged", 7, 6, 6)  # a data set may hand out one batch again and again
+    source = itertools.chain((_square_batch("jagged", seed, 6, 6) for seed in range(5)), [cached] * 4)
+    said = []
+    with closing(SquareShuffler()) as shuffler:
+        for batch in windowed_iter(source, shuffler, window):
+            asked = torch.tensor(batch.num_loss_tokens())
+            dist.all_reduce(asked)
+            said.append((batch.to(META).global_loss_terms(), int(asked)))
+    assert cached.global_loss_terms() is None
+    return said
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_steps_of_a_window_know_their_own(ranks, window):
+    for said in ranks.run(_in_windows, window):
+        assert len(said) == 9
+        assert all(known == asked for known, asked in said if known is not None)
+        assert sum(known is not None for known, _ in said) >= 5
+
+
+# ------------------------------------------------------------------------------------------------ the loss
+
+
+def _both_losses(count: float, total: float) -> list[tuple[float, float, list[float], list[float]]]:
+    results = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        found = []
+        for options in ({}, {"global_count": total}, {"global_count": np.int64(total)}):
+            weight = torch.tensor([1.5, -2.0], dtype=dtype, requires_grad=True)
+            loss = global_mean_loss((weight * 3).sum() if count else weight.sum() * 0, count, **options)
+            loss.backward()
+            found.append((loss.item(), loss.dtype, weight.grad.tolist()))
+        results.append(found)
+    return results
+
+
+@pytest.mark.parametrize("counts", [[3, 4, 1, 2], [0, 5, 0, 1], [0, 0, 0, 0]], ids=str)
+def test_a_known_count_gives_the_same_loss(ranks, counts):
+    counts = counts[: ranks.world_size]
+    for rank, count in enumerate(counts):
+        results = ranks.run(_by_rank, counts)[rank]
+        for asked, known, numpy_known in results:
+            assert asked == known == numpy_known, count
+
+
+def _by_rank(counts: list[int]) -> Any:
+    return _both_losses(counts[dist.get_rank()], sum(counts))
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (True, "global_count is of type bool; it must be a number of loss terms"),
+        ("3", "global_count is of type str"),
+        (torch.tensor(3, device="meta"), "global_count is a tensor on meta; it must be a number of the host"),
+    ],
+)
+def test_a_known_count_is_a_number_of_the_host(count, message):
+    with pytest.raises(TypeError, match=message):
+        global_mean_loss(torch.tensor(3.0), 2, global_count=count)
+    with pytest.raises(ValueError, match=r"global_count has shape \(1,\)"):
+        global_mean_loss(torch.tensor(3.0), 2, global_count=torch.ones(1))
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def _model_step(kind: str, mode: str) -> tuple[float, dict[str, list[float]], dict[str, int]]:
+    """Loss and averaged gradients of a step, and the collectives of its forward pass."""
+    rank = dist.get_rank()
+    batch = _own_hstu_batch(6, 4 + rank % 3, 30 if rank == 0 else 4, 0)
+    hstu = dataclasses.replace(hstu_models.HSTU, max_sequence_length=80)
+    if kind == "ranking":
+        model: Any = hstu_models.plain_model(dataclasses.replace(hstu_models.CONFIG, hstu=hstu))
+    else:
+        batch = dataclasses.replace(batch, labels=None)
+        config = RetrievalConfig(hstu, hstu_models.TABLES, "item", in_batch_pool="global")
+        torch.manual_seed(0)
+        model = HSTURetrievalModel(config, plain_embeddings=True).double()
+    shuffler = HSTUBalancedBatchShuffler(8, 2, 3, 2, options=ShufflerOptions(mode=mode, slack=0.0))
+    with closing(shuffler):
+        batch = shuffler.shuffle(batch)
+    with collectives_counted() as collectives:
+        loss, _ = model(batch)
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(gradient)
+        gradients[name] = (gradient / dist.get_world_size()).flatten().tolist()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total), gradients, dict(collectives)
+
+
+@pytest.mark.parametrize(("kind", "forward", "asking"), [("ranking", {}, 1), ("retrieval", {"all_gather": 2}, 3)])
+def test_models_ask_no_rank_and_train_alike(ranks, kind, forward, asking):
+    """One gather each of the pool's embeddings and ids is what is left of retrieval's."""
+    off = ranks.run(_model_step, kind, "off")
+    on = ranks.run(_model_step, kind, "balance")
+    assert [collectives for *_, collectives in on] == [forward] * ranks.world_size
+    assert all(collectives.get("all_reduce") == asking for *_, collectives in off)
+    for (loss, gradients, _), (other, expected, _) in zip(on, off):
+        assert loss == pytest.approx(other, rel=1e-12)
+        for name, values in expected.items():
+            assert gradients[name] == pytest.approx(values, rel=1e-9, abs=1e-13), name
