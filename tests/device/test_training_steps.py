@@ -1,0 +1,183 @@
+"""A whole training step of our models on a pretended device: nothing waits, nothing is mixed, few things are launched.
+
+Tables are plain (HSTU) or unsharded TorchRec's (SID-GR), and layers are not compiled. Ceilings of launches are about a
+tenth above what there is: whoever adds to a step sees it here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commons.sequence_batch import batch as batch_module
+from commons.sequence_batch.batch import BaseBatch
+from hstu.model import HSTURankingModel, HSTURetrievalModel, RetrievalConfig
+from hstu.model.config import ExecutionConfig
+from hstu.negatives import with_negatives
+from tests.helpers import hstu_models, sid_models
+from tests.helpers.pretended_cuda import CUDA, Watch, fake_mode, pretended_pinning
+from tests.helpers.pretended_process import PretendedProcess
+
+# Where TorchRec itself waits for the device in such a step.
+WAITS_OF_TORCHREC: list[str] = []
+
+
+class Step(NamedTuple):
+    """What was seen of a step, from the batch on the device to the updated weights.
+
+    Attributes:
+        waits: lines that the host waits in.
+        mixed: operations with tensors of host and device.
+        copies: whether a copy from the host is pinned and not waited for.
+        forward: launches of the forward pass.
+        whole: launches of the step.
+        collectives: operations of torch.distributed.
+
+    """
+
+    waits: list[str]
+    mixed: list[str]
+    copies: list[bool]
+    forward: int
+    whole: int
+    collectives: list[str]
+
+
+@contextlib.contextmanager
+def autocast_on_cuda() -> Iterator[None]:
+    """Let autocast believe in the device."""
+    with (
+        mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        mock.patch.object(torch.cuda, "is_bf16_supported", lambda: True),
+    ):
+        yield
+
+
+def _take_step(make_model: Callable[[], torch.nn.Module], host: BaseBatch, global_terms: int | None = 100) -> Step:
+    """Train one batch that was copied from pinned memory, the loss terms of all ranks being known or not."""
+    with autocast_on_cuda(), pretended_pinning() as pinned, fake_mode():
+        model = make_model().to(CUDA).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Watch(pinned) as to_device:
+            batch = host.pin_memory().to(CUDA, non_blocking=True)
+        known = mock.patch.object(type(batch), "global_loss_terms", lambda *_: global_terms)
+        with known, Watch(pinned) as watch:
+            loss, _ = model(batch)
+            forward = watch.num_launches
+            loss.backward()
+            optimizer.step()
+    watches = (to_device, watch)
+    return Step(
+        waits=[wait.where for each in watches for wait in each.waits],
+        mixed=[f"{name} in {where}" for each in watches for name, where in each.mixed],
+        copies=[copy.pinned and copy.non_blocking for each in watches for copy in each.copies],
+        forward=forward,
+        whole=watch.num_launches,
+        collectives=watch.collectives,
+    )
+
+
+def _hstu(task: str, dtype: str, **changes: Any) -> Callable[[], torch.nn.Module]:
+    execution = ExecutionConfig(compute_dtype=dtype, kernel_backend="pytorch")
+    hstu = dataclasses.replace(hstu_models.HSTU, max_sequence_length=80, execution=execution, **changes)
+    if task == "ranking":
+        config = dataclasses.replace(hstu_models.CONFIG, hstu=hstu)
+        return lambda: HSTURankingModel(config, plain_embeddings=True)
+    retrieval = RetrievalConfig(hstu, hstu_models.TABLES, "item", num_negatives=4 if task == "drawn" else -1)
+    return lambda: HSTURetrievalModel(retrieval, plain_embeddings=True)
+
+
+def _hstu_batch(task: str) -> BaseBatch:
+    candidates = 3 if task == "ranking" else 0
+    batch = hstu_models.random_batch(8, max_num_candidates=candidates, actual_batch_size=7, longest=30)
+    batch = hstu_models.with_timestamps(batch)
+    if task == "drawn":
+        batch = with_negatives(batch, "item_negatives", torch.ones(7, 4, dtype=torch.int64))
+    return batch
+
+
+def _hstu_step(task: str, dtype: str, changes: dict[str, Any]) -> Step:
+    return _take_step(_hstu(task, dtype, **changes), _hstu_batch(task))
+
+
+def require_clean(step: Step) -> None:
+    """Neither a wait nor a mixture, and every copy from the host pinned."""
+    assert [where for where in step.waits if not any(known in where for known in WAITS_OF_TORCHREC)] == []
+    assert step.mixed == []
+    assert all(step.copies)
+    assert step.collectives == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("task", "changes", "forward", "whole"),
+    [
+        ("ranking", {}, 210, 560),
+        ("ranking", {"time_bias": True}, 310, 800),
+        ("ranking", {"contextual_mask": True}, 240, 650),
+        ("in batch", {}, 205, 490),
+        ("drawn", {}, 270, 660),
+    ],
+    ids=str,
+)
+def test_hstu(
+    pretended: PretendedProcess, task: str, dtype: str, changes: dict[str, Any], forward: int, whole: int
+) -> None:
+    step = pretended.run(_hstu_step, task, dtype, changes)
+    require_clean(step)
+    assert 0 < step.forward <= forward
+    assert step.forward < step.whole <= whole
+
+
+def _sid_step() -> Step:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with sid_models.model_parallel():
+            return _take_step(sid_models.make_model, sid_models.make_batch(0, num_real=5))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sid_gr(pretended: PretendedProcess) -> None:
+    step = pretended.run(_sid_step)
+    require_clean(step)
+    assert 0 < step.forward <= 120
+    assert step.forward < step.whole <= 260
+
+
+def _waits_of_a_batch_that_forgot() -> list[str]:
+    """Of a step whose batch was made on the device, as it were, so that the host has to ask for its lengths."""
+    with (
+        mock.patch.object(batch_module, "carry_host_copy", lambda *_: None),
+        pretended_pinning() as pinned,
+        fake_mode(),
+    ):
+        batch = _hstu_batch("ranking").pin_memory().to(CUDA, non_blocking=True)
+        model = _hstu("ranking", "fp32")().to(CUDA)
+        with Watch(pinned) as watch, contextlib.suppress(Exception):  # there is nothing to be read
+            model(batch)
+    return [wait.where for wait in watch.waits]
+
+
+def test_a_step_that_waits_is_found(pretended: PretendedProcess) -> None:
+    (where,) = pretended.run(_waits_of_a_batch_that_forgot)
+    assert where.startswith("commons/sequence_batch/host_copies.py")
+
+
+def _collectives_of_an_unknown_count() -> list[str]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return _take_step(_hstu("ranking", "fp32"), _hstu_batch("ranking"), global_terms=None).collectives
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_step_that_asks_the_ranks_is_found(pretended: PretendedProcess) -> None:
+    assert pretended.run(_collectives_of_an_unknown_count) == ["allreduce_"]
