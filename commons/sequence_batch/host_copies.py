@@ -34,7 +34,7 @@ def attach_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
 
     Args:
         tensor: on any device.
-        host: of the same values, in the same order, on the host; not written to from now on.
+        host: integers on the host of the same values, in the same order and perhaps of a wider dtype.
     """
     if tensor.device.type != "cpu":
         setattr(tensor, _ATTRIBUTE, _HostCopy(host, (_version(tensor), _version(host))))
