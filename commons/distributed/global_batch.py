@@ -112,7 +112,8 @@ def attach_global_batches(
     if not plan.changes or not all(isinstance(batch, BaseBatch) for batch in batches):
         return list(batches)
     results = [batch if new else copy_batch(batch, {}) for batch, new in zip(batches, is_new)]
+    names = [field.name for field in schema.jagged] + [field.name for field in schema.dense]
     for step, result in enumerate(results):
-        described = {field.name: getattr(result, field.name) for field in (*schema.jagged, *schema.dense)}
+        described = {name: getattr(result, name) for name in names}
         result._global_batch = GlobalBatch(schema, plan, step, members, described)
     return results

@@ -47,6 +47,7 @@ COUNTS = {
     "rows": lambda batch: batch.labels.numel(),
     "tensor": lambda batch: torch.ones_like(batch.labels).sum(),
     "number": lambda batch: ROWS,  # equal counts of rows stay equal
+    "known": lambda batch: batch.labels.numel(),
 }
 
 
@@ -90,7 +91,10 @@ class TracedModel(nn.Module):
         pooled = [self.pool(embeddings[key]) for key in KEYS]
         prediction = self.over(torch.cat([batch.dense_features, *pooled], dim=1)).squeeze(1)
         loss_sum = ((prediction - batch.labels) ** 2).sum()
-        loss = global_mean_loss(loss_sum, COUNTS[self.count](batch), self.groups[0] or resolve_process_group())
+        group, known = self.groups[0] or resolve_process_group(), None
+        if self.count == "known":  # of all ranks, and as much of the batch as the tracer sees
+            known = batch.labels.numel() * dist.get_world_size()
+        loss = global_mean_loss(loss_sum, COUNTS[self.count](batch), group, global_count=known)
         return loss, loss.detach()
 
 
@@ -128,7 +132,7 @@ def _build(count, group=None):
 
 def _train():
     """Whether the top module was traced, and the weights before and after, by pipeline and kind of the arguments."""
-    kinds = itertools.cycle([("rows", None), ("tensor", dist.new_group()), ("number", None)])
+    kinds = itertools.cycle([("rows", None), ("tensor", dist.new_group()), ("number", None), ("known", None)])
     results = {}
     for name, (pipeline_class, options) in PIPELINES.items():
         top, model, optimizer = _build(*next(kinds))
