@@ -56,7 +56,7 @@ class GlobalBatch:
         if not self._describes(batch, "labels"):
             return None
         if dense is not None:
-            return int(self._trained_now.sum()) * math.prod(dense.trailing)
+            return len(self.plan.destination[self._trained_now]) * math.prod(dense.trailing)
         return int(self.plan.gathered.lengths[self._trained_now, columns].sum())
 
     def lengths(self, batch: BaseBatch, key: str, pg_group: dist.ProcessGroup | None) -> list[np.ndarray] | None:
@@ -70,9 +70,10 @@ class GlobalBatch:
         return [of_key[self.plan.rows_for(place)] for place in places]
 
     @property
-    def _trained_now(self) -> np.ndarray:
-        """Bool `(N,)`: the rows of this step."""
-        return self.plan.destination % self.plan.gathered.steps == self.step
+    def _trained_now(self) -> np.ndarray | slice:
+        """The rows of this step: bool `(N,)`, or all."""
+        steps = self.plan.gathered.steps
+        return slice(None) if steps == 1 else self.plan.destination % steps == self.step
 
     def _columns(self, field_name: str) -> slice | None:
         """Columns of the keys of a KeyedJaggedTensor field in the gathered lengths."""

@@ -109,7 +109,7 @@ def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> G
         # Bound to a device, torch would split WORLD's communicator, in which all ranks would have to take part.
         payload = group
     else:
-        payload = _new_group(members, group, timeout, pg_options=_nccl_options())
+        payload = _new_group(members, group, timeout, pg_options=_nccl_options(timeout))
     return pair._replace(payload=payload, has_all_to_all=_connect(payload))
 
 
@@ -181,13 +181,14 @@ def _new_group(members: list[int], group: dist.ProcessGroup, timeout: float, **o
     return made
 
 
-def _nccl_options() -> Any:
+def _nccl_options(timeout: float) -> Any:
     """What NCCL is asked for a group of the default backend; None where that does not bring it."""
     backends = dist.get_backend_config(dist.group.WORLD).split(",")
     nccl = getattr(dist, "ProcessGroupNCCL", None)  # which a CPU build of torch lacks
     if nccl is None or "cuda:nccl" not in backends:
         return None
     options = nccl.Options()
+    options._timeout = datetime.timedelta(seconds=timeout)  # else torch warns that new_group's replaces it
     options.config.max_ctas = _NCCL_BLOCKS
     return options
 

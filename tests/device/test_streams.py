@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
-from commons.distributed.row_exchange import RowExchange
+from commons.distributed.row_exchange import PackedRows, RowExchange
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from commons.pipeline.hooks import BalancedPipeline, HookAtEnqueue, HookAtEnqueueWithEvents
 from tests.helpers import models
@@ -117,9 +117,9 @@ def _finish_without(*, batch: bool = True, result: bool = True, stream: bool = T
     return finish
 
 
-def _unpack_with_a_read(exchange: RowExchange, batch: Any, buffer: torch.Tensor, step: int = 0) -> Any:
-    buffer[:1].tolist()
-    return _unpack(exchange, batch, buffer, step)
+def _unpack_with_a_read(exchange: RowExchange, batch: Any, packed: PackedRows, step: int = 0) -> Any:
+    packed.buffer[:1].tolist()
+    return _unpack(exchange, batch, packed, step)
 
 
 _unpack = RowExchange.unpack
