@@ -124,7 +124,8 @@ class StepUpdate:
         self._update()
 
     def _accumulate(self, num_loss_tokens: int) -> None:
-        terms = torch.tensor(float(num_loss_tokens), dtype=torch.float64, device=self._device)
+        # Written by a kernel's argument: a copy from the host would wait for the backward pass.
+        terms = torch.full((), float(num_loss_tokens), dtype=torch.float64, device=self._device)
         dist.all_reduce(terms)
         self._terms = terms if self._terms is None else self._terms + terms
         for index, parameter in enumerate(self._parameters):

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from commons.sequence_batch import batch as batch_module
 from commons.sequence_batch.batch import BaseBatch
+from commons.trainer.args import OptimizationArgs
+from commons.trainer.optimization import StepUpdate
 from hstu.model import HSTURankingModel, HSTURetrievalModel, RetrievalConfig
 from hstu.model.config import ExecutionConfig
 from hstu.negatives import with_negatives
@@ -181,3 +183,26 @@ def _collectives_of_an_unknown_count() -> list[str]:
 
 def test_a_step_that_asks_the_ranks_is_found(pretended: PretendedProcess) -> None:
     assert pretended.run(_collectives_of_an_unknown_count) == ["allreduce_"]
+
+
+def _accumulate_two_steps() -> tuple[list[str], bool]:
+    """Waits of an update over two steps with a limit on its gradient, and whether there was one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with fake_mode():
+            model = torch.nn.Linear(4, 4, device=CUDA)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            args = OptimizationArgs(accumulation_steps=2, max_grad_norm=1.0)
+            update = StepUpdate(args, optimizer, model, 10, CUDA)
+            with Watch() as watch:
+                for step in range(2):
+                    update.before_step(step)
+                    model(torch.ones(3, 4, device=CUDA)).sum().backward()
+                    update.after_step(step, 3)
+    finally:
+        dist.destroy_process_group()
+    return [wait.where for wait in watch.waits], update.is_whole_after(2) and not update.is_whole_after(1)
+
+
+def test_accumulating_gradients_waits_for_nothing(pretended: PretendedProcess) -> None:
+    assert pretended.run(_accumulate_two_steps) == ([], True)
