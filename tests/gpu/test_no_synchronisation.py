@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
+from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced
 from hstu import HSTUBalancedBatchShuffler
-from tests.helpers import models
+from hstu.model import HSTURankingModel
+from tests.helpers import hstu_models, models
 from tests.helpers.models import rank_batches, rank_device
 from tests.helpers.pipelines import CubicShuffler
 
@@ -66,6 +69,28 @@ def test_a_whole_step(device):
         with waiting_forbidden():
             pipeline.progress(source)
     assert pipeline.last_stats is not None
+    shuffler.close()
+
+
+@pytest.mark.parametrize("mode", ["balance", "off"])
+def test_a_whole_step_of_hstu(device, mode):
+    """Attention is planned by lengths that the host knows; the loss has its count with the batch, or on the device."""
+    require_cuda(device)
+    torch.manual_seed(0)
+    hstu = dataclasses.replace(hstu_models.HSTU, max_sequence_length=80)
+    config = dataclasses.replace(hstu_models.CONFIG, hstu=hstu)
+    model = HSTURankingModel(config, plain_embeddings=True).to(rank_device(device))
+    optimizer = models.AveragedSGD(model.parameters(), lr=0.1)
+    shuffler = HSTUBalancedBatchShuffler(8, 2, 3, 2, options=ShufflerOptions(mode=mode))
+    pipeline = balanced(TrainPipelineBase)(model, optimizer, rank_device(device), batch_shuffler=shuffler)
+    seeds = range(dist.get_rank(), 1000, dist.get_world_size())
+    source = (hstu_models.random_batch(6, max_num_candidates=3, longest=30, seed=seed).pin_memory() for seed in seeds)
+    for _ in range(6):
+        pipeline.progress(source)
+    torch.cuda.synchronize()
+    for _ in range(6):
+        with waiting_forbidden():
+            pipeline.progress(source)
     shuffler.close()
 
 
