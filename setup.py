@@ -1,4 +1,4 @@
-"""Builds the planner's native core; everything else is in pyproject.toml.
+"""Builds the native core of the planner and of the exchange; everything else is in pyproject.toml.
 
 The core is optional: without a C++ compiler the build goes on and the planner runs in numpy, with the same plans.
 """

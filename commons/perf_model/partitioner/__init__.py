@@ -11,7 +11,8 @@ Workloads in, `Partition` out. `partition` is the planner; `lower_bound` is the 
         token_cap.py; home_rows.py, locality.py                    under a cap on tokens; near home
       grid_plan.py            the same for steps × ranks, by limits that differ from step to step
         grid_bound.py, home_deal.py                                the bound of the sum; rows dealt to their own rank
-    native_core.py            the same planner in C++ (native/), where it has been built: the same plans, bit for bit
+    native_core.py            the same planner in C++ (native/), where it has been built: the same plans, bit for bit;
+                              and the routes of a plan (commons/perf_model/routes.py)
     partitioning.py, grid.py  the public functions
 """
 

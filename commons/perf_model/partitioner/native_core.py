@@ -1,4 +1,4 @@
-"""The planner's native core, where it has been built: the same plans as the reference, without the interpreter lock."""
+"""The native core, where it has been built: plans and routes as the reference makes them, without the interpreter lock."""
 
 from __future__ import annotations
 
