@@ -1,4 +1,4 @@
-"""The native core, where it has been built: plans and routes as the reference makes them, without the interpreter lock."""
+"""The native core, where it has been built: the plans and routes of the reference, without the interpreter lock."""
 
 from __future__ import annotations
 
