@@ -35,6 +35,7 @@ from tests.helpers.pipelines import (
     CubicShuffler,
     evaluate,
     expected_ids,
+    lacking,
     largest_difference,
     one_process,
     one_process_of,
@@ -167,6 +168,7 @@ def test_06_both_transports_and_every_pipeline_give_the_same_rows_in_the_same_or
     seen = [
         [rank["seen"] for rank in ranks.run(train, ("build_sharded",), pipeline, "balance", [(counts, 0)])]
         for pipeline in PIPELINES
+        if lacking(*PIPELINES[pipeline]) is None  # with an old TorchRec
     ]
     assert all(each == seen[0] for each in seen)
 

@@ -33,19 +33,20 @@ STOCK = {
     "sparse free early": (TrainPipelineSparseDist, {"free_features_storage_early": True}),
     "lite": (TrainPipelineSparseDistLite, {}),
     "fused": (TrainPipelineFusedSparseDist, {}),
-    "semi-sync": (TrainPipelineSemiSync, {"start_batch": 1000}),
+    "semi-sync, before it starts": (TrainPipelineSemiSync, {"start_batch": 1000}),
+    "semi-sync": (TrainPipelineSemiSync, {"start_batch": 2}),
     "prefetch": (PrefetchTrainPipelineSparseDist, {}),
 }
 ON_CPU = {
-    "fused": cpu_pipelines.CpuFusedSparseDist,
-    "semi-sync": cpu_pipelines.CpuSemiSync,
-    "prefetch": cpu_pipelines.CpuPrefetch,
+    TrainPipelineFusedSparseDist: cpu_pipelines.CpuFusedSparseDist,
+    TrainPipelineSemiSync: cpu_pipelines.CpuSemiSync,
+    PrefetchTrainPipelineSparseDist: cpu_pipelines.CpuPrefetch,
 }
 
 
 def make_pipeline(name, device, shuffler, model, optimizer):
     stock, options = STOCK[name]
-    pipeline_class = ON_CPU.get(name, stock) if device == "cpu" else stock
+    pipeline_class = ON_CPU.get(stock, stock) if device == "cpu" else stock
     return balanced(pipeline_class)(model, optimizer, rank_device(device), batch_shuffler=shuffler, **options)
 
 

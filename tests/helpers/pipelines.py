@@ -147,12 +147,19 @@ def evaluate(counts, kind, epochs, abandon_after=None):
         shuffler.close()
 
 
-def require_pipeline(pipeline_class: type, options: dict[str, Any]) -> None:
-    """Skip the test where the installed TorchRec's class cannot be balanced or lacks an option, saying why."""
+def lacking(pipeline_class: type, options: dict[str, Any]) -> str | None:
+    """What the installed TorchRec's class lacks to be balanced with these options; None for nothing."""
     unknown = sorted(options.keys() - inspect.signature(pipeline_class).parameters.keys())
     if unknown:
-        pytest.skip(f"{pipeline_class.__name__} of TorchRec {metadata.version('torchrec')} has no {', '.join(unknown)}")
+        return f"{pipeline_class.__name__} of TorchRec {metadata.version('torchrec')} has no {', '.join(unknown)}"
     try:
         balanced(pipeline_class)
     except TypeError as error:
-        pytest.skip(str(error))
+        return str(error)
+    return None
+
+
+def require_pipeline(pipeline_class: type, options: dict[str, Any]) -> None:
+    """Skip the test where the installed TorchRec's class cannot be balanced or lacks an option, saying why."""
+    if (why := lacking(pipeline_class, options)) is not None:
+        pytest.skip(why)
