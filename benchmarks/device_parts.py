@@ -120,9 +120,9 @@ def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int,
             torch.cuda.set_sync_debug_mode("error")
         begin()
         started = time.perf_counter()
-        buffer, packed = made.pack([on_device])
-        made.send_rows(packed, buffer, dist.group.WORLD, async_op=False)
-        made.unpack(on_device, buffer)
+        packed = made.pack([on_device])
+        made.send_rows(packed, dist.group.WORLD, async_op=False)
+        made.unpack(on_device, packed)
         host_seconds.append(time.perf_counter() - started)
         if on_cuda:
             torch.cuda.set_sync_debug_mode("default")
