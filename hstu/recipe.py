@@ -27,6 +27,7 @@ from commons.trainer.recipe import Recipe
 from hstu.lengths import workload_lengths
 from hstu.model import RetrievalConfig
 from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
+from hstu.model.triton_launch import resolve_backend
 from hstu.negatives import NegativeSampling, with_negatives
 from hstu.objectives import OBJECTIVES, Objective, feature_roles
 from hstu.popularity import count_items
@@ -225,14 +226,9 @@ RECIPE = HSTURecipe
 
 def require_device(model: ModelArgs, device: torch.device) -> None:
     """Raise ValueError where the model asks for something that this device does not have."""
-    if device.type == "cuda":
-        return
-    for asked, name, instead in (
-        (model.compile is True, "compile is True", "unset it"),
-        (model.kernel_backend != "pytorch", f"kernel_backend is {model.kernel_backend!r}", "choose 'pytorch'"),
-    ):
-        if asked:
-            raise ValueError(f"{name} and the device is {device.type!r}; it is made for CUDA: {instead}")
+    if model.compile is True and device.type != "cuda":
+        raise ValueError(f"compile is True and the device is {device.type!r}; it is made for CUDA: unset it")
+    resolve_backend(model.kernel_backend, device, COMPUTE_DTYPES[model.compute_dtype], model.kv_channels)
 
 
 def weights_of(config: SequenceModelConfig) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from commons.trainer.optimizers import OptimizerArgs
 from commons.trainer.sharding import Sharding
 from commons.trainer.shuffler import require_shuffler
 from hstu.model import ExecutionConfig, HSTUConfig, RankingConfig, RetrievalConfig
-from hstu.model.config import ComputeDtype, InBatchPool, KernelBackend, PositionBias
+from hstu.model.config import COMPUTE_DTYPES, ComputeDtype, InBatchPool, KernelBackend, PositionBias
+from hstu.model.triton_launch import resolve_backend
 
 
 @dataclass
@@ -72,8 +73,8 @@ class ModelArgs:
     activation_checkpointing: bool = False
     """Compute layers again in the backward pass instead of keeping what they computed."""
 
-    kernel_backend: KernelBackend = "pytorch"
-    """Who computes the attention: PyTorch, or the fused CUDA kernels of a package of its own."""
+    kernel_backend: KernelBackend = "auto"
+    """Who computes the attention: "triton" on CUDA, "pytorch" on every device; "auto" takes the former where it can."""
 
     compile: bool | None = None
     """Put what lies around the attention under torch.compile; None for doing so on CUDA, and not on a CPU."""
@@ -108,7 +109,11 @@ class ModelArgs:
 
     def on(self, device: torch.device) -> ModelArgs:
         """These settings with what they leave to the device."""
-        return replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
+        backend = self.kernel_backend
+        if backend == "auto":
+            backend = resolve_backend(backend, device, COMPUTE_DTYPES[self.compute_dtype], self.kv_channels)
+        compiles = device.type == "cuda" if self.compile is None else self.compile
+        return replace(self, compile=compiles, kernel_backend=backend)
 
     def ranking_config(
         self, *, max_sequence_length: int, tables: dict[str, int], num_tasks: int, **roles: Any

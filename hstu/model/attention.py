@@ -82,18 +82,8 @@ def hstu_attention(
         ValueError: a row longer than the bias reaches, or tensors of another number of tokens than the plan's.
 
     """
-    num_tokens = plan.key_slots.numel()
-    if query.shape[0] != num_tokens:
-        raise ValueError(
-            f"query has {query.shape[0]} tokens, the plan was made for {num_tokens}; a plan serves the batch it was "
-            "made from: make one from this batch's lengths"
-        )
-    reach = _reach(bias, plan)
-    if plan.longest > reach:
-        raise ValueError(
-            f"the longest row has {plan.longest} tokens, the position bias reaches {reach}; a row may have at most "
-            "max_sequence_length tokens: raise it or truncate the rows"
-        )
+    require_plan_of(query, plan.key_slots.numel())
+    reach = require_reach(plan.longest, bias.shape[1], sees_ahead=plan.sees_ahead)
     bias = bias.to(query.dtype)
     table, origin = _bias_table(bias, plan, reach)
     context_table = None if plan.front_padding is None else bias
@@ -108,9 +98,24 @@ def hstu_attention(
         )
 
 
-def _reach(bias: torch.Tensor, plan: AttentionPlan) -> int:
-    """Tokens of the longest row that a bias serves."""
-    return (bias.shape[1] + 1) // 2 if plan.sees_ahead else bias.shape[1]
+def require_plan_of(query: torch.Tensor, num_tokens: int) -> None:
+    """Raise ValueError unless a plan was made for these tokens."""
+    if query.shape[0] != num_tokens:
+        raise ValueError(
+            f"query has {query.shape[0]} tokens, the plan was made for {num_tokens}; a plan serves the batch it was "
+            "made from: make one from this batch's lengths"
+        )
+
+
+def require_reach(longest: int, width: int, *, sees_ahead: bool) -> int:
+    """Tokens of the longest row that a bias of `width` distances serves; ValueError if the longest row has more."""
+    reach = (width + 1) // 2 if sees_ahead else width
+    if longest > reach:
+        raise ValueError(
+            f"the longest row has {longest} tokens, the position bias reaches {reach}; a row may have at most "
+            "max_sequence_length tokens: raise it or truncate the rows"
+        )
+    return reach
 
 
 def _bias_table(bias: torch.Tensor, plan: AttentionPlan, reach: int) -> tuple[torch.Tensor, int]:

@@ -176,7 +176,7 @@ def plan_attention(
     """
     device = lengths.device if device is None else device
     tuning = tuning or (CPU_TUNING if device.type == "cpu" else ACCELERATOR_TUNING)
-    tokens, targets, contextual = _read_lengths(lengths, num_targets, num_contextual)
+    tokens, targets, contextual = read_lengths(lengths, num_targets, num_contextual)
     if not is_causal:
         targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
     history = tokens - targets
@@ -221,7 +221,7 @@ def plan_attention(
     )
 
 
-def _read_lengths(lengths: torch.Tensor, *parts: torch.Tensor | None) -> list[np.ndarray]:
+def read_lengths(lengths: torch.Tensor, *parts: torch.Tensor | None) -> list[np.ndarray]:
     """Tokens, targets and contextual tokens per row as int64 arrays: the one place that may wait for a device."""
     given = [torch.zeros_like(lengths) if part is None else part.to(lengths) for part in parts]
     tokens, targets, contextual = torch.stack([lengths, *given]).to(torch.int64).cpu().numpy()

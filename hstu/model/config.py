@@ -12,7 +12,7 @@ from commons.checks import require_at_least
 
 PositionBias = Literal["direct", "bucketed", "none"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
-KernelBackend = Literal["pytorch", "hstu_attn"]
+KernelBackend = Literal["auto", "pytorch", "triton"]
 InBatchPool = Literal["rank", "global"]
 
 COMPUTE_DTYPES: dict[ComputeDtype, torch.dtype] = {
@@ -31,7 +31,8 @@ class ExecutionConfig:
             and attention in bfloat16 or float16 (torch.autocast), with weights, norms and loss in float32. Training in
             float16 needs a scaled loss, see `SequenceModel.scale_loss`.
         activation_checkpointing: keep only the input of every layer for the backward pass, and compute the rest again.
-        kernel_backend: who computes the attention: "pytorch", or the fused kernels of the package "hstu_attn".
+        kernel_backend: who computes the attention: "triton", kernels for CUDA, "pytorch", which is for all devices, or
+            "auto": Triton where the model is on CUDA and Triton can compute its layers, else PyTorch.
         compile: put what lies between the attentions under torch.compile, once for all layers and lengths. Made for
             CUDA; on a CPU it needs a C++ compiler and saves little.
 
@@ -42,7 +43,7 @@ class ExecutionConfig:
 
     compute_dtype: ComputeDtype = "fp32"
     activation_checkpointing: bool = False
-    kernel_backend: KernelBackend = "pytorch"
+    kernel_backend: KernelBackend = "auto"
     compile: bool = False
 
     def __post_init__(self) -> None:

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hstu.model.attention import TokenTimes, hstu_attention
+from hstu.model.attention import TokenTimes, hstu_attention, require_reach
 from hstu.model.attention_plan import AttentionPlan, plan_attention
 from hstu.model.config import HSTUConfig
-from hstu.model.fused_attention import FusedPlan, fused_attention, plan_fused_attention, require_fused_kernels
+from hstu.model.triton_attention import TritonPlan, plan_triton_attention, triton_attention
+from hstu.model.triton_launch import resolve_backend
 
 
 class RelativePositionBias(nn.Module):
@@ -37,7 +38,8 @@ class RelativePositionBias(nn.Module):
         self.weight: torch.Tensor
         self.columns: torch.Tensor | None
         weight = torch.zeros(config.num_attention_heads, int(columns.max()) + 1)
-        if config.position_bias == "none":
+        self.is_learned = config.position_bias != "none"
+        if not self.is_learned:
             self.register_buffer("weight", weight, persistent=False)
         else:
             self.weight = nn.Parameter(nn.init.normal_(weight, std=0.02))
@@ -105,7 +107,7 @@ class HSTULayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, tokens: torch.Tensor, plan: AttentionPlan | FusedPlan, times: torch.Tensor | None = None
+        self, tokens: torch.Tensor, plan: AttentionPlan | TritonPlan, times: torch.Tensor | None = None
     ) -> torch.Tensor:
         """One layer.
 
@@ -122,17 +124,13 @@ class HSTULayer(nn.Module):
         if self._compiles:
             project, combine = _compiled(project), _compiled(combine)
         u, v, q, k = project(self, tokens)
-        if isinstance(plan, FusedPlan):
-            attended = fused_attention(q, k, v, plan, normalizer=self._normalizer)
+        token_times = None if times is None or self.time_bias is None else TokenTimes(times, self.time_bias)
+        if isinstance(plan, TritonPlan):
+            bias = self.position_bias() if self.position_bias.is_learned else None
+            attended = triton_attention(q, k, v, bias, plan, normalizer=self._normalizer, times=token_times)
         else:
             attended = hstu_attention(
-                q,
-                k,
-                v,
-                self.position_bias(),
-                plan,
-                normalizer=self._normalizer,
-                times=None if times is None or self.time_bias is None else TokenTimes(times, self.time_bias),
+                q, k, v, self.position_bias(), plan, normalizer=self._normalizer, times=token_times
             )
         return combine(self, tokens, attended, u)
 
@@ -155,17 +153,10 @@ def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class HSTUEncoder(nn.Module):
-    """A stack of HSTU layers and a last layer norm.
-
-    Raises:
-        ValueError: fused kernels that are not installed, or not made for such layers.
-
-    """
+    """A stack of HSTU layers and a last layer norm."""
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
-        if config.execution.kernel_backend == "hstu_attn":
-            require_fused_kernels(config)
         self.config = config
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -193,8 +184,8 @@ class HSTUEncoder(nn.Module):
             `(num_tokens, hidden_size)`.
 
         Raises:
-            ValueError: a row longer than `max_sequence_length`, lengths that are not those of `tokens`, or no times
-                where the config asks for them.
+            ValueError: a row longer than `max_sequence_length`, lengths that are not those of `tokens`, no times where
+                the config asks for them, or a device or dtype that the kernel backend is not made for.
 
         """
         if self.config.time_bias and times is None:
@@ -204,7 +195,7 @@ class HSTUEncoder(nn.Module):
             )
         if self.config.contextual_mask and num_contextual is None:
             num_contextual = torch.zeros_like(lengths)
-        plan = self._plan(lengths, num_targets, num_contextual if self.config.contextual_mask else None, tokens.device)
+        plan = self._plan(tokens, lengths, num_targets, num_contextual if self.config.contextual_mask else None)
         saves_memory = self.config.execution.activation_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
             if saves_memory:
@@ -215,16 +206,23 @@ class HSTUEncoder(nn.Module):
 
     def _plan(
         self,
+        tokens: torch.Tensor,
         lengths: torch.Tensor,
         num_targets: torch.Tensor | None,
         num_contextual: torch.Tensor | None,
-        device: torch.device,
-    ) -> AttentionPlan | FusedPlan:
+    ) -> AttentionPlan | TritonPlan:
         masks: dict[str, Any] = {
             "is_causal": self.config.is_causal,
             "target_group_size": self.config.target_group_size,
-            "device": device,
+            "device": tokens.device,
         }
-        if self.config.execution.kernel_backend == "hstu_attn":
-            return plan_fused_attention(lengths, num_targets, num_contextual, **masks)
-        return plan_attention(lengths, num_targets, num_contextual, num_heads=self.config.num_attention_heads, **masks)
+        dtype = tokens.dtype
+        if torch.is_autocast_enabled(tokens.device.type):
+            dtype = torch.get_autocast_dtype(tokens.device.type)
+        backend = self.config.execution.kernel_backend
+        if resolve_backend(backend, tokens.device, dtype, self.config.kv_channels) == "pytorch":
+            num_heads = self.config.num_attention_heads
+            return plan_attention(lengths, num_targets, num_contextual, num_heads=num_heads, **masks)
+        plan = plan_triton_attention(lengths, num_targets, num_contextual, **masks)
+        require_reach(plan.longest, self.config.max_sequence_length, sees_ahead=False)
+        return plan

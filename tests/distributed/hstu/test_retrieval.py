@@ -309,7 +309,7 @@ def test_mistakes_are_named_on_every_rank(two_ranks, tmp_path):
         "prediction_head_arch is [64, 1], num_tasks is 2": ["--dataset.num-tasks", "2"],
         "initial_loss_scale is 0.0": ["--trainer.optimization.initial-loss-scale", "0"],
         "compile is True and the device is 'cpu'": ["--model.compile", "True"],
-        "kernel_backend is 'hstu_attn' and the device is 'cpu'": ["--model.kernel-backend", "hstu_attn"],
+        "kernel_backend is 'triton' and the device is 'cpu'": ["--model.kernel-backend", "triton"],
         "sharding names tables ['movie']": ["--table-sharding", "movie", "row_wise"],
         "the table of 'item_id' is 6 wide": ["--model.item-embedding-dim", "6"],
     }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import sys
-import types
 
 import pytest
 import torch
@@ -16,19 +14,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config import load_config_file
-from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, fused_attention, interleave_tokens, layer
+from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, interleave_tokens, layer
 from hstu.recipe import require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.hstu_models import CONFIG, HSTU, numbered, plain_model, random_batch, with_timestamps
-from tests.helpers.reference_attention import reference_attention
 
 TIMED = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, time_bias=True))
-FUSED = dataclasses.replace(
-    HSTU,
-    kv_channels=32,
-    position_bias="none",
-    execution=ExecutionConfig(compute_dtype="bf16", kernel_backend="hstu_attn"),
-)
 
 
 def with_execution(config=CONFIG, **options):
@@ -130,7 +121,7 @@ def test_a_copy_of_a_compiled_model_has_weights_of_its_own(compiling):
     ("change", "message"),
     [
         ({"compute_dtype": "fp8"}, r"compute_dtype is 'fp8'; it is one of \['fp32', 'bf16', 'fp16'\]"),
-        ({"kernel_backend": "cuda"}, r"kernel_backend is 'cuda'; it is one of \['pytorch', 'hstu_attn'\]"),
+        ({"kernel_backend": "hstu_attn"}, r"'hstu_attn'; it is one of \['auto', 'pytorch', 'triton'\]"),
     ],
 )
 def test_execution_settings_are_checked(change, message):
@@ -142,13 +133,16 @@ def test_execution_settings_are_checked(change, message):
     ("args", "message"),
     [
         (ModelArgs(compile=True), "compile is True and the device is 'cpu'; it is made for CUDA: unset it"),
-        (ModelArgs(kernel_backend="hstu_attn"), "kernel_backend is 'hstu_attn' and the device is 'cpu'"),
+        (
+            ModelArgs(kernel_backend="triton"),
+            "kernel_backend is 'triton' and the device is 'cpu'; it is made for CUDA: choose 'pytorch'",
+        ),
     ],
 )
 def test_what_needs_cuda_says_so(args, message):
     with pytest.raises(ValueError, match=message):
         require_device(args, torch.device("cpu"))
-    require_device(args, torch.device("cuda"))
+    require_device(ModelArgs(compile=True, kernel_backend="pytorch"), torch.device("cuda"))
     require_device(ModelArgs(), torch.device("cpu"))
 
 
@@ -161,92 +155,6 @@ def test_on_cuda_the_layers_are_compiled_unless_told_otherwise(asked, device, co
     config = args.ranking_config(max_sequence_length=9, tables={"item": 4}, num_tasks=1)
     assert config.hstu.execution.compile is compiles
     assert HSTURankingModel(config).dense.encoder.layers[0]._compiles is compiles
-
-
-# --------------------------------------------------------------------------------------------------- fused kernels
-
-
-def install_kernels(monkeypatch, scale=1.0):
-    """A package of that name which computes, pair by pair, what NVIDIA's says it does."""
-    calls = []
-
-    def hstu_attn_varlen_func(
-        q, k, v, offsets_q, offsets_k, longest_q, longest_k, num_contexts=None, num_targets=None,
-        target_group_size=1, window_size=(-1, -1),
-    ):  # fmt: skip
-        lengths = offsets_q.diff().tolist()
-        assert offsets_q.dtype == torch.int32 and longest_q == longest_k == max(lengths)
-        assert torch.equal(offsets_q, offsets_k)
-        calls.append((num_contexts, num_targets, target_group_size, window_size))
-        is_causal = window_size == (-1, 0)
-        assert is_causal or (num_contexts is None and num_targets is None)
-        attended = reference_attention(
-            *(part.double() for part in (q, k, v)),
-            torch.zeros(q.shape[1], 2 * longest_q - 1, dtype=torch.float64),
-            lengths,
-            [0] * len(lengths) if num_targets is None else num_targets.tolist(),
-            normalizer=longest_q,
-            is_causal=is_causal,
-            group_size=target_group_size,
-            contextual=[0] * len(lengths) if num_contexts is None else num_contexts.tolist(),
-        )
-        return (scale * attended).to(q.dtype)
-
-    package = types.ModuleType("hstu_attn")
-    package.hstu_attn_varlen_func = hstu_attn_varlen_func
-    monkeypatch.setitem(sys.modules, "hstu_attn", package)
-    fused_attention.require_agreement.cache_clear()
-    return calls
-
-
-@pytest.mark.parametrize("options", [{}, {"contextual_mask": True, "target_group_size": 2}])
-@pytest.mark.parametrize("max_num_candidates", [0, 4])
-def test_fused_kernels_are_given_the_masks(monkeypatch, options, max_num_candidates):
-    calls = install_kernels(monkeypatch)
-    fused = dataclasses.replace(FUSED, **options)
-    plain = dataclasses.replace(fused, execution=ExecutionConfig(compute_dtype="bf16"))
-    batch = dataclasses.replace(random_batch(max_num_candidates=max_num_candidates), action_feature_name=None)
-    logits, gradients = [], []
-    for hstu in (plain, fused):
-        torch.manual_seed(0)
-        model = HSTURankingModel(dataclasses.replace(CONFIG, hstu=hstu))
-        loss, output = model(batch)
-        loss.backward()
-        assert all(parameter.grad is not None for parameter in model.dense.parameters())
-        logits.append(output.logits)
-        gradients.append(model.dense.encoder.layers[0].uvqk.weight.grad)
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0.05 * float(gradients[0].abs().max()))
-    assert len(calls) == 3 + 2  # looked at once, for three masks, then one call for each layer
-    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=0.02)
-
-
-def test_fused_kernels_that_compute_something_else_are_refused(monkeypatch):
-    install_kernels(monkeypatch, scale=1.5)
-    model = HSTURankingModel(dataclasses.replace(CONFIG, hstu=FUSED))
-    with pytest.raises(RuntimeError, match="hstu_attn and evenrank differ by .*choose kernel_backend 'pytorch'"):
-        model(random_batch())
-    fused_attention.require_agreement.cache_clear()
-
-
-def test_fused_kernels_that_are_not_there_are_named_with_what_installs_them(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hstu_attn", None)
-    with pytest.raises(ValueError, match="its package cannot be imported .*run `git clone .* make install`"):
-        HSTUEncoder(FUSED)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"position_bias": "direct"}, "kernel_backend is 'hstu_attn' and position_bias is 'direct'.*to 'none'"),
-        ({"time_bias": True}, "time_bias is True"),
-        ({"kv_channels": 16}, r"kv_channels is 16; its kernels are made for \[32, 64, 128, 256\]"),
-        ({"execution": ExecutionConfig(kernel_backend="hstu_attn")}, "compute_dtype is 'fp32'"),
-    ],
-)
-def test_layers_without_fused_kernels_are_named(monkeypatch, change, message):
-    install_kernels(monkeypatch)
-    with pytest.raises(ValueError, match=message):
-        HSTUEncoder(dataclasses.replace(FUSED, **change))
 
 
 # ------------------------------------------------------------------------------------------------------------ times

@@ -1,0 +1,25 @@
+"""Cases for Triton's interpreter, which has to be asked for before Triton is imported: see test_triton_attention.py."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if IS_INTERPRETED else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch):
+    """The interpreter of Triton 3.7 holds bfloat16 as 16 bits of an integer, and multiplies those in `tl.dot`."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(builder, a, b, *options):
+        a, b = (builder.cast_impl(each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each for each in (a, b))
+        return multiply(builder, a, b, *options)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

@@ -1,0 +1,193 @@
+"""The Triton kernels on a CPU, by Triton's interpreter: values and all gradients against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from hstu.model import ExecutionConfig, HSTUEncoder, layer, triton_launch
+from hstu.model.attention import TokenTimes, hstu_attention
+from hstu.model.attention_plan import plan_attention
+from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_blocks import KERNELS, Blocks
+from tests.helpers.hstu_models import HSTU
+
+# Largest difference, as a part of the largest value: rounding of sums, or of weights and results to 16 bits.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
+MASKS = {
+    "causal": {},
+    "groups": {"target_group_size": 3},
+    "groups and context": {"target_group_size": 2, "contextual": True},
+    "full": {"is_causal": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    use_blocks(monkeypatch)
+
+
+def use_blocks(monkeypatch, queries=16, keys=16):
+    blocks = dict.fromkeys(KERNELS, Blocks(queries, keys, 4, 2))
+    monkeypatch.setattr(triton_launch, "choose_blocks", lambda *_: blocks)
+
+
+def agree(
+    lengths, targets, context, *, dtype=torch.float32, bias="none", contextual=False, num_heads=1, head_dim=16,
+    is_causal=True, target_group_size=1, seed=0, size=0.5,
+):  # fmt: skip
+    """Both of them on the parts of one projection; the reference in float32, from the same numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens, longest = sum(lengths), max(lengths, default=0) + 1
+    shape = (num_heads, head_dim)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    projection = (random(num_tokens, 4 * num_heads * head_dim) * size).to(dtype)
+    reach = 2 * longest - 1 if contextual or not is_causal else longest
+    position = random(num_heads, reach) * 0.3 * (bias in ("position", "both"))
+    time_bias = random(num_heads, 9) * 0.3
+    seconds = torch.randint(0, 2000, (num_tokens,), generator=generator)
+    weights = random(num_tokens, *shape).to(dtype)
+    masks = {"is_causal": is_causal, "target_group_size": target_group_size}
+    rows = [torch.tensor(part, dtype=torch.int64) for part in (lengths, targets)]
+    rows.append(torch.tensor(context, dtype=torch.int64) if contextual else None)
+    plans = plan_attention(*rows, num_heads=num_heads, **masks), plan_triton_attention(*rows, **masks)
+    found = []
+    for attend, plan in zip((hstu_attention, triton_attention), plans):
+        is_reference = attend is hstu_attention
+        leaves = [tensor.clone().requires_grad_() for tensor in (projection, position, time_bias)]
+        _, v, q, k = (leaves[0].float() if is_reference else leaves[0]).chunk(4, dim=1)
+        output = attend(
+            *(part.unflatten(1, shape) for part in (q, k, v)),
+            leaves[1] if is_reference or bias in ("position", "both") else None,
+            plan,
+            normalizer=float(longest),
+            times=TokenTimes(seconds, leaves[2]) if bias in ("time", "both") else None,
+        )
+        (output.float() * weights.float()).sum().backward()
+        used = [projection.numel() > 0, bias in ("position", "both"), bias in ("time", "both")]
+        found.append([output.detach(), *(leaf.grad for leaf, has in zip(leaves, used) if has)])
+    assert found[1][0].dtype == dtype
+    for expected, value in zip(*found):
+        assert torch.isfinite(value).all()
+        scale = float(expected.float().abs().max()) if expected.numel() else 0.0
+        torch.testing.assert_close(value.float(), expected.float(), rtol=0, atol=TOLERANCE[dtype] * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", ["none", "position", "time", "both"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_values_and_gradients_are_those_of_the_reference(mask, bias, dtype):
+    """Rows over several blocks, an empty one, one of a token, one of targets alone."""
+    agree([22, 0, 1, 3], [5, 0, 0, 3], [2, 0, 1, 0], dtype=dtype, bias=bias, **MASKS[mask])
+
+
+@pytest.mark.parametrize(
+    ("mask", "queries", "keys"), [("groups and context", 64, 32), ("groups and context", 128, 128), ("full", 32, 32)]
+)
+def test_blocks_of_any_shape_compute_the_same(monkeypatch, mask, queries, keys):
+    use_blocks(monkeypatch, queries, keys)
+    agree([135, 0, 40], [30, 0, 3], [70, 0, 1], bias="both", **MASKS[mask])
+
+
+@pytest.mark.parametrize("bias", ["none", "time"])
+def test_blocks_may_have_more_keys_than_queries_where_there_is_no_bias_by_position(monkeypatch, bias):
+    use_blocks(monkeypatch, 16, 32)
+    agree([40, 3], [11, 0], [5, 0], bias=bias, **MASKS["groups and context"])
+
+
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 3), (1, 24), (3, 48), (1, 256)])
+def test_heads_of_any_width_are_padded_within_the_kernel(num_heads, head_dim):
+    agree([19, 4], [3, 0], [0, 0], bias="position", num_heads=num_heads, head_dim=head_dim, size=0.3)
+
+
+@st.composite
+def batches(draw):
+    lengths = draw(st.lists(st.integers(0, 24), max_size=3))
+    targets = [draw(st.integers(0, length)) for length in lengths]
+    context = [draw(st.integers(0, length - count)) for length, count in zip(lengths, targets)]
+    return lengths, targets, context
+
+
+@settings(max_examples=8, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # seconds each: nothing is shrunk
+@given(
+    batches(),
+    st.sampled_from(["none", "position", "both"]),
+    st.sampled_from(list(TOLERANCE)),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 2, 5, 100]),
+    st.sampled_from([3, 16, 24]),
+    st.integers(0, 99),
+)
+def test_any_batch(rows, bias, dtype, contextual, is_causal, group, head_dim, seed):
+    agree(
+        *rows, bias=bias, dtype=dtype, contextual=contextual, is_causal=is_causal, target_group_size=group,
+        head_dim=head_dim, seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0], [1]])
+def test_no_tokens_and_one(lengths):
+    agree(lengths, [0] * len(lengths), [0] * len(lengths), bias="both")
+
+
+def test_float16_holds_scores_and_sums_that_it_could_not():
+    """Scores up to 80,000, whose SiLU is beyond float16 before the division by N, and sums of a thousand of them."""
+    length = 130
+    q, k = (torch.full((length, 1, 16), size, dtype=torch.float16) for size in (100.0, 50.0))
+    v = torch.full((length, 1, 16), 0.25, dtype=torch.float16)
+    rows = torch.tensor([length])
+    bias = torch.zeros(1, length)
+    output = triton_attention(q, k, v, None, plan_triton_attention(rows), normalizer=4096.0)
+    exact = hstu_attention(q.float(), k.float(), v.float(), bias, plan_attention(rows, num_heads=1), normalizer=4096.0)
+    torch.testing.assert_close(output.float(), exact, rtol=2e-3, atol=0)
+
+
+def test_tensors_of_other_strides_are_copied_and_autocast_changes_nothing():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(9, 2, 16, generator=generator) for _ in range(3))
+    plan = plan_triton_attention(torch.tensor([9]))
+    expected = triton_attention(q, k, v, None, plan, normalizer=4.0)
+    turned = q.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(triton_attention(turned, k, v, None, plan, normalizer=4.0), expected)
+
+
+def test_gradients_cannot_be_differentiated_again():
+    q = torch.randn(5, 1, 16, requires_grad=True)
+    output = triton_attention(q, q, q, None, plan_triton_attention(torch.tensor([5])), normalizer=4.0)
+    (gradient,) = torch.autograd.grad((output**2).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("saves_memory", [False, True])
+@pytest.mark.parametrize("position_bias", ["direct", "bucketed", "none"])
+def test_layers_compute_the_same_with_both(monkeypatch, position_bias, saves_memory):
+    hstu = dataclasses.replace(
+        HSTU, position_bias=position_bias, time_bias=True, contextual_mask=True, target_group_size=2
+    )
+    lengths, targets, context = map(torch.tensor, ([9, 0, 3], [4, 0, 1], [2, 0, 1]))
+    tokens = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    times = torch.arange(12) * 100
+    found = []
+    for backend in ("pytorch", "triton"):
+        monkeypatch.setattr(layer, "resolve_backend", lambda *_, backend=backend: backend)
+        torch.manual_seed(0)
+        encoder = HSTUEncoder(
+            dataclasses.replace(hstu, execution=ExecutionConfig(activation_checkpointing=saves_memory))
+        )
+        output = encoder(tokens, lengths, targets, context, times)
+        (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+        found.append([output.detach(), *(weight.grad for weight in encoder.parameters())])
+    for expected, value in zip(*found):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    with pytest.raises(ValueError, match="the longest row has 41 tokens, the position bias reaches 40"):
+        encoder(torch.zeros(41, 8), torch.tensor([41]), None, None, torch.zeros(41, dtype=torch.int64))

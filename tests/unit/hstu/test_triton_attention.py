@@ -1,0 +1,212 @@
+"""The Triton backend without a GPU: its cases by Triton's interpreter, its code by Triton's compiler, its refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hstu.model import triton_launch
+from hstu.model.attention_plan import plan_attention
+from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_blocks import KERNELS, candidate_blocks, shared_memory
+from hstu.model.triton_launch import TILE_SPAN, resolve_backend
+from hstu.train_config import ModelArgs
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton, which requirements/dev.txt has for Linux")
+INTERPRETED = Path(__file__).parent / "interpreted"
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_kernels_compute_what_the_reference_does():
+    """All of `interpreted/`, in a process of its own: the interpreter has to be asked for before Triton is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(INTERPRETED)]
+    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout and "skipped" not in run.stdout
+
+
+# ------------------------------------------------------------------------------------------------------- compilation
+
+
+# What users have most, and what takes the most registers and memory.
+COMPILED = [(torch.bfloat16, 64, "none"), (torch.bfloat16, 128, "position"), (torch.bfloat16, 256, "none")]
+COMPILED += [(torch.float32, 64, "both"), (torch.float32, 256, "none")]
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_every_kernel_compiles_without_spills(architecture, capsys):
+    """Of every dtype and padded width all candidates; what is left out here is in benchmarks/attention_kernels.py."""
+    from benchmarks.attention_kernels import HEADER, LIMITS, compile_kernel, table_row
+
+    lines = [HEADER]
+    for dtype, head_dim, bias in COMPILED:
+        for kernel in KERNELS:
+            for blocks in candidate_blocks(kernel, dtype, head_dim, bias, divmod(architecture, 10)):
+                found = compile_kernel(
+                    kernel, blocks, architecture=architecture, dtype=dtype, head_dim=head_dim, bias=bias
+                )
+                lines.append(table_row(kernel, blocks, architecture, dtype, head_dim, bias, found))
+                assert found.spills == 0, lines[-1]
+                if architecture == 90 and dtype == torch.bfloat16 and head_dim == 64:
+                    assert found.wgmma > 0 and found.async_copies > 0, lines[-1]
+            assert found.shared <= shared_memory(dtype, head_dim) <= LIMITS[architecture], lines[-1]
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+
+
+# -------------------------------------------------------------------------------------------------------------- plan
+
+
+@st.composite
+def batches(draw):
+    lengths = draw(st.lists(st.integers(0, 400), max_size=6))
+    targets = [draw(st.integers(0, length)) for length in lengths]
+    return lengths, targets, [draw(st.integers(0, length - count)) for length, count in zip(lengths, targets)]
+
+
+@given(batches(), st.booleans())
+def test_tiles_cover_every_token_once_the_most_work_first(rows, is_causal):
+    lengths, targets, contextual = (torch.tensor(part, dtype=torch.int64) for part in rows)
+    plan = plan_triton_attention(lengths, targets, contextual, is_causal=is_causal)
+    expected = [(row, place) for row, length in enumerate(rows[0]) for place in range(0, length, TILE_SPAN)]
+    for tiles in (plan.query_tiles, plan.key_tiles):
+        assert sorted(map(tuple, tiles.tolist())) == expected and tiles.dtype == torch.int32
+    first, length, history, context = plan.rows.unbind(1)
+    assert first.tolist() == (lengths.cumsum(0) - lengths).tolist() and length.tolist() == rows[0]
+    if is_causal:
+        assert history.tolist() == (lengths - targets).tolist() and context.tolist() == rows[2]
+    else:
+        assert history.tolist() == rows[0] and not context.any()
+    assert plan.num_tokens == sum(rows[0]) and plan.longest == max(rows[0], default=0)
+    assert plan.sees_ahead == plan_attention(lengths, targets, contextual, num_heads=1, is_causal=is_causal).sees_ahead
+
+
+def test_long_rows_come_first():
+    plan = plan_triton_attention(torch.tensor([100, 600, 300]))
+    visited = [min(place + TILE_SPAN, [100, 600, 300][row]) for row, place in plan.query_tiles.tolist()]
+    assert visited == sorted(visited, reverse=True)
+    visiting = [[100, 600, 300][row] - place for row, place in plan.key_tiles.tolist()]
+    assert visiting == sorted(visiting, reverse=True)
+
+
+def test_mistakes_are_named():
+    plan = plan_triton_attention(torch.tensor([5]))
+    q = torch.zeros(5, 2, 16)
+    with pytest.raises(ValueError, match="query has 4 tokens, the plan was made for 5"):
+        triton_attention(q[:4], q[:4], q[:4], None, plan, normalizer=1.0)
+    with pytest.raises(ValueError, match="longest row has 5 tokens, the position bias reaches 4"):
+        triton_attention(q, q, q, torch.zeros(2, 4), plan, normalizer=1.0)
+    with pytest.raises(ValueError, match="row 1 has 2 tokens and 3 targets"):
+        plan_triton_attention(torch.tensor([4, 2]), torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match="the batch has 4294967296 tokens; they are counted in 32 bits"):
+        plan_triton_attention(torch.tensor([2**32]))
+
+
+def test_fake_tensors_go_through_and_have_all_gradients():
+    """One operator forward and two backward: what launches a kernel each on a device."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "evenrank":
+                self.seen.append(function._schema.name.removeprefix("evenrank::"))
+            return function(*args, **(kwargs or {}))
+
+    plan = plan_triton_attention(torch.tensor([5, 4]))
+    with FakeTensorMode(allow_non_fake_inputs=True), Names() as names:
+        projection = torch.empty(9, 4 * 32, requires_grad=True)
+        bias = torch.empty(2, 9, requires_grad=True)
+        _, v, q, k = (part.unflatten(1, (2, 16)) for part in projection.chunk(4, dim=1))
+        output = triton_attention(q, k, v, bias, plan, normalizer=4.0)
+        output.sum().backward()
+    assert output.shape == (9, 2, 16) and projection.grad.shape == (9, 128) and bias.grad.shape == (2, 9)
+    assert names.seen == ["hstu_attention", "hstu_attention_backward_query", "hstu_attention_backward_key"]
+
+
+# ----------------------------------------------------------------------------------------------------------- devices
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU by what it says of itself; Triton as imported."""
+    says = SimpleNamespace(capability=(9, 0), shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: says.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: says)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    triton_launch._why_not.cache_clear()
+    yield says
+    triton_launch._why_not.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "says", "message"),
+    [
+        ("cpu", torch.float32, 16, {}, "the device is 'cpu'; it is made for CUDA: choose 'pytorch'"),
+        ("cuda", torch.float32, 257, {}, "a head has 257 channels; its kernels hold at most 256: choose 'pytorch'"),
+        ("cuda", torch.float64, 16, {}, "tokens are torch.float64; its kernels take torch.float32, .*choose 'pytorch'"),
+        ("cuda", torch.float32, 16, {"capability": (7, 5)}, "compute capability 7.5; its kernels need 8.0: choose"),
+        (
+            "cuda",
+            torch.float32,
+            256,
+            {"shared_memory_per_block_optin": 9999},
+            r"9999 bytes of shared memory per block; heads of 256 channels in torch.float32 need \d+: choose 'pytorch'",
+        ),
+    ],
+)
+def test_what_the_kernels_cannot_compute_is_named(gpu, device, dtype, head_dim, says, message):
+    vars(gpu).update(says)
+    with pytest.raises(ValueError, match=f"kernel_backend is 'triton' and .*{message}"):
+        resolve_backend("triton", torch.device(device), dtype, head_dim)
+    assert resolve_backend("auto", torch.device(device), dtype, head_dim) == "pytorch"
+
+
+def test_triton_that_is_missing_is_named(gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match="Triton cannot be imported .*install triton, or choose 'pytorch'"):
+        resolve_backend("triton", CUDA, torch.bfloat16, 64)
+    assert resolve_backend("auto", CUDA, torch.bfloat16, 64) == "pytorch"
+
+
+@pytest.mark.parametrize(("asked", "device", "taken"), [("auto", "cuda", "triton"), ("pytorch", "cuda", "pytorch")])
+def test_on_cuda_triton_is_the_default(gpu, asked, device, taken):
+    args = ModelArgs(kernel_backend=asked, compute_dtype="bf16").on(torch.device(device))
+    assert args.kernel_backend == taken
+    assert ModelArgs().on(torch.device("cpu")).kernel_backend == "pytorch"
+
+
+def test_blocks_divide_what_a_tile_spans():
+    for dtype in triton_launch.DTYPES:
+        for head_dim in (1, 16, 24, 64, 96, 128, 256):
+            for kernel, bias in itertools.product(KERNELS, ("none", "position", "time", "both")):
+                candidates = candidate_blocks(kernel, dtype, head_dim, bias, (9, 0))
+                assert candidates == sorted(set(candidates), key=candidates.index)
+                for blocks in candidates:
+                    assert TILE_SPAN % blocks.queries == TILE_SPAN % blocks.keys == 0
+                    # The gradient of the bias by position is added along diagonals of whole blocks of keys.
+                    assert kernel != "backward_query" or blocks.queries % blocks.keys == 0
+                    assert np.log2([blocks.queries, blocks.keys]).min() >= 4
