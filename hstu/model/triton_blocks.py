@@ -37,7 +37,11 @@ _Lines = dict[tuple[int, str, int], list[list[tuple[int, int, int, int]]]]
 # By bytes of an element, kernel and padded width of a head, up to 64, 128 or 256: without biases, with one by position,
 # with one by time. What is missing has the line before. The largest first.
 _EVERYWHERE: _Lines = {
-    (2, "forward", 64): [[(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)]] * 2 + [[(64, 32, 4, 2)]],
+    (2, "forward", 64): [
+        [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
+        [(128, 64, 8, 2), (64, 32, 4, 2)],
+        [(64, 32, 4, 2)],
+    ],
     (2, "forward", 128): [[(128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2)], [(64, 64, 8, 2)], [(32, 32, 8, 2)]],
     (2, "forward", 256): [[(64, 32, 8, 2)], [(32, 32, 8, 2)]],
     (2, "backward_query", 64): [
@@ -61,7 +65,7 @@ _EVERYWHERE: _Lines = {
 }
 # More for compute capability 9.0 and above, whose products of warp groups read both factors from shared memory.
 _FROM_90: _Lines = {
-    (2, "forward", 64): [[], [], [(128, 64, 8, 2)]],
+    (2, "forward", 64): [[], [(128, 64, 8, 3)], [(128, 64, 8, 2)]],
     (2, "backward_query", 64): [[], [(64, 64, 8, 2), (64, 64, 4, 2)], [(64, 32, 8, 2)]],
     (2, "backward_key", 64): [[], [(64, 128, 8, 2), (64, 64, 8, 2)]],
     (2, "backward_key", 128): [[], [(32, 64, 8, 2)]],

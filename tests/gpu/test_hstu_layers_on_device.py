@@ -10,6 +10,8 @@ import torch
 from hstu.model import ExecutionConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
+from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_launch import resolve_backend
 from hstu.train_config import ModelArgs
 from tests.helpers.hstu_models import TABLES, random_batch
 from tests.helpers.models import rank_device
@@ -53,6 +55,47 @@ def test_attention_is_that_of_the_host(device, is_causal, group, with_context, w
     for value, expected in zip(found, attend(torch.device("cpu"), torch.float64)):
         scale = float(expected.abs().max())
         torch.testing.assert_close(value.cpu().double(), expected, rtol=0, atol=1e-4 * scale)
+
+
+# Largest difference, as a part of the largest value. tanh.approx and weights rounded to 16 bits make up for most of it.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [24, 64, 128, 256])
+@pytest.mark.parametrize("bias", ["none", "position", "both"])
+@pytest.mark.parametrize(("is_causal", "group", "with_context"), [(True, 1, False), (True, 3, True), (False, 1, False)])
+def test_triton_attention_is_that_of_the_host(device, is_causal, group, with_context, bias, head_dim, dtype):
+    where = rank_device(device)
+    if resolve_backend("auto", where, dtype, head_dim) != "triton":
+        pytest.skip(f"kernels of Triton cannot run on {where}")
+    generator = torch.Generator().manual_seed(0)
+    lengths, targets, contextual = map(torch.tensor, ([300, 0, 41, 7, 7], [90, 0, 0, 7, 2], [2, 0, 1, 0, 1]))
+    contextual = contextual if with_context else None
+    projection = torch.randn(355, 4 * 2 * head_dim, generator=generator).mul_(0.3).to(dtype)
+    position = torch.randn(2, 599 if with_context or not is_causal else 300, generator=generator) * 0.3
+    time_bias, seconds = torch.randn(2, 20, generator=generator), torch.randint(100, (355,), generator=generator)
+    masks = {"is_causal": is_causal, "target_group_size": group}
+
+    def attend(where, dtype, attention, plan):
+        leaves = [tensor.to(where).requires_grad_() for tensor in (projection.to(dtype), position, time_bias)]
+        _, v, q, k = (part.unflatten(1, (2, head_dim)) for part in leaves[0].chunk(4, dim=1))
+        table = leaves[1] * (bias != "none")
+        if bias == "none" and attention is triton_attention:
+            table = None
+        times = TokenTimes(seconds.to(where), leaves[2]) if bias == "both" else None
+        output = attention(q, k, v, table, plan, normalizer=300.0, times=times)
+        (output * torch.linspace(-1, 1, output.numel()).view(output.shape).to(where, dtype)).sum().backward()
+        used = [True, bias != "none", bias == "both"]
+        return [output.detach(), *(leaf.grad for leaf, has in zip(leaves, used) if has)]
+
+    found = attend(
+        where, dtype, triton_attention, plan_triton_attention(lengths, targets, contextual, device=where, **masks)
+    )
+    plan = plan_attention(lengths, targets, contextual, num_heads=2, **masks)
+    for value, expected in zip(found, attend(torch.device("cpu"), torch.float32, hstu_attention, plan)):
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(value.cpu().float(), expected, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
 @pytest.mark.parametrize("task", ["ranking", "retrieval"])
