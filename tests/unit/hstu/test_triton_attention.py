@@ -44,15 +44,15 @@ def test_the_kernels_compute_what_the_reference_does():
 
 
 # What users have most, and what takes the most registers and memory.
-COMPILED = [(torch.bfloat16, 64, "none"), (torch.bfloat16, 128, "position"), (torch.bfloat16, 256, "none")]
-COMPILED += [(torch.float32, 64, "both"), (torch.float32, 256, "none")]
+COMPILED = [(torch.bfloat16, 64, "none"), (torch.bfloat16, 64, "both"), (torch.bfloat16, 256, "none")]
+COMPILED += [(torch.float32, 64, "both")]
 
 
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_every_kernel_compiles_without_spills(architecture, capsys):
-    """Of every dtype and padded width all candidates; what is left out here is in benchmarks/attention_kernels.py."""
+    """All candidates of the kinds above; `python -m benchmarks.attention_kernels` compiles the others too."""
     from benchmarks.attention_kernels import HEADER, LIMITS, compile_kernel, table_row
 
     lines = [HEADER]
@@ -64,7 +64,7 @@ def test_every_kernel_compiles_without_spills(architecture, capsys):
                 )
                 lines.append(table_row(kernel, blocks, architecture, dtype, head_dim, bias, found))
                 assert found.spills == 0, lines[-1]
-                if architecture == 90 and dtype == torch.bfloat16 and head_dim == 64:
+                if architecture == 90 and (dtype, head_dim, bias) == COMPILED[0] and blocks.keys > 32:
                     assert found.wgmma > 0 and found.async_copies > 0, lines[-1]
             assert found.shared <= shared_memory(dtype, head_dim) <= LIMITS[architecture], lines[-1]
     with capsys.disabled():
