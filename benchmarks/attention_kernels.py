@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hstu.model import triton_kernels
-from hstu.model.triton_blocks import KERNELS, Bias, Blocks, candidate_blocks
+from hstu.model.triton_blocks import KERNELS, MAX_HEAD_DIM, Bias, Blocks, candidate_blocks
 from hstu.model.triton_launch import constants
 
 # Name for ptxas: the instructions of a generation that others do not have are under its own letter.
@@ -156,6 +156,8 @@ def main(args: Args) -> None:
         KERNELS, args.architectures, args.dtypes, args.head_dims, args.biases
     ):
         dtype = _DTYPES[name]
+        if head_dim > MAX_HEAD_DIM[dtype.itemsize]:
+            continue
         for blocks in candidate_blocks(kernel, dtype, head_dim, bias, divmod(architecture, 10)):
             options = {"architecture": architecture, "dtype": dtype, "head_dim": head_dim, "bias": bias}
             print(table_row(kernel, blocks, *options.values(), compile_kernel(kernel, blocks, **options)), flush=True)

@@ -1,7 +1,7 @@
 """Blocks that the Triton kernels may be cut into, and the shared memory that those need.
 
-All of them compile for sm_80, sm_90a and sm_100a without spilled registers, biases by position and time at once
-included where the table has a line for them; `benchmarks/attention_kernels.py` prints what each of them takes.
+They were chosen so that registers do not spill on sm_80 and sm_90a, but for up to 16 bytes of float32 heads of 128
+channels with a bias; `benchmarks/attention_kernels.py` prints what each of them takes, on sm_100a too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 
 KERNELS = ("forward", "backward_query", "backward_key")
-MAX_HEAD_DIM = 256
+# By bytes of an element: wider heads of float32 would not fit into registers.
+MAX_HEAD_DIM = {2: 256, 4: 128}
 Bias = Literal["none", "position", "time", "both"]
 
 
@@ -49,30 +50,27 @@ _EVERYWHERE: _Lines = {
         [(32, 32, 4, 2)],
     ],
     (2, "backward_query", 128): [[(128, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)], [(32, 32, 8, 2)], [(32, 16, 8, 2)]],
-    (2, "backward_query", 256): [[(32, 32, 4, 2)], [(32, 16, 8, 2)]],
+    (2, "backward_query", 256): [[(32, 16, 8, 2)]],
     (2, "backward_key", 64): [[(64, 128, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)], [(64, 32, 4, 2)]],
     (2, "backward_key", 128): [[(64, 64, 8, 2), (32, 32, 8, 2)], [(32, 32, 8, 2)]],
     (2, "backward_key", 256): [[(32, 32, 8, 2)], [(16, 32, 8, 2)]],
     (4, "forward", 64): [[(32, 32, 8, 2)]],
-    (4, "forward", 128): [[(32, 16, 8, 2)]],
-    (4, "forward", 256): [[(16, 16, 8, 2)]],
+    (4, "forward", 128): [[(32, 32, 8, 2), (16, 16, 8, 2)]],
     (4, "backward_query", 64): [[(32, 32, 8, 2)], [(16, 16, 4, 2)]],
     (4, "backward_query", 128): [[(16, 16, 8, 2)]],
-    (4, "backward_query", 256): [[(16, 16, 8, 2)]],
     (4, "backward_key", 64): [[(16, 32, 4, 2)], [(16, 16, 4, 2)]],
     (4, "backward_key", 128): [[(16, 16, 8, 2)]],
-    (4, "backward_key", 256): [[(16, 16, 8, 2)]],
 }
 # More for compute capability 9.0 and above, whose products of warp groups read both factors from shared memory.
 _FROM_90: _Lines = {
-    (2, "forward", 64): [[], [(128, 64, 8, 3)], [(128, 64, 8, 2)]],
+    (2, "forward", 64): [[], [(128, 64, 8, 3)], []],
     (2, "backward_query", 64): [[], [(64, 64, 8, 2), (64, 64, 4, 2)], [(64, 32, 8, 2)]],
     (2, "backward_key", 64): [[], [(64, 128, 8, 2), (64, 64, 8, 2)]],
     (2, "backward_key", 128): [[], [(32, 64, 8, 2)]],
     (2, "backward_query", 256): [[(64, 32, 8, 2)], []],
 }
 # Bytes that suffice for the smallest blocks of every kernel, by bytes of an element and padded width.
-_SHARED_MEMORY = {(2, 64): 65536, (2, 128): 98304, (2, 256): 98304, (4, 64): 65536, (4, 128): 98304, (4, 256): 98304}
+_SHARED_MEMORY = {(2, 64): 65536, (2, 128): 98304, (2, 256): 98304, (4, 64): 65536, (4, 128): 98304}
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -102,10 +102,11 @@ def _why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
         importlib.import_module("triton")
     except ImportError as error:
         return f"Triton cannot be imported ({error}); builds of PyTorch for CUDA bring it: install triton, or"
-    if head_dim > MAX_HEAD_DIM:
-        return f"a head has {head_dim} channels; its kernels hold at most {MAX_HEAD_DIM}:"
     if dtype not in DTYPES:
         return f"tokens are {dtype}; its kernels take {', '.join(map(str, DTYPES))}:"
+    widest = MAX_HEAD_DIM[dtype.itemsize]
+    if head_dim > widest:
+        return f"a head has {head_dim} channels; its kernels hold at most {widest} of {dtype}:"
     if not torch.cuda.is_available():  # a device in pretence, whose tensors no kernel is given
         return None
     found = torch.cuda.get_device_capability(device)

@@ -68,7 +68,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 def test_triton_attention_is_that_of_the_host(device, is_causal, group, with_context, bias, head_dim, dtype):
     where = rank_device(device)
     if resolve_backend("auto", where, dtype, head_dim) != "triton":
-        pytest.skip(f"kernels of Triton cannot run on {where}")
+        pytest.skip(f"kernels of Triton cannot run on {where} or for {head_dim} channels of {dtype}")
     generator = torch.Generator().manual_seed(0)
     lengths, targets, contextual = map(torch.tensor, ([300, 0, 41, 7, 7], [90, 0, 0, 7, 2], [2, 0, 1, 0, 1]))
     contextual = contextual if with_context else None
