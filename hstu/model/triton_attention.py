@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from commons.sequence_batch.host_copies import to_device
 from hstu.model.attention import TokenTimes, require_plan_of, require_reach
 from hstu.model.attention_plan import read_lengths
 from hstu.model.triton_launch import TILE_SPAN, Inputs, launch
@@ -82,13 +83,8 @@ def plan_triton_attention(
         tiles[np.argsort(-keys_seen, kind="stable")],
         tiles[np.argsort(-queries_seeing, kind="stable")],
     ]
-    indices = torch.from_numpy(np.concatenate(parts, axis=None).astype(np.int32))
-    if device.type == "cuda":
-        indices = indices.pin_memory()
-    rows, query_tiles, key_tiles = (
-        flat.view(part.shape)
-        for flat, part in zip(indices.to(device, non_blocking=True).split([part.size for part in parts]), parts)
-    )
+    flat = to_device([part.astype(np.int32).ravel() for part in parts], device)
+    rows, query_tiles, key_tiles = (tensor.view(part.shape) for tensor, part in zip(flat, parts))
     return TritonPlan(
         rows=rows,
         query_tiles=query_tiles,
