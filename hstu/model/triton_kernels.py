@@ -24,8 +24,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Tokens that a tile of the plan spans; blocks are divisors of it.
-TILE_SPAN = tl.constexpr(128)
+from hstu.model import triton_launch
+
+TILE_SPAN = tl.constexpr(triton_launch.TILE_SPAN)
 # Parts of larger tensors, anywhere in them: a kernel compiled for an alignment would be compiled twice.
 _UNALIGNED = ["ROWS", "TILES", "TIMES"]
 # ln(1.351): the width of a time bucket, as in `hstu.model.dense_attention`.
