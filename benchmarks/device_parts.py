@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from benchmarks import attention_on_device
 from benchmarks.exchange import CONTEXT, make_batch
 from benchmarks.report import draw_lengths, table
 from commons.distributed.payload import PayloadLayout
@@ -153,13 +154,15 @@ def _events(on_cuda: bool) -> tuple[Callable[[], None], Callable[[], float]]:
 
 
 def attention(device: torch.device) -> str:
-    """HSTU's attention: time against arithmetic, and against the reference."""
-    from benchmarks import jagged_attention
-
-    measure = getattr(jagged_attention, "attention_table", None)
-    if measure is None:
-        return "`benchmarks.jagged_attention` has no table of the attention on a device."
-    return str(measure(device))
+    """HSTU's attention: Triton kernels against the floor, the blocks of dense products and the peer."""
+    size = {"rows": 2, "longest": 32, "repeats": 1} if device.type == "cpu" else {}
+    lines = [attention_on_device.HEADER]
+    lines += [row.text() for row in attention_on_device.attention_table(device, **size)]
+    size.pop("rows", None)
+    fit = attention_on_device.time_follows_pairs(device, **size)
+    return "\n".join(
+        [*lines, "", f"Time as a line in the pairs of queries and keys, over twelve batches: R² {fit:.4f}"]
+    )
 
 
 def traced_step(device: torch.device) -> str:

@@ -17,8 +17,7 @@ from commons.trainer.optimizers import OptimizerArgs
 from commons.trainer.sharding import Sharding
 from commons.trainer.shuffler import require_shuffler
 from hstu.model import ExecutionConfig, HSTUConfig, RankingConfig, RetrievalConfig
-from hstu.model.config import COMPUTE_DTYPES, ComputeDtype, InBatchPool, KernelBackend, PositionBias
-from hstu.model.triton_launch import resolve_backend
+from hstu.model.config import ComputeDtype, InBatchPool, KernelBackend, PositionBias
 
 
 @dataclass
@@ -108,12 +107,8 @@ class ModelArgs:
                 require_at_least(name, getattr(self, name), 1)
 
     def on(self, device: torch.device) -> ModelArgs:
-        """These settings with what they leave to the device."""
-        backend = self.kernel_backend
-        if backend == "auto":
-            backend = resolve_backend(backend, device, COMPUTE_DTYPES[self.compute_dtype], self.kv_channels)
-        compiles = device.type == "cuda" if self.compile is None else self.compile
-        return replace(self, compile=compiles, kernel_backend=backend)
+        """These settings with what they leave to the device; but for `kernel_backend`, which the layers decide."""
+        return replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
 
     def ranking_config(
         self, *, max_sequence_length: int, tables: dict[str, int], num_tasks: int, **roles: Any

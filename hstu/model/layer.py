@@ -10,6 +10,7 @@ What one layer does to the tokens x of a row:
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from hstu.model.attention import TokenTimes, hstu_attention, require_reach
 from hstu.model.attention_plan import AttentionPlan, plan_attention
 from hstu.model.config import HSTUConfig
+from hstu.model.triton_agreement import LayerKind, disagreement
 from hstu.model.triton_attention import TritonPlan, plan_triton_attention, triton_attention
 from hstu.model.triton_launch import resolve_backend
+
+logger = logging.getLogger(__name__)
 
 
 class RelativePositionBias(nn.Module):
@@ -152,6 +156,11 @@ def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(method, dynamic=True)
 
 
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
 class HSTUEncoder(nn.Module):
     """A stack of HSTU layers and a last layer norm."""
 
@@ -219,10 +228,34 @@ class HSTUEncoder(nn.Module):
         dtype = tokens.dtype
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
-        backend = self.config.execution.kernel_backend
-        if resolve_backend(backend, tokens.device, dtype, self.config.kv_channels) == "pytorch":
+        if not self._uses_triton(tokens.device, dtype):
             num_heads = self.config.num_attention_heads
             return plan_attention(lengths, num_targets, num_contextual, num_heads=num_heads, **masks)
         plan = plan_triton_attention(lengths, num_targets, num_contextual, **masks)
         require_reach(plan.longest, self.config.max_sequence_length, sees_ahead=False)
         return plan
+
+    def _uses_triton(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the kernels are asked for, or may be chosen, and compute on this device what they should."""
+        config = self.config
+        backend = config.execution.kernel_backend
+        if resolve_backend(backend, device, dtype, config.kv_channels) == "pytorch":
+            return False
+        if not torch.cuda.is_available():  # a device in pretence, whose tensors no kernel is given
+            return True
+        kind = LayerKind(
+            dtype,
+            config.kv_channels,
+            config.is_causal,
+            config.contextual_mask and config.is_causal,
+            config.target_group_size,
+            config.position_bias != "none",
+            config.time_bias,
+        )
+        reason = disagreement(device, kind)
+        if reason is None:
+            return True
+        if backend == "triton":
+            raise RuntimeError(f"kernel_backend is 'triton' and {reason}; choose 'pytorch'")
+        _warn_once(f"attention on {device} is computed by PyTorch: Triton was tried, and {reason}")
+        return False

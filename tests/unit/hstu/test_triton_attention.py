@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -17,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hstu.model import triton_launch
+from hstu.model import ExecutionConfig, HSTUEncoder, layer, triton_launch
 from hstu.model.attention_plan import plan_attention
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
 from hstu.model.triton_blocks import KERNELS, candidate_blocks, shared_memory
 from hstu.model.triton_launch import TILE_SPAN, resolve_backend
-from hstu.train_config import ModelArgs
+from tests.helpers.hstu_models import HSTU
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton, which requirements/dev.txt has for Linux")
@@ -193,11 +194,37 @@ def test_triton_that_is_missing_is_named(gpu, monkeypatch):
     assert resolve_backend("auto", CUDA, torch.bfloat16, 64) == "pytorch"
 
 
-@pytest.mark.parametrize(("asked", "device", "taken"), [("auto", "cuda", "triton"), ("pytorch", "cuda", "pytorch")])
-def test_on_cuda_triton_is_the_default(gpu, asked, device, taken):
-    args = ModelArgs(kernel_backend=asked, compute_dtype="bf16").on(torch.device(device))
-    assert args.kernel_backend == taken
-    assert ModelArgs().on(torch.device("cpu")).kernel_backend == "pytorch"
+def encode(backend):
+    """A batch through an encoder whose device Triton is said to serve."""
+    encoder = HSTUEncoder(dataclasses.replace(HSTU, execution=ExecutionConfig(kernel_backend=backend)))
+    return encoder(torch.ones(4, HSTU.hidden_size), torch.tensor([4])), encoder
+
+
+@pytest.fixture
+def doubtful(gpu, monkeypatch):
+    """A device on which the kernels compute something else."""
+    monkeypatch.setattr(layer, "resolve_backend", lambda backend, *_: "pytorch" if backend == "pytorch" else "triton")
+    monkeypatch.setattr(layer, "disagreement", lambda *_: "it computes outputs that are off by 3")
+    layer._warn_once.cache_clear()
+
+
+def test_kernels_in_doubt_are_not_the_default(doubtful, caplog):
+    found, encoder = encode("auto")
+    torch.testing.assert_close(found, encoder(torch.ones(4, HSTU.hidden_size), torch.tensor([4])))
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention on cpu is computed by PyTorch: Triton was tried, and it computes outputs that are off by 3"
+    ]
+
+
+def test_kernels_in_doubt_are_refused_to_who_asks_for_them(doubtful):
+    with pytest.raises(RuntimeError, match="is 'triton' and it computes outputs that are off by 3; choose 'pytorch'"):
+        encode("triton")
+
+
+def test_on_cuda_triton_is_the_default(gpu):
+    assert resolve_backend("auto", CUDA, torch.bfloat16, 64) == "triton"
+    assert resolve_backend("pytorch", CUDA, torch.bfloat16, 64) == "pytorch"
+    assert resolve_backend("auto", torch.device("cpu"), torch.bfloat16, 64) == "pytorch"
 
 
 def test_blocks_divide_what_a_tile_spans():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hstu.model import ExecutionConfig, HSTUEncoder, layer, triton_launch
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
+from hstu.model.triton_agreement import LayerKind, disagreement
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
 from hstu.model.triton_blocks import KERNELS, Blocks
 from tests.helpers.hstu_models import HSTU
@@ -191,3 +192,30 @@ def test_layers_compute_the_same_with_both(monkeypatch, position_bias, saves_mem
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     with pytest.raises(ValueError, match="the longest row has 41 tokens, the position bias reaches 40"):
         encoder(torch.zeros(41, 8), torch.tensor([41]), None, None, torch.zeros(41, dtype=torch.int64))
+
+
+KINDS = [
+    LayerKind(torch.float32, 16, True, False, 1, has_position=True, has_time=False),
+    LayerKind(torch.bfloat16, 16, True, True, 2, has_position=True, has_time=True),
+    LayerKind(torch.float16, 24, False, False, 1, has_position=False, has_time=False),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_that_agree_are_trusted(monkeypatch, kind):
+    use_blocks(monkeypatch, 64, 64)
+    assert disagreement.__wrapped__(torch.device("cpu"), kind) is None
+
+
+@pytest.mark.parametrize(
+    ("planted", "reason"),
+    [
+        (lambda scalars: (*scalars[:4], scalars[4] * 1.2, *scalars[5:]), "it computes outputs that are off by"),
+        (lambda scalars: 1 / 0, "its kernels cannot run (ZeroDivisionError: division by zero)"),
+    ],
+)
+def test_kernels_that_compute_something_else_are_not(monkeypatch, planted, reason):
+    use_blocks(monkeypatch, 64, 64)
+    scalars = triton_launch.scalars
+    monkeypatch.setattr(triton_launch, "scalars", lambda inputs: planted(scalars(inputs)))
+    assert reason in disagreement.__wrapped__(torch.device("cpu"), KINDS[0])
