@@ -225,10 +225,10 @@ def _connect(payload: dist.ProcessGroup) -> bool:
         Whether the group has an all-to-all.
     """
     device = only_device(payload)
-    if device is None:
-        # All ranks must use the same device: CUDA if all of them have it in use already. (Another connects at first
-        # use.)
-        without_cuda = torch.tensor([int(not torch.cuda.is_initialized())])
+    if _serves(payload, "cpu"):
+        # All ranks must use the same device, and some may see no GPU: CUDA if all of them have it in use already.
+        # (Another connects at first use.)
+        without_cuda = torch.tensor([int(device is not None or not torch.cuda.is_initialized())])
         dist.all_reduce(without_cuda, op=dist.ReduceOp.MAX, group=payload)
         device = torch.device("cpu" if without_cuda else "cuda")
     return _connect_payload(payload, device)

@@ -142,8 +142,9 @@ def launch(kernel: str, inputs: Inputs, outputs: Sequence[torch.Tensor | None]) 
         (True, True): "both",
     }
     bias = kinds[inputs.bias is not None, inputs.time_bias is not None]
-    blocks = choose_blocks(query.device, query.dtype, query.shape[2], bias, inputs.is_causal)
+    # Triton launches on the current device: also what is launched to choose blocks.
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
+        blocks = choose_blocks(query.device, query.dtype, query.shape[2], bias, inputs.is_causal)
         _launch(kernel, blocks[kernel], inputs, outputs)
 
 

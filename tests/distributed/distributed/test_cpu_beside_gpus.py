@@ -108,6 +108,19 @@ def test_gloo_ranks_train_on_the_cpu(tmp_path):
     assert answers[0][-1][1] == list(range(8))
 
 
+def _one_of_two_sees_a_gpu():
+    with pretended_gpu() if dist.get_rank() == 0 else nullcontext():
+        return _shuffle(None)
+
+
+def test_ranks_that_see_a_gpu_and_ranks_that_see_none_connect_alike():
+    pool = RankPool(2)  # fresh ranks, as above
+    try:
+        assert pool.run(_one_of_two_sees_a_gpu) == [True, True]
+    finally:
+        pool.stop()
+
+
 def test_a_single_process_on_the_cpu(tmp_path):
     """Its batch tells where it trains: a calibration of this CPU is taken, one of another device is refused."""
     batch = make_batch([1, 2, 3], 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -225,6 +226,31 @@ def test_on_cuda_triton_is_the_default(gpu):
     assert resolve_backend("auto", CUDA, torch.bfloat16, 64) == "triton"
     assert resolve_backend("pytorch", CUDA, torch.bfloat16, 64) == "pytorch"
     assert resolve_backend("auto", torch.device("cpu"), torch.bfloat16, 64) == "pytorch"
+
+
+def test_blocks_are_chosen_and_kernels_launched_on_the_device_of_the_tensors(monkeypatch):
+    """Triton launches on the current device, whatever its tensors lie on."""
+    on = []
+
+    @contextlib.contextmanager
+    def current(device):
+        on.append(device)
+        yield
+        on.pop()
+
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(
+        triton_launch, "choose_blocks", lambda *_: seen.append(("choose", *on)) or dict.fromkeys(KERNELS)
+    )
+    monkeypatch.setattr(triton_launch, "_launch", lambda *_: seen.append(("launch", *on)))
+    second = torch.device("cuda", 1)
+    query = SimpleNamespace(device=second, is_cuda=True, numel=lambda: 1, dtype=torch.bfloat16, shape=(1, 1, 16))
+    nothing = (None,) * 3
+    triton_launch.launch(
+        "forward", triton_launch.Inputs(query, query, query, *nothing, *nothing[:2], 1.0, 1, True, False), []
+    )
+    assert seen == [("choose", second), ("launch", second)]
 
 
 def test_blocks_divide_what_a_tile_spans():
