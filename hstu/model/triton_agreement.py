@@ -7,7 +7,7 @@ one that is wrong for a GPU that nobody has tried, is known before the first ste
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,20 +78,23 @@ def _both(device: torch.device, kind: LayerKind) -> tuple[list[torch.Tensor], li
 
     def run(by_kernels: bool) -> list[torch.Tensor]:
         inputs = drawn[:3].to(kind.dtype if by_kernels else torch.float32).clone().requires_grad_()
+        query, key, value = inputs
         leaf = biases.clone().requires_grad_()
         position, time = leaf[:, : width if sees_ahead else max(_LENGTHS)], leaf[:, width:]
         times = TokenTimes(seconds, time) if kind.has_time else None
-        masks = {"is_causal": kind.is_causal, "target_group_size": kind.target_group_size}
+        masks: dict[str, Any] = {"is_causal": kind.is_causal, "target_group_size": kind.target_group_size}
         if by_kernels:
             plan = plan_triton_attention(*rows, **masks, device=device)
-            table = position if kind.has_position else None
-            output = triton_attention(*inputs, table, plan, normalizer=_NORMALIZER, times=times)
+            output = triton_attention(
+                query, key, value, position if kind.has_position else None, plan, normalizer=_NORMALIZER, times=times
+            )
         else:
             blocks = plan_attention(*rows, num_heads=_NUM_HEADS, **masks, device=device)
             table = position if kind.has_position else torch.zeros_like(position)
-            output = hstu_attention(*inputs, table, blocks, normalizer=_NORMALIZER, times=times)
-        output.backward(drawn[3].to(output.dtype))
-        grad_biases = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        return [output.detach().float(), inputs.grad.float(), grad_biases.float()]
+            output = hstu_attention(query, key, value, table, blocks, normalizer=_NORMALIZER, times=times)
+        leaves = [inputs, leaf]
+        gradients = torch.autograd.grad(output, leaves, drawn[3].to(output.dtype), allow_unused=True)
+        found = (torch.zeros_like(each) if grad is None else grad for each, grad in zip(leaves, gradients))
+        return [output.detach().float(), *(each.float() for each in found)]
 
     return run(False), run(True)
