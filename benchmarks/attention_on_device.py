@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,13 +110,18 @@ def draw_lengths(kind: str, rows: int, longest: int, seed: int = 0) -> torch.Ten
 
 
 def attention_table(
-    device: torch.device, *, rows: int = 32, longest: int = 4096, repeats: int = 12
+    device: torch.device,
+    *,
+    rows: int = 32,
+    longest: int = 4096,
+    repeats: int = 12,
+    head_dims: tuple[int, ...] = (64, 128),
 ) -> list[AttentionRow]:
-    """Uniform, lognormal and Zipf lengths, 4 heads × 64 and × 128, with and without a bias by position."""
+    """Uniform, lognormal and Zipf lengths, 4 heads of every width, with and without a bias by position."""
     return [
         measure(kind, rows, longest, 4, head_dim, has_bias, device, repeats)
         for kind in ("uniform", "lognormal", "zipf")
-        for head_dim in (64, 128)
+        for head_dim in head_dims
         for has_bias in (False, True)
     ]
 
@@ -126,6 +132,11 @@ def time_follows_pairs(device: torch.device, *, longest: int = 4096, repeats: in
     measured = [measure(kind, rows, longest, 4, 64, False, device, repeats) for kind, rows in shapes]
     seconds = [row.blocks_ms if row.triton_ms is None else row.triton_ms for row in measured]
     return fit_line([float(row.pairs) for row in measured], seconds).r_squared
+
+
+def describe_fit(r_squared: float) -> str:
+    """What `time_follows_pairs` has found, in words."""
+    return f"Time as a line in the pairs, over twelve batches: R² {r_squared:.4f}"
 
 
 def measure(
@@ -212,15 +223,18 @@ def _milliseconds(step: Callable[[], None], device: torch.device, repeats: int) 
     return statistics.median(taken)
 
 
-def main(args: Args) -> None:
-    """Measure and print."""
+def main(args: Args) -> int:
+    """Measure and print; the exit status is 2 without the device."""
     device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("error: no CUDA device is visible; use --device cpu to run the code on the CPU", file=sys.stderr)
+        return 2
     print(HEADER)
     for row in attention_table(device, rows=args.rows, longest=args.longest, repeats=args.repeats):
         print(row.text(), flush=True)
-    fit = time_follows_pairs(device, longest=args.longest, repeats=args.repeats)
-    print(f"\nTime as a line in the pairs, over twelve batches: R² {fit:.4f}")
+    print(f"\n{describe_fit(time_follows_pairs(device, longest=args.longest, repeats=args.repeats))}")
+    return 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    sys.exit(main(tyro.cli(Args, description=__doc__)))

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks import attention_on_device
+from benchmarks.attention_on_device import HEADER as ATTENTION_HEADER
+from benchmarks.attention_on_device import attention_table, describe_fit, time_follows_pairs
 from benchmarks.exchange import CONTEXT, make_batch
 from benchmarks.report import draw_lengths, table
 from commons.distributed.payload import PayloadLayout
@@ -54,7 +55,8 @@ def cases_under_sanitizer(device: torch.device) -> str:
     """The pipelines under torch's CUDA sanitizer, which looks for races between streams."""
     arguments = ["tests/gpu/test_pipelines_on_device.py", "--device", device.type, "-p", "no:cacheprovider"]
     command = [*_launch(device), "-m", "pytest", *arguments, "-k", "lite" if device.type == "cpu" else "unshuffled"]
-    return _run_cases(command, {"TORCH_CUDA_SANITIZER": "1"})
+    # Without CUDA torch cannot be imported with it.
+    return _run_cases(command, {"TORCH_CUDA_SANITIZER": "1"} if device.type == "cuda" else None)
 
 
 def _launch(device: torch.device) -> list[str]:
@@ -154,15 +156,12 @@ def _events(on_cuda: bool) -> tuple[Callable[[], None], Callable[[], float]]:
 
 
 def attention(device: torch.device) -> str:
-    """HSTU's attention: Triton kernels against the floor, the blocks of dense products and the peer."""
-    size = {"rows": 2, "longest": 32, "repeats": 1} if device.type == "cpu" else {}
-    lines = [attention_on_device.HEADER]
-    lines += [row.text() for row in attention_on_device.attention_table(device, **size)]
-    size.pop("rows", None)
-    fit = attention_on_device.time_follows_pairs(device, **size)
-    return "\n".join(
-        [*lines, "", f"Time as a line in the pairs of queries and keys, over twelve batches: R² {fit:.4f}"]
-    )
+    """HSTU's attention: time against the arithmetic floor, and against the blocks of dense products."""
+    # One width of a head: for every further one a dozen kernels are compiled.
+    sizes = {"longest": 16, "repeats": 1} if device.type == "cpu" else {}
+    rows = attention_table(device, rows=2 if sizes else 32, head_dims=(64,), **sizes)
+    fit = time_follows_pairs(device, **sizes)
+    return "\n".join([ATTENTION_HEADER, *(row.text() for row in rows), "", f"{describe_fit(fit)}."])
 
 
 def traced_step(device: torch.device) -> str:

@@ -14,7 +14,7 @@ for file in benchmarks/*.py; do
   # Programs have a main; the others are what they share.
   grep -q '^if __name__ == "__main__":' "$file" || continue
   name=$(basename "$file" .py)
-  [ "$name" != on_device ] || continue  # a command of its own, which needs a GPU
+  case $name in on_device | attention_*) continue ;; esac  # commands of their own, which need a GPU or Triton
   echo "== $name"
   "$bin/python" -m "benchmarks.$name" "$@" || failed+=("$name")
 done

@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 
 
 def test_a_rehearsal_fills_the_page(tmp_path):
-    # The other two run tests/gpu, which tests/distributed/test_ci_scripts.py does too.
-    parts = ["exchange", "attention", "step", "balance"]
+    # That of the cases runs tests/gpu, which tests/distributed/test_ci_scripts.py does too.
+    parts = ["sanitizer", "exchange", "attention", "step", "balance"]
     page = tmp_path / "page.md"
     command = [sys.executable, "-m", "benchmarks.on_device", "--rehearse", "--output", str(page), "--only", *parts]
     job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -28,6 +28,7 @@ def test_a_rehearsal_fills_the_page(tmp_path):
     assert text in job.stdout and "A rehearsal on the CPU" in text and "failed" not in text
     for part in parts:
         assert f"## {on_device.PARTS[part].title}" in text
+    assert "| zipf | 2 × 16 | 4 × 64 | position |" in text and "R² " in text
     assert "| refined | " in text and "| window of 2 | " in text and "forward pass on the host" in text
 
 
