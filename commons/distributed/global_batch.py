@@ -64,10 +64,13 @@ class GlobalBatch:
         columns = self._columns("features")
         if columns is None or not self._is_of(pg_group) or not self._describes(batch, "features"):
             return None
-        of_key = self.plan.gathered.lengths[:, columns.start + batch.features.keys().index(key)]
-        steps = self.plan.gathered.steps
-        places = range(self.step, self.plan.gathered.num_places, steps)
-        return [of_key[self.plan.rows_for(place)] for place in places]
+        plan, steps = self.plan, self.plan.gathered.steps
+        here = np.flatnonzero(plan.destination % steps == self.step)
+        rank = plan.destination[here] // steps
+        of_key = plan.gathered.lengths[here, columns.start + batch.features.keys().index(key)]
+        ends = np.cumsum(np.bincount(rank, minlength=plan.gathered.num_ranks))
+        # One sort for all ranks, of which there may be thousands.
+        return np.split(of_key[np.argsort(rank, kind="stable")], ends[:-1])
 
     @property
     def _trained_now(self) -> np.ndarray | slice:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,7 +22,7 @@ from commons.sequence_batch.batch import BaseBatch
 from commons.trainer.args import OptimizationArgs
 from commons.trainer.optimization import StepUpdate
 from hstu.model import HSTURankingModel, HSTURetrievalModel, RetrievalConfig
-from hstu.model.config import ExecutionConfig
+from hstu.model.config import ExecutionConfig, KernelBackend
 from hstu.negatives import with_negatives
 from tests.helpers import hstu_models, sid_models
 from tests.helpers.pretended_cuda import CUDA, Watch, fake_mode, pretended_pinning
@@ -86,8 +87,8 @@ def _take_step(make_model: Callable[[], torch.nn.Module], host: BaseBatch, globa
     )
 
 
-def _hstu(task: str, dtype: str, **changes: Any) -> Callable[[], torch.nn.Module]:
-    execution = ExecutionConfig(compute_dtype=dtype, kernel_backend="pytorch")
+def _hstu(task: str, dtype: str, backend: KernelBackend = "pytorch", **changes: Any) -> Callable[[], torch.nn.Module]:
+    execution = ExecutionConfig(compute_dtype=dtype, kernel_backend=backend)
     hstu = dataclasses.replace(hstu_models.HSTU, max_sequence_length=80, execution=execution, **changes)
     if task == "ranking":
         config = dataclasses.replace(hstu_models.CONFIG, hstu=hstu)
@@ -105,8 +106,8 @@ def _hstu_batch(task: str) -> BaseBatch:
     return batch
 
 
-def _hstu_step(task: str, dtype: str, changes: dict[str, Any]) -> Step:
-    return _take_step(_hstu(task, dtype, **changes), _hstu_batch(task))
+def _hstu_step(task: str, dtype: str, backend: KernelBackend, changes: dict[str, Any]) -> Step:
+    return _take_step(_hstu(task, dtype, backend, **changes), _hstu_batch(task))
 
 
 def require_clean(step: Step) -> None:
@@ -132,7 +133,30 @@ def require_clean(step: Step) -> None:
 def test_hstu(
     pretended: PretendedProcess, task: str, dtype: str, changes: dict[str, Any], forward: int, whole: int
 ) -> None:
-    step = pretended.run(_hstu_step, task, dtype, changes)
+    step = pretended.run(_hstu_step, task, dtype, "pytorch", changes)
+    require_clean(step)
+    assert 0 < step.forward <= forward
+    assert step.forward < step.whole <= whole
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, see requirements/dev.txt")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("task", "changes", "forward", "whole"),
+    [
+        ("ranking", {}, 115, 240),
+        ("ranking", {"time_bias": True}, 135, 265),
+        ("ranking", {"contextual_mask": True}, 115, 240),
+        ("in batch", {}, 145, 330),
+        ("drawn", {}, 210, 485),
+    ],
+    ids=str,
+)
+def test_hstu_with_its_kernels(
+    pretended: PretendedProcess, task: str, dtype: str, changes: dict[str, Any], forward: int, whole: int
+) -> None:
+    """What is the default on CUDA; a kernel counts as one launch."""
+    step = pretended.run(_hstu_step, task, dtype, "triton", changes)
     require_clean(step)
     assert 0 < step.forward <= forward
     assert step.forward < step.whole <= whole
