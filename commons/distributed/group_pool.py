@@ -225,7 +225,7 @@ def _connect(payload: dist.ProcessGroup) -> bool:
         Whether the group has an all-to-all.
     """
     device = only_device(payload)
-    if _serves(payload, "cpu"):
+    if device is None or _serves(payload, "cpu"):
         # All ranks must use the same device, and some may see no GPU: CUDA if all of them have it in use already.
         # (Another connects at first use.)
         without_cuda = torch.tensor([int(device is not None or not torch.cuda.is_initialized())])
