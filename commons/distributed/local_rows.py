@@ -24,7 +24,7 @@ class LocalRows:
         real_rows: rows that are no padding.
         sizes: elements of every row field, in the schema's order.
         workloads: what `get_workloads` returned, on the host; None in mode "off".
-        lengths: lengths `(keys, rows)` of every KeyedJaggedTensor field, on the host; none in mode "off".
+        lengths: lengths `(keys, rows)` of every KeyedJaggedTensor field; none in mode "off".
         host_values: `(rows,)` of every field that the host keeps, see `BaseBatch`; none in mode "off".
         copied: the event after which copies from a device are complete.
         device: where the batch is trained; None if that is not known yet.
@@ -36,8 +36,8 @@ class LocalRows:
     real_rows: int = 0
     sizes: tuple[int, ...] = ()
     workloads: Any = None
-    lengths: tuple[torch.Tensor, ...] = ()
-    host_values: tuple[torch.Tensor, ...] = ()
+    lengths: tuple[np.ndarray, ...] = ()
+    host_values: tuple[np.ndarray, ...] = ()
     copied: torch.Event | None = None
     device: torch.device | None = None
     error: Exception | None = None
@@ -67,8 +67,11 @@ class LocalRows:
         lengths = [value.lengths().view(len(value.keys()), rows) for value in jagged]
         kept = [items[field.name] for field in schema.host_fields]
         (workloads, *rest), copied = _on_host([get_workloads(batch, schema), *lengths, *kept])
-        lengths, kept = rest[: len(lengths)], rest[len(lengths) :]
-        return cls(schema, rows, real, sizes, workloads, tuple(lengths), tuple(kept), copied, device)
+        # As arrays, of values that may yet come: torch lets go of the interpreter lock wherever it is asked, and the
+        # worker would have to wait for it as often.
+        arrays = [values.numpy() for values in rest]
+        lengths, kept = arrays[: len(lengths)], arrays[len(lengths) :]
+        return cls(schema, rows, real, sizes, _as_array(workloads), tuple(lengths), tuple(kept), copied, device)
 
     def table(self) -> np.ndarray:
         """Workload, lengths and host values of every real row; waits for copies from a device.
@@ -82,15 +85,16 @@ class LocalRows:
         if self.copied is not None:
             self.copied.synchronize()
         workloads = as_int64_workloads(_one_per_row(self.workloads, self.rows)[: self.real_rows])
-        kept = [values.numpy().astype(np.int64)[: self.real_rows, None] for values in self.host_values]
-        return np.concatenate([workloads[:, None], *self._real_lengths(), *kept], axis=1)
+        kept = [values[None, : self.real_rows] for values in self.host_values]
+        columns = np.concatenate([workloads[None], *self._real_lengths(), *kept], axis=0, dtype=np.int64)
+        return np.ascontiguousarray(columns.T)
 
     def _real_lengths(self) -> list[np.ndarray]:
-        """int64 `(real_rows, keys)` lengths of every jagged field, after a look at whether they fit its values."""
+        """int64 `(keys, real_rows)` lengths of every jagged field, after a look at whether they fit its values."""
         assert self.schema is not None  # noqa: S101  a rank without a batch has no lengths
         tables = []
         for field, lengths, num_values in zip(self.schema.jagged, self.lengths, self.sizes):
-            table = lengths.numpy().astype(np.int64)
+            table = lengths.astype(np.int64)
             stated = int(table.sum())
             if table.min(initial=0) < 0:
                 raise ValueError(
@@ -106,7 +110,7 @@ class LocalRows:
                     f"field {field.name!r} has values in padding rows [{self.real_rows}, {self.rows}); padding rows "
                     "have zero lengths: raise actual_batch_size or empty these rows"
                 )
-            tables.append(table[:, : self.real_rows].T)
+            tables.append(table[:, : self.real_rows])
         return tables
 
 
@@ -122,6 +126,13 @@ def _one_per_row(workloads: Any, rows: int) -> Any:
             f"workloads has {count} entries, batch_size is {rows}; one per row is needed, padding included: return one "
             "per sample"
         )
+    return workloads
+
+
+def _as_array(workloads: Any) -> Any:
+    """A tensor of integers, one per row, as the array that shares its memory; anything else as it is."""
+    if isinstance(workloads, torch.Tensor) and workloads.dim() == 1 and not workloads.is_floating_point():
+        return workloads.detach().numpy()
     return workloads
 
 

@@ -29,6 +29,7 @@ from commons.distributed.schema_agreement import agree_on_schema
 from commons.distributed.stats import ShuffleStats, stats_of_plan
 from commons.distributed.verification import checksums, verify_rows
 from commons.perf_model.calibration import CalibratedTask
+from commons.perf_model.row_sums import read_rows
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 from commons.sequence_batch.schema import BatchSchema
 
@@ -239,7 +240,6 @@ class ShuffleSession:
         error = next((each.error for each in local if each.error is not None), None)
         own, problem = attempt(lambda: [_own_table(schema, each, columns) for each in local])
         error = error or problem
-        rows = np.zeros(0, dtype=np.int64) if own is None else np.concatenate(own)
         batches = [each for each in local if each.schema is not None]
         counts = [count for each in batches for count in (each.rows, each.real_rows)]
         header = self._header
@@ -247,8 +247,10 @@ class ShuffleSession:
             message = np.zeros(header + self._capacity * columns, dtype=np.int64)
             message[:_ROWS] = (step, len(batches))
             message[_ROWS : _ROWS + len(counts)] = counts
-            sent = rows[: len(message) - header]
-            message[header : header + len(sent)] = sent
+            at = header
+            for rows in own or ():
+                message[at : at + len(rows)] = rows[: max(0, len(message) - at)]
+                at += len(rows)
             table = self.channel.agree("gather", {}, error, message, step)
             if (table[:, _STEP] != step).any():
                 raise RuntimeError(
@@ -311,8 +313,10 @@ class ShuffleSession:
 
     def _require_rows_everywhere(self, schema: BatchSchema, plan: ShufflePlan) -> None:
         """Raise ValueError, on all ranks, if one would train no row of a batch that cannot state padding."""
+        if plan.result_real_rows.all():
+            return
         without = np.flatnonzero(plan.result_real_rows == 0)
-        if len(without) and self._options.mode == "balance" and not schema.states_padding:
+        if self._options.mode == "balance" and not schema.states_padding:
             raise ValueError(
                 f"ranks {self._named(without)} would train no row, and {schema.type_name} cannot state padding; such a "
                 "batch needs at least one row on every rank: give it a field actual_batch_size, or derive it from "
@@ -364,7 +368,7 @@ def _own_table(agreed: BatchSchema, local: LocalRows, columns: int) -> np.ndarra
             f"this batch differs from the first: {'; '.join(agreed.differences(local.schema))}; type, keys, dtypes and "
             "plain values stay the same: make every batch alike, or a property what depends on the rows"
         )
-    return local.table().ravel() if columns else np.zeros(0, dtype=np.int64)
+    return local.table().reshape(-1) if columns else np.zeros(0, dtype=np.int64)
 
 
 def _read_table(
@@ -376,13 +380,11 @@ def _read_table(
     """The rows of all ranks, from the gathered table and the rows and real rows in it, `(world_size, window)` each."""
     steps = int(table[:, _NUM_BATCHES].max())
     header, columns = _ROWS + 2 * counts[0].shape[1], _num_columns(schema)
-    bodies = table[:, header:].reshape(len(table), -1, columns)
-    here = np.arange(bodies.shape[1]) < counts[1].sum(axis=1)[:, None]
-    whole = bodies.reshape(-1, columns).take(np.flatnonzero(here), axis=0)
-    workloads, lengths, host_values = np.split(whole, [1, 1 + schema.num_keys], axis=1)
-    rows, real_rows = (each[:, :steps].ravel() for each in counts)
-    tokens = _tokens(schema, lengths, token_features)
-    return GatheredRows(rows, real_rows, workloads[:, 0].copy(), tokens, lengths, steps, host_values)
+    counted = [1 + key for key in _counted_keys(schema, token_features)]
+    whole, workloads, tokens = read_rows(table[:, header:], counts[1].sum(axis=1), columns, counted)
+    lengths, host_values = whole[:, 1 : 1 + schema.num_keys], whole[:, 1 + schema.num_keys :]
+    rows, real_rows = (np.ascontiguousarray(each[:, :steps]).reshape(-1) for each in counts)
+    return GatheredRows(rows, real_rows, workloads, tokens, lengths, steps, host_values)
 
 
 def _num_columns(schema: BatchSchema) -> int:
@@ -390,16 +392,11 @@ def _num_columns(schema: BatchSchema) -> int:
     return 1 + schema.num_keys + len(schema.host_fields)
 
 
-def _tokens(schema: BatchSchema, lengths: np.ndarray, features: tuple[str, ...] | None) -> np.ndarray:
-    """Tokens per row: lengths of the jagged fields' keys, labels left out; 1 for a batch that has none to count."""
-    counted = [
-        field.name != "labels" and (features is None or key in features)
-        for field in schema.jagged
-        for key in field.keys
+def _counted_keys(schema: BatchSchema, features: tuple[str, ...] | None) -> list[int]:
+    """The keys whose lengths are a row's tokens: all but the labels'; none for a batch that has none to count."""
+    names = [(field.name, key) for field in schema.jagged for key in field.keys]
+    return [
+        index
+        for index, (field_name, key) in enumerate(names)
+        if field_name != "labels" and (features is None or key in features)
     ]
-    if not any(counted):
-        return np.ones(len(lengths), dtype=np.int64)
-    tokens = np.zeros(len(lengths), dtype=np.int64)
-    for key in np.flatnonzero(counted):
-        tokens += lengths[:, key]  # several times faster than a sum over the short axis
-    return tokens

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from commons.perf_model.loads import imbalance, sum_by_rank
+from commons.perf_model.loads import imbalance
+from commons.perf_model.row_sums import count_moves
 from commons.perf_model.shuffle_plan import ShufflePlan
 
 
@@ -210,14 +209,9 @@ def stats_of_plan(
     told = afters if plan.gated else plan.loads_planned.reshape(-1, steps).T
     largest_before, largest_told = befores.max(axis=1, initial=0), told.max(axis=1, initial=0)
     before, after = int(largest_before.sum()), int(largest_told.sum())
-    num_rows, num_tokens = _by_step(plan, slice(None))
-    moved = np.flatnonzero(plan.moves)
-    rows_moved, tokens_moved = _by_step(plan, moved)
-    rows_crossed: list[int | None] = [None] * steps
-    tokens_crossed: list[int | None] = [None] * steps
-    if ranks_per_node is not None:  # who leaves the node leaves the rank
-        nodes = (gathered.rank_of(place[moved]) // ranks_per_node for place in (plan.destination, gathered.home))
-        rows_crossed[:], tokens_crossed[:] = _by_step(plan, moved[np.not_equal(*nodes)])
+    num_rows, num_tokens, rows_moved, tokens_moved, rows_crossed, tokens_crossed = count_moves(
+        gathered.home, plan.destination, gathered.tokens, steps, ranks_per_node or gathered.num_ranks
+    ).tolist()
 
     return tuple(
         ShuffleStats(
@@ -229,15 +223,15 @@ def stats_of_plan(
             largest_load_after=int(largest_told[index]),
             lower_bound=plan.lower_bound // steps,
             optimality_gap=after / plan.lower_bound - 1.0 if plan.lower_bound else 0.0,
-            moved=len(moved) > 0,
+            moved=any(rows_moved),
             gated=plan.gated,
             num_rows=num_rows[index],
             num_tokens=num_tokens[index],
             rows_moved=rows_moved[index],
             tokens_moved=tokens_moved[index],
             token_fraction_moved=tokens_moved[index] / num_tokens[index] if num_tokens[index] else 0.0,
-            rows_moved_across_nodes=rows_crossed[index],
-            tokens_moved_across_nodes=tokens_crossed[index],
+            rows_moved_across_nodes=None if ranks_per_node is None else rows_crossed[index],
+            tokens_moved_across_nodes=None if ranks_per_node is None else tokens_crossed[index],
             excess_tokens=plan.excess_tokens,
             bytes_sent=bytes_sent // steps,
             gather_ms=gather_ms / steps,
@@ -252,13 +246,3 @@ def stats_of_plan(
         )
         for index in range(steps)
     )
-
-
-def _by_step(plan: ShufflePlan, rows: np.ndarray | slice) -> tuple[list[int], list[int]]:
-    """How many of the rows, given by position, are trained in every step, and their tokens."""
-    gathered, steps = plan.gathered, plan.gathered.steps
-    tokens = gathered.tokens[rows]
-    if steps == 1:
-        return [len(tokens)], [int(tokens.sum())]
-    trained_at = plan.destination[rows] % steps
-    return np.bincount(trained_at, minlength=steps).tolist(), sum_by_rank(trained_at, tokens, steps).tolist()

@@ -4,7 +4,8 @@ Input: the plan, and how the fields of a row become segments of words. Output: `
 in one array, so that one copy brings it there. It is pure arithmetic on the gathered lengths: it knows neither tensors
 nor process groups. The buffer that it speaks of is that of `commons.distributed.row_exchange`.
 
-The native core computes the same (native/routes.hpp), bit for bit, without the interpreter lock.
+The native core computes the same (native/routes.hpp), bit for bit; without the interpreter lock where there are many
+rows.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import partition, partition_grid
+from commons.perf_model.row_sums import digest, place_of_rows, sum_at
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class GatheredRows:
     @cached_property
     def home(self) -> np.ndarray:
         """int64 `(N,)`, the place that each real row is at."""
-        return np.repeat(np.arange(self.num_places, dtype=np.int64), self.real_rows)
+        return place_of_rows(self.real_rows)
 
     @cached_property
     def loads(self) -> np.ndarray:
         """int64 `(num_places,)`, summed workloads where the rows are."""
-        return sum_by_rank(self.home, self.workloads, self.num_places)
+        return sum_at(self.home, self.workloads, self.num_places)
 
     def rank_of(self, place: np.ndarray) -> np.ndarray:
         """The ranks that places belong to."""
@@ -135,7 +135,7 @@ class ShufflePlan:
     @cached_property
     def result_real_rows(self) -> np.ndarray:
         """int64 `(num_places,)`, real rows each place ends with."""
-        return np.bincount(self.destination, minlength=self.gathered.num_places).astype(np.int64)
+        return sum_at(self.destination, None, self.gathered.num_places)
 
     def result_batch_size(self, place: int) -> int:
         """Rows of the result with padding: at least one, and never fewer than there were."""
@@ -150,14 +150,11 @@ class ShufflePlan:
     def digest(self) -> int:
         """63 bits over the plan and what it was made from; equal on ranks that agree."""
         gathered = self.gathered
-        arrays = (gathered.rows, gathered.real_rows, gathered.workloads, gathered.tokens, self.destination)
-        # In one piece, which is hashed without the interpreter lock.
-        digest = hashlib.blake2b(np.concatenate(arrays, dtype=np.int64).data, digest_size=8)
-        return int.from_bytes(digest.digest(), "big") >> 1
+        return digest((gathered.rows, gathered.real_rows, gathered.workloads, gathered.tokens, self.destination))
 
     def _loads_at(self, place: np.ndarray) -> np.ndarray:
         gathered = self.gathered
-        return gathered.loads if place is gathered.home else sum_by_rank(place, gathered.workloads, gathered.num_places)
+        return gathered.loads if place is gathered.home else sum_at(place, gathered.workloads, gathered.num_places)
 
 
 def plan_shuffle(
@@ -256,5 +253,5 @@ def _time(loads: np.ndarray, steps: int) -> int:
 def _excess_tokens(gathered: GatheredRows, place: np.ndarray, max_tokens: int | None) -> int:
     if max_tokens is None:
         return 0
-    fullest = int(sum_by_rank(place, gathered.tokens, gathered.num_places).max(initial=0))
+    fullest = int(sum_at(place, gathered.tokens, gathered.num_places).max(initial=0))
     return max(0, fullest - max_tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from commons.perf_model.partitioner.native_core import native_core
 from commons.perf_model.partitioner.problem import INT64_MAX, MOST_LOAD
 
 
@@ -39,7 +40,7 @@ def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | Non
         raise ValueError(
             f"{name} has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them"
         )
-    if len(array) == 0:
+    if len(array) == 0 or _native_all_within(array, INT64_MAX, MOST_LOAD):
         return array
     if int(array.min()) < 0:
         raise _bad_value(name, int(np.argmax(array < 0)), int(array[np.argmax(array < 0)]))
@@ -73,6 +74,12 @@ def _as_int64(values: Any, name: str) -> np.ndarray:
     elif kind not in "iu":
         raise ValueError(f"{name} has dtype {array.dtype}; values must be non-negative integers: convert them to int64")
     return array.astype(np.int64)
+
+
+def _native_all_within(array: np.ndarray, largest: int, largest_sum: int) -> bool:
+    """Whether the native core finds nothing to complain of: many numpy operations in one."""
+    core = native_core()
+    return core is not None and core.module.all_within(array, min(largest, INT64_MAX), largest_sum)
 
 
 def _as_array(values: Any, name: str) -> np.ndarray:
@@ -125,6 +132,8 @@ def as_home(home: Any, num_rows: int, number: int, name: str = "home", place: st
         raise ValueError(
             f"{name} has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them"
         )
+    if _native_all_within(array, number - 1, INT64_MAX):
+        return array
     outside = (array < 0) | (array >= number)
     if outside.any():
         index = int(np.argmax(outside))

@@ -1,4 +1,4 @@
-"""The native core, where it has been built: the plans and routes of the reference, without the interpreter lock."""
+"""The native core, where it has been built: the plans, routes and sums of the reference, beside other threads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from commons.perf_model.partitioner.request import Plan, Request
 
 logger = logging.getLogger(__name__)
 
-# Raised, here and in native/plan.hpp, whenever the same request gives another answer or there are new ones: a core that
-# was built before that must not meet ranks that plan by the new code.
-PLANS = 4
+# Raised, here and in native/plan.hpp, whenever the same request gives another answer or a plan another digest, or there
+# are new ones: a core that was built before that must not meet ranks that plan by the new code.
+PLANS = 5
 
 
 class Core(Protocol):
@@ -35,6 +35,7 @@ class NativeCore:
     """The compiled module behind the interface of `reference`.
 
     Attributes:
+        module: the extension, with the twins of `commons.perf_model.row_sums`.
         methods: names of the algorithms that it knows.
         route_rows: the twin of `commons.perf_model.routes.reference_routes`.
 
@@ -48,7 +49,7 @@ class NativeCore:
 
         if _native.PLANS != PLANS:
             raise ImportError(f"it was built for plans {_native.PLANS}, the sources make plans {PLANS}")
-        self._module = _native
+        self.module = _native
         self.methods: tuple[str, ...] = _native.METHODS
         self.route_rows = _native.route_rows
 
@@ -62,7 +63,7 @@ class NativeCore:
 
     def _plan(self, request: Request, num_steps: int | None, home_step: np.ndarray | None) -> Plan:
         return Plan(
-            *self._module.plan(
+            *self.module.plan(
                 request.workloads,
                 request.num_parts,
                 request.method,
@@ -79,7 +80,7 @@ class NativeCore:
 
     def lower_bound(self, workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
         """Lower bound of the largest load."""
-        return self._module.lower_bound(workloads, num_parts, equal_size)
+        return self.module.lower_bound(workloads, num_parts, equal_size)
 
 
 @cache

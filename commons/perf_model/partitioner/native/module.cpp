@@ -1,4 +1,4 @@
-// The Python module `_native`: int64 arrays in, int64 arrays out, the interpreter lock released in between.
+// The Python module `_native`: int64 arrays in, int64 arrays out, the interpreter lock released in between where it takes long.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -7,6 +7,7 @@
 
 #include "grid.hpp"
 #include "routes.hpp"
+#include "row_sums.hpp"
 
 namespace py = pybind11;
 
@@ -26,6 +27,19 @@ Values values_of(const Array& array) {
 void require(bool holds, const std::string& otherwise) {
   if (!holds) throw py::value_error(otherwise);
 }
+
+// Work on fewer numbers keeps the interpreter lock: to wait for it once more holds up its other user for longer.
+constexpr Weight kFewNumbers = 1 << 15;
+
+class UnlockedIf {
+ public:
+  explicit UnlockedIf(bool unlocks) {
+    if (unlocks) unlocked_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> unlocked_;
+};
 
 evenrank::Method method_of(const std::string& name) {
   const auto found = std::find(kMethods.begin(), kMethods.end(), name);
@@ -108,13 +122,107 @@ py::tuple route_rows(const Array& rows, const Array& real_rows, const Array& des
   for (py::ssize_t part = 0; part < parts.shape(0); ++part) {
     request.parts.push_back({parts.at(part, 0), parts.at(part, 1), parts.at(part, 2)});
   }
+  Weight num_segments = 0;
+  for (const evenrank::PayloadPart& part : request.parts) num_segments += part.num_segments;
   evenrank::Routes routes;
   {
-    const py::gil_scoped_release unlocked;
+    // Those of an all-to-all concern few rows but the rank's own.
+    const UnlockedIf unlocked(request.num_rows * (all_gather ? num_segments : 1) > kFewNumbers);
     require_rows(request);
     routes = evenrank::route_rows(request);
   }
   return py::make_tuple(array_of(routes.indices), array_of(routes.sizes));
+}
+
+py::tuple read_rows(const Table& table, const Array& real_rows, Weight num_columns, const std::vector<Weight>& counted) {
+  constexpr py::ssize_t kItem = sizeof(std::int64_t);
+  bool holds = table.ndim() == 2 && num_columns > 0 && real_rows.ndim() == 1 && real_rows.size() == table.shape(0) &&
+               table.strides(0) % kItem == 0 && (table.strides(1) == kItem || table.shape(1) <= 1);
+  Weight num_rows = 0;
+  for (py::ssize_t rank = 0; holds && rank < real_rows.size(); ++rank) {
+    const Weight of_rank = real_rows.data()[rank];
+    holds = of_rank >= 0 && of_rank <= table.shape(1) / num_columns;
+    num_rows += of_rank;
+  }
+  for (const Weight column : counted) holds = holds && column >= 0 && column < num_columns;
+  require(holds, "read_rows takes a gathered table: a size or column is out of its range");
+  py::array_t<std::int64_t> rows({static_cast<py::ssize_t>(num_rows), static_cast<py::ssize_t>(num_columns)});
+  Array workloads(num_rows), tokens(num_rows);
+  Weight* const rows_out = rows.mutable_data();
+  Weight* const workloads_out = workloads.mutable_data();
+  Weight* const tokens_out = tokens.mutable_data();
+  {
+    const UnlockedIf unlocked(num_rows * num_columns > kFewNumbers);
+    evenrank::read_rows({table.data(), table.strides(0) / kItem, num_columns}, real_rows.data(), table.shape(0), counted,
+                        rows_out, workloads_out, tokens_out);
+  }
+  return py::make_tuple(rows, workloads, tokens);
+}
+
+Array place_of_rows(const Array& real_rows) {
+  const Weight* const counts = real_rows.data();
+  Weight num_rows = 0;
+  for (py::ssize_t place = 0; place < real_rows.size(); ++place) {
+    require(counts[place] >= 0, "place_of_rows takes counts: a number is out of its range");
+    num_rows += counts[place];
+  }
+  Array places(num_rows);
+  Weight* out = places.mutable_data();
+  {
+    const UnlockedIf unlocked(num_rows > kFewNumbers);
+    for (py::ssize_t place = 0; place < real_rows.size(); ++place) out = std::fill_n(out, counts[place], place);
+  }
+  return places;
+}
+
+Array sum_at(const Array& place, const std::optional<Array>& values, Weight num_places) {
+  require(num_places >= 0 && (!values || values->size() == place.size()), "sum_at: sizes do not match");
+  Array sums(num_places);
+  Weight* const out = std::fill_n(sums.mutable_data(), num_places, 0) - num_places;
+  const Weight* const places = place.data();
+  const Weight* const weights = values ? values->data() : nullptr;
+  bool holds = true;
+  {
+    const UnlockedIf unlocked(place.size() > kFewNumbers);
+    for (py::ssize_t row = 0; row < place.size(); ++row) {
+      holds = holds && places[row] >= 0 && places[row] < num_places;
+      if (holds) out[places[row]] += weights ? weights[row] : 1;
+    }
+  }
+  require(holds, "sum_at: a place is out of its range");
+  return sums;
+}
+
+Array count_moves(const Array& home, const Array& destination, const Array& tokens, Weight steps,
+                  Weight ranks_per_node) {
+  require(home.size() == tokens.size() && destination.size() == tokens.size() && steps > 0 && ranks_per_node > 0,
+          "count_moves takes a plan: sizes do not match");
+  py::array_t<std::int64_t, py::array::c_style> counts({py::ssize_t{6}, static_cast<py::ssize_t>(steps)});
+  Weight* const out = std::fill_n(counts.mutable_data(), 6 * steps, 0) - 6 * steps;
+  const Weight *const from = home.data(), *const to = destination.data(), *const sizes = tokens.data();
+  const Weight num_rows = tokens.size();
+  bool holds = true;
+  {
+    const UnlockedIf unlocked(num_rows > kFewNumbers);
+    for (Weight row = 0; row < num_rows; ++row) holds = holds && from[row] >= 0 && to[row] >= 0;
+    if (holds) evenrank::count_moves(from, to, sizes, num_rows, steps, ranks_per_node, out);
+  }
+  require(holds, "count_moves takes a plan: a number is out of its range");
+  return counts;
+}
+
+Weight digest(const std::vector<Array>& arrays) {
+  Weight size = 0;
+  for (const Array& each : arrays) size += each.size();
+  const UnlockedIf unlocked(size > kFewNumbers);
+  evenrank::Digest digest;
+  for (const Array& each : arrays) digest.add(each.data(), each.size());
+  return digest.value();
+}
+
+bool all_within(const Array& values, Weight largest, Weight largest_sum) {
+  const UnlockedIf unlocked(values.size() > kFewNumbers);
+  return evenrank::all_within(values.data(), values.size(), largest, largest_sum);
 }
 
 Weight lower_bound(const Array& workloads, Weight num_parts, bool equal_size) {
@@ -138,6 +246,15 @@ PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.def("route_rows", &route_rows, py::arg("rows").noconvert(), py::arg("real_rows").noconvert(),
              py::arg("destination").noconvert(), py::arg("lengths").noconvert(), py::arg("parts").noconvert(),
              py::arg("steps"), py::arg("rank"), py::arg("all_gather"), py::arg("pads"), py::pos_only());
+  module.def("read_rows", &read_rows, py::arg("table").noconvert(), py::arg("real_rows"), py::arg("num_columns"),
+             py::arg("counted"), py::pos_only());
+  module.def("place_of_rows", &place_of_rows, py::arg("real_rows"), py::pos_only());
+  module.def("sum_at", &sum_at, py::arg("place"), py::arg("values"), py::arg("num_places"), py::pos_only());
+  module.def("count_moves", &count_moves, py::arg("home"), py::arg("destination"), py::arg("tokens"),
+             py::arg("steps"), py::arg("ranks_per_node"), py::pos_only());
+  module.def("digest", &digest, py::arg("arrays"), py::pos_only());
+  module.def("all_within", &all_within, py::arg("values").noconvert(), py::arg("largest"), py::arg("largest_sum"),
+             py::pos_only());
   module.def("lower_bound", &lower_bound, py::arg("workloads").noconvert(), py::arg("num_parts"),
              py::arg("equal_size"), py::pos_only());
 }

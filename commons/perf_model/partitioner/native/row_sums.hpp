@@ -1,0 +1,79 @@
+// What is summed over all rows of a global batch. The twin of commons/perf_model/row_sums.py, which says what it is.
+#pragma once
+
+#include "problem.hpp"
+
+namespace evenrank {
+
+// The first row of every rank, its columns side by side, lies `stride` behind that of the rank before.
+struct GatheredTable {
+  const Weight* first;
+  Weight stride;
+  Weight num_columns;
+};
+
+inline void read_rows(const GatheredTable& table, const Weight* num_rows, Weight num_ranks,
+                      const std::vector<Weight>& counted, Weight* rows, Weight* workloads, Weight* tokens) {
+  for (Weight rank = 0; rank < num_ranks; ++rank) {
+    const Weight* row = table.first + rank * table.stride;
+    for (Weight at = 0; at < num_rows[rank]; ++at, row += table.num_columns) {
+      rows = std::copy_n(row, table.num_columns, rows);
+      *workloads++ = row[0];
+      Weight total = counted.empty();
+      for (const Weight column : counted) total += row[column];
+      *tokens++ = total;
+    }
+  }
+}
+
+inline bool all_within(const Weight* values, Weight size, Weight largest, Weight largest_sum) {
+  unsigned __int128 sum = 0;
+  bool within = true;
+  for (Weight at = 0; at < size; ++at) {
+    within &= (values[at] >= 0) & (values[at] <= largest);
+    sum += static_cast<std::uint64_t>(values[at]);
+  }
+  return within && sum <= static_cast<unsigned __int128>(largest_sum);
+}
+
+// Of every step: rows and their tokens, those that change rank, and those that leave their node.
+inline void count_moves(const Weight* home, const Weight* destination, const Weight* tokens, Weight num_rows,
+                        Weight steps, Weight ranks_per_node, Weight* counts) {
+  const auto add = [&](Weight kind, Weight step, Weight row) {
+    ++counts[2 * kind * steps + step];
+    counts[(2 * kind + 1) * steps + step] += tokens[row];
+  };
+  for (Weight row = 0; row < num_rows; ++row) {
+    const Weight from = home[row] / steps, to = destination[row] / steps, step = destination[row] % steps;
+    add(0, step, row);
+    if (from == to) continue;
+    add(1, step, row);
+    if (from / ranks_per_node != to / ranks_per_node) add(2, step, row);
+  }
+}
+
+// The finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+inline std::uint64_t mixed(std::uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EB;
+  return value ^ (value >> 31);
+}
+
+// Sums of the mixed numbers, each by its position.
+class Digest {
+ public:
+  void add(const Weight* values, Weight size) {
+    for (Weight at = 0; at < size; ++at) {
+      state_ += kGolden;
+      sum_ += mixed(static_cast<std::uint64_t>(values[at]) + state_);
+    }
+  }
+  Weight value() const { return static_cast<Weight>(mixed(sum_) >> 1); }
+
+ private:
+  static constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
+  std::uint64_t state_ = 0;
+  std::uint64_t sum_ = 0;
+};
+
+}  // namespace evenrank
