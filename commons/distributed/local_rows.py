@@ -105,7 +105,7 @@ class LocalRows:
                     f"field {field.name!r} has lengths that add up to {stated} and {num_values} values; values must be "
                     "exactly those of the rows: build the KeyedJaggedTensor from them alone"
                 )
-            if table[:, self.real_rows :].any():
+            if self.real_rows < self.rows and table[:, self.real_rows :].any():
                 raise ValueError(
                     f"field {field.name!r} has values in padding rows [{self.real_rows}, {self.rows}); padding rows "
                     "have zero lengths: raise actual_batch_size or empty these rows"

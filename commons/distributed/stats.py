@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from commons.perf_model.loads import imbalance
 from commons.perf_model.row_sums import count_moves
 from commons.perf_model.shuffle_plan import ShufflePlan
@@ -204,11 +206,10 @@ def stats_of_plan(
         units_per_ms: loads per millisecond, if they are times.
     """
     gathered, steps = plan.gathered, plan.gathered.steps
-    # Places are rank · steps + step: one row of a table for each step.
-    befores, afters = (loads.reshape(-1, steps).T for loads in (plan.loads_before, plan.loads_after))
-    told = afters if plan.gated else plan.loads_planned.reshape(-1, steps).T
-    largest_before, largest_told = befores.max(axis=1, initial=0), told.max(axis=1, initial=0)
-    before, after = int(largest_before.sum()), int(largest_told.sum())
+    befores, afters = _by_step(plan.loads_before, steps), _by_step(plan.loads_after, steps)
+    told = afters if plan.gated else _by_step(plan.loads_planned, steps)
+    largest_before, largest_told = ([max(loads, default=0) for loads in each] for each in (befores, told))
+    before, after = sum(largest_before), sum(largest_told)
     num_rows, num_tokens, rows_moved, tokens_moved, rows_crossed, tokens_crossed = count_moves(
         gathered.home, plan.destination, gathered.tokens, steps, ranks_per_node or gathered.num_ranks
     ).tolist()
@@ -219,8 +220,8 @@ def stats_of_plan(
             window=steps,
             imbalance_before=imbalance(befores[index]),
             imbalance_after=imbalance(told[index]),
-            largest_load_before=int(largest_before[index]),
-            largest_load_after=int(largest_told[index]),
+            largest_load_before=largest_before[index],
+            largest_load_after=largest_told[index],
             lower_bound=plan.lower_bound // steps,
             optimality_gap=after / plan.lower_bound - 1.0 if plan.lower_bound else 0.0,
             moved=any(rows_moved),
@@ -241,8 +242,14 @@ def stats_of_plan(
             exchange_ms=0.0,
             predicted_saving=(before - after) / before if before else 0.0,
             predicted_saving_ms=None if units_per_ms is None else (before - after) / units_per_ms / steps,
-            loads_before=tuple(befores[index].tolist()),
-            loads_after=tuple(afters[index].tolist()),
+            loads_before=tuple(befores[index]),
+            loads_after=tuple(afters[index]),
         )
         for index in range(steps)
     )
+
+
+def _by_step(loads: np.ndarray, steps: int) -> list[list[int]]:
+    """Of every step the loads of the ranks; places are rank · steps + step. Short lists are faster than arrays."""
+    of_places = loads.tolist()
+    return [of_places[step::steps] for step in range(steps)]

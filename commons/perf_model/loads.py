@@ -12,7 +12,8 @@ def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndar
     return totals
 
 
-def imbalance(loads: np.ndarray) -> float:
+def imbalance(loads: np.ndarray | list[int]) -> float:
     """Largest load divided by the mean, minus 1; 0.0 if there is no load."""
-    total = int(loads.sum())
-    return int(loads.max()) * len(loads) / total - 1.0 if total else 0.0
+    of_ranks: list[int] = loads if isinstance(loads, list) else loads.tolist()
+    total = sum(of_ranks)
+    return max(of_ranks) * len(of_ranks) / total - 1.0 if total else 0.0

@@ -247,7 +247,7 @@ def _assign(gathered: GatheredRows, **options: Any) -> tuple[np.ndarray, np.ndar
 
 def _time(loads: np.ndarray, steps: int) -> int:
     """Sum over the steps of the largest load, where the places have these loads."""
-    return int(loads.reshape(-1, steps).max(axis=0).sum())
+    return int(loads.max()) if steps == 1 else int(loads.reshape(-1, steps).max(axis=0).sum())
 
 
 def _excess_tokens(gathered: GatheredRows, place: np.ndarray, max_tokens: int | None) -> int:

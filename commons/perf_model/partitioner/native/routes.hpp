@@ -81,6 +81,9 @@ class Router {
     Weight stride;
   };
 
+  // Dividing for every row would be most of the time.
+  Weight rank_of(Weight place) const { return request_.steps == 1 ? place : place / request_.steps; }
+
   Weight num_segments() const { return static_cast<Weight>(segments_.size()); }
   Weight num_ranks() const { return request_.num_places / request_.steps; }
   Weight first_own() const { return first_of_place_[request_.rank * request_.steps]; }
@@ -104,7 +107,7 @@ class Router {
       const std::size_t begin = moved_.size();
       const Weight end = first_of_place_[(sender + 1) * request_.steps];
       for (Weight row = first_of_place_[sender * request_.steps]; row < end; ++row) {
-        const Weight receiver = request_.destination[row] / request_.steps;
+        const Weight receiver = rank_of(request_.destination[row]);
         if (receiver == sender) continue;
         const bool counts = request_.all_gather || receiver == request_.rank || sender == request_.rank || !moves_;
         const Weight words = counts ? words_of_row(row) : 0;
@@ -211,7 +214,7 @@ class Router {
     for (; arrived != arrived_.end() && arrived->row < first_own(); ++arrived) choose(arrived->row, {arrived->first, 1});
     for (Weight own = 0; own < num_own(); ++own) {
       const Weight row = first_own() + own;
-      if (request_.destination[row] / request_.steps == request_.rank) choose(row, place_of_own_[own]);
+      if (rank_of(request_.destination[row]) == request_.rank) choose(row, place_of_own_[own]);
     }
     for (; arrived != arrived_.end(); ++arrived) choose(arrived->row, {arrived->first, 1});
 

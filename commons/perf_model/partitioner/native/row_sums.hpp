@@ -16,8 +16,8 @@ inline void read_rows(const GatheredTable& table, const Weight* num_rows, Weight
                       const std::vector<Weight>& counted, Weight* rows, Weight* workloads, Weight* tokens) {
   for (Weight rank = 0; rank < num_ranks; ++rank) {
     const Weight* row = table.first + rank * table.stride;
+    rows = std::copy_n(row, num_rows[rank] * table.num_columns, rows);
     for (Weight at = 0; at < num_rows[rank]; ++at, row += table.num_columns) {
-      rows = std::copy_n(row, table.num_columns, rows);
       *workloads++ = row[0];
       Weight total = counted.empty();
       for (const Weight column : counted) total += row[column];
@@ -44,8 +44,12 @@ inline void count_moves(const Weight* home, const Weight* destination, const Wei
     counts[(2 * kind + 1) * steps + step] += tokens[row];
   };
   for (Weight row = 0; row < num_rows; ++row) {
-    const Weight from = home[row] / steps, to = destination[row] / steps, step = destination[row] % steps;
+    // Where steps is 1, and for rows that stay, nothing is divided: that would be most of the time.
+    const bool batch = steps == 1;
+    const Weight step = batch ? 0 : destination[row] % steps;
     add(0, step, row);
+    if (home[row] == destination[row]) continue;
+    const Weight from = batch ? home[row] : home[row] / steps, to = batch ? destination[row] : destination[row] / steps;
     if (from == to) continue;
     add(1, step, row);
     if (from / ranks_per_node != to / ranks_per_node) add(2, step, row);
