@@ -7,6 +7,7 @@ that is written to, or whose source is, forgets.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +26,8 @@ class _HostCopy:
         self.host = host
         self.versions = versions
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a tensor's pickle or deep copy is another tensor
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
+        return OrderedDict, ()  # a tensor's pickle or deep copy is another tensor; torch.load takes this for harmless
 
 
 def attach_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
@@ -44,8 +45,8 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a tensor on the host: itself where it lies there, else what is attached; None for neither."""
     if tensor.device.type == "cpu":
         return tensor
-    known: _HostCopy | None = getattr(tensor, _ATTRIBUTE, None)
-    if known is None or known.versions != (_version(tensor), _version(known.host)):
+    known = getattr(tensor, _ATTRIBUTE, None)
+    if not isinstance(known, _HostCopy) or known.versions != (_version(tensor), _version(known.host)):
         return None
     return known.host
 

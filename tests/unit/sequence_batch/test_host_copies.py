@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import pickle
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -108,6 +109,10 @@ def test_copies_and_pickles_of_a_tensor_know_nothing() -> None:
     lengths = host.to(META).features.lengths()
     for copied in (copy.deepcopy(lengths), lengths.clone(), lengths.view(-1), pickle.loads(pickle.dumps(lengths))):
         assert copied.device == META and host_copy(copied) is None
+    saved = io.BytesIO()
+    torch.save(lengths, saved)
+    saved.seek(0)
+    assert host_copy(torch.load(saved, weights_only=True)) is None
 
 
 def test_tensors_of_inference_mode_are_known_too() -> None:
