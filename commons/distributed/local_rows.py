@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from commons.perf_model.partitioner import as_int64_workloads
+from commons.perf_model.row_sums import own_rows
 from commons.sequence_batch.fields import batch_items, require_dataclass, row_counts
 from commons.sequence_batch.schema import BatchSchema
 
@@ -77,17 +78,22 @@ class LocalRows:
         """Workload, lengths and host values of every real row; waits for copies from a device.
 
         Returns:
-            int64 `(real_rows, 1 + num_keys + num_host_fields)`.
+            int64 `(real_rows · (1 + num_keys + num_host_fields),)`, row after row.
 
         Raises:
             TypeError, ValueError: workloads that are not one int64 per row, or lengths that do not fit the values.
         """
         if self.copied is not None:
             self.copied.synchronize()
+        if isinstance(self.workloads, np.ndarray) and self.workloads.flags.c_contiguous and self.workloads.ndim == 1:
+            sums = self.sizes[: len(self.lengths)]
+            table = own_rows(self.workloads, self.lengths, sums, self.host_values, self.rows, self.real_rows)
+            if table is not None:
+                return table
         workloads = as_int64_workloads(_one_per_row(self.workloads, self.rows)[: self.real_rows])
         kept = [values[None, : self.real_rows] for values in self.host_values]
         columns = np.concatenate([workloads[None], *self._real_lengths(), *kept], axis=0, dtype=np.int64)
-        return np.ascontiguousarray(columns.T)
+        return columns.T.ravel()
 
     def _real_lengths(self) -> list[np.ndarray]:
         """int64 `(keys, real_rows)` lengths of every jagged field, after a look at whether they fit its values."""

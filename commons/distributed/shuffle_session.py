@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,46 @@ class PreparedShuffle:
     plan: ShufflePlan | None = None
     exchange: RowExchange | None = None
     stats: tuple[ShuffleStats, ...] = ()
+
+
+@dataclass(frozen=True)
+class GatheredTable:
+    """What every rank says of one step; the few numbers of each in lists, which numpy would be slower with.
+
+    Attributes:
+        at_step: the step that each rank is at.
+        num_batches: batches that each rank brings.
+        rows: by rank, the rows of each batch, padding included; 0 for one that it does not bring.
+        real_rows: by rank, those that are no padding.
+        body: int64 `(world_size, n)`, the rows of each rank, then anything.
+    """
+
+    at_step: list[int]
+    num_batches: list[int]
+    rows: list[list[int]]
+    real_rows: list[list[int]]
+    body: np.ndarray
+
+    @classmethod
+    def of(cls, messages: np.ndarray, header: int) -> GatheredTable:
+        """Take the messages of all ranks apart, whose first `header` numbers say how many rows follow."""
+        headers = messages[:, :header].tolist()
+        return cls(
+            at_step=[each[_STEP] for each in headers],
+            num_batches=[each[_NUM_BATCHES] for each in headers],
+            rows=[each[_ROWS::2] for each in headers],
+            real_rows=[each[_ROWS + 1 :: 2] for each in headers],
+            body=messages[:, header:],
+        )
+
+    @property
+    def steps(self) -> int:
+        """Batches of the rank that brings most."""
+        return max(self.num_batches)
+
+    def rows_before(self, rank: int) -> int:
+        """Rows of the ranks before one, padding included."""
+        return sum(map(sum, self.rows[:rank]))
 
 
 class ShuffleSession:
@@ -134,11 +174,10 @@ class ShuffleSession:
                     "BaseBatch, or use no window"
                 )
             table = self._gather(step, schema, local)
-            steps = int(table[:, _NUM_BATCHES].max())
-            if not steps or self._ends_early(schema, table):
+            if not table.steps or self._ends_early(schema, table):
                 return PreparedShuffle()
             if self._options.mode == "off":
-                return PreparedShuffle(schema, int(self._counts(table)[0][: self.channel.rank].sum()), steps)
+                return PreparedShuffle(schema, table.rows_before(self.channel.rank), table.steps)
             gather_ms = (time.perf_counter() - started) * 1e3
             return self._plan(step, self._layout, table, local[0].device, token_features, calibrated, gather_ms)
         except RankMissingError as error:
@@ -234,8 +273,8 @@ class ShuffleSession:
         )
         return None if schema is None else PayloadLayout.of(schema)
 
-    def _gather(self, step: int, schema: BatchSchema, local: Sequence[LocalRows]) -> np.ndarray:
-        """The gathered table: header and rows of every rank; once more, larger, if a rank's rows outgrew the buffer."""
+    def _gather(self, step: int, schema: BatchSchema, local: Sequence[LocalRows]) -> GatheredTable:
+        """What every rank says, header and rows; once more, larger, if a rank's rows outgrew the buffer."""
         columns = 0 if self._options.mode == "off" else _num_columns(schema)
         error = next((each.error for each in local if each.error is not None), None)
         own, problem = attempt(lambda: [_own_table(schema, each, columns) for each in local])
@@ -251,27 +290,22 @@ class ShuffleSession:
             for rows in own or ():
                 message[at : at + len(rows)] = rows[: max(0, len(message) - at)]
                 at += len(rows)
-            table = self.channel.agree("gather", {}, error, message, step)
-            if (table[:, _STEP] != step).any():
+            table = GatheredTable.of(self.channel.agree("gather", {}, error, message, step), header)
+            if any(at != step for at in table.at_step):
                 raise RuntimeError(
-                    f"ranks are at steps {table[:, _STEP].tolist()} ({self.channel.description}); every rank must call "
+                    f"ranks are at steps {table.at_step} ({self.channel.description}); every rank must call "
                     "the shuffler once per step, in the same order"
                 )
-            largest = int(self._counts(table)[1].sum(axis=1).max())
+            largest = max(map(sum, table.real_rows))
             if columns == 0 or largest <= self._capacity:
                 return table
             self._capacity = largest + largest // 4
-
-    def _counts(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows with padding, and real ones, of the batches of every rank: int64 `(world_size, window)` each."""
-        counts = table[:, _ROWS : self._header]
-        return counts[:, ::2], counts[:, 1::2]
 
     def _plan(
         self,
         step: int,
         layout: PayloadLayout,
-        table: np.ndarray,
+        table: GatheredTable,
         device: torch.device | None,
         token_features: tuple[str, ...] | None,
         calibrated: CalibratedTask | None,
@@ -283,9 +317,8 @@ class ShuffleSession:
         units_per_ms = None if calibrated is None else calibrated.units_per_ms
 
         def make() -> tuple[ShufflePlan, RowExchange, int]:
-            counts = self._counts(table)
             plan = plan_shuffle(
-                _read_table(layout.schema, table, counts, token_features),
+                _read_table(layout.schema, table, token_features),
                 carry_out=options.mode == "balance",
                 pads=layout.schema.states_padding,
                 **options.plan_arguments(units_per_ms),
@@ -308,15 +341,13 @@ class ShuffleSession:
             ranks_per_node=options.ranks_per_node,
             units_per_ms=units_per_ms,
         )
-        rows_before = int(self._counts(table)[0][:rank].sum())
+        rows_before = table.rows_before(rank)
         return PreparedShuffle(layout.schema, rows_before, plan.gathered.steps, plan, exchange, stats)
 
     def _require_rows_everywhere(self, schema: BatchSchema, plan: ShufflePlan) -> None:
         """Raise ValueError, on all ranks, if one would train no row of a batch that cannot state padding."""
-        if plan.result_real_rows.all():
-            return
-        without = np.flatnonzero(plan.result_real_rows == 0)
-        if self._options.mode == "balance" and not schema.states_padding:
+        without = [rank for rank, rows in enumerate(plan.result_real_rows.tolist()) if not rows]
+        if without and self._options.mode == "balance" and not schema.states_padding:
             raise ValueError(
                 f"ranks {self._named(without)} would train no row, and {schema.type_name} cannot state padding; such a "
                 "batch needs at least one row on every rank: give it a field actual_batch_size, or derive it from "
@@ -326,20 +357,20 @@ class ShuffleSession:
     def _require_same_plan(self, step: int, digest: int, error: Exception | None) -> None:
         """Stop, on all ranks, if one of them has failed or the ranks did not make the same plan."""
         digests = self.channel.agree("comparison of plans", {}, error, [digest], step)[:, 0]
-        if (digests == digests[0]).all():
+        if len(set(digests.tolist())) == 1:
             return
         values, counts = np.unique(digests, return_counts=True)
         most = digests[0] if (digests == digests[0]).sum() == counts.max() else values[counts.argmax()]
-        others = self._named(np.flatnonzero(digests != most))
+        others = self._named(np.flatnonzero(digests != most).tolist())
         raise RuntimeError(
             f"ranks {others} made another plan than the rest of {self.channel.description} at step {step}; a plan must "
             "be a pure function of what was gathered: use the same evenrank version and settings on every rank"
         )
 
-    def _ends_early(self, schema: BatchSchema, table: np.ndarray) -> bool:
+    def _ends_early(self, schema: BatchSchema, table: GatheredTable) -> bool:
         """Whether the data ends for all: a rank has none, its batches cannot be empty, and no rows may move."""
-        dry = np.flatnonzero(table[:, _NUM_BATCHES] == 0)
-        if not len(dry) or self._options.mode == "balance" or schema.states_padding:
+        dry = [rank for rank, count in enumerate(table.num_batches) if not count]
+        if not dry or self._options.mode == "balance" or schema.states_padding:
             return False
         if self.channel.rank == 0 and not self._has_told_end:
             self._has_told_end = True
@@ -348,15 +379,15 @@ class ShuffleSession:
                 "rows that the others have read, and what they would still read, are not trained; mode 'balance' "
                 "shares them out, and so does a field actual_batch_size",
                 self._named(dry),
-                table[0, _STEP],
+                table.at_step[0],
                 schema.type_name,
-                self._counts(table)[1].sum(),
+                sum(map(sum, table.real_rows)),
             )
         return True
 
-    def _named(self, ranks: np.ndarray) -> list[int]:
+    def _named(self, ranks: Iterable[int]) -> list[int]:
         """Global numbers of ranks of the group."""
-        return [self.channel.members[rank] for rank in ranks.tolist()]
+        return [self.channel.members[rank] for rank in ranks]
 
 
 def _own_table(agreed: BatchSchema, local: LocalRows, columns: int) -> np.ndarray:
@@ -368,22 +399,20 @@ def _own_table(agreed: BatchSchema, local: LocalRows, columns: int) -> np.ndarra
             f"this batch differs from the first: {'; '.join(agreed.differences(local.schema))}; type, keys, dtypes and "
             "plain values stay the same: make every batch alike, or a property what depends on the rows"
         )
-    return local.table().reshape(-1) if columns else np.zeros(0, dtype=np.int64)
+    return local.table() if columns else np.zeros(0, dtype=np.int64)
 
 
-def _read_table(
-    schema: BatchSchema,
-    table: np.ndarray,
-    counts: tuple[np.ndarray, np.ndarray],
-    token_features: tuple[str, ...] | None,
-) -> GatheredRows:
-    """The rows of all ranks, from the gathered table and the rows and real rows in it, `(world_size, window)` each."""
-    steps = int(table[:, _NUM_BATCHES].max())
-    header, columns = _ROWS + 2 * counts[0].shape[1], _num_columns(schema)
+def _read_table(schema: BatchSchema, table: GatheredTable, token_features: tuple[str, ...] | None) -> GatheredRows:
+    """The rows of all ranks, in the order of their places."""
+    steps = table.steps
+    rows, real_rows = (
+        np.array([count for counts in of_ranks for count in counts[:steps]], dtype=np.int64)
+        for of_ranks in (table.rows, table.real_rows)
+    )
+    in_all = real_rows if steps == 1 else real_rows.reshape(-1, steps).sum(axis=1)
     counted = [1 + key for key in _counted_keys(schema, token_features)]
-    whole, workloads, tokens = read_rows(table[:, header:], counts[1].sum(axis=1), columns, counted)
+    whole, workloads, tokens = read_rows(table.body, in_all, _num_columns(schema), counted)
     lengths, host_values = whole[:, 1 : 1 + schema.num_keys], whole[:, 1 + schema.num_keys :]
-    rows, real_rows = (np.ascontiguousarray(each[:, :steps]).reshape(-1) for each in counts)
     return GatheredRows(rows, real_rows, workloads, tokens, lengths, steps, host_values)
 
 

@@ -16,6 +16,36 @@ from commons.perf_model.partitioner.native_core import native_core
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+_PLAIN = (np.dtype(np.int64), np.dtype(np.int32))
+
+
+def own_rows(
+    workloads: np.ndarray,
+    lengths: Sequence[np.ndarray],
+    sums: Sequence[int],
+    kept: Sequence[np.ndarray],
+    rows: int,
+    real_rows: int,
+) -> np.ndarray | None:
+    """What a rank sends of its rows, if the native core is there and finds nothing wrong.
+
+    Args:
+        workloads: int64 `(rows,)`, not negative.
+        lengths: by field, int32 or int64 `(keys, rows)`; not negative, 0 for padding.
+        sums: by field, what its lengths add up to.
+        kept: more columns, int32 or int64 `(rows,)`.
+        rows: of the batch, padding included.
+        real_rows: those that are no padding.
+
+    Returns:
+        int64 `(real_rows · columns,)`, row after row: workload, lengths and what is kept; None where it takes numpy to
+        tell.
+    """
+    core = native_core()
+    arrays = (workloads, *lengths, *kept)
+    if core is None or workloads.dtype != np.int64 or any(each.dtype not in _PLAIN for each in arrays):
+        return None
+    return core.module.own_rows(workloads, list(lengths), list(sums), list(kept), rows, real_rows)
 
 
 def read_rows(

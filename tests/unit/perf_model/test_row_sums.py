@@ -156,3 +156,41 @@ def test_many_rows_are_summed_without_the_interpreter_lock(in_numpy):
         native, reference = function(*arguments), in_numpy(function, *arguments)
         np.testing.assert_equal(native, reference)
     assert CORE.module.all_within(home, 63, 2**62) and not CORE.module.all_within(home, 62, 2**62)
+
+
+def _own_rows(**changes):
+    given = {
+        "workloads": np.array([5, 0, 7, -1]),
+        "lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]], np.int32), np.array([[9, 8, 7, 0]])],
+        "sums": [16, 24],
+        "kept": [np.array([-1, -2, -3, -4])],
+        "rows": 4,
+        "real_rows": 3,
+    }
+    return row_sums.own_rows(*(given | changes).values())
+
+
+@needs_core
+def test_what_a_rank_sends_is_put_together_unless_numpy_has_to_look():
+    assert _own_rows().reshape(3, 5).tolist() == [[5, 1, 4, 9, -1], [0, 2, 0, 8, -2], [7, 3, 6, 7, -3]]
+    padding = np.array([[9, 8, 7, 1]])
+    for changes in (
+        {"workloads": np.array([5, -1, 7, 0])},
+        {"workloads": np.array([5, 0, 7])},
+        {"workloads": np.array([2**61, 2**61, 0, 0])},
+        {"workloads": np.array([5, 0, 7, 1], np.int32)},
+        {"sums": [16, 23]},
+        {"sums": [16, 25]},
+        {"lengths": [np.array([[1, 2, 3, 0], [4, -1, 7, 0]]), padding], "sums": [16, 25]},
+        {"lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]]), padding], "sums": [16, 25]},
+        {"lengths": [np.zeros((1, 3), np.int64)], "sums": [0]},
+        {"lengths": [np.zeros((1, 4))], "sums": [0]},
+        {"kept": [np.array([-1, -2, -3])]},
+    ):
+        assert _own_rows(**changes) is None, changes
+    with pytest.raises(ValueError, match="own_rows: sizes do not match"):
+        _own_rows(real_rows=5)
+
+
+def test_without_a_compiler_numpy_puts_together_what_a_rank_sends(in_numpy):
+    assert in_numpy(_own_rows) is None

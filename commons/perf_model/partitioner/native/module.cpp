@@ -134,6 +134,42 @@ py::tuple route_rows(const Array& rows, const Array& real_rows, const Array& des
   return py::make_tuple(array_of(routes.indices), array_of(routes.sizes));
 }
 
+// Nothing where a number is not what it must be: numpy finds out which.
+std::optional<Array> own_rows(const Array& workloads, const std::vector<Array>& lengths, const std::vector<Weight>& sums,
+                              const std::vector<Array>& kept, Weight rows, Weight real_rows) {
+  require(0 <= real_rows && real_rows <= rows && lengths.size() == sums.size(), "own_rows: sizes do not match");
+  if (workloads.size() != rows || !evenrank::all_within(workloads.data(), real_rows, INT64_MAX, evenrank::kMostLoad)) {
+    return std::nullopt;
+  }
+  std::vector<const Weight*> columns = {workloads.data()};
+  for (std::size_t field = 0; field < lengths.size(); ++field) {
+    const Array& of_field = lengths[field];
+    if (of_field.ndim() != 2 || of_field.shape(1) != rows) return std::nullopt;
+    Weight sum = 0;
+    for (py::ssize_t key = 0; key < of_field.shape(0); ++key) {
+      const Weight* const of_key = of_field.data() + key * rows;
+      columns.push_back(of_key);
+      for (Weight row = 0; row < rows; ++row) {
+        if (of_key[row] < 0 || of_key[row] > sums[field] - sum || (row >= real_rows && of_key[row] != 0)) {
+          return std::nullopt;
+        }
+        sum += of_key[row];
+      }
+    }
+    if (sum != sums[field]) return std::nullopt;
+  }
+  for (const Array& values : kept) {
+    if (values.ndim() != 1 || values.size() != rows) return std::nullopt;
+    columns.push_back(values.data());
+  }
+  Array table(real_rows * static_cast<Weight>(columns.size()));
+  Weight* out = table.mutable_data();
+  for (Weight row = 0; row < real_rows; ++row) {
+    for (const Weight* const column : columns) *out++ = column[row];
+  }
+  return table;
+}
+
 py::tuple read_rows(const Table& table, const Array& real_rows, Weight num_columns, const std::vector<Weight>& counted) {
   constexpr py::ssize_t kItem = sizeof(std::int64_t);
   bool holds = table.ndim() == 2 && num_columns > 0 && real_rows.ndim() == 1 && real_rows.size() == table.shape(0) &&
@@ -246,6 +282,8 @@ PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.def("route_rows", &route_rows, py::arg("rows").noconvert(), py::arg("real_rows").noconvert(),
              py::arg("destination").noconvert(), py::arg("lengths").noconvert(), py::arg("parts").noconvert(),
              py::arg("steps"), py::arg("rank"), py::arg("all_gather"), py::arg("pads"), py::pos_only());
+  module.def("own_rows", &own_rows, py::arg("workloads").noconvert(), py::arg("lengths"), py::arg("sums"),
+             py::arg("kept"), py::arg("rows"), py::arg("real_rows"), py::pos_only());
   module.def("read_rows", &read_rows, py::arg("table").noconvert(), py::arg("real_rows"), py::arg("num_columns"),
              py::arg("counted"), py::pos_only());
   module.def("place_of_rows", &place_of_rows, py::arg("real_rows"), py::pos_only());

@@ -5,6 +5,8 @@
 
 namespace evenrank {
 
+constexpr Weight kMostLoad = (Weight{1} << 62) - 1;
+
 // The first row of every rank, its columns side by side, lies `stride` behind that of the rank before.
 struct GatheredTable {
   const Weight* first;
