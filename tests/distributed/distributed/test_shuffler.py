@@ -23,6 +23,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, Id
 from commons.distributed.control import ControlChannel
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import Part
+from commons.distributed.window import WindowReader
 from commons.perf_model.partitioner import METHODS
 from commons.sequence_batch import fields, schema
 from commons.sequence_batch.batch import BaseBatch
@@ -332,6 +333,20 @@ def test_a_rank_may_outgrow_the_first_batch(ranks):
     results = ranks.run(_gather_grows)
     world_size = ranks.world_size
     assert [sum(sizes) for sizes in zip(*results)] == [2 * world_size, 30 + 2 * (world_size - 1), 9 * world_size]
+
+
+def _windows_grow():
+    sizes = []
+    with closing(SquareShuffler()) as shuffler:
+        for rows in ([2, 2, 2, 2], [2, 30, 2, 2], [9, 9, 9, 9]):
+            batches = [my_batch(step, rows) for step in range(3)]
+            window = shuffler.start_window(WindowReader(iter(batches), 3)).result()
+            sizes.append(sum(batch.actual_batch_size for batch in window.batches))
+    return sizes
+
+
+def test_a_rank_may_outgrow_the_first_window_with_any_of_its_batches(two_ranks):
+    assert [sum(sizes) for sizes in zip(*two_ranks.run(_windows_grow))] == [12, 96, 54]
 
 
 def _long_lengths():
