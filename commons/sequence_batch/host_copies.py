@@ -2,7 +2,8 @@
 
 A tensor that was copied to a device remembers the host tensor that it is a copy of, so that whoever plans by its values
 need not wait for the device. The memory belongs to this one tensor: another tensor in its place has none, and a tensor
-that is written to, or whose source is, forgets.
+that is written to, or whose source is, forgets. What writes past torch's count of versions is not seen: numpy, `.data`,
+and inference mode.
 """
 
 from __future__ import annotations

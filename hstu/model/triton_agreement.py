@@ -60,7 +60,7 @@ def disagreement(device: torch.device, kind: LayerKind) -> str | None:
                 if not error <= _TOLERANCE[kind.dtype.itemsize] * largest:
                     return f"it computes {name} that are off by {error:.3g}, where the reference's reach {largest:.3g}"
     except Exception as error:  # of Triton's compiler, say, or of the one that it asks for
-        return f"its kernels cannot run ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
+        return f"its kernels cannot run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     return None
 
 
