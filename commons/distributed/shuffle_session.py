@@ -283,13 +283,15 @@ class ShuffleSession:
         counts = [count for each in batches for count in (each.rows, each.real_rows)]
         header = self._header
         while True:
-            message = np.zeros(header + self._capacity * columns, dtype=np.int64)
+            message = np.empty(header + self._capacity * columns, dtype=np.int64)
+            message[:header] = 0
             message[:_ROWS] = (step, len(batches))
             message[_ROWS : _ROWS + len(counts)] = counts
             at = header
             for rows in own or ():
                 message[at : at + len(rows)] = rows[: max(0, len(message) - at)]
                 at += len(rows)
+            message[at:] = 0  # few numbers, unlike np.zeros without a turn of the interpreter lock
             table = GatheredTable.of(self.channel.agree("gather", {}, error, message, step), header)
             if any(at != step for at in table.at_step):
                 raise RuntimeError(
