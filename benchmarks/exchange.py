@@ -31,6 +31,7 @@ from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.row_exchange import RowExchange
+from commons.perf_model.routes import segment_words
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 from commons.sequence_batch.schema import BatchSchema
 from hstu import HSTUBalancedBatchShuffler
@@ -96,7 +97,7 @@ def by_arithmetic(lengths_name: str, world_size: int, rows: int, seed: int) -> d
         slack=0.01,
         ranks_per_node=8,
     )
-    row_bytes = layout.row_words(table_of_lengths) * WORD_BYTES
+    row_bytes = segment_words(table_of_lengths, layout.table).sum(axis=1) * WORD_BYTES
     sent = np.bincount(plan.gathered.home[plan.moves], weights=row_bytes[plan.moves], minlength=world_size)
     busiest = int(sent.argmax())
     exchange = RowExchange.of(plan, layout, busiest, all_gather=False, pin_memory=False)

@@ -129,10 +129,3 @@ class PayloadLayout:
     def table(self) -> np.ndarray:
         """int64 `(num_parts, 3)`: of every part its `first_key`, `num_segments` and `words`."""
         return np.array([[part.first_key, part.num_segments, part.words] for part in self.parts], dtype=np.int64)
-
-    def row_words(self, lengths: np.ndarray) -> np.ndarray:
-        """int64 `(rows,)`, words of every row, given lengths `(rows, num_keys)`."""
-        words = np.zeros(len(lengths), dtype=np.int64)
-        for first_key, count, of_each in self.table.tolist():
-            words += of_each if first_key < 0 else lengths[:, first_key : first_key + count].sum(axis=1) * of_each
-        return words

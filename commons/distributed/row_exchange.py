@@ -85,7 +85,7 @@ class ResultRows:
         real_rows: those that are no padding.
         lengths: by field, int64 `(keys · rows,)`, the lengths of the result's KeyedJaggedTensors.
         length_per_key: by field, their sums.
-        host_values: by field, those that the host keeps, see `BaseBatch`; on the host.
+        host_values: by field, int64 `(rows,)` on the host, those that it keeps, see `BaseBatch`.
     """
 
     changes: bool
@@ -289,7 +289,9 @@ def _host_values(plan: ShufflePlan, schema: BatchSchema, rank: int) -> list[dict
         chosen = plan.rows_for(place) if schema.host_fields else np.zeros(0, dtype=np.int64)
         values = {}
         for column, field in enumerate(schema.host_fields):
-            values[field.name] = torch.zeros(plan.result_batch_size(place), dtype=field.dtype)
-            values[field.name][: len(chosen)] = torch.from_numpy(plan.gathered.host_values[chosen, column])
+            # In an array: torch lets go of the interpreter lock wherever it is asked.
+            of_rows = np.zeros(plan.result_batch_size(place), dtype=np.int64)
+            of_rows[: len(chosen)] = plan.gathered.host_values[chosen, column]
+            values[field.name] = torch.from_numpy(of_rows)
         steps.append(values)
     return steps

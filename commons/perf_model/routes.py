@@ -141,7 +141,7 @@ def reference_routes(
     gathered = plan.gathered
     home, num_ranks, steps = gathered.home, gathered.num_ranks, gathered.steps
     sender, receiver = home // steps, plan.destination // steps
-    row_words = _words(gathered.lengths, parts)  # (N, segments)
+    row_words = segment_words(gathered.lengths, parts)  # (N, segments)
     words_of_row = row_words.sum(axis=1)
     segments = np.arange(row_words.shape[1])
     places = range(rank * steps, (rank + 1) * steps)
@@ -150,7 +150,7 @@ def reference_routes(
     own_parts = [_words_of_parts(table, parts) for table in own_tables]
     own_parts = [np.append(words, -words.sum() % _ALIGNED_WORDS) for words in own_parts]
     own_lengths = np.concatenate(
-        [np.append(_words(table, parts).T, words[-1]) for table, words in zip(own_tables, own_parts)]
+        [np.append(segment_words(table, parts).T, words[-1]) for table, words in zip(own_tables, own_parts)]
     )
     own_rows = np.array([len(table) for table in own_tables])
     first_of_batch = np.cumsum(own_rows * len(segments) + 1) - (own_rows * len(segments) + 1)
@@ -172,7 +172,7 @@ def reference_routes(
     came = receiver[arriving] == rank
     first[arriving[came]] = len(own_lengths) + first_segment[came]
 
-    zero_lengths = _words(np.zeros((1, gathered.lengths.shape[1]), dtype=np.int64), parts)[0]
+    zero_lengths = segment_words(np.zeros((1, gathered.lengths.shape[1]), dtype=np.int64), parts)[0]
     buffer_lengths = np.concatenate([own_lengths, received_lengths, zero_lengths])
     first_zero = len(buffer_lengths) - len(zero_lengths)
 
@@ -209,8 +209,13 @@ def reference_routes(
     return indices, sizes.astype(np.int64)
 
 
-def _words(lengths: np.ndarray, parts: np.ndarray) -> np.ndarray:
-    """int64 `(rows, num_segments)`, words of every segment of rows with lengths `(rows, num_keys)`."""
+def segment_words(lengths: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """int64 `(rows, num_segments)`, words of every segment of rows with lengths `(rows, num_keys)`.
+
+    Args:
+        lengths: int64 `(rows, num_keys)`.
+        parts: of the payload, as `route_rows` takes them.
+    """
     columns = [
         lengths[:, first : first + count] * words if first >= 0 else np.full((len(lengths), 1), words, dtype=np.int64)
         for first, count, words in parts.tolist()
@@ -220,7 +225,7 @@ def _words(lengths: np.ndarray, parts: np.ndarray) -> np.ndarray:
 
 def _words_of_parts(lengths: np.ndarray, parts: np.ndarray) -> np.ndarray:
     """int64 `(num_parts,)`, words of every part of a batch with lengths `(rows, num_keys)`."""
-    return np.add.reduceat(_words(lengths, parts).sum(axis=0), np.cumsum(parts[:, 1]) - parts[:, 1])
+    return np.add.reduceat(segment_words(lengths, parts).sum(axis=0), np.cumsum(parts[:, 1]) - parts[:, 1])
 
 
 def _own_lengths(plan: ShufflePlan, place: int) -> np.ndarray:

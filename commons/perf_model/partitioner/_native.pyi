@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import numpy as np
 
 METHODS: tuple[str, ...]
@@ -29,4 +31,23 @@ def route_rows(
     pads: bool,
     /,
 ) -> tuple[np.ndarray, np.ndarray]: ...
+def own_rows(
+    workloads: np.ndarray,
+    lengths: Sequence[np.ndarray],
+    sums: Sequence[int],
+    kept: Sequence[np.ndarray],
+    rows: int,
+    real_rows: int,
+    /,
+) -> np.ndarray | None: ...
+def read_rows(
+    table: np.ndarray, real_rows: np.ndarray, num_columns: int, counted: Sequence[int], /
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+def place_of_rows(real_rows: np.ndarray, /) -> np.ndarray: ...
+def sum_at(place: np.ndarray, values: np.ndarray | None, num_places: int, /) -> np.ndarray: ...
+def count_moves(
+    home: np.ndarray, destination: np.ndarray, tokens: np.ndarray, steps: int, ranks_per_node: int, /
+) -> np.ndarray: ...
+def digest(arrays: Sequence[np.ndarray], /) -> int: ...
+def all_within(values: np.ndarray, largest: int, largest_sum: int, /) -> bool: ...
 def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool, /) -> int: ...

@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.payload import PayloadLayout
 from commons.distributed.row_exchange import PackedRows, RowExchange
+from commons.perf_model.routes import segment_words
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
 from commons.sequence_batch.fields import row_fields
 from commons.sequence_batch.host_copies import host_copy
@@ -168,6 +169,6 @@ def test_only_moved_rows_are_sent():
     batches = [random_batch(1, 6), random_batch(2, 6, first_id=6)]
     plan = plan_for(batches, [0] * 5 + [1] + [1] * 6)
     first, second = exchanges_for(plan, batches)
-    words = int(first.layout.row_words(plan.gathered.lengths[5:6])[0])
+    words = int(segment_words(plan.gathered.lengths[5:6], first.layout.table).sum())
     assert first.input_splits == [0, words] and first.bytes_sent == 4 * words
     assert second.moves and second.bytes_sent == 0 and len(first.pack([batches[0]]).sent) == words
