@@ -1,8 +1,8 @@
 """Blocks that the Triton kernels may be cut into, and the shared memory that those need.
 
 They were chosen for few spilled registers: none for heads of 64 channels in 16 bits on sm_80 and sm_90a, but 51 of all
-399 spill some. `benchmarks/attention_kernels.py` prints what each of them takes, and benchmarks/results/attention_kernels.md has those
-that spill; what that costs is for the measurement on the device to say.
+399 spill some. `benchmarks/attention_kernels.py` prints what each of them takes, and its page in benchmarks/results has
+those that spill; what that costs is for the measurement on the device to say.
 """
 
 from __future__ import annotations
