@@ -60,7 +60,8 @@ def test_the_help_names_every_option():
 def test_ranks_that_share_a_gpu_pass_for_hosts():
     """Two ranks as NCCL would see them: a host each, on the first GPU, over the loopback interface."""
     names = ("NCCL_HOSTID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_SOCKET_IFNAME", "WORLD_SIZE")
-    program = f"import os; print(*(os.environ[name] for name in {names}))"
+    # In one write: of two ranks that print at once, the words and the ends of lines come in any order.
+    program = f"import os; os.write(1, (' '.join(os.environ[name] for name in {names}) + chr(10)).encode())"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
     job = subprocess.run(
         [*launch, "ci/share_gpu.sh", sys.executable, "-c", program],
