@@ -12,6 +12,8 @@ DEVICE := cpu
 endif
 # Further arguments for the program behind a target: make test ARGS="tests/unit -k plan", make bench ARGS=--quick.
 ARGS ?=
+# Test files that run at once. Most of a test's time is waiting for ranks, so that two cores take three.
+WORKERS ?= 3
 # Further arguments for pip, such as an index that holds the CPU build of torch.
 PIP_ARGS ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -42,7 +44,7 @@ demo-sid: $(STAMP) ## The same for SID-GR, which also generates items and is eva
 	@ci/demo.sh --model sid_gr $(BIN) $(DEVICE) $(ARGS)
 
 test: $(STAMP) ## Run the test suite
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 bench: $(STAMP) ## Run the benchmarks; results go to benchmarks/results
 	@ci/bench.sh $(BIN) $(ARGS)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
+@pytest.mark.timeout(900)  # a minute on a machine with nothing else to do
 def test_a_rehearsal_fills_the_page(tmp_path):
     # That of the cases runs tests/gpu, which tests/distributed/test_ci_scripts.py does too.
     parts = ["sanitizer", "exchange", "attention", "step", "balance"]
