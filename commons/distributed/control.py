@@ -14,7 +14,6 @@ import datetime
 import hashlib
 import itertools
 import json
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -23,14 +22,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.distributed.errors import describe_error, raise_first_difference, raise_first_error
-from commons.distributed.group_pool import GroupPair, acquire_groups, numbers_device, release_groups, with_payload
+from commons.distributed.errors import describe_error, first_line, raise_first_difference, raise_first_error
+from commons.distributed.group_pool import (
+    GroupPair,
+    acquire_groups,
+    make_in_time,
+    numbers_device,
+    release_groups,
+    with_payload,
+)
+from commons.distributed.missing_ranks import FailedCollective
 from commons.distributed.process_group import all_gather_single, describe_group, resolve_process_group
+from commons.distributed.store import StoreUnavailableError
 
-# How often a waiting rank asks the store whether the collective has failed elsewhere, and how long a rank in which it
-# has failed waits for the others' names there.
+# How often a waiting rank asks the store whether the collective has failed elsewhere.
 _POLL_TIME = datetime.timedelta(seconds=1)
-_NAMES_SECONDS = 4.0
 # How many missing ranks a message names.
 _NAMED = 16
 # Bytes of text that travel as one integer.
@@ -83,9 +89,9 @@ class ControlChannel:
         if self.world_size > 1:
             assert group is not None  # noqa: S101  there are several ranks
             try:
-                self._groups = acquire_groups(group, timeout, moves_rows=moves_rows)
+                self._groups = make_in_time(lambda: acquire_groups(group, timeout, moves_rows=moves_rows), timeout)
             except RuntimeError as error:
-                raise RankMissingError(self._describe_missing(0, "connection")) from error
+                raise self._missing(0, "connection", error) from None
             self._group, self.payload_group = self._groups.control, self._groups.payload
 
     def agree(
@@ -166,7 +172,8 @@ class ControlChannel:
         """
         if self._groups is None or self._given is None:
             return [values]
-        self._groups = with_payload(self._groups, self._given, self._timeout)
+        pair, given, timeout = self._groups, self._given, self._timeout
+        self._groups = make_in_time(lambda: with_payload(pair, given, timeout), timeout)
         self.payload_group = self._groups.payload
         assert self.payload_group is not None  # noqa: S101  it has just been made
         source = torch.tensor(values, dtype=torch.int64, device=numbers_device(self.payload_group))
@@ -193,7 +200,7 @@ class ControlChannel:
             RankMissingError: a rank did not take part in time, which is named, or has failed, with its message.
         """
         with self.collective(step, what):
-            failed = f"{self._key(step, what)}/failed"
+            failed = self._failed(step, what).watch()
             while True:
                 try:
                     work.wait(_POLL_TIME)  # without the interpreter lock; a callback would need it
@@ -202,8 +209,8 @@ class ControlChannel:
                     if work.is_completed():  # with an error of its own, or well since then
                         work.wait()
                         return
-                    if self._store_has(failed):
-                        raise RankMissingError(self._describe_missing(step, what)) from None
+                    if failed.is_set():
+                        raise self._missing(step, what) from None
 
     @contextlib.contextmanager
     def collective(self, step: int, what: str) -> Iterator[None]:
@@ -213,48 +220,38 @@ class ControlChannel:
         except BaseException as error:  # an interrupt too leaves the ranks at different places
             self._intact = False
             if isinstance(error, RuntimeError) and not isinstance(error, RankMissingError):
-                raise RankMissingError(self._describe_missing(step, what)) from error
+                raise self._missing(step, what, error) from None  # whose text may bring forty lines of C++
             raise
 
-    def _key(self, step: int, what: str) -> str:
-        return f"evenrank/{self._members_digest}/{self.generation}/{what}/{step}"
+    def _failed(self, step: int, what: str) -> FailedCollective:
+        return FailedCollective(f"evenrank/{self._members_digest}/{self.generation}/{what}/{step}", self.members)
 
-    @staticmethod
-    def _store_has(key: str) -> bool:
-        try:
-            return dist.distributed_c10d._get_default_store().check([key])
-        except RuntimeError:
-            return True  # the rank that hosts the store has ended
+    def _missing(self, step: int, what: str, error: BaseException | None = None) -> RankMissingError:
+        """Tell the others that a collective has failed here; the error says who is missing, or who has failed.
 
-    def _describe_missing(self, step: int, what: str) -> str:
-        """Post the failure and this rank's name to the store; say whose name is missing there, or who has failed."""
-        prefix = self._key(step, what)
-        keys = {rank: f"{prefix}/{rank}" for rank in self.members}
+        Args:
+            step: number of the step or call.
+            what: the collective.
+            error: what torch says of it; its first line is kept where nobody is missing.
+        """
+        said = "" if error is None else f" ({first_line(error)})"
         try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"{prefix}/failed", "1")
-            store.set(keys[dist.get_rank()], "present")
-            deadline = time.monotonic() + _NAMES_SECONDS
-            # One question about all ranks at a time; only at the end, one for each of them.
-            while not store.check(list(keys.values())) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if store.check([f"{prefix}/failure"]):
-                return store.get(f"{prefix}/failure").decode()
-            missing = (
-                [] if store.check(list(keys.values())) else [r for r, key in keys.items() if not store.check([key])]
+            missing, failure = self._failed(step, what).who_is_missing()
+        except StoreUnavailableError as unavailable:
+            return RankMissingError(
+                f"the {what} of step {step} failed on rank {dist.get_rank()} and {unavailable}{said}"
             )
-        except RuntimeError:
-            return (
-                f"the {what} of step {step} failed on rank {dist.get_rank()} and the store cannot be reached; the rank "
-                "that hosts it has ended: see the other ranks' logs"
-            )
+        if failure is not None:
+            return RankMissingError(failure)
         if not missing:
-            return f"the {what} of step {step} failed although all of {self.description} took part: see the error above"
+            return RankMissingError(
+                f"the {what} of step {step} failed although all of {self.description} took part{said}"
+            )
         listed = ", ".join(map(str, missing[:_NAMED])) + (
             f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
         )
         names = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
-        return (
+        return RankMissingError(
             f"{names} did not take part in the {what} of step {step} ({self.description}); {self.remedy} if it was "
             "only slow"
         )
@@ -285,13 +282,8 @@ class ControlChannel:
         if self._group is None:
             return
         self._intact = False
-        prefix = self._key(step, what)
         text = f"rank {dist.get_rank()} failed in the {what} of step {step}: {': '.join(describe_error(error))}"
-        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"{prefix}/failure", " ".join(text.split()))
-            for key in ("failed", str(dist.get_rank())):
-                store.set(f"{prefix}/{key}", "1")
+        self._failed(step, what).post(" ".join(text.split()))
 
     def close(self, *, collected: bool = False) -> None:
         """Give both groups back; not if a collective has failed in them, on this rank or for want of it.

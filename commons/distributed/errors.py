@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def describe_error(error: Exception) -> list[str]:
+def describe_error(error: BaseException) -> list[str]:
     """Type name and text of an error, for the other ranks; never fails, whatever the error is."""
     try:
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
@@ -32,6 +33,13 @@ def describe_error(error: Exception) -> list[str]:
         text = f"{text[:_LONGEST]}… and {len(text) - _LONGEST} more characters"
     # A lone surrogate, as a file name may hold, has no UTF-8 and could not be printed.
     return [part.encode(errors="backslashreplace").decode() for part in (type(error).__name__, text)]
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, without the place in torch's or gloo's sources and the C++ frames that their texts bring."""
+    text = re.sub(r"^\[[^\]\s]+:\d+\]\s*", "", describe_error(error)[1].strip())
+    # gloo goes on with advice that is ours to give.
+    return re.split(r"\n|\. This is typically", text)[0] or type(error).__name__
 
 
 def raise_first_error(

@@ -7,20 +7,30 @@ an old name, and with it the old addresses in the store.
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
 from collections import defaultdict
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from commons.distributed.process_group import all_gather_single
+from commons.distributed.worker import DaemonWorker
 
 # Blocks of threads that NCCL may run for the exchange, each on a multiprocessor that an earlier batch's compute then
 # lacks. NCCL's own limit is 32 (maxCTAs, docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html), and what
 # moves is less than a megabyte. Priority is that of the stream on which the exchange is called: torch runs a collective
 # there if it is not asynchronous.
 _NCCL_BLOCKS = 4
+
+T = TypeVar("T")
+
+# Makes all groups, in the order in which they are asked for; and how much longer than a collective's timeout that may
+# take.
+_MAKER = DaemonWorker("evenrank-groups", exit_seconds=1.0)
+_GRACE_SECONDS = 2.0
 
 
 class GroupPair(NamedTuple):
@@ -68,6 +78,25 @@ class _Pool:
 
 
 _POOL = _Pool()
+
+
+def make_in_time(make: Callable[[], T], timeout: float) -> T:
+    """Make or connect groups on a thread of their own: torch waits for its store's host as long as that stands still.
+
+    Args:
+        make: calls functions of this file; called by all ranks in the same order.
+        timeout: seconds that a collective may take; torch's own error about it comes first.
+
+    Raises:
+        RuntimeError: it takes longer, or a rank did not take part.
+    """
+    device = torch.device("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    made = _MAKER.submit(make, device)
+    try:
+        return made.result(timeout + _GRACE_SECONDS)
+    except concurrent.futures.TimeoutError:
+        made.cancel()
+        raise RuntimeError(f"process groups were not connected within {timeout:g} s") from None
 
 
 def acquire_groups(group: dist.ProcessGroup, timeout: float, *, moves_rows: bool = True) -> GroupPair:

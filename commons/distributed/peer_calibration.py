@@ -14,6 +14,7 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
+from commons.distributed.store import ask_store
 from commons.perf_model.calibration import Calibration
 
 _UNREADABLE = "unreadable"
@@ -29,25 +30,25 @@ def require_equal_among_peers(calibration: Calibration | None, generation: int, 
 
     Raises:
         ValueError: peers have different calibrations.
-        RuntimeError: a peer did not say what it has in time.
+        RuntimeError: a peer did not say what it has in time, or the store does not answer.
     """
     peers = _tensor_parallel_ranks()
     if len(peers) < 2:
         return
-    store = dist.distributed_c10d._get_default_store()
     prefix = f"evenrank/calibration/{'_'.join(map(str, peers))}/{generation}"
-    store.set(f"{prefix}/{dist.get_rank()}", _UNREADABLE if calibration is None else _digest(calibration))
+    own_key, own = f"{prefix}/{dist.get_rank()}", _UNREADABLE if calibration is None else _digest(calibration)
+    ask_store(lambda store: store.set(own_key, own))
     keys = [f"{prefix}/{rank}" for rank in peers]
     deadline = time.monotonic() + timeout
-    while not store.check(keys):  # not store.wait, which keeps other threads of this process from the store
+    while not ask_store(lambda store: store.check(keys)):  # not wait, which keeps other threads from the store
         if time.monotonic() > deadline:
-            silent = [rank for rank, key in zip(peers, keys) if not store.check([key])]
+            silent = [rank for rank, key in zip(peers, keys) if not _is_set(key)]
             raise RuntimeError(
                 f"ranks {silent} of the tensor-parallel group {peers} did not say which calibration they use within "
                 f"{timeout:g} s; all of them must shuffle alike: see the log there"
             )
         time.sleep(0.02)
-    said = [store.get(key).decode() for key in keys]
+    said = ask_store(lambda store: [store.get(key).decode() for key in keys])
     unreadable = [rank for rank, digest in zip(peers, said) if digest == _UNREADABLE]
     if unreadable:
         raise ValueError(
@@ -60,6 +61,10 @@ def require_equal_among_peers(calibration: Calibration | None, generation: int, 
             f"ranks {differing} have another calibration than rank {peers[0]} of their tensor-parallel group; peers "
             "must make the same plan: copy one file to all machines"
         )
+
+
+def _is_set(key: str) -> bool:
+    return ask_store(lambda store: store.check([key]))
 
 
 def _tensor_parallel_ranks() -> list[int]:

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from commons.distributed.control import RankMissingError
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.shuffle_session import PreparedShuffle, ShuffleSession
 from commons.distributed.stats import ShuffleStats
@@ -60,6 +61,8 @@ class ShuffleHandle:
         started = time.perf_counter()
         try:
             return self._future.result()
+        except RankMissingError as error:
+            raise error.with_traceback(None) from None  # the worker's frames say nothing and keep the batch
         finally:
             self.wait_ms += (time.perf_counter() - started) * 1e3
 

@@ -20,17 +20,26 @@ import torch
 
 T = TypeVar("T")
 
-# How long the end of a program waits for all its workers together.
+# How long the end of a program waits for its workers, for all of them together.
 _EXIT_SECONDS = 5.0
 # Those whose thread has been started.
 _STARTED: weakref.WeakSet[DaemonWorker] = weakref.WeakSet()
 
 
 class DaemonWorker:
-    """Runs submitted functions one after another on a thread of its own, started with the first."""
+    """Runs submitted functions one after another on a thread of its own, started with the first.
 
-    def __init__(self, name: str) -> None:
+    A job whose future has been cancelled before its turn is passed over.
+
+    Args:
+        name: of the thread.
+        exit_seconds: how long the end of a program waits for the job that is under way.
+    """
+
+    def __init__(self, name: str, exit_seconds: float = _EXIT_SECONDS) -> None:
         self._name = name
+        self._exit_seconds = exit_seconds
+        self._starting = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], int | None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -47,10 +56,11 @@ class DaemonWorker:
         gpu = None
         if device is not None and device.type == "cuda":
             gpu = torch.cuda.current_device() if device.index is None else device.index
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
-            _end_at_exit(self)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+                _end_at_exit(self)
         future: Future[T] = Future()
         self._jobs.put((future, job, gpu))
         return future
@@ -86,14 +96,17 @@ class DaemonWorker:
         while (item := self._jobs.get()) is not None:
             future, job, gpu = item
             try:
+                if not future.set_running_or_notify_cancel():
+                    continue
                 if gpu is not None and gpu != current:
                     torch.cuda.set_device(gpu)
                     current = gpu
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
-            # Nothing is kept while waiting: the last reference to a process group must not be that of a daemon thread.
-            del item, future, job
+            finally:
+                # Nothing is kept while waiting: the last reference to a process group must not be a daemon thread's.
+                del item, future, job
 
 
 def _end_at_exit(worker: DaemonWorker) -> None:
@@ -105,9 +118,9 @@ def _end_at_exit(worker: DaemonWorker) -> None:
 
 def _end_all() -> None:
     """Let every worker finish the job that it is at; one that waits for a rank that will not come is left."""
-    deadline = time.monotonic() + _EXIT_SECONDS
+    started = time.monotonic()
     workers = list(_STARTED)
     for worker in workers:
         worker.finish()
     for worker in workers:
-        worker.stop(timeout=max(0.0, deadline - time.monotonic()))
+        worker.stop(timeout=max(0.0, started + worker._exit_seconds - time.monotonic()))

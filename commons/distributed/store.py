@@ -1,0 +1,129 @@
+"""STORE: questions to torch's key-value store, none of which outlasts its deadline.
+
+A call of a TCPStore waits for the server's reply for ever, whatever the store's timeout says: where the process that
+hosts it stands still, so does every caller. All calls of ours run on one daemon thread instead, and who asks waits for
+the thread. One call is on its way at a time; a call that nobody waits for any more is not begun.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import _torchelastic_use_agent_store
+
+from commons.distributed.errors import first_line
+from commons.distributed.worker import DaemonWorker
+
+T = TypeVar("T")
+
+# How long the store may take for an answer; those of a store that is well come within milliseconds.
+ANSWER_SECONDS = 3.0
+# How long one look of a KeyWatch takes at most.
+_GLANCE_SECONDS = 0.2
+_RANK_0 = "rank 0"
+# A thread that waits for a host that stands still is not waited for when the program ends.
+_WORKER = DaemonWorker("evenrank-store", exit_seconds=1.0)
+
+
+class StoreUnavailableError(RuntimeError):
+    """The store does not answer in time, or has ended with the process that hosts it; says which process that is."""
+
+
+def ask_store(question: Callable[[dist.Store], T], seconds: float = ANSWER_SECONDS) -> T:
+    """Ask the default process group's store.
+
+    Args:
+        question: one call of the store, which must need no other process' doing, unlike `get` of a key that is not set.
+        seconds: how long to wait for the answer.
+
+    Raises:
+        StoreUnavailableError: there is none in time, or the host has ended.
+    """
+    answer = begin_asking(question)
+    try:
+        return answer.result(seconds)
+    except concurrent.futures.TimeoutError:
+        answer.cancel()
+        host = _describe_host()
+        remedy = "" if host is None else f"; {host} hosts it and has stopped or is overloaded: see there"
+        raise StoreUnavailableError(f"the store does not answer{remedy}") from None
+
+
+def begin_asking(question: Callable[[dist.Store], T]) -> Future[T]:
+    """Ask the store without waiting; the future raises StoreUnavailableError if the host has ended."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def ask() -> T:
+        try:
+            _require_listening(store)
+            return question(store)
+        except (RuntimeError, ConnectionError) as error:
+            host = _describe_host()
+            remedy = f": {first_line(error)}" if host is None else f"; {host} hosts it and has ended: see the log there"
+            raise StoreUnavailableError(f"the store cannot be reached{remedy}") from None
+
+    return _WORKER.submit(ask)
+
+
+class KeyWatch:
+    """Looks for a key again and again; a store that does not answer is left alone until it does.
+
+    Args:
+        key: to look for.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._asked: Future[bool] | None = None
+
+    def is_set(self) -> bool:
+        """Whether the key is known to be set, or the store to have ended; takes a fraction of a second at most."""
+        self._asked = self._asked or begin_asking(lambda store: store.check([self._key]))
+        try:
+            found = self._asked.result(_GLANCE_SECONDS)
+        except concurrent.futures.TimeoutError:
+            return False
+        except StoreUnavailableError:
+            return True
+        self._asked = None
+        return found
+
+
+def ends_with_rank() -> int | None:
+    """The rank with which the store ends; None where it outlives all of them."""
+    return 0 if _describe_host() == _RANK_0 else None
+
+
+def _describe_host() -> str | None:
+    """Which process answers for the default store; None where it is no process of its own, but files for example."""
+    store = _tcp_store(dist.distributed_c10d._get_default_store())
+    if store is None:
+        return None
+    # Under torchrun a program may have made a store of its own, at another port.
+    by_agent = _torchelastic_use_agent_store() and str(store.port) == os.environ.get("MASTER_PORT")
+    return "torchrun's agent on the first host" if by_agent else _RANK_0
+
+
+def _tcp_store(store: dist.Store) -> dist.TCPStore | None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, dist.TCPStore) else None
+
+
+def _require_listening(store: dist.Store) -> None:
+    """Raise ConnectionRefusedError if the store's host has ended: torch would print forty lines of C++ about it."""
+    tcp = _tcp_store(store)
+    if tcp is None:
+        return
+    try:
+        socket.create_connection((tcp.host, tcp.port), timeout=ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        raise
+    except OSError:  # a host that is busy, or a name that Python resolves in another way: torch's client will tell
+        return
