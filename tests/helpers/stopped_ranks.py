@@ -1,0 +1,111 @@
+"""Ranks in processes of their own, the first of which hosts the store; one is killed, stopped or made to fail."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_START_SECONDS = 90.0
+
+
+class Ended(NamedTuple):
+    """How a rank ended: its status (None: it did not), seconds after the fault, and what it wrote on stderr."""
+
+    status: int | None
+    seconds: float
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """The last line, which says what went wrong, without the module of the error's type."""
+        lines = [line for line in self.stderr.splitlines() if line.strip()] or [""]
+        return re.sub(r"^[\w.]*\.(?=\w+: )", "", lines[-1])
+
+
+def run_with_fault(
+    folder: Path, work: Callable[..., None], *args: Any, waits_for: list[int], limit: float, world_size: int = 4
+) -> list[Ended]:
+    """Run `work(folder, *args)`, a function of a module, on every rank; one of them calls `fault(folder, ...)` in it.
+
+    Args:
+        folder: an empty one.
+        work: raises on the survivors.
+        *args: for `work`.
+        waits_for: ranks that shall end by themselves.
+        limit: seconds after the fault within which they must.
+        world_size: ranks.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.rank_preload"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        context.Process(target=_run, args=(rank, world_size, port, folder, work, args)) for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        at = _await(folder / "fault", lambda path: path.exists() and path.read_text(), _START_SECONDS)
+        started = float(at) if at else time.monotonic()
+        seconds = {}
+        while len(seconds) < len(waits_for) and time.monotonic() < started + limit:
+            seconds |= {
+                index: time.monotonic() - started
+                for index in waits_for
+                if index not in seconds and ranks[index].exitcode is not None
+            }
+            time.sleep(0.05)
+        statuses = [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    return [
+        Ended(status, seconds.get(index, limit), (folder / f"stderr{index}").read_text(errors="replace"))
+        for index, status in enumerate(statuses)
+    ]
+
+
+def fault(folder: Path, number: int | None = None, back_after: float | None = None) -> None:
+    """Note the time of the fault, and send this process a signal.
+
+    Args:
+        folder: of the run.
+        number: the signal; none where the caller fails in another way.
+        back_after: seconds after which a stopped process goes on.
+    """
+    if back_after is not None and os.fork() == 0:
+        time.sleep(back_after)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    (folder / "being written").write_text(str(time.monotonic()))
+    (folder / "being written").rename(folder / "fault")
+    if number is not None:
+        os.kill(os.getpid(), number)
+
+
+def _run(rank: int, world_size: int, port: int, folder: Path, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    output = os.open(folder / f"stderr{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, sys.stderr.fileno())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    work(folder, *args)
+
+
+def _await(path: Path, ready: Callable[[Path], Any], seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := ready(path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
