@@ -23,7 +23,7 @@ def test_a_rehearsal_fills_the_page(tmp_path):
     parts = ["sanitizer", "exchange", "attention", "step", "balance"]
     page = tmp_path / "page.md"
     command = [sys.executable, "-m", "benchmarks.on_device", "--rehearse", "--output", str(page), "--only", *parts]
-    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert job.returncode == 0, job.stdout + job.stderr
     text = page.read_text()
     assert text in job.stdout and "A rehearsal on the CPU" in text and "failed" not in text
