@@ -22,6 +22,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+from commons.distributed.worker import DaemonWorker
+
 logger = logging.getLogger(__name__)
 
 EXIT_FAILURE = 1
@@ -32,6 +34,8 @@ _PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirec
 _USER_ERRORS = (ValueError, TypeError, KeyError, ImportError, *_PATH_ERRORS)
 # The failed rank must end before its silent peers do: torchrun then ends those.
 _SILENT_SECONDS = 5.0
+# How long a rank looks for torchrun's store.
+_STORE_SECONDS = 2.5
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -131,12 +135,17 @@ def _claim_report() -> bool:
     """Whether this is the first rank to fail."""
     if not dist.is_torchelastic_launched():
         return True
+    # On another thread: a store whose host stands still never answers, whatever the timeout.
+    claimed = DaemonWorker("evenrank-report").submit(_claim_in_store)
     try:
-        store, rank, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=5)))
-        claimed_by = store.compare_set("evenrank/first_failure", "", str(rank))
+        return claimed.result(2 * _STORE_SECONDS)
     except Exception:  # torchrun's store is gone: rather say it twice than never
         return True
-    return claimed_by.decode() == str(rank)
+
+
+def _claim_in_store() -> bool:
+    store, rank, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_STORE_SECONDS)))
+    return store.compare_set("evenrank/first_failure", "", str(rank)).decode() == str(rank)
 
 
 def _write_traceback(error: Exception) -> str | None:
