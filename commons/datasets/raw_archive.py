@@ -194,12 +194,13 @@ class _Folder(RawArchive):
 class _Zip(RawArchive):
     def __init__(self, path: Path) -> None:
         super().__init__(path, _most_bytes(path))
-        self._members: dict[str, str] = {}
+        self._members: dict[str, zipfile.ZipInfo] = {}
         with _damage_named(path, "zip file"), zipfile.ZipFile(path) as archive:
             self._require_few(len(archive.infolist()))
             for info in archive.infolist():
                 if not info.is_dir() and self._add(info.filename, info.file_size):
-                    self._members[PurePosixPath(info.filename).name] = info.filename
+                    # Not its name: of several members with one name that opens the last, whose size was not looked at.
+                    self._members[PurePosixPath(info.filename).name] = info
                 # Other methods expand a block as a whole, whatever its size; a password is asked for by no data set.
                 if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
                     raise ValueError(

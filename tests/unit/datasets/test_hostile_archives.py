@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
+import warnings
 import zipfile
 
 import pytest
@@ -225,3 +227,143 @@ def test_generated_archives_stay_far_below_the_limit(tmp_path):
     with gzip.open(tmp_path / "a.tar.gz") as packed:
         expanded = sum(map(len, iter(lambda: packed.read(1 << 20), b"")))
     assert expanded < 10 * (tmp_path / "a.tar.gz").stat().st_size
+
+
+class TestNamesAndKinds:
+    """Members are read as streams by their last name: nothing is unpacked, and no name leads anywhere."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_else_is_written(self, tmp_path, monkeypatch):
+        """Whatever the archive says, the data set's folder is all that is new, around the working directory too."""
+        inner = tmp_path / "here" / "and" / "there"
+        inner.mkdir(parents=True)
+        monkeypatch.chdir(inner)
+        yield
+        kept = {"a.zip", "a.tar.gz", "folder", "output", "here"}
+        assert {path.name for path in tmp_path.iterdir()} <= kept
+        assert {path.name for path in (tmp_path / "here").rglob("*")} == {"and", "there"}
+
+    def num_rows(self, source, tmp_path):
+        path = preprocess_movielens_20m(source, tmp_path / "output")
+        return sum(json.loads((path / "_manifest.json").read_text())["splits"].values())
+
+    def expected(self, tmp_path):
+        (tmp_path / "folder").mkdir()
+        for name, text in (("ratings.csv", RATINGS_20M), ("movies.csv", MOVIES_20M)):
+            (tmp_path / "folder" / name).write_text(text)
+        return self.num_rows(tmp_path / "folder", tmp_path)
+
+    @pytest.mark.parametrize(
+        ("place", "folder"),
+        [("/ml-20m", None), ("./ml-20m", None), ("..", ".."), ("../../x", ".."), ("/etc", None), ("C:/x", "C:")],
+    )
+    @pytest.mark.parametrize("write", [write_zip, write_tar])
+    def test_names_that_lead_elsewhere(self, tmp_path, write, place, folder):
+        members = {f"{place}/ratings.csv": RATINGS_20M, f"{place}/movies.csv": MOVIES_20M}
+        source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
+        if folder is None:
+            assert self.num_rows(source, tmp_path) == self.expected(tmp_path) > 0
+            return
+        with pytest.raises(ValueError, match=re.escape(f" holds {folder}, not MovieLens-20M: ")):
+            self.num_rows(source, tmp_path)
+
+    @pytest.mark.parametrize("write", [write_zip, write_tar])
+    def test_backslashes_are_no_folders(self, tmp_path, write):
+        members = {"..\\..\\ratings.csv": RATINGS_20M, "movies.csv": MOVIES_20M}
+        source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
+        with pytest.raises(ValueError, match=r"has no ratings.csv; .*found: \.\.\\\.\.\\ratings.csv, movies.csv"):
+            self.num_rows(source, tmp_path)
+
+    @pytest.mark.parametrize(
+        "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE]
+    )
+    def test_links_devices_and_pipes_are_no_members_of_a_tar_file(self, tmp_path, kind):
+        path = tmp_path / "a.tar.gz"
+        with tarfile.open(path, "w:gz") as archive:
+            info = tarfile.TarInfo("ratings.csv")
+            info.type, info.linkname, info.devmajor, info.devminor = kind, "/etc/passwd", 1, 5
+            archive.addfile(info)
+            info = tarfile.TarInfo("movies.csv")
+            info.size = len(MOVIES_20M)
+            archive.addfile(info, io.BytesIO(MOVIES_20M.encode()))
+        with pytest.raises(ValueError, match=r"has no ratings.csv; .*found: movies.csv: "):
+            self.num_rows(path, tmp_path)
+
+    def test_a_link_in_a_zip_file_is_its_text(self, tmp_path):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+            info = zipfile.ZipInfo("ratings.csv")
+            info.external_attr = 0o120777 << 16
+            archive.writestr(info, "/etc/passwd")
+            archive.writestr("movies.csv", MOVIES_20M)
+        with pytest.raises(ValueError, match=r"ratings.csv.* line 1 .*'/etc/passwd'|ratings.csv.*/etc/passwd"):
+            self.num_rows(tmp_path / "a.zip", tmp_path)
+
+    @pytest.mark.parametrize("write", ["zip", "tar"])
+    def test_of_two_members_with_one_name_the_first_counts(self, tmp_path, write):
+        members = [("ratings.csv", RATINGS_20M), ("movies.csv", MOVIES_20M), ("other/ratings.csv", "no ratings")]
+        if write == "zip":
+            with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+                for name, text in members:
+                    archive.writestr(name, text)
+                with pytest.warns(UserWarning, match="Duplicate name"):
+                    archive.writestr("ratings.csv", "neither")
+        else:
+            write_tar(tmp_path / "a.tar.gz", dict(members))
+        source = tmp_path / ("a.zip" if write == "zip" else "a.tar.gz")
+        assert self.num_rows(source, tmp_path) == self.expected(tmp_path)
+
+    @pytest.mark.parametrize("write", [write_zip, write_tar])
+    def test_names_that_differ_by_case_are_two(self, tmp_path, write):
+        members = {"RATINGS.CSV": "no ratings", "ratings.csv": RATINGS_20M, "Movies.csv": "", "movies.csv": MOVIES_20M}
+        source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
+        assert self.num_rows(source, tmp_path) == self.expected(tmp_path)
+
+    @pytest.mark.parametrize("write", [write_zip, write_tar])
+    def test_an_archive_within_an_archive_is_not_opened(self, tmp_path, write):
+        inner = io.BytesIO()
+        with zipfile.ZipFile(inner, "w") as archive:
+            archive.writestr("ratings.csv", RATINGS_20M)
+        members = {"ml-20m.zip": inner.getvalue().decode("latin-1"), "movies.csv": MOVIES_20M}
+        source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
+        with pytest.raises(ValueError, match=r"has no ratings.csv; .*found: ml-20m.zip, movies.csv: "):
+            self.num_rows(source, tmp_path)
+
+
+class TestSizesThatLie:
+    """What a header declares and what is there differ."""
+
+    def zip_with_size(self, path, size):
+        data = bytearray(write_zip(path, {"ratings.csv": RATINGS_20M, "movies.csv": MOVIES_20M}).read_bytes())
+        entry = data.index(b"PK\x01\x02")
+        data[entry + 24 : entry + 28] = size.to_bytes(4, "little")
+        path.write_bytes(bytes(data))
+        return path
+
+    @pytest.mark.parametrize("size", [0, 10, len(RATINGS_20M) - 1])
+    def test_a_zip_file_that_holds_more(self, tmp_path, size):
+        source = self.zip_with_size(tmp_path / "a.zip", size)
+        with pytest.raises(ValueError, match=r"a\.zip: ratings.csv is empty|a\.zip is no complete zip file") as caught:
+            preprocess_movielens_20m(source, tmp_path / "output")
+        assert "\n" not in str(caught.value) and not list(tmp_path.glob("output/*"))
+
+    def test_a_zip_file_that_hides_a_bomb_behind_its_namesake(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(raw_archive, "_ALWAYS_ALLOWED", 1 << 20)
+        with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the name that is there already
+            archive.writestr("ratings.csv", "userId,movieId,rating,timestamp\n")
+            archive.writestr("movies.csv", MOVIES_20M)
+            archive.writestr("ratings.csv", bytes(8 << 20))
+        with pytest.raises(ValueError, match="ratings.csv has no line below its header") as caught:
+            preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("keep", [0.2, 0.5, 0.9, 0.999])
+    @pytest.mark.parametrize("write", [write_zip, write_tar])
+    def test_truncated(self, tmp_path, write, keep):
+        members = {"ratings.csv": RATINGS_20M * 50, "movies.csv": MOVIES_20M}
+        source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
+        data = source.read_bytes()
+        source.write_bytes(data[: int(keep * len(data))])
+        with pytest.raises(ValueError, match=r"is no complete (zip|tar) file .*: download it again"):
+            preprocess_movielens_20m(source, tmp_path / "output")
+        assert not list(tmp_path.glob("output/*"))
