@@ -33,6 +33,10 @@ class Shard:
     row_groups: list[int]
     num_interactions: int
 
+    def __post_init__(self) -> None:
+        if self.file in ("", "..") or Path(self.file).name != self.file:
+            raise ValueError(f"shard {self.file!r} is no name of a file in the folder of the manifest")
+
 
 @dataclass(frozen=True)
 class SequenceFileMetadata:

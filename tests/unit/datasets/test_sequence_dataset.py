@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -259,6 +260,11 @@ class TestBadFiles:
             (lambda text: text[: len(text) // 2], "is damaged"),
             (lambda text: text.replace('"num_users"', '"users"', 1), "is damaged"),
             (lambda text: "[]", "is damaged"),
+            # A manifest names files beside it, and no others.
+            (lambda text: text.replace('"file": "', '"file": "../', 1), "'../.* is no name of a file in the folder"),
+            (lambda text: text.replace('"file": "', '"file": "/etc/', 1), "'/etc/.* is no name of a file"),
+            (lambda text: re.sub('"file": "[^"]*"', '"file": ".."', text, count=1), "'..' is no name of a file"),
+            (lambda text: re.sub('"file": "[^"]*"', '"file": ""', text, count=1), "'' is no name of a file"),
         ],
     )
     def test_damaged_manifest(self, tmp_path, damage, message):
