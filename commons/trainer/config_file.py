@@ -116,7 +116,7 @@ _ConfigLoader.add_implicit_resolver(
 
 
 def _parse_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_ConfigLoader)  # derived from SafeLoader
+    return yaml.load(text, Loader=_ConfigLoader)  # noqa: S506 - derived from SafeLoader
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
