@@ -131,7 +131,7 @@ def beside_a_launching_thread(world_size: int, rows: int, rounds: int) -> dict[s
     batches = [make_batch(each, ["user_id"]) for each in lengths]
     found: dict[str, list[float]] = defaultdict(list)
     with fake_ranks(world_size, rank=0), closing(HSTUBalancedBatchShuffler(**SIZES)) as shuffler:
-        tell_of_all_ranks(shuffler, batches)
+        tell_of_all_ranks(shuffler, batches, rows)
 
         def seconds_of(job: Callable[[], Any]) -> float:
             started = time.perf_counter()

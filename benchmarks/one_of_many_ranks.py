@@ -7,7 +7,7 @@ values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,10 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.local_rows import LocalRows
 
 
+class _HeardError(Exception):
+    """A rank's message is in the list: what the rank would do with the others' is left out."""
+
+
 class ListedMessages:
     """In the place of ControlChannel: keeps what each rank says, and answers with what all have said so far."""
 
@@ -30,6 +34,8 @@ class ListedMessages:
         self.description, self.control_group, self.payload_group = "all ranks", group, group
         self.has_all_to_all = True
         self.most_rows = 0
+        self.listens = False
+        self.message_bytes = 0
         self._gathered = np.empty((self.world_size, 0), dtype=np.int64)
 
     def agree(self, call: str, options: Any, error: Exception | None, numbers: Any = (), step: int = 0) -> np.ndarray:
@@ -42,7 +48,10 @@ class ListedMessages:
         if self._gathered.shape[1] != len(own):
             self._gathered = np.repeat(own[None], self.world_size, axis=0)
         self._gathered[self.rank] = own
+        if self.listens:
+            raise _HeardError
         self._gathered[:, 0] = step
+        self.message_bytes = own.nbytes
         return self._gathered
 
     def gather_text(self, text: str, step: int) -> list[str]:
@@ -69,14 +78,21 @@ def fake_ranks(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def tell_of_all_ranks(shuffler: BaseTaskBalancedBatchShuffler, batches: Sequence[Any]) -> None:
-    """Let a shuffler know what every rank brings, with whatever crosses the ranks; within `fake_ranks`."""
+def tell_of_all_ranks(shuffler: BaseTaskBalancedBatchShuffler, batches: Iterable[Any], most_rows: int) -> None:
+    """Let a shuffler know what every rank brings, with whatever crosses the ranks; within `fake_ranks`.
+
+    Args:
+        shuffler: of the one rank.
+        batches: of every rank, in order.
+        most_rows: real rows of the rank with most of them.
+    """
     session = shuffler._session(None)
     channel: Any = session.channel
-    own, channel.most_rows = channel.rank, max(batch.actual_batch_size for batch in batches)
+    own, channel.most_rows, channel.listens = channel.rank, most_rows, True
     for rank, batch in enumerate(batches):
         channel.rank = rank
         local = shuffler._describe(batch, None)
         assert isinstance(local, LocalRows) and local.error is None, local.error
-        session.prepare(0, [local])
-    channel.rank = own
+        with contextlib.suppress(_HeardError):
+            session.prepare(0, [local])
+    channel.rank, channel.listens = own, False

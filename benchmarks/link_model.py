@@ -1,0 +1,130 @@
+"""What the wire takes: a model of hosts whose ranks share one link, with its parameters and where they come from.
+
+Latency is that of one message from process to process, over TCP, as gloo sends it. The defaults are those of a cluster
+whose hosts talk TCP over an ordinary Ethernet interface beside the fabric of the accelerators:
+
+- Between hosts 40 µs, half of a round trip in a quiet cluster. Loaded data centres take longer: Guo et al., "Pingmesh"
+  (SIGCOMM 2015), found 268 µs per round trip between pods at the median, which is 134 µs per message.
+- Within a host 20 µs: a message through the loopback device and the wake-up of a thread.
+- One TCP connection between hosts carries 10 Gbit/s, and a host 100: Amazon's documentation of network bandwidth gives
+  the first for a cluster placement group (docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-network-bandwidth),
+  the second is a common interface.
+- One connection within a host carries 24 Gbit/s, a copy into the kernel and one out of it.
+- Rows go over the accelerators' fabric: 50 Gbyte/s per rank between hosts, a 400 Gbit/s interface for each, 20 µs per
+  collective and 2 µs for every peer that a rank sends to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+_GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """Times of messages; see the module for where the defaults come from.
+
+    Attributes:
+        ranks_per_host: ranks that share a host and its link.
+        hop_us: microseconds of a message from one host to another, over TCP.
+        host_hop_us: the same within a host.
+        connection_gbit: gigabits per second of one TCP connection between hosts.
+        link_gbit: of all TCP connections of a host together.
+        host_gbit: of one TCP connection within a host.
+        rows_gbyte: gigabytes per second that one rank can exchange with other hosts' ranks.
+        rows_us: microseconds of an exchange of rows, however small.
+        peer_us: microseconds for each rank that rows go to.
+    """
+
+    ranks_per_host: int = 8
+    hop_us: float = 40.0
+    host_hop_us: float = 20.0
+    connection_gbit: float = 10.0
+    link_gbit: float = 100.0
+    host_gbit: float = 24.0
+    rows_gbyte: float = 50.0
+    rows_us: float = 20.0
+    peer_us: float = 2.0
+
+    def ring_ms(self, ranks: int, message: float, stride: int = 1) -> float:
+        """Milliseconds of a ring all-gather, which every `stride`-th rank makes with others like it at the same time.
+
+        In W − 1 hops every message travels the whole ring, through the links within hosts and those between. It is as
+        late as the sum of these hops, or as the slowest link takes for all the messages.
+
+        Args:
+            ranks: ranks of a ring, W.
+            message: bytes that each of them brings.
+            stride: how far apart neighbours are.
+        """
+        if ranks == 1:
+            return 0.0
+        stays = max(1, self.ranks_per_host // stride)  # neighbours that share a host
+        between = ranks - 1 if stays == 1 else min(math.ceil(ranks / stays), ranks - 1) - (ranks <= stays)
+        within = ranks - 1 - between
+        # Rings that cross from one host to the next at the same time share its link.
+        rings = min(stride, self.ranks_per_host)
+        host_s = message / (self.host_gbit * _GBIT)
+        net_s = message / (min(self.connection_gbit, self.link_gbit / rings) * _GBIT)
+        path = within * (self.host_hop_us * 1e-6 + host_s) + between * (self.hop_us * 1e-6 + net_s)
+        slowest = net_s if between else host_s
+        return max(path, (ranks - 1) * slowest) * 1e3
+
+    def gather_ms(self, ranks: int, message: float, shape: tuple[int, int] | None) -> float:
+        """Milliseconds of a gather: one ring, or with `shape` (rows, columns) a ring in each row, then in each column.
+
+        Args:
+            ranks: all ranks.
+            message: bytes that each of them brings.
+            shape: of the grid; None for one ring.
+        """
+        if shape is None:
+            return self.ring_ms(ranks, message)
+        rows, columns = shape
+        return self.ring_ms(columns, message) + self.ring_ms(rows, columns * message, stride=columns)
+
+    def by_host_ms(self, ranks: int, message: float) -> float:
+        """Milliseconds of a gather that crosses hosts first, in a grid of hosts, and goes round within a host last.
+
+        Every message then enters a host once, not once for each of its ranks.
+        """
+        hosts = ranks // self.ranks_per_host
+        if hosts < 2:
+            return self.ring_ms(ranks, message)
+        rows = next(rows for rows in range(math.isqrt(hosts), 0, -1) if hosts % rows == 0)
+        apart = self.ranks_per_host
+        across = self.ring_ms(hosts // rows, message, apart) + self.ring_ms(rows, hosts // rows * message, apart)
+        return across + self.ring_ms(self.ranks_per_host, hosts * message)
+
+    def rows_ms(self, sent: np.ndarray, received: np.ndarray, peers: int) -> float:
+        """Milliseconds of an all-to-all: that of the rank with most bytes to send or to receive.
+
+        Args:
+            sent: bytes that each rank sends to other ranks.
+            received: bytes that each rank receives from them.
+            peers: most ranks that one rank sends to or receives from.
+        """
+        largest = float(max(sent.max(initial=0), received.max(initial=0)))
+        return self.rows_us * 1e-3 + peers * self.peer_us * 1e-3 + largest / (self.rows_gbyte * 1e9) * 1e3
+
+    def described(self) -> str:
+        """The parameters in a line."""
+        return ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(self).items())
+
+
+def grid(ranks: int) -> tuple[int, int] | None:
+    """Rows and columns of a grid of ranks, as near to a square as divisors allow; None for fewer than 64 ranks."""
+    if ranks < 64:
+        return None
+    rows = next(rows for rows in range(math.isqrt(ranks), 0, -1) if ranks % rows == 0)
+    return None if rows == 1 else (rows, ranks // rows)
+
+
+def connections(ranks: int, shape: tuple[int, int] | None) -> int:
+    """Connections of one rank in a gather: gloo connects every two ranks of a group."""
+    return ranks - 1 if shape is None else sum(shape) - 2
