@@ -1,0 +1,68 @@
+"""Puts the fault of a trial into this rank, at its place."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from commons.distributed.row_exchange import RowExchange
+from commons.distributed.shuffle_session import ShuffleSession
+from commons.perf_model.shuffle_plan import ShufflePlan
+from tests.faults import acts, kinds
+from tests.faults.trials import Trial
+
+
+class Injector:
+    """Watches the places of a rank and acts once, if the rank is the faulty one.
+
+    Args:
+        trial: what is to happen.
+        rank: this rank.
+        store_pid: the process that hosts the store.
+        said: the file that tells the supervisor what happens here.
+    """
+
+    def __init__(self, trial: Trial, rank: int, store_pid: int, said: Path) -> None:
+        self.trial, self.rank, self.store_pid = trial, rank, store_pid
+        self._said = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._calls: Counter[str] = Counter()
+
+    def say(self, event: str, **details: Any) -> None:
+        """Tell the supervisor; the line is there even if the process ends in the next moment."""
+        line = json.dumps({"event": event, "at": time.monotonic()} | details) + "\n"
+        os.write(self._said, line.encode(errors="backslashreplace"))
+
+    def at(self, place: str, value: Any = None) -> Any:
+        """The rank is at a place, where it has a value; returns the value to go on with."""
+        call = self._calls[place]
+        self._calls[place] += 1
+        trial = self.trial
+        if (self.rank, place, call) != (trial.rank, trial.place, trial.call):
+            return value
+        return getattr(acts, trial.of_kind.act)(self, value)
+
+    def install(self) -> None:
+        """Put itself around the phases of a shuffle."""
+        self._around(ShuffleSession, "_gather", before=kinds.BEFORE_GATHER)
+        self._around(ShuffleSession, "_plan", before=kinds.BEFORE_PLAN)
+        self._around(ShuffleSession, "exchange_rows", before=kinds.BEFORE_EXCHANGE, after=kinds.AFTER_EXCHANGE)
+        self._around(RowExchange, "send_rows", after=kinds.IN_EXCHANGE)
+        self._around(RowExchange, "pack", before=kinds.PACK)
+        self._around(ShufflePlan, "digest", after=kinds.DIGEST)
+
+    def _around(self, owner: type, name: str, before: str | None = None, after: str | None = None) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                self.at(before)
+            result = original(*args, **kwargs)
+            return result if after is None else self.at(after, result)
+
+        setattr(owner, name, watched)

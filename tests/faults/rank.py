@@ -1,0 +1,100 @@
+"""The processes of a trial: a rank, or the process that hosts the store."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import resource
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import tests.helpers.rank_preload  # noqa: F401  what a rank imports, once for all of them
+
+# isort: split
+import torch
+import torch.distributed as dist
+
+from commons.distributed.options import ShufflerOptions
+from tests.faults import kinds
+from tests.faults.injector import Injector
+from tests.faults.trials import Trial
+from tests.faults.uses import USES, FaultyShuffler
+
+_LOCALHOST = "127.0.0.1"
+# Of the store, as torch sets it where nobody asks for another one.
+_STORE_TIMEOUT = datetime.timedelta(seconds=300)
+
+
+def main(job: dict[str, Any]) -> None:
+    """Be what a job says; ends as a program ends, with a traceback if it fails."""
+    folder = Path(job["folder"])
+    temporary = folder / "tmp"
+    os.chdir(temporary)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks a process that hangs where it is
+    torch.set_num_threads(1)
+    if job["name"] == "store":
+        host_store(folder)
+    else:
+        be_rank(Trial(**job["trial"]), job["rank"], folder, job.get("store_pid", 0))
+
+
+def host_store(folder: Path) -> None:
+    """Host the store, as torchrun's agent does, until the end of the trial."""
+    store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    _publish(folder, store)
+    while True:
+        time.sleep(3600)
+
+
+def be_rank(trial: Trial, rank: int, folder: Path, store_pid: int) -> None:
+    """Train, with the fault in the way; what happens is told to the supervisor."""
+    injector = Injector(trial, rank, store_pid, folder / f"rank{rank}.jsonl")
+    store = _connect(trial, rank, folder)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.world_size)
+    injector.install()
+    shuffler = None
+    try:
+        injector.at(kinds.CONSTRUCTION)
+        options = injector.at(kinds.OPTIONS, ShufflerOptions(timeout=trial.timeout))
+        FaultyShuffler.injector = injector
+        shuffler = FaultyShuffler(options)
+        seen = USES[trial.use](shuffler, injector)
+    except BaseException as error:
+        injector.say("raised", text=f"{type(error).__name__}: {error}")
+        raise
+    else:
+        injector.say("trained", rows=seen)
+    finally:
+        if shuffler is not None:
+            shuffler.close()
+        injector.say("closed", threads=[each.name for each in threading.enumerate() if "evenrank" in each.name])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _connect(trial: Trial, rank: int, folder: Path) -> dist.Store:
+    if trial.store == "rank0" and rank == 0:
+        store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        _publish(folder, store)
+        return store
+    path = folder / "port"
+    while not path.exists():
+        time.sleep(0.01)
+    return dist.TCPStore(_LOCALHOST, int(path.read_text()), is_master=False, timeout=_STORE_TIMEOUT)
+
+
+def _publish(folder: Path, store: dist.TCPStore) -> None:
+    aside = folder / "port.new"
+    aside.write_text(str(store.port))
+    aside.rename(folder / "port")
+
+
+__all__ = ["main"]

@@ -1,0 +1,85 @@
+"""What a trial is, and how trials are drawn: each from the seed and its number alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tests.faults.kinds import KINDS, Kind
+
+StoreHost = Literal["agent", "rank0"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fault in one job.
+
+    Attributes:
+        number: of the trial.
+        kind: name of the kind of fault.
+        place: where it happens.
+        call: at the place's call of this number, from 0.
+        use: how the shuffler is used.
+        world_size: ranks.
+        rank: the one that the fault is put into.
+        store: who hosts the store: a process beside the ranks, as under torchrun, or rank 0.
+        timeout: `ShufflerOptions.timeout` in seconds.
+    """
+
+    number: int
+    kind: str
+    place: str
+    call: int
+    use: str
+    world_size: int
+    rank: int
+    store: StoreHost
+    timeout: float
+
+    @property
+    def of_kind(self) -> Kind:
+        return KINDS[self.kind]
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether the faulty rank hosts the store."""
+        return self.store == "rank0" and self.rank == 0
+
+    def describe(self) -> str:
+        return (
+            f"{self.number}: {self.kind} at '{self.place}' (call {self.call}) of rank {self.rank} of {self.world_size}, "
+            f"{self.use}, store of {self.store}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def draw(seed: int, number: int, store: Literal["agent", "rank0", "both"], timeout: float, kinds: list[str]) -> Trial:
+    """The trial of a number: kinds take turns, in another order in every round; the rest is drawn."""
+    which, round_of_kinds = number % len(kinds), number // len(kinds)
+    order = random.Random(f"{seed}/{round_of_kinds}").sample(kinds, len(kinds))
+    kind = KINDS[order[which]]
+    rng = random.Random(f"{seed}/{number}/{kind.name}")
+    hosts = [host for host in kind.stores if store in ("both", host)]
+    use = rng.choice(kind.uses)
+    place = rng.choice(kind.places)
+    world_size = rng.choice((2, 3, 4))
+    rank = 0 if kind.rank_0 else rng.randrange(world_size)
+    return Trial(
+        number=number,
+        kind=kind.name,
+        place=place,
+        call=rng.choice(kind.calls),
+        use=use,
+        world_size=world_size,
+        rank=rank,
+        store=rng.choice(hosts),
+        timeout=timeout,
+    )
+
+
+def kinds_for(store: str) -> list[str]:
+    """Names of the kinds that a store host has."""
+    return [name for name, kind in KINDS.items() if store == "both" or store in kind.stores]
