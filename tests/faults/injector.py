@@ -10,6 +10,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import FileSystemWriter
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.row_exchange import RowExchange
 from commons.distributed.shuffle_session import ShuffleSession
 from commons.perf_model.shuffle_plan import ShufflePlan
@@ -54,6 +57,12 @@ class Injector:
         self._around(RowExchange, "send_rows", after=kinds.IN_EXCHANGE)
         self._around(RowExchange, "pack", before=kinds.PACK)
         self._around(ShufflePlan, "digest", after=kinds.DIGEST)
+        self._around(FileSystemWriter, "write_data", before=kinds.CHECKPOINT)
+
+    def watch_worker(self, shuffler: BaseTaskBalancedBatchShuffler) -> None:
+        """Make the worker thread's turn for a job a place, outside of the job."""
+        worker = shuffler._worker
+        worker._jobs = _WatchedQueue(worker._jobs, self)  # type: ignore[assignment]
 
     def _around(self, owner: type, name: str, before: str | None = None, after: str | None = None) -> None:
         original = getattr(owner, name)
@@ -66,3 +75,17 @@ class Injector:
             return result if after is None else self.at(after, result)
 
         setattr(owner, name, watched)
+
+
+class _WatchedQueue:
+    """A worker's queue, whose `get` is a place."""
+
+    def __init__(self, jobs: Any, injector: Injector) -> None:
+        self._jobs, self._injector = jobs, injector
+        self.put = jobs.put
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        return self._injector.at(kinds.WORKER, self._jobs.get(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jobs, name)

@@ -18,6 +18,7 @@ ON_MAIN = (WORKLOADS, BEFORE_EXCHANGE, AFTER_EXCHANGE, MODEL)
 
 SHUFFLE, LOOK_AHEAD, PIPELINE, WINDOWS, TRAINING = "shuffle", "look-ahead", "pipeline", "windows", "training"
 PLAIN = (SHUFFLE, LOOK_AHEAD, PIPELINE, WINDOWS)
+ALL = (*PLAIN, TRAINING)
 
 # What survivors say of a rank that is gone or stalls; {rank} is the faulty one.
 MISSING = r"rank {rank} did not take part in the [a-z -]+( of step \d+)? .*"
@@ -44,6 +45,7 @@ class Kind:
         loses_store: whether the store is lost where the faulty rank hosts it, or in any case for a fault of the host.
         store_fault: whether the fault is one of the store's host, beside the ranks.
         stuck_thread: whether a survivor's worker thread may still run: it is inside C++ because of the fault.
+        faulty_status: how the faulty rank's process ends.
     """
 
     name: str
@@ -58,15 +60,189 @@ class Kind:
     loses_store: bool = False
     store_fault: bool = False
     stuck_thread: bool = False
+    faulty_status: int = 1
 
     @property
     def all_go_on(self) -> bool:
         return self.others is None
 
 
+_STEPS = (1, 2, 3)
+_DATA = (PIPELINE, WINDOWS, TRAINING)
+
+
+def _on_all(text: str) -> dict[str, str]:
+    """What the product notices on one rank is raised on all of them, in the same words."""
+    return {"others": text, "faulty": text}
+
+
 _KINDS = (
-    Kind("killed (SIGKILL)", "kill", MISSING, loses_store=True),
+    # A rank ends, or does not answer.
+    Kind("killed (SIGKILL)", "kill", MISSING, loses_store=True, uses=ALL),
+    Kind("segmentation fault (SIGSEGV)", "segmentation_fault", MISSING, loses_store=True),
+    Kind("aborted (SIGABRT)", "abort", MISSING, loses_store=True),
+    Kind(
+        "rank 0 killed, which hosts the store",
+        "kill",
+        MISSING,
+        stores=("rank0",),
+        rank_0=True,
+        loses_store=True,
+        uses=ALL,
+    ),
     Kind("stopped for longer than the timeout (SIGSTOP)", "stop_long", MISSING, CAME_LATE, loses_store=True),
-    Kind("stopped for less than the timeout", "stop_briefly", None),
+    Kind(
+        "rank 0 stopped, which hosts the store",
+        "stop_long",
+        MISSING,
+        CAME_LATE,
+        stores=("rank0",),
+        rank_0=True,
+        loses_store=True,
+    ),
+    Kind("stopped for less than the timeout", "stop_briefly", None, uses=ALL),
+    Kind("the interpreter lock held for longer than the timeout", "hold_long", MISSING, CAME_LATE, loses_store=True),
+    Kind("the interpreter lock held for less than the timeout", "hold_briefly", None),
+    Kind(
+        "the worker thread dies",
+        "end_thread",
+        MISSING,
+        "(worker|thread)",
+        places=(WORKER,),
+        uses=(SHUFFLE, LOOK_AHEAD, PIPELINE),
+    ),
+    # A rank's program raises.
+    Kind("SystemExit", "system_exit", MISSING, "SystemExit: told to end", places=ON_MAIN, loses_store=True),
+    Kind(
+        "KeyboardInterrupt (SIGINT)",
+        "interrupt",
+        MISSING,
+        "KeyboardInterrupt",
+        places=ON_MAIN,
+        loses_store=True,
+        faulty_status=-2,
+    ),
+    Kind(
+        "an asynchronous exception in the main thread",
+        "asynchronous",
+        MISSING,
+        "AsynchronousError",
+        places=ON_MAIN,
+        loses_store=True,
+    ),
+    Kind(
+        "the model raises",
+        "model_error",
+        MISSING,
+        "RuntimeError: the model is broken",
+        places=(MODEL,),
+        uses=ALL,
+        loses_store=True,
+    ),
+    Kind(
+        "the loader raises",
+        "loader_error",
+        places=(LOADER,),
+        uses=_DATA,
+        **_on_all(r"rank {rank}: OSError: shard 3 cannot be read"),
+    ),
+    Kind(
+        "the loader blocks for longer than the timeout", "block", MISSING, CAME_LATE, places=(LOADER,), loses_store=True
+    ),
+    # A rank lacks memory.
+    Kind(
+        "out of memory while rows are packed",
+        "out_of_memory",
+        r"rank {rank} failed in the exchange of step \d+: OutOfMemoryError: tried to allocate",
+        "OutOfMemoryError: tried to allocate",
+        places=(PACK,),
+    ),
+    Kind("out of memory while planning", "memory_error", places=(DIGEST,), **_on_all(r"rank {rank}: MemoryError")),
+    # A rank lies.
+    Kind(
+        "workloads: NaN",
+        "workloads_nan",
+        places=(WORKLOADS,),
+        **_on_all(r"(ValueError|TypeError): rank {rank}: .*workloads"),
+    ),
+    Kind(
+        "workloads: negative",
+        "workloads_negative",
+        places=(WORKLOADS,),
+        **_on_all(r"ValueError: rank {rank}: workloads\[\d+\] is -"),
+    ),
+    Kind(
+        "workloads: too few",
+        "workloads_short",
+        places=(WORKLOADS,),
+        **_on_all(r"ValueError: rank {rank}: workloads has \d entries, batch_size is \d"),
+    ),
+    Kind("workloads: sums overflow", "workloads_overflow", places=(WORKLOADS,), **_on_all(r"ValueError: .*workloads")),
+    Kind(
+        "another schema than the first batch's",
+        "other_schema",
+        places=(BATCH,),
+        calls=_STEPS,
+        **_on_all(r"rank {rank}: this batch differs from the first: field 'target'"),
+    ),
+    Kind(
+        "another schema than the other ranks'",
+        "other_schema",
+        places=(BATCH,),
+        calls=(0,),
+        **_on_all(r"the batches of ranks \d and \d differ: field 'target'"),
+    ),
+    Kind(
+        "other options",
+        "other_options",
+        places=(OPTIONS,),
+        calls=(0,),
+        **_on_all(r"options differ: rank \d has .*, rank \d has "),
+    ),
+    Kind(
+        "another plan (a corrupted digest)",
+        "other_digest",
+        places=(DIGEST,),
+        **_on_all(r"ranks \[\d\] made another plan than the rest"),
+    ),
+    # Around the ranks.
+    Kind("a full disk at a checkpoint", "disk_full", None, places=(CHECKPOINT,), calls=(0, 1), uses=(TRAINING,)),
+    Kind(
+        "a full disk at the last checkpoint",
+        "disk_full",
+        places=(CHECKPOINT,),
+        calls=(2,),
+        uses=(TRAINING,),
+        **_on_all("the state after step 8 could not be saved"),
+    ),
+    Kind("clocks that jump", "jump", None, places=(OPTIONS,), calls=(0,), uses=ALL),
+    Kind("the store's host killed", "kill_store", None, stores=("agent",), store_fault=True, places=(*PHASES, MODEL)),
+    Kind("the store's host stopped", "stop_store", None, stores=("agent",), store_fault=True, places=(*PHASES, MODEL)),
+    Kind(
+        "the store's host killed, then a rank",
+        "kill_store_and_rank",
+        MISSING,
+        stores=("agent",),
+        loses_store=True,
+        places=(*PHASES, MODEL),
+    ),
+    Kind(
+        "the store's host stopped, then a rank killed",
+        "stop_store_kill_rank",
+        MISSING,
+        stores=("agent",),
+        loses_store=True,
+        places=(*PHASES, MODEL),
+    ),
+    Kind(
+        "the store's host stopped before the groups are made",
+        "stop_store",
+        STORE_LOST,
+        stores=("agent",),
+        store_fault=True,
+        places=(CONSTRUCTION,),
+        calls=(0,),
+        loses_store=True,
+    ),
 )
 KINDS = {kind.name: kind for kind in _KINDS}

@@ -66,6 +66,7 @@ def be_rank(trial: Trial, rank: int, folder: Path, store_pid: int) -> None:
         options = injector.at(kinds.OPTIONS, ShufflerOptions(timeout=trial.timeout))
         FaultyShuffler.injector = injector
         shuffler = FaultyShuffler(options)
+        injector.watch_worker(shuffler)
         seen = USES[trial.use](shuffler, injector)
     except BaseException as error:
         injector.say("raised", text=f"{type(error).__name__}: {error}")

@@ -229,10 +229,11 @@ class _Run:
             if end.status or end.text:
                 problems.append(f"{name} ended with status {end.status} instead of going on: {end.text}")
             return problems
-        if end.status != 1:
-            problems.append(f"{name} ended with status {end.status} instead of 1, by its exception")
+        status = kind.faulty_status if end.faulty else 1
+        if end.status != status:
+            problems.append(f"{name} ended with status {end.status} instead of {status}, by its exception")
         patterns = [expected.format(rank=self._trial.rank)]
-        if kind.loses_store and (self._trial.hosts_store or kind.store_fault):
+        if kind.loses_store and (self._trial.hosts_store or (self._trial.store == "agent" and "store" in kind.act)):
             patterns.append(kinds.STORE_LOST)
         if not any(re.search(pattern, end.text, re.DOTALL) for pattern in patterns):
             problems.append(f"{name} said '{end.text}', expected /{patterns[-1]}/")

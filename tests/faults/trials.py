@@ -6,7 +6,7 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tests.faults.kinds import KINDS, Kind
+from tests.faults.kinds import CONSTRUCTION, KINDS, Kind
 
 StoreHost = Literal["agent", "rank0"]
 
@@ -48,8 +48,8 @@ class Trial:
 
     def describe(self) -> str:
         return (
-            f"{self.number}: {self.kind} at '{self.place}' (call {self.call}) of rank {self.rank} of {self.world_size}, "
-            f"{self.use}, store of {self.store}"
+            f"{self.number}: {self.kind} at '{self.place}' (call {self.call}) of rank {self.rank} of "
+            f"{self.world_size}, {self.use}, store of {self.store}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def draw(seed: int, number: int, store: Literal["agent", "rank0", "both"], timeo
         number=number,
         kind=kind.name,
         place=place,
-        call=rng.choice(kind.calls),
+        call=0 if place == CONSTRUCTION else rng.choice(kind.calls),
         use=use,
         world_size=world_size,
         rank=rank,

@@ -1,16 +1,19 @@
-"""How the shuffler is used, inside a rank: every function trains this rank's batches and returns the rows it has seen."""
+"""How the shuffler is used, inside a rank: every function trains this rank's batches and returns the rows of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.pipeline import balanced, windowed_iter
+from commons.trainer.args import TrainerArgs
+from commons.trainer.loop import TrainingLoop
 from tests.faults import kinds
 from tests.faults.injector import Injector
 from tests.faults.rows import ROWS, own_ids
@@ -29,6 +32,13 @@ class FaultyShuffler(BaseTaskBalancedBatchShuffler):
         return self.injector.at(kinds.WORKLOADS, lengths**2 + 5)
 
 
+class Output(NamedTuple):
+    """What the trainer's loop asks a model for."""
+
+    loss_sum: torch.Tensor
+    num_loss_tokens: int
+
+
 class FaultyModel(nn.Module):
     """Remembers the rows it has trained; no collective of its own."""
 
@@ -37,16 +47,22 @@ class FaultyModel(nn.Module):
         self.injector, self.seen = injector, list[int]()
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, batch: SampleBatch) -> tuple[torch.Tensor, None]:
+    def forward(self, batch: SampleBatch) -> tuple[torch.Tensor, Output]:
         self.injector.at(kinds.MODEL)
         self.seen += batch.sample_id[: batch.actual_batch_size].tolist()
-        return (self.scale * batch.target).sum(), None
+        loss = (self.scale * batch.target).sum()
+        return loss, Output(loss.detach(), batch.actual_batch_size)
+
+
+def made_batches(injector: Injector) -> Iterator[SampleBatch]:
+    """Rank 0's rows are long and the others' short, so that rows move in every step."""
+    for ids in own_ids(injector.rank):
+        yield injector.at(kinds.BATCH, make_batch(ids, ROWS, longest=2 if injector.rank else 40))
 
 
 def own_batches(injector: Injector) -> Iterator[SampleBatch]:
-    """Rank 0's rows are long and the others' short, so that rows move in every step."""
-    for ids in own_ids(injector.rank):
-        batch = injector.at(kinds.BATCH, make_batch(ids, ROWS, longest=2 if injector.rank else 40))
+    """What a loader hands out."""
+    for batch in made_batches(injector):
         yield injector.at(kinds.LOADER, batch)
 
 
@@ -93,4 +109,50 @@ def windows(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
     return model.seen
 
 
-USES = {kinds.SHUFFLE: shuffle, kinds.LOOK_AHEAD: look_ahead, kinds.PIPELINE: pipeline, kinds.WINDOWS: windows}
+class LoaderRows(Dataset[SampleBatch]):
+    """A rank's batches, one by one."""
+
+    def __init__(self, injector: Injector) -> None:
+        self._batches = list(made_batches(injector))
+        self._injector = injector
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> SampleBatch:
+        return self._injector.at(kinds.LOADER, self._batches[index])
+
+
+def training(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
+    """The trainer's loop, with a checkpoint after every third step and at the end."""
+    model = FaultyModel(injector)
+    args = TrainerArgs(
+        ROWS,
+        ROWS,
+        run_dir="../run",
+        pipeline_type="none",
+        num_epochs=1,
+        log_interval=2,
+        ckpt_save_interval=3,
+        ckpt_save_dir="../checkpoints",
+        tensorboard=False,
+    )
+    loop = TrainingLoop(
+        args,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-6),
+        device=torch.device("cpu"),
+        shuffler=shuffler,
+        train_loader=DataLoader(LoaderRows(injector), batch_size=None),
+    )
+    loop.run()
+    return model.seen
+
+
+USES = {
+    kinds.SHUFFLE: shuffle,
+    kinds.LOOK_AHEAD: look_ahead,
+    kinds.PIPELINE: pipeline,
+    kinds.WINDOWS: windows,
+    kinds.TRAINING: training,
+}
