@@ -125,7 +125,7 @@ class TrainingLoop:
             order=self._data.order(),
             loss_scaler=loss_scaler,
         )
-        self._stop = StopSignal(enabled=self._checkpoints.saves)
+        self._stop = StopSignal(enabled=self._checkpoints.saves, timeout=args.shuffler.timeout)
         if self._checkpoints.saves:
             for loader in (getattr(train_loader, "loader", train_loader), eval_loader):
                 keep_workers(loader)

@@ -13,6 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from commons.distributed.control import ControlChannel
+from commons.distributed.options import ShufflerOptions
+
+# What ranks that wait are said to wait for.
+_QUESTION = "agreement to stop"
+
+
+class _StopChannel(ControlChannel):
+    remedy = "every rank must come to the end of every step: see the log there, or raise trainer.shuffler.timeout"
+
 
 class StopSignal:
     """Listens for SIGTERM and agrees on it; a context manager around the steps of a run, entered by all ranks.
@@ -22,17 +32,19 @@ class StopSignal:
 
     Args:
         enabled: False leaves the signal to do what it did before.
+        timeout: seconds after which a rank that does not take part is reported.
 
     Attributes:
         agreed: some rank had heard the signal by the step before; the same on all ranks after the same step.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
+    def __init__(self, enabled: bool = True, timeout: float = ShufflerOptions.timeout) -> None:
         self.agreed = False
         self._enabled = enabled
         self._heard = False
-        self._pending: tuple[torch.Tensor, Any] | None = None
-        self._group = dist.new_group(backend="gloo") if enabled else None
+        self._asked = 0
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        self._channel = _StopChannel(dist.group.WORLD, timeout, moves_rows=False) if enabled else None
 
     def __enter__(self) -> StopSignal:
         if self._enabled:
@@ -46,21 +58,32 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._before)
         if kind is None:
             self._take_answer()
+            if self._channel is not None:
+                self._channel.close()
 
     def after_step(self) -> None:
-        """Take the answer of the step before, and ask again; called on all ranks."""
-        if not self._enabled:
+        """Take the answer of the step before, and ask again; called on all ranks.
+
+        Raises:
+            RankMissingError: a rank did not take part in time; names it.
+        """
+        if self._channel is None:
             return
         self._take_answer()
-        heard = torch.tensor([int(self._heard)])
-        self._pending = heard, dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        heard, group = torch.tensor([int(self._heard)]), self._channel.control_group
+        if group is None:  # a single rank agrees with itself
+            self.agreed = self._heard
+            return
+        self._pending = heard, dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def _take_answer(self) -> None:
-        if self._pending is not None:
-            heard, work = self._pending
-            work.wait()
-            self.agreed = self.agreed or bool(heard)
-            self._pending = None
+        if self._pending is None or self._channel is None:
+            return
+        heard, work = self._pending
+        self._channel.wait(work, self._asked, _QUESTION)
+        self.agreed = self.agreed or bool(heard)
+        self._asked += 1
+        self._pending = None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._heard = True
