@@ -22,6 +22,8 @@ ALL = (*PLAIN, TRAINING)
 
 # What survivors say of a rank that is gone or stalls; {rank} is the faulty one.
 MISSING = r"rank {rank} did not take part in the [a-z -]+( of step \d+)? .*"
+# Of one that could still tell them.
+TOLD = r"rank {rank}(: | failed in the [a-z -]+ of step \d+: )"
 # The same where the store has gone, or does not answer, so that nobody can ask who is missing.
 STORE_LOST = r"store"
 # What a rank says that has stalled and comes back when the others have given up.
@@ -90,7 +92,7 @@ _KINDS = (
         loses_store=True,
         uses=ALL,
     ),
-    Kind("stopped for longer than the timeout (SIGSTOP)", "stop_long", MISSING, CAME_LATE, loses_store=True),
+    Kind("stopped for longer than the timeout (SIGSTOP)", "stop_long", MISSING, CAME_LATE, loses_store=True, uses=ALL),
     Kind(
         "rank 0 stopped, which hosts the store",
         "stop_long",
@@ -125,7 +127,7 @@ _KINDS = (
     Kind(
         "an asynchronous exception in the main thread",
         "asynchronous",
-        MISSING,
+        TOLD + "AsynchronousError|" + MISSING,
         "AsynchronousError",
         places=ON_MAIN,
         loses_store=True,

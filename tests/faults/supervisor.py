@@ -205,7 +205,7 @@ class _Run:
 
     def _end_of(self, index: int) -> RankEnd:
         rank = self._ranks[index]
-        ended = rank.process.ended.is_set()
+        ended = rank.process.ended.is_set() and index not in self._hung
         since = rank.said.get("resumed", {}).get("at", self._fault_at)
         at = rank.process.at if ended else time.monotonic()
         return RankEnd(

@@ -136,6 +136,7 @@ def training(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
         ckpt_save_interval=3,
         ckpt_save_dir="../checkpoints",
         tensorboard=False,
+        shuffler=shuffler.options,
     )
     loop = TrainingLoop(
         args,
