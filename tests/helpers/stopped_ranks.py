@@ -20,7 +20,7 @@ _START_SECONDS = 90.0
 
 
 class Ended(NamedTuple):
-    """How a rank ended: its status (None: it did not), seconds after the fault, and what it wrote on stderr."""
+    """How a rank ended: its status (None: it did not), seconds from the fault to its error, and its stderr."""
 
     status: int | None
     seconds: float
@@ -59,21 +59,20 @@ def run_with_fault(
     try:
         at = _await(folder / "fault", lambda path: path.exists() and path.read_text(), _START_SECONDS)
         started = float(at) if at else time.monotonic()
-        seconds = {}
-        while len(seconds) < len(waits_for) and time.monotonic() < started + limit:
-            seconds |= {
-                index: time.monotonic() - started
-                for index in waits_for
-                if index not in seconds and ranks[index].exitcode is not None
-            }
+        while any(ranks[index].exitcode is None for index in waits_for) and time.monotonic() < started + limit:
             time.sleep(0.05)
         statuses = [rank.exitcode for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.join()
+    raised = [folder / f"raised{index}" for index in range(world_size)]
     return [
-        Ended(status, seconds.get(index, limit), (folder / f"stderr{index}").read_text(errors="replace"))
+        Ended(
+            status,
+            float(raised[index].read_text()) - started if raised[index].exists() else limit,
+            (folder / f"stderr{index}").read_text(errors="replace"),
+        )
         for index, status in enumerate(statuses)
     ]
 
@@ -101,7 +100,11 @@ def _run(rank: int, world_size: int, port: int, folder: Path, work: Callable[...
     os.dup2(output, sys.stderr.fileno())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    work(folder, *args)
+    try:
+        work(folder, *args)
+    except BaseException:
+        (folder / f"raised{rank}").write_text(str(time.monotonic()))
+        raise
 
 
 def _await(path: Path, ready: Callable[[Path], Any], seconds: float) -> Any:
