@@ -22,10 +22,15 @@ def store():
         yield made
 
 
+def _becomes_set(watch):
+    """Within many looks, each of which a loaded machine may cut short."""
+    return any(watch.is_set() for _ in range(100))
+
+
 def test_answers_come_from_the_default_store(store):
     store.set("key", "value")
     assert ask_store(lambda each: each.get("key")) == b"value"
-    assert KeyWatch("key").is_set() and not KeyWatch("other").is_set()
+    assert _becomes_set(KeyWatch("key")) and not KeyWatch("other").is_set()
 
 
 def test_a_store_that_does_not_answer_is_given_up_and_used_again_later(store):
@@ -37,8 +42,9 @@ def test_a_store_that_does_not_answer_is_given_up_and_used_again_later(store):
     assert time.monotonic() - started < 10
     go_on.set()
     store.set("key", "")
-    assert ask_store(lambda each: each.check(["key"]))
-    assert watch.is_set()
+    assert ask_store(lambda each: each.check(["key"]), seconds=30)
+    # The first look was on its way before the key was set.
+    assert _becomes_set(watch)
 
 
 def test_a_host_that_has_ended_is_named_without_a_call_of_the_store(store):
@@ -46,7 +52,7 @@ def test_a_host_that_has_ended_is_named_without_a_call_of_the_store(store):
         asked = mock.Mock()
         with pytest.raises(StoreUnavailableError, match="cannot be reached; rank 0 hosts it and has ended"):
             ask_store(asked)
-        assert KeyWatch("key").is_set()
+        assert _becomes_set(KeyWatch("key"))
     asked.assert_not_called()
 
 
