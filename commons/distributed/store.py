@@ -116,14 +116,48 @@ def _tcp_store(store: dist.Store) -> dist.TCPStore | None:
     return store if isinstance(store, dist.TCPStore) else None
 
 
+class _Line:
+    """A connection to the store's host on which nothing is said: it breaks when the host ends.
+
+    It is kept. One that is closed before torch's server has looked at it ends the server's only thread, and with it the
+    store of all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._address: tuple[str, int] | None = None
+        self._socket: socket.socket | None = None
+
+    def require_whole(self, host: str, port: int) -> None:
+        """Raise ConnectionError if the host has ended."""
+        if self._address != (host, port):
+            self._socket = self._connect(host, port)
+            self._address = (host, port)
+        if self._socket is None:
+            return
+        try:
+            if not self._socket.recv(1, socket.MSG_PEEK):
+                raise ConnectionResetError("the host has closed the connection")
+        except BlockingIOError:  # nothing said, as it should be
+            return
+
+    @staticmethod
+    def _connect(host: str, port: int) -> socket.socket | None:
+        try:
+            line = socket.create_connection((host, port), timeout=ANSWER_SECONDS)
+        except ConnectionRefusedError:
+            raise
+        except OSError:  # a host that is busy, or a name that Python resolves in another way: torch's client will tell
+            return None
+        line.setblocking(False)
+        return line
+
+
+# Used by the one thread that asks.
+_LINE = _Line()
+
+
 def _require_listening(store: dist.Store) -> None:
-    """Raise ConnectionRefusedError if the store's host has ended: torch would print forty lines of C++ about it."""
+    """Raise ConnectionError if the store's host has ended: torch would print forty lines of C++ about it."""
     tcp = _tcp_store(store)
-    if tcp is None:
-        return
-    try:
-        socket.create_connection((tcp.host, tcp.port), timeout=ANSWER_SECONDS).close()
-    except ConnectionRefusedError:
-        raise
-    except OSError:  # a host that is busy, or a name that Python resolves in another way: torch's client will tell
-        return
+    if tcp is not None:
+        _LINE.require_whole(tcp.host, tcp.port)
