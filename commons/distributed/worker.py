@@ -8,12 +8,13 @@ so at exit a job that is under way is waited for, a few seconds at most.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +43,9 @@ class DaemonWorker:
         self._starting = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], int | None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        # Not answered yet: should the thread end by an error of its own, nobody waits for it.
+        self._open: set[Future[Any]] = set()
+        self._has_left = False
 
     def submit(self, job: Callable[[], T], device: torch.device | None = None) -> Future[T]:
         """Queue a job.
@@ -58,11 +62,15 @@ class DaemonWorker:
             gpu = torch.cuda.current_device() if device.index is None else device.index
         with self._starting:
             if self._thread is None:
+                self._has_left = False
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
                 _end_at_exit(self)
         future: Future[T] = Future()
+        self._open.add(future)
         self._jobs.put((future, job, gpu))
+        if self._has_left:
+            self._answer_open()
         return future
 
     def drain(self) -> None:
@@ -92,6 +100,24 @@ class DaemonWorker:
         return ended
 
     def _serve(self) -> None:
+        try:
+            self._run_jobs()
+        finally:
+            self._has_left = True
+            self._answer_open()
+
+    def _answer_open(self) -> None:
+        """Tell those who wait that the thread has ended; nobody does, but where it was ended from outside of a job."""
+        for future in list(self._open):
+            with contextlib.suppress(InvalidStateError):  # answered meanwhile
+                future.set_exception(
+                    RuntimeError(
+                        f"the worker thread {self._name} has ended and left a job undone; something has ended it from "
+                        "outside: see the log"
+                    )
+                )
+
+    def _run_jobs(self) -> None:
         current: int | None = None
         while (item := self._jobs.get()) is not None:
             future, job, gpu = item
@@ -105,6 +131,7 @@ class DaemonWorker:
             except BaseException as error:
                 future.set_exception(error)
             finally:
+                self._open.discard(future)
                 # Nothing is kept while waiting: the last reference to a process group must not be a daemon thread's.
                 del item, future, job
 
