@@ -57,8 +57,7 @@ def host_store(folder: Path) -> None:
 def be_rank(trial: Trial, rank: int, folder: Path, store_pid: int) -> None:
     """Train, with the fault in the way; what happens is told to the supervisor."""
     injector = Injector(trial, rank, store_pid, folder / f"rank{rank}.jsonl")
-    store = _connect(trial, rank, folder)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.world_size)
+    _join(trial, rank, folder)
     injector.install()
     shuffler = None
     try:
@@ -76,20 +75,35 @@ def be_rank(trial: Trial, rank: int, folder: Path, store_pid: int) -> None:
     finally:
         if shuffler is not None:
             shuffler.close()
-        injector.say("closed", threads=[each.name for each in threading.enumerate() if "evenrank" in each.name])
+        injector.say("closed", threads=_threads_of_shufflers())
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _connect(trial: Trial, rank: int, folder: Path) -> dist.Store:
-    if trial.store == "rank0" and rank == 0:
+def _join(trial: Trial, rank: int, folder: Path) -> None:
+    """Join the ranks as torchrun's processes do, or as those that rank 0 hosts the store for."""
+    hosts_store = trial.store == "rank0" and rank == 0
+    if hosts_store:
         store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
         _publish(folder, store)
-        return store
     path = folder / "port"
     while not path.exists():
         time.sleep(0.01)
-    return dist.TCPStore(_LOCALHOST, int(path.read_text()), is_master=False, timeout=_STORE_TIMEOUT)
+    port = path.read_text()
+    if trial.store == "agent":
+        os.environ |= {"MASTER_ADDR": _LOCALHOST, "MASTER_PORT": port, "RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(trial.world_size)}
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        dist.init_process_group("gloo")
+        return
+    if not hosts_store:
+        store = dist.TCPStore(_LOCALHOST, int(port), is_master=False, timeout=_STORE_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.world_size)
+
+
+def _threads_of_shufflers() -> list[str]:
+    """Those that close() ends; the process has others, for all shufflers, which ask the store and make groups."""
+    return [each.name for each in threading.enumerate() if each.name.startswith("evenrank") and "Shuffler" in each.name]
 
 
 def _publish(folder: Path, store: dist.TCPStore) -> None:
