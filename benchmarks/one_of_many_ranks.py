@@ -27,7 +27,9 @@ class _HeardError(Exception):
 class ListedMessages:
     """In the place of ControlChannel: keeps what each rank says, and answers with what all have said so far."""
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True, pairwise: bool = False
+    ) -> None:
         assert group is not None
         self.world_size, self.rank, self.generation = dist.get_world_size(group), dist.get_rank(group), 0
         self.members = list(range(self.world_size))

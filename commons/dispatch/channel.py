@@ -33,7 +33,7 @@ class DispatchChannel(ControlChannel):
     remedy = "all ranks make the same calls: see the log there, or raise the timeout"
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True) -> None:
-        super().__init__(group, timeout, moves_rows=moves_rows)
+        super().__init__(group, timeout, moves_rows=moves_rows, pairwise=True)
         self.names = range(self.world_size)  # as src counts them
         self.step = 0
 
@@ -92,7 +92,7 @@ class DispatchChannel(ControlChannel):
         with self.failures_posted(self.step, EXCHANGE):
             received = outgoing.new_empty(sum(incoming))
         if outgoing.device.type == "cpu":
-            work = dist.all_to_all_single(received, outgoing, incoming, sizes, group=self._group, async_op=True)
+            work = dist.all_to_all_single(received, outgoing, incoming, sizes, group=self.control_group, async_op=True)
             self.wait(work, self.step, EXCHANGE)
         else:
             with self.collective(self.step, EXCHANGE):

@@ -56,10 +56,11 @@ class RankMissingError(RuntimeError):
 
 
 class ControlChannel:
-    """Two groups over the ranks of a data-parallel group: gloo for metadata, the default backend for rows.
+    """Groups over the ranks of a data-parallel group: gloo for metadata, the default backend for rows.
 
-    Constructed on the main thread by all ranks of the group in the same order; both groups are made and connected here,
-    the one for rows unless no rank will move any (`moves_rows`).
+    Constructed on the main thread by all ranks of the group in the same order; all groups are made and connected here:
+    those that gather, which are two of many ranks (see gather_grid.py); the one for rows, unless no rank will move any
+    (`moves_rows`); and one over all ranks for host tensors of single ranks, if any will send some (`pairwise`).
 
     Attributes:
         rank: this process' rank in the group.
@@ -73,13 +74,14 @@ class ControlChannel:
 
     remedy = "every rank must call the shuffler for every step: see the log there, or raise ShufflerOptions.timeout"
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True, pairwise: bool = False
+    ) -> None:
         self.description = describe_group(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.payload_group: dist.ProcessGroup | None = None
         self._given, self._timeout = group, timeout
-        self._group: dist.ProcessGroup | None = None
         self._groups: GroupPair | None = None
         self._intact = True
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
@@ -89,10 +91,12 @@ class ControlChannel:
         if self.world_size > 1:
             assert group is not None  # noqa: S101  there are several ranks
             try:
-                self._groups = make_in_time(lambda: acquire_groups(group, timeout, moves_rows=moves_rows), timeout)
+                self._groups = make_in_time(
+                    lambda: acquire_groups(group, timeout, moves_rows=moves_rows, pairwise=pairwise), timeout
+                )
             except RuntimeError as error:
                 raise self._missing(0, "connection", error) from None
-            self._group, self.payload_group = self._groups.control, self._groups.payload
+            self.payload_group = self._groups.payload
 
     def agree(
         self,
@@ -143,13 +147,16 @@ class ControlChannel:
         Raises:
             RankMissingError: a rank did not take part in time; names it.
         """
-        if self._group is None:
+        if self._groups is None:
             return values.reshape(1, -1)
         # In arrays: torch lets go of the interpreter lock wherever it is asked. Copied: the bytes of a text are fixed.
-        source, result = np.array(values, dtype=np.int64), np.empty((self.world_size, len(values)), dtype=np.int64)
-        into, own = torch.from_numpy(result.reshape(-1)), torch.from_numpy(source)
-        self.wait(all_gather_single(into, own, group=self._group, async_op=True), step, what)
-        return result
+        told = np.array(values, dtype=np.int64)
+        for ring in self._groups.rings:
+            heard = np.empty(ring.size() * len(told), dtype=np.int64)
+            into, own = torch.from_numpy(heard), torch.from_numpy(told)
+            self.wait(all_gather_single(into, own, group=ring, async_op=True), step, what)
+            told = heard
+        return told.reshape(self.world_size, -1)
 
     def gather_text(self, text: str, step: int) -> list[str]:
         """Gather one string per rank."""
@@ -183,11 +190,11 @@ class ControlChannel:
 
     def _swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
         """int64 `(world_size, n)`: row r goes to rank r; returns what each rank had for this one."""
-        if self._group is None:
+        if self._groups is None:
             return numbers
         source = torch.from_numpy(numbers)
         result = torch.empty_like(source)
-        self.wait(dist.all_to_all_single(result, source, group=self._group, async_op=True), step, what)
+        self.wait(dist.all_to_all_single(result, source, group=self.control_group, async_op=True), step, what)
         return result.numpy()
 
     def wait(self, work: dist.Work, step: int, what: str) -> None:
@@ -258,8 +265,11 @@ class ControlChannel:
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
-        """The gloo group, for host tensors on the thread that uses the channel; None for a group of one."""
-        return self._group
+        """The gloo group over all ranks, for host tensors on the thread that uses the channel.
+
+        None for a group of one, and for a grid of many ranks unless one of them is `pairwise`.
+        """
+        return None if self._groups is None else self._groups.control
 
     @property
     def has_all_to_all(self) -> bool:
@@ -279,7 +289,7 @@ class ControlChannel:
 
     def post_failure(self, step: int, what: str, error: Exception) -> None:
         """Tell the ranks that wait in a collective that this one will not come, and why."""
-        if self._group is None:
+        if self._groups is None:
             return
         self._intact = False
         text = f"rank {dist.get_rank()} failed in the {what} of step {step}: {': '.join(describe_error(error))}"
@@ -293,7 +303,7 @@ class ControlChannel:
         """
         if self._groups is not None and self._intact:
             release_groups(self.members, self._groups, collected=collected)
-        self._groups = self._group = self._given = self.payload_group = None
+        self._groups = self._given = self.payload_group = None
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The process groups that shufflers make for themselves: a gloo group for metadata and, to move rows, a default one.
+"""The process groups that shufflers make for themselves: gloo groups for metadata and, to move rows, a default one.
 
 A closed shuffler's groups are kept for the next one over the same ranks. They are not destroyed, because torch derives
 the name of a locally synchronised group from how many groups the process has: after a destruction a new group could get
@@ -10,12 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from commons.distributed.gather_grid import ring_members
 from commons.distributed.process_group import all_gather_single
 from commons.distributed.worker import DaemonWorker
 
@@ -34,17 +35,20 @@ _GRACE_SECONDS = 2.0
 
 
 class GroupPair(NamedTuple):
-    """Two groups over the same ranks.
+    """The groups of one shuffler, for metadata and for rows.
 
     Attributes:
-        control: gloo, for metadata.
+        rings: gloo, for metadata; a gather in each of them, one after another, is one over all ranks. One group or,
+            of many ranks, this one's row and column of a grid.
+        control: gloo, over all ranks; None while they form a grid and nobody has asked for it.
         payload: the default backend, for rows; None while nobody has had rows to send. With a device bound, torch
             connects NCCL as soon as the group is made, and its buffers are for those who need them.
         has_all_to_all: whether `payload` can send uneven splits.
         number: pairs over the same ranks that were made before; the same on all of them.
     """
 
-    control: dist.ProcessGroup
+    rings: tuple[dist.ProcessGroup, ...]
+    control: dist.ProcessGroup | None
     payload: dist.ProcessGroup | None
     has_all_to_all: bool
     number: int
@@ -99,13 +103,16 @@ def make_in_time(make: Callable[[], T], timeout: float) -> T:
         raise RuntimeError(f"process groups were not connected within {timeout:g} s") from None
 
 
-def acquire_groups(group: dist.ProcessGroup, timeout: float, *, moves_rows: bool = True) -> GroupPair:
+def acquire_groups(
+    group: dist.ProcessGroup, timeout: float, *, moves_rows: bool = True, pairwise: bool = False
+) -> GroupPair:
     """A pair over the ranks of `group`; all of them call this in the same order, on the main thread.
 
     Args:
         group: the ranks.
         timeout: seconds after which a collective fails.
         moves_rows: whether this rank will send rows; the payload group is made if any does.
+        pairwise: whether this rank will send host tensors to single ranks; the control group is made if any does.
     """
     members = dist.get_process_group_ranks(group)
     closed = _POOL.of_this_world().closed[tuple(members)]
@@ -113,14 +120,20 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float, *, moves_rows: bool
     if pair is None:
         number = _POOL.made[tuple(members)]
         _POOL.made[tuple(members)] += 1
-        pair = GroupPair(_new_group(members, group, timeout, backend="gloo"), None, True, number)
+        # All ranks make their first ring before their second: nobody waits for a rank that waits elsewhere.
+        rings = [
+            _new_group(ring, group, timeout, backend="gloo") for ring in ring_members(members, dist.get_rank(group))
+        ]
+        pair = GroupPair(tuple(rings), rings[0] if len(rings) == 1 else None, None, True, number)
     else:
-        for each in (pair.control, pair.payload):
+        for each in (*pair.rings, pair.control, pair.payload):
             if each is not None and each is not group:  # which is the user's own, with a timeout of its own
                 dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), each)
-    if pair.payload is None and _any_moves_rows(pair.control, moves_rows):
-        pair = with_payload(pair, group, timeout)
-    return pair
+    if pair.payload is None or pair.control is None:
+        moves_rows, pairwise = _any_needs(pair.rings, moves_rows, pairwise)
+    if pair.control is None and pairwise:
+        pair = pair._replace(control=_new_group(members, group, timeout, backend="gloo"))
+    return with_payload(pair, group, timeout) if moves_rows else pair
 
 
 def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> GroupPair:
@@ -151,7 +164,7 @@ def release_groups(members: list[int], pair: GroupPair, *, collected: bool = Fal
         collected: nobody closed its shuffler, so that other ranks may give it back later.
     """
     # Groups of a world that has been destroyed are gone with it.
-    if not dist.is_initialized() or pair.control not in dist.distributed_c10d._world.pg_names:
+    if not dist.is_initialized() or pair.rings[0] not in dist.distributed_c10d._world.pg_names:
         return
     pool = _POOL.of_this_world()
     if collected:
@@ -200,7 +213,14 @@ def _serves(group: dist.ProcessGroup, kind: str) -> bool:
 
 
 def _new_group(members: list[int], group: dist.ProcessGroup, timeout: float, **options: Any) -> dist.ProcessGroup:
-    """A group over the members of one, who alone take part: ranks outside a subgroup do not know of its shuffler."""
+    """A group over members of one, who alone take part: ranks outside a subgroup do not know of its shuffler.
+
+    Args:
+        members: global ranks.
+        group: all of its ranks make such a group at the same time, each with its own members.
+        timeout: seconds after which a collective fails.
+        options: of `new_group`.
+    """
     subgroup = len(members) < dist.get_world_size()
     if subgroup:
         _align_group_names(group)
@@ -240,11 +260,12 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
-def _any_moves_rows(control: dist.ProcessGroup, moves_rows: bool) -> bool:
-    """Whether any rank will send rows: ranks whose settings differ are told so later, here they act alike."""
-    said = torch.tensor([int(moves_rows)])
-    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=control)
-    return bool(said)
+def _any_needs(rings: Sequence[dist.ProcessGroup], *needs: bool) -> list[bool]:
+    """Of each need, whether any rank has it: ranks whose settings differ are told so later, here they act alike."""
+    said = torch.tensor([int(need) for need in needs])
+    for ring in rings:
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=ring)
+    return [bool(each) for each in said]
 
 
 def _connect(payload: dist.ProcessGroup) -> bool:
@@ -267,7 +288,7 @@ def _connect_payload(payload: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the payload group has an all-to-all; the same on all ranks, which share a backend."""
     world_size = dist.get_world_size(payload)
     words = torch.zeros(world_size, dtype=torch.int32, device=device)
-    all_gather_single(words.new_empty(world_size * world_size), words, group=payload)
+    all_gather_single(torch.empty_like(words), words[:1], group=payload)
     try:
         dist.all_to_all_single(torch.empty_like(words), words, [1] * world_size, [1] * world_size, group=payload)
     except (RuntimeError, NotImplementedError):

@@ -120,7 +120,8 @@ class ShuffleSession:
         self, group: dist.ProcessGroup | None, options: ShufflerOptions, shuffler_type: str, window: int | None = None
     ) -> None:
         on_host = window is not None
-        self.channel = ControlChannel(group, options.timeout, moves_rows=options.mode == "balance" and not on_host)
+        moves_rows = options.mode == "balance" and not on_host
+        self.channel = ControlChannel(group, options.timeout, moves_rows=moves_rows, pairwise=on_host)
         self.rows_group = self.channel.control_group if on_host else self.channel.payload_group
         self.steps = 0
         self._window = window

@@ -236,6 +236,7 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max
 
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4 if group is None or not half else 2)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1] if half else [0, 1, 2, 3])
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
@@ -244,7 +245,7 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max
     monkeypatch.setattr(group_pool, "_num_groups", lambda: 0)
     monkeypatch.setattr(group_pool, "_align_group_names", lambda group: None)
     monkeypatch.setattr(group_pool, "_collected_on_all", lambda members, group: None)
-    monkeypatch.setattr(group_pool, "_any_moves_rows", lambda control, moves_rows: moves_rows)
+    monkeypatch.setattr(group_pool, "_any_needs", lambda rings, *needs: needs)
     monkeypatch.setattr(group_pool, "_connect", lambda group: True)
 
     idle = group_pool.acquire_groups(given, 5.0, moves_rows=False)

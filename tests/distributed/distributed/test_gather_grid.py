@@ -1,0 +1,209 @@
+"""Many ranks gather in rows and columns of a grid: what they hear, and which ranks they miss, stays the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.dispatch import redistribute_balanced
+from commons.distributed import gather_grid, group_pool
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.control import ControlChannel
+from commons.distributed.gather_grid import grid_shape, ring_members
+from commons.distributed.options import ShufflerOptions
+from commons.pipeline import windowed_iter
+from tests.helpers.batches import rows_as_values
+from tests.helpers.faults import my_batch
+from tests.helpers.models import rank_batches
+from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.rank_pool import RankFailure, RankPool
+
+TWO_BY_THREE, THREE_BY_TWO = (2, 3), (3, 2)
+
+
+@given(st.integers(1, 20_000))
+def test_a_grid_is_as_square_as_its_ranks_allow(world_size):
+    shape = grid_shape(world_size)
+    divisors = [each for each in range(2, world_size) if world_size % each == 0]
+    if world_size < gather_grid.FEWEST_RANKS or not divisors:
+        assert shape is None
+    else:
+        rows, columns = shape
+        assert rows * columns == world_size
+        assert rows <= columns and rows + columns == min(each + world_size // each for each in divisors)
+
+
+@given(st.integers(1, 400), st.integers(1, 5))
+def test_rings_tell_every_rank_of_all_in_their_order(world_size, stride):
+    """By what the ranks know after each ring: lists of ranks, in the order in which they hear of them."""
+    members = range(7, 7 + stride * world_size, stride)
+    told = {rank: [rank] for rank in members}
+    rings = {rank: ring_members(members, number) for number, rank in enumerate(members)}
+    for ring in range(len(rings[7])):
+        told = {rank: [each for other in rings[rank][ring] for each in told[other]] for rank in members}
+        assert all(rank in rings[rank][ring] for rank in members)
+    assert all(each == list(members) for each in told.values())
+
+
+@contextlib.contextmanager
+def grid_of(shape: tuple[int, int] | None) -> Iterator[None]:
+    """Ranks that gather in a grid of this shape, as many do; None for one ring. With groups of their own."""
+    pools = mock.patch.object(group_pool, "_POOL", group_pool._Pool())
+    with pools, mock.patch.object(gather_grid, "grid_shape", lambda world_size: shape):
+        yield
+
+
+def _heard(shape):
+    """What a rank hears in collectives of every kind."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with grid_of(shape):
+        channel = ControlChannel(dist.group.WORLD, 30.0, moves_rows=False)
+        heard = [
+            channel.gather(np.arange(4)[::2] * 2**60 - rank, 0),
+            channel.agree("call", {"same": 1}, None, [rank, rank**2], 1),
+            channel.gather(np.zeros(0), 2),
+        ]
+        texts = channel.gather_text("ä" * rank, 3)
+        on_main = channel.gather_on_main([rank])
+        rings = [dist.get_process_group_ranks(each) for each in channel._groups.rings]
+        over_all = channel.control_group is not None
+        channel.close()
+        pairwise = ControlChannel(dist.group.WORLD, 30.0, pairwise=rank == size - 1)
+        swapped = pairwise.agree("swap", {}, None, np.arange(2 * size).reshape(size, 2) + 100 * rank)
+        assert pairwise.control_group is not None
+        pairwise.close()
+    return [each.tolist() for each in (*heard, swapped)], texts, on_main, rings, over_all
+
+
+@pytest.fixture(scope="module")
+def six_ranks():
+    pool = RankPool(6)
+    yield pool
+    pool.stop()
+
+
+def test_a_grid_tells_what_a_ring_tells(six_ranks):
+    expected = six_ranks.run(_heard, None)
+    for shape, rings in ((TWO_BY_THREE, [[3, 4, 5], [1, 4]]), (THREE_BY_TWO, [[4, 5], [0, 2, 4]])):
+        answers = six_ranks.run(_heard, shape)
+        assert answers[4][3] == rings
+        for answer, of_ring in zip(answers, expected):
+            assert answer[:3] == of_ring[:3] and not answer[4]
+            assert of_ring[3] == [list(range(6))] and of_ring[4]
+
+
+def _shuffled(shape, subgroups):
+    """Batches, windows and dispatched rows, over all ranks or over halves that know different numbers of groups."""
+    group, rank = None, dist.get_rank()
+    if subgroups:
+        halves = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+        group = halves[rank % 2]
+        for _ in range(rank % 3):  # such as groups of node leaders
+            dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+    with grid_of(shape):
+        results = []
+        with closing(CubicShuffler(ShufflerOptions(timeout=30.0), group)) as shuffler:
+            results += [rows_as_values(shuffler.shuffle(my_batch(step))) for step in range(3)]
+            source = windowed_iter(rank_batches(rank, 4, [6, 3]), shuffler, 2, group)
+            results += [rows_as_values(batch) for batch in islice(source, 5)]
+        rows = {"ids": torch.arange(8) + 100 * rank}
+        work = torch.arange(8) * (100 if rank == 0 else 1)
+        results.append(redistribute_balanced(rows, work, group=group).batch["ids"].tolist())
+    return results
+
+
+@pytest.mark.parametrize("subgroups", [False, True])
+def test_batches_windows_and_dispatch_are_those_of_a_ring(rank_pools, subgroups):
+    pool, shape = rank_pools[4], (1, 2) if subgroups else (2, 2)
+    assert pool.run(_shuffled, shape, subgroups) == pool.run(_shuffled, None, subgroups)
+
+
+def _many_shufflers(shape):
+    """Groups and descriptors while fifty shufflers come and go, closed or dropped; rank 0 drops them a step later."""
+    counts, kept = [], []
+    with grid_of(shape):
+        for step in range(50):
+            kinds = (CubicShuffler, IdentityBalancedBatchShuffler)
+            shuffler = kinds[step % 2 if step < 40 else 0](ShufflerOptions(timeout=30.0))
+            shuffler.shuffle(my_batch(step))
+            if step % 5 == 4:
+                kept.append(shuffler)
+                del kept[: None if dist.get_rank() else -1]
+            else:
+                shuffler.close()
+            del shuffler
+            counts.append((len(dist.distributed_c10d._world.pg_names), len(list(Path("/proc/self/fd").iterdir()))))
+        kept.clear()
+    return counts[20:]
+
+
+def test_fifty_shufflers_need_the_groups_of_a_few():
+    pool = RankPool(4)
+    try:
+        for counts in pool.run(_many_shufflers, (2, 2)):
+            assert len(set(counts)) == 1
+    finally:
+        pool.stop()
+
+
+def _die(folder, victim, shape):
+    """A rank dies while the others wait for it, each in its own ring."""
+    with grid_of(shape):
+        shuffler = CubicShuffler(ShufflerOptions(timeout=40.0))
+        shuffler.shuffle(my_batch())
+        if dist.get_rank() == victim:
+            time.sleep(0.5)
+            os._exit(3)
+        started = time.monotonic()
+        try:
+            shuffler.shuffle(my_batch(1))
+        except RuntimeError as error:
+            Path(folder, str(dist.get_rank())).write_text(f"{error} [{time.monotonic() - started:.0f}]")
+
+
+@pytest.mark.parametrize(("shape", "victim"), [((2, 2), 3), (THREE_BY_TWO, 2), (TWO_BY_THREE, 1)])
+def test_every_rank_names_the_one_that_died(tmp_path, shape, victim):
+    pool = RankPool(shape[0] * shape[1])
+    try:
+        with pytest.raises(RankFailure, match=f"rank {victim} died with exit code 3"):
+            pool.run(_die, str(tmp_path), victim, shape, timeout=60)
+    finally:
+        pool.stop()
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    assert texts
+    for text in texts:
+        assert text.startswith(f"rank {victim} did not take part in the gather of step 1 (ranks [0, 1, 2")
+        assert int(text[:-1].split("[")[-1]) < 20
+
+
+def _fails_alone(shape):
+    """Rank 1 fails once; then all go on."""
+    said, wrong = [], mock.Mock(side_effect=KeyError("no column"))
+    with grid_of(shape), closing(CubicShuffler(ShufflerOptions(timeout=60.0))) as shuffler:
+        for step in range(3):
+            fails = step == 1 and dist.get_rank() == 1
+            with mock.patch.object(shuffler, "get_workloads", wrong if fails else shuffler.get_workloads):
+                try:
+                    shuffler.shuffle(my_batch(step))
+                    said.append("no error")
+                except KeyError as error:
+                    said.append(error.args[0])
+    return said
+
+
+def test_an_error_of_one_rank_is_raised_on_all(rank_pools):
+    answers = rank_pools[4].run(_fails_alone, (2, 2))
+    assert answers == [["no error", "rank 1: no column", "no error"]] * 4
