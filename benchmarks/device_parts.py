@@ -29,6 +29,7 @@ from benchmarks.report import draw_lengths, table
 from commons.distributed.payload import PayloadLayout
 from commons.distributed.row_exchange import RowExchange
 from commons.perf_model.partitioner import partition, partition_grid
+from commons.perf_model.row_table import RowTable
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from commons.sequence_batch.schema import BatchSchema
@@ -110,7 +111,14 @@ def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int,
     counts = np.full(world_size, rows, dtype=np.int64)
     tokens = len(CONTEXT) + 2 * lengths
     plan = plan_shuffle(
-        GatheredRows(counts, counts, HSTUAttentionTask(256, 4, 64, 8).get_workloads(tokens), tokens, by_key), slack=0.01
+        GatheredRows(
+            counts,
+            counts,
+            HSTUAttentionTask(256, 4, 64, 8).get_workloads(tokens),
+            tokens,
+            RowTable.of(by_key, counts),
+        ),
+        slack=0.01,
     )
     on_cuda = device.type == "cuda"
     on_device = (batch.pin_memory() if on_cuda else batch).to(device, non_blocking=True)

@@ -32,6 +32,7 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.row_exchange import RowExchange
 from commons.perf_model.routes import segment_words
+from commons.perf_model.row_table import RowTable
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 from commons.sequence_batch.schema import BatchSchema
 from hstu import HSTUBalancedBatchShuffler
@@ -93,7 +94,7 @@ def by_arithmetic(lengths_name: str, world_size: int, rows: int, seed: int) -> d
     workloads = shuffler.task.get_workloads(len(CONTEXT) + 2 * lengths)
     shuffler.close()
     plan = plan_shuffle(
-        GatheredRows(counts, counts, workloads, len(CONTEXT) + 2 * lengths, table_of_lengths),
+        GatheredRows(counts, counts, workloads, len(CONTEXT) + 2 * lengths, RowTable.of(table_of_lengths, counts)),
         slack=0.01,
         ranks_per_node=8,
     )
@@ -131,7 +132,7 @@ def beside_a_launching_thread(world_size: int, rows: int, rounds: int) -> dict[s
     batches = [make_batch(each, ["user_id"]) for each in lengths]
     found: dict[str, list[float]] = defaultdict(list)
     with fake_ranks(world_size, rank=0), closing(HSTUBalancedBatchShuffler(**SIZES)) as shuffler:
-        tell_of_all_ranks(shuffler, batches, rows)
+        tell_of_all_ranks(shuffler, batches)
 
         def seconds_of(job: Callable[[], Any]) -> float:
             started = time.perf_counter()

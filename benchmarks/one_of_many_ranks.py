@@ -35,7 +35,7 @@ class ListedMessages:
         self.members = list(range(self.world_size))
         self.description, self.control_group, self.payload_group = "all ranks", group, group
         self.has_all_to_all = True
-        self.most_rows = 0
+        self.most_words = 0
         self.listens = False
         self.message_bytes = 0
         self._gathered = np.empty((self.world_size, 0), dtype=np.int64)
@@ -43,12 +43,15 @@ class ListedMessages:
     def agree(self, call: str, options: Any, error: Exception | None, numbers: Any = (), step: int = 0) -> np.ndarray:
         if error is not None:
             raise error
-        own = np.array([self.most_rows] if call == "shuffle" else numbers, dtype=np.int64)
+        own = np.array([self.most_words] if call == "shuffle" else numbers, dtype=np.int64)
         if call != "gather":
             return np.repeat(own[None], self.world_size, axis=0)
         # Ready before: the other ranks' messages come to a real channel without the interpreter lock.
-        if self._gathered.shape[1] != len(own):
+        known = self._gathered.shape[1]
+        if known == 0:
             self._gathered = np.repeat(own[None], self.world_size, axis=0)
+        elif known < len(own):  # a rank had more to say than those before
+            self._gathered = np.pad(self._gathered, ((0, 0), (0, len(own) - known)))
         self._gathered[self.rank] = own
         if self.listens:
             raise _HeardError
@@ -80,21 +83,22 @@ def fake_ranks(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def tell_of_all_ranks(shuffler: BaseTaskBalancedBatchShuffler, batches: Iterable[Any], most_rows: int) -> None:
+def tell_of_all_ranks(shuffler: BaseTaskBalancedBatchShuffler, batches: Iterable[Any]) -> None:
     """Let a shuffler know what every rank brings, with whatever crosses the ranks; within `fake_ranks`.
 
     Args:
         shuffler: of the one rank.
         batches: of every rank, in order.
-        most_rows: real rows of the rank with most of them.
     """
     session = shuffler._session(None)
     channel: Any = session.channel
-    own, channel.most_rows, channel.listens = channel.rank, most_rows, True
+    own, channel.listens = channel.rank, True
     for rank, batch in enumerate(batches):
         channel.rank = rank
         local = shuffler._describe(batch, None)
-        assert isinstance(local, LocalRows) and local.error is None, local.error
+        assert isinstance(local, LocalRows) and local.error is None and local.schema is not None, local.error
+        channel.most_words = len(session._own_table(local.schema, local, None))
+        session._capacity = max(session._capacity, channel.most_words + channel.most_words // 4)
         with contextlib.suppress(_HeardError):
             session.prepare(0, [local])
     channel.rank, channel.listens = own, False

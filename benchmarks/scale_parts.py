@@ -105,7 +105,7 @@ def play_rank(world_size: int, rows: int, features: int, lengths_name: str, repe
         batch = make_batch(lengths[rank], context)
         before = _reset_peak()
         told = tqdm(lengths, desc=f"messages of {world_size} ranks, {features} features", leave=False)
-        tell_of_all_ranks(shuffler, (make_batch(each, context) for each in told), rows)
+        tell_of_all_ranks(shuffler, (make_batch(each, context) for each in told))
         session = shuffler._session(None)
         local = [shuffler._describe(batch, None)]
         times: list[dict[str, float]] = []
@@ -134,7 +134,9 @@ def _describe(
     sender, receiver = gathered.home[moved], plan.destination[moved]
     row_bytes = np.zeros(len(moved))
     for some in np.array_split(np.arange(len(moved)), len(moved) // 4096 + 1):
-        row_bytes[some] = segment_words(gathered.lengths[moved[some]], exchange.layout.table).sum(axis=1) * WORD_BYTES
+        row_bytes[some] = (
+            segment_words(gathered.table.lengths(moved[some]), exchange.layout.table).sum(axis=1) * WORD_BYTES
+        )
     pairs = np.unique(sender * world_size + receiver)
     peers = [np.bincount(ends, minlength=world_size).max() for ends in (pairs // world_size, pairs % world_size)]
     crosses = sender // NODE != receiver // NODE

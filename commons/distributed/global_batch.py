@@ -57,7 +57,8 @@ class GlobalBatch:
             return None
         if dense is not None:
             return len(self.plan.destination[self._trained_now]) * math.prod(dense.trailing)
-        return int(self.plan.gathered.lengths[self._trained_now, columns].sum())
+        assert columns is not None  # noqa: S101  labels are one or the other
+        return int(self.plan.gathered.table.lengths_of_keys(columns)[:, self._trained_now].sum())
 
     def lengths(self, batch: BaseBatch, key: str, pg_group: dist.ProcessGroup | None) -> list[np.ndarray] | None:
         """See `BaseBatch.global_lengths`."""
@@ -67,7 +68,7 @@ class GlobalBatch:
         plan, steps = self.plan, self.plan.gathered.steps
         here = np.flatnonzero(plan.destination % steps == self.step)
         rank = plan.destination[here] // steps
-        of_key = plan.gathered.lengths[here, columns.start + batch.features.keys().index(key)]
+        (of_key,) = plan.gathered.table.lengths_of_keys([columns[batch.features.keys().index(key)]])[:, here]
         ends = np.cumsum(np.bincount(rank, minlength=plan.gathered.num_ranks))
         # One sort for all ranks, of which there may be thousands.
         return np.split(of_key[np.argsort(rank, kind="stable")], ends[:-1])
@@ -78,12 +79,12 @@ class GlobalBatch:
         steps = self.plan.gathered.steps
         return slice(None) if steps == 1 else self.plan.destination % steps == self.step
 
-    def _columns(self, field_name: str) -> slice | None:
+    def _columns(self, field_name: str) -> range | None:
         """Columns of the keys of a KeyedJaggedTensor field in the gathered lengths."""
         first = 0
         for field in self.schema.jagged:
             if field.name == field_name:
-                return slice(first, first + len(field.keys))
+                return range(first, first + len(field.keys))
             first += len(field.keys)
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from commons.perf_model.partitioner import as_int64_workloads
-from commons.perf_model.row_sums import own_rows
+from commons.perf_model.row_table import encode_columns, encode_rows
 from commons.sequence_batch.fields import batch_items, require_dataclass, row_counts
 from commons.sequence_batch.schema import BatchSchema
 
@@ -74,11 +74,14 @@ class LocalRows:
         lengths, kept = arrays[: len(lengths)], arrays[len(lengths) :]
         return cls(schema, rows, real, sizes, _as_array(workloads), tuple(lengths), tuple(kept), copied, device)
 
-    def table(self) -> np.ndarray:
-        """Workload, lengths and host values of every real row; waits for copies from a device.
+    def table(self, counted: Sequence[int] = ()) -> np.ndarray:
+        """Workload, tokens, lengths and host values of every real row, packed; waits for copies from a device.
+
+        Args:
+            counted: keys of all KeyedJaggedTensors whose lengths add up to a row's tokens; none for one token each.
 
         Returns:
-            int64 `(real_rows · (1 + num_keys + num_host_fields),)`, row after row.
+            int64 `(words,)`, see row_table.py.
 
         Raises:
             TypeError, ValueError: workloads that are not one int64 per row, or lengths that do not fit the values.
@@ -87,13 +90,14 @@ class LocalRows:
             self.copied.synchronize()
         if isinstance(self.workloads, np.ndarray) and self.workloads.flags.c_contiguous and self.workloads.ndim == 1:
             sums = self.sizes[: len(self.lengths)]
-            table = own_rows(self.workloads, self.lengths, sums, self.host_values, self.rows, self.real_rows)
-            if table is not None:
-                return table
+            words = encode_rows(
+                self.workloads, self.lengths, sums, self.host_values, counted, self.rows, self.real_rows
+            )
+            if words is not None:
+                return words
         workloads = as_int64_workloads(_one_per_row(self.workloads, self.rows)[: self.real_rows])
-        kept = [values[None, : self.real_rows] for values in self.host_values]
-        columns = np.concatenate([workloads[None], *self._real_lengths(), *kept], axis=0, dtype=np.int64)
-        return columns.T.ravel()
+        lengths = np.concatenate([np.zeros((0, self.real_rows), dtype=np.int64), *self._real_lengths()])
+        return encode_columns(workloads, lengths, [values[: self.real_rows] for values in self.host_values], counted)
 
     def _real_lengths(self) -> list[np.ndarray]:
         """int64 `(keys, real_rows)` lengths of every jagged field, after a look at whether they fit its values."""

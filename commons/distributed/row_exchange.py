@@ -287,11 +287,11 @@ def _host_values(plan: ShufflePlan, schema: BatchSchema, rank: int) -> list[dict
     steps = []
     for place in range(rank * plan.gathered.steps, (rank + 1) * plan.gathered.steps):
         chosen = plan.rows_for(place) if schema.host_fields else np.zeros(0, dtype=np.int64)
-        values = {}
+        kept, values = plan.gathered.table.kept(chosen), {}
         for column, field in enumerate(schema.host_fields):
             # In an array: torch lets go of the interpreter lock wherever it is asked.
             of_rows = np.zeros(plan.result_batch_size(place), dtype=np.int64)
-            of_rows[: len(chosen)] = plan.gathered.host_values[chosen, column]
+            of_rows[: len(chosen)] = kept[:, column]
             values[field.name] = torch.from_numpy(of_rows)
         steps.append(values)
     return steps

@@ -24,7 +24,9 @@ def agree_on_schema(
     shuffler_type: str,
     calibration: Calibration | None,
     window: int,
+    token_features: tuple[str, ...] | None,
     local: Sequence[LocalRows],
+    words: int,
 ) -> tuple[BatchSchema | None, int]:
     """Compare settings and schemas over the ranks; a rank without data learns the schema.
 
@@ -35,10 +37,12 @@ def agree_on_schema(
         shuffler_type: name of its class.
         calibration: what its workloads are measured with, if anything.
         window: most batches of a rank that are planned together.
+        token_features: keys that count as tokens; None for all but the labels'.
         local: what this rank brings, its batches in order; a single entry without a schema for none.
+        words: what it has to say of its rows.
 
     Returns:
-        The schema, None while no rank has had a batch, and the largest number of real rows of a rank.
+        The schema, None while no rank has had a batch, and the largest number of words of a rank.
 
     Raises:
         ValueError: ranks differ; the message says which and in what.
@@ -53,13 +57,13 @@ def agree_on_schema(
             "calibrations": None if calibration is None else dataclasses.asdict(calibration),
             "shuffler": shuffler_type,
             "window": window,
+            "token_features": None if token_features is None else list(token_features),
             "versions": {"evenrank": __version__, "torch": torch.__version__},
         }
         text = "" if local[0].schema is None else json.dumps(local[0].schema.to_json())
     except Exception as caught:  # whatever it is, the others are waiting for it
         error = error or caught
-    real_rows = sum(each.real_rows for each in local)
-    most_rows = int(channel.agree("shuffle", None if error else settings, error, [real_rows], step).max())
+    most_words = int(channel.agree("shuffle", None if error else settings, error, [words], step).max())
     texts = zip(channel.members, channel.gather_text(text, step))
     schemas = {rank: BatchSchema.from_json(json.loads(said)) for rank, said in texts if said}
     if not schemas:
@@ -74,4 +78,4 @@ def agree_on_schema(
             )
     _, error = attempt(schemas[first].empty_batch)  # of a type that this rank may not have imported
     channel.agree("agreement on the batch type", {}, error, step=step)
-    return schemas[first], most_rows
+    return schemas[first], most_words

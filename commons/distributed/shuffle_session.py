@@ -29,16 +29,17 @@ from commons.distributed.schema_agreement import agree_on_schema
 from commons.distributed.stats import ShuffleStats, stats_of_plan
 from commons.distributed.verification import checksums, verify_rows
 from commons.perf_model.calibration import CalibratedTask
-from commons.perf_model.row_sums import read_rows
+from commons.perf_model.row_table import RowTable
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 from commons.sequence_batch.schema import BatchSchema
 
 logger = logging.getLogger(__name__)
 
 _EXCHANGE = "exchange"
-# First columns of the gathered table. Then, for each batch of a window, its rows and its real rows; then, for each real
-# row, its workload, its lengths and what else the host keeps of it.
-_STEP, _NUM_BATCHES, _ROWS = range(3)
+# First columns of the gathered table. Then, for each batch of a window, its rows, its real rows and the words of these;
+# then these words, see row_table.py.
+_STEP, _NUM_BATCHES, _COUNTS = range(3)
+_PER_BATCH = 3
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,15 @@ class GatheredTable:
         num_batches: batches that each rank brings.
         rows: by rank, the rows of each batch, padding included; 0 for one that it does not bring.
         real_rows: by rank, those that are no padding.
-        body: int64 `(world_size, n)`, the rows of each rank, then anything.
+        num_words: by rank, the words of their blocks.
+        body: int64 `(world_size, n)`, the blocks of each rank, then anything.
     """
 
     at_step: list[int]
     num_batches: list[int]
     rows: list[list[int]]
     real_rows: list[list[int]]
+    num_words: list[list[int]]
     body: np.ndarray
 
     @classmethod
@@ -87,8 +90,9 @@ class GatheredTable:
         return cls(
             at_step=[each[_STEP] for each in headers],
             num_batches=[each[_NUM_BATCHES] for each in headers],
-            rows=[each[_ROWS::2] for each in headers],
-            real_rows=[each[_ROWS + 1 :: 2] for each in headers],
+            rows=[each[_COUNTS::_PER_BATCH] for each in headers],
+            real_rows=[each[_COUNTS + 1 :: _PER_BATCH] for each in headers],
+            num_words=[each[_COUNTS + 2 :: _PER_BATCH] for each in headers],
             body=messages[:, header:],
         )
 
@@ -125,7 +129,7 @@ class ShuffleSession:
         self.rows_group = self.channel.control_group if on_host else self.channel.payload_group
         self.steps = 0
         self._window = window
-        self._header = _ROWS + 2 * (window or 1)
+        self._header = _COUNTS + _PER_BATCH * (window or 1)
         self._layout: PayloadLayout | None = None
         self._options = options
         self._shuffler_type = shuffler_type
@@ -164,7 +168,7 @@ class ShuffleSession:
             raise self._broken
         try:
             started = time.perf_counter()
-            self._layout = self._layout or self._agree(step, local, calibrated)
+            self._layout = self._layout or self._agree(step, local, calibrated, token_features)
             if self._layout is None:
                 return PreparedShuffle()
             schema = self._layout.schema
@@ -174,13 +178,13 @@ class ShuffleSession:
                     "are padded where ranks have brought fewer rows: give it a field actual_batch_size, derive it from "
                     "BaseBatch, or use no window"
                 )
-            table = self._gather(step, schema, local)
+            table = self._gather(step, schema, local, token_features)
             if not table.steps or self._ends_early(schema, table):
                 return PreparedShuffle()
             if self._options.mode == "off":
                 return PreparedShuffle(schema, table.rows_before(self.channel.rank), table.steps)
             gather_ms = (time.perf_counter() - started) * 1e3
-            return self._plan(step, self._layout, table, local[0].device, token_features, calibrated, gather_ms)
+            return self._plan(step, self._layout, table, local[0].device, calibrated, gather_ms)
         except RankMissingError as error:
             self._broken = error
             raise
@@ -188,7 +192,7 @@ class ShuffleSession:
     def problem_with(self, local: LocalRows) -> Exception | None:
         """What this rank cannot tell of a batch, once there is a schema; None for nothing."""
         layout = self._layout
-        return local.error if layout is None else attempt(lambda: _own_table(layout.schema, local, 1))[1]
+        return local.error if layout is None else attempt(lambda: self._own_table(layout.schema, local, None))[1]
 
     def exchange_rows(self, step: int, exchange: RowExchange, batches: Sequence[Any]) -> list[Any]:
         """Carry out a plan; on a device, on the stream that copied the batches.
@@ -263,35 +267,53 @@ class ShuffleSession:
         """Give the groups back; called when the worker thread has ended, or collected, by it."""
         self.channel.close(collected=collected)
 
-    def _agree(self, step: int, local: Sequence[LocalRows], calibrated: CalibratedTask | None) -> PayloadLayout | None:
+    def _agree(
+        self,
+        step: int,
+        local: Sequence[LocalRows],
+        calibrated: CalibratedTask | None,
+        token_features: tuple[str, ...] | None,
+    ) -> PayloadLayout | None:
         options, calibration = self._options, None if calibrated is None else calibrated.calibration
         if options.calibration is not None and options.mode != "off":
             generation, limit = self.channel.generation, options.timeout / 2
             _, error = attempt(lambda: require_equal_among_peers(calibration, generation, limit))
             local = [dataclasses.replace(local[0], error=local[0].error or error), *local[1:]]
-        schema, self._capacity = agree_on_schema(
-            self.channel, step, options, self._shuffler_type, calibration, self._window or 1, local
+        # What is wrong with the rows is said in their gather.
+        own, _ = attempt(lambda: [self._own_table(each.schema, each, token_features) for each in local if each.schema])
+        schema, most_words = agree_on_schema(
+            self.channel,
+            step,
+            options,
+            self._shuffler_type,
+            calibration,
+            self._window or 1,
+            token_features,
+            local,
+            sum(map(len, own or ())),
         )
+        self._capacity = _with_room(most_words)
         return None if schema is None else PayloadLayout.of(schema)
 
-    def _gather(self, step: int, schema: BatchSchema, local: Sequence[LocalRows]) -> GatheredTable:
-        """What every rank says, header and rows; once more, larger, if a rank's rows outgrew the buffer."""
-        columns = 0 if self._options.mode == "off" else _num_columns(schema)
+    def _gather(
+        self, step: int, schema: BatchSchema, local: Sequence[LocalRows], token_features: tuple[str, ...] | None
+    ) -> GatheredTable:
+        """What every rank says, header and rows; once more, larger, if a rank's words outgrew the buffer."""
         error = next((each.error for each in local if each.error is not None), None)
-        own, problem = attempt(lambda: [_own_table(schema, each, columns) for each in local])
+        own, problem = attempt(lambda: [self._own_table(schema, each, token_features) for each in local if each.schema])
         error = error or problem
         batches = [each for each in local if each.schema is not None]
-        counts = [count for each in batches for count in (each.rows, each.real_rows)]
+        counts = [count for each, words in zip(batches, own or ()) for count in (each.rows, each.real_rows, len(words))]
         header = self._header
         while True:
-            message = np.empty(header + self._capacity * columns, dtype=np.int64)
+            message = np.empty(header + self._capacity, dtype=np.int64)
             message[:header] = 0
-            message[:_ROWS] = (step, len(batches))
-            message[_ROWS : _ROWS + len(counts)] = counts
+            message[:_COUNTS] = (step, len(batches))
+            message[_COUNTS : _COUNTS + len(counts)] = counts
             at = header
-            for rows in own or ():
-                message[at : at + len(rows)] = rows[: max(0, len(message) - at)]
-                at += len(rows)
+            for words in own or ():
+                message[at : at + len(words)] = words[: max(0, len(message) - at)]
+                at += len(words)
             message[at:] = 0  # few numbers, unlike np.zeros without a turn of the interpreter lock
             table = GatheredTable.of(self.channel.agree("gather", {}, error, message, step), header)
             if any(at != step for at in table.at_step):
@@ -299,10 +321,21 @@ class ShuffleSession:
                     f"ranks are at steps {table.at_step} ({self.channel.description}); every rank must call "
                     "the shuffler once per step, in the same order"
                 )
-            largest = max(map(sum, table.real_rows))
-            if columns == 0 or largest <= self._capacity:
+            largest = max(map(sum, table.num_words))
+            if largest <= self._capacity:
                 return table
-            self._capacity = largest + largest // 4
+            self._capacity = _with_room(largest)
+
+    def _own_table(self, agreed: BatchSchema, local: LocalRows, token_features: tuple[str, ...] | None) -> np.ndarray:
+        """What this rank says of the rows of a batch, int64 `(words,)`; nothing where they are not planned."""
+        if local.schema is not None and local.schema != agreed:
+            raise ValueError(
+                f"this batch differs from the first: {'; '.join(agreed.differences(local.schema))}; type, keys, dtypes "
+                "and plain values stay the same: make every batch alike, or a property what depends on the rows"
+            )
+        if local.schema is None or self._options.mode == "off":
+            return np.zeros(0, dtype=np.int64)
+        return local.table(_counted_keys(agreed, token_features))
 
     def _plan(
         self,
@@ -310,7 +343,6 @@ class ShuffleSession:
         layout: PayloadLayout,
         table: GatheredTable,
         device: torch.device | None,
-        token_features: tuple[str, ...] | None,
         calibrated: CalibratedTask | None,
         gather_ms: float,
     ) -> PreparedShuffle:
@@ -321,7 +353,7 @@ class ShuffleSession:
 
         def make() -> tuple[ShufflePlan, RowExchange, int]:
             plan = plan_shuffle(
-                _read_table(layout.schema, table, token_features),
+                _read_table(layout.schema, table),
                 carry_out=options.mode == "balance",
                 pads=layout.schema.states_padding,
                 **options.plan_arguments(units_per_ms),
@@ -393,35 +425,25 @@ class ShuffleSession:
         return [self.channel.members[rank] for rank in ranks]
 
 
-def _own_table(agreed: BatchSchema, local: LocalRows, columns: int) -> np.ndarray:
-    """This rank's part of the gathered table, flat; empty without a batch, and where no columns are asked for."""
-    if local.schema is None:
-        return np.zeros(0, dtype=np.int64)
-    if local.schema != agreed:
-        raise ValueError(
-            f"this batch differs from the first: {'; '.join(agreed.differences(local.schema))}; type, keys, dtypes and "
-            "plain values stay the same: make every batch alike, or a property what depends on the rows"
-        )
-    return local.table() if columns else np.zeros(0, dtype=np.int64)
-
-
-def _read_table(schema: BatchSchema, table: GatheredTable, token_features: tuple[str, ...] | None) -> GatheredRows:
+def _read_table(schema: BatchSchema, table: GatheredTable) -> GatheredRows:
     """The rows of all ranks, in the order of their places."""
     steps = table.steps
     rows, real_rows = (
         np.array([count for counts in of_ranks for count in counts[:steps]], dtype=np.int64)
         for of_ranks in (table.rows, table.real_rows)
     )
-    in_all = real_rows if steps == 1 else real_rows.reshape(-1, steps).sum(axis=1)
-    counted = [1 + key for key in _counted_keys(schema, token_features)]
-    whole, workloads, tokens = read_rows(table.body, in_all, _num_columns(schema), counted)
-    lengths, host_values = whole[:, 1 : 1 + schema.num_keys], whole[:, 1 + schema.num_keys :]
-    return GatheredRows(rows, real_rows, workloads, tokens, lengths, steps, host_values)
+    first = np.zeros_like(rows)
+    if steps > 1:
+        num_words = np.array(table.num_words, dtype=np.int64)[:, :steps]
+        first = (np.cumsum(num_words, axis=1) - num_words).ravel()
+    packed = RowTable(table.body, first, real_rows, schema.num_keys, len(schema.host_fields))
+    workloads, tokens = packed.workloads_and_tokens()
+    return GatheredRows(rows, real_rows, workloads, tokens, packed, steps)
 
 
-def _num_columns(schema: BatchSchema) -> int:
-    """Numbers of a row in the gathered table."""
-    return 1 + schema.num_keys + len(schema.host_fields)
+def _with_room(words: int) -> int:
+    """Words of a buffer that batches like one of so many words seldom outgrow."""
+    return words + words // 4
 
 
 def _counted_keys(schema: BatchSchema, features: tuple[str, ...] | None) -> list[int]:

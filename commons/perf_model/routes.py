@@ -1,8 +1,9 @@
 """ROUTES: a plan as one rank's index arrays: which segment of which row lies where, who gets it, and how long it is.
 
 Input: the plan, and how the fields of a row become segments of words. Output: `Routes`, with all that the device needs
-in one array, so that one copy brings it there. It is pure arithmetic on the gathered lengths: it knows neither tensors
-nor process groups. The buffer that it speaks of is that of `commons.distributed.row_exchange`.
+in one array, so that one copy brings it there. It is pure arithmetic on the gathered lengths, of those rows alone that
+concern the rank: it knows neither tensors nor process groups. The buffer that it speaks of is that of
+`commons.distributed.row_exchange`.
 
 The native core computes the same (native/routes.hpp), bit for bit; without the interpreter lock where there are many
 rows.
@@ -50,7 +51,7 @@ class Routes:
         indices: int64 `(n,)`, one after another: the lengths of the buffer's segments, those of the own region first;
             by result, the lengths `(num_keys, rows)` of its rows; then, as int32, the segments of the own region that
             are sent and, by result, the segments of the buffer that it is made of.
-        moves: whether rows of any rank move.
+        moves: whether rows of any rank move, and have words where that is known; the same on all ranks.
         block_words: words of the largest sender, to which an all-gather pads; 0 for an all-to-all.
         sent_words: words that this rank sends to one receiver each.
         segments: of the own region, of the whole buffer, and of what is sent.
@@ -92,7 +93,10 @@ def route_rows(plan: ShufflePlan, parts: np.ndarray, rank: int, *, all_gather: b
             gathered.rows,
             gathered.real_rows,
             plan.destination,
-            gathered.lengths,
+            gathered.table.words,
+            gathered.table.first,
+            gathered.table.num_columns,
+            gathered.table.num_keys,
             parts,
             gathered.steps,
             rank,
@@ -141,12 +145,15 @@ def reference_routes(
     gathered = plan.gathered
     home, num_ranks, steps = gathered.home, gathered.num_ranks, gathered.steps
     sender, receiver = home // steps, plan.destination // steps
-    row_words = segment_words(gathered.lengths, parts)  # (N, segments)
-    words_of_row = row_words.sum(axis=1)
-    segments = np.arange(row_words.shape[1])
+    num_keys, segments = gathered.table.num_keys, np.arange(parts[:, 1].sum())
     places = range(rank * steps, (rank + 1) * steps)
+    near = (sender == rank) | (plan.moves & ((receiver == rank) | all_gather))
+    lengths_of, row_words = np.zeros((len(home), num_keys), np.int64), np.zeros((len(home), len(segments)), np.int64)
+    lengths_of[near] = gathered.table.lengths(np.flatnonzero(near))  # the others' stay unknown
+    row_words[near] = segment_words(lengths_of[near], parts)
+    words_of_row = row_words.sum(axis=1)
 
-    own_tables = [_own_lengths(plan, place) for place in places]
+    own_tables = [_own_lengths(plan, place, lengths_of) for place in places]
     own_parts = [_words_of_parts(table, parts) for table in own_tables]
     own_parts = [np.append(words, -words.sum() % _ALIGNED_WORDS) for words in own_parts]
     own_lengths = np.concatenate(
@@ -172,7 +179,7 @@ def reference_routes(
     came = receiver[arriving] == rank
     first[arriving[came]] = len(own_lengths) + first_segment[came]
 
-    zero_lengths = segment_words(np.zeros((1, gathered.lengths.shape[1]), dtype=np.int64), parts)[0]
+    zero_lengths = segment_words(np.zeros((1, num_keys), dtype=np.int64), parts)[0]
     buffer_lengths = np.concatenate([own_lengths, received_lengths, zero_lengths])
     first_zero = len(buffer_lengths) - len(zero_lengths)
 
@@ -182,8 +189,8 @@ def reference_routes(
             source = np.empty((len(segments), rows), dtype=np.int64)  # in the buffer, of every segment of the result
             source[:, : len(chosen)] = first[chosen] + segments[:, None] * stride[chosen]
             source[:, len(chosen) :] = (first_zero + segments)[:, None]
-            lengths = np.zeros((rows, gathered.lengths.shape[1]), dtype=np.int64)
-            lengths[: len(chosen)] = gathered.lengths[chosen]
+            lengths = np.zeros((rows, num_keys), dtype=np.int64)
+            lengths[: len(chosen)] = lengths_of[chosen]
             changes = rows != gathered.rows[place] or not np.array_equal(chosen, np.flatnonzero(home == place))
             sizes = [np.array([changes, rows, len(chosen)]), _words_of_parts(lengths, parts), lengths.sum(axis=0)]
             yield lengths.T.ravel(), source.ravel(), sizes
@@ -197,7 +204,7 @@ def reference_routes(
     regions = [region.sum() for region in (own_lengths, received_lengths, zero_lengths)]
     sizes = np.concatenate(
         [
-            [words_of_row[moved].sum() > 0, block_words, words_of_row[sent].sum()],
+            [block_words > 0 if all_gather else len(moved) * len(segments) > 0, block_words, words_of_row[sent].sum()],
             [len(own_lengths), len(buffer_lengths), len(order)],
             regions,
             sum_by_rank(receiver[sent], words_of_row[sent], num_ranks),
@@ -228,12 +235,12 @@ def _words_of_parts(lengths: np.ndarray, parts: np.ndarray) -> np.ndarray:
     return np.add.reduceat(segment_words(lengths, parts).sum(axis=0), np.cumsum(parts[:, 1]) - parts[:, 1])
 
 
-def _own_lengths(plan: ShufflePlan, place: int) -> np.ndarray:
+def _own_lengths(plan: ShufflePlan, place: int, lengths_of: np.ndarray) -> np.ndarray:
     """int64 `(rows, num_keys)`, the lengths of all rows of a batch as it was brought, padding included."""
     gathered = plan.gathered
-    table = np.zeros((int(gathered.rows[place]), gathered.lengths.shape[1]), dtype=np.int64)
+    table = np.zeros((int(gathered.rows[place]), lengths_of.shape[1]), dtype=np.int64)
     here = gathered.home == place
-    table[gathered.local_row[here]] = gathered.lengths[here]
+    table[gathered.local_row[here]] = lengths_of[here]
     return table
 
 

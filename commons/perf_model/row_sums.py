@@ -1,4 +1,4 @@
-"""ROWS: what is read, counted and summed over all rows of a global batch.
+"""ROWS: what is counted and summed over all rows of a global batch.
 
 It is little work of many steps, and numpy lets go of the interpreter lock in each of them: taking it back, many times
 per batch, costs a thread that launches kernels more than the work does. The native core (native/row_sums.hpp) computes
@@ -16,69 +16,6 @@ from commons.perf_model.partitioner.native_core import native_core
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
-_PLAIN = (np.dtype(np.int64), np.dtype(np.int32))
-
-
-def own_rows(
-    workloads: np.ndarray,
-    lengths: Sequence[np.ndarray],
-    sums: Sequence[int],
-    kept: Sequence[np.ndarray],
-    rows: int,
-    real_rows: int,
-) -> np.ndarray | None:
-    """What a rank sends of its rows, if the native core is there and finds nothing wrong.
-
-    Args:
-        workloads: int64 `(rows,)`, not negative.
-        lengths: by field, int32 or int64 `(keys, rows)`; not negative, 0 for padding.
-        sums: by field, what its lengths add up to.
-        kept: more columns, int32 or int64 `(rows,)`.
-        rows: of the batch, padding included.
-        real_rows: those that are no padding.
-
-    Returns:
-        int64 `(real_rows · columns,)`, row after row: workload, lengths and what is kept; None where it takes numpy to
-        tell.
-    """
-    core = native_core()
-    arrays = (workloads, *lengths, *kept)
-    if core is None or workloads.dtype != np.int64 or any(each.dtype not in _PLAIN for each in arrays):
-        return None
-    return core.module.own_rows(workloads, list(lengths), list(sums), list(kept), rows, real_rows)
-
-
-def read_rows(
-    table: np.ndarray, real_rows: np.ndarray, num_columns: int, counted: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The rows of all ranks, one after another, from what each of them has sent.
-
-    Args:
-        table: int64 `(num_ranks, n)`: of every rank its rows, column by column and row after row, then anything.
-        real_rows: int64 `(num_ranks,)`, how many rows a rank has.
-        num_columns: numbers of a row; the first one is its workload.
-        counted: columns whose sum is the tokens of a row; none for one token per row.
-
-    Returns:
-        int64 `(N, num_columns)` rows, `(N,)` workloads and `(N,)` tokens.
-    """
-    core = native_core()
-    if core is None:
-        return reference_rows(table, real_rows, num_columns, counted)
-    return core.module.read_rows(table, real_rows, num_columns, list(counted))
-
-
-def reference_rows(
-    table: np.ndarray, real_rows: np.ndarray, num_columns: int, counted: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`read_rows` in numpy."""
-    most = table.shape[1] // num_columns
-    every = table[:, : most * num_columns].reshape(-1, num_columns)
-    rows = every.take(np.flatnonzero(np.arange(most) < real_rows[:, None]), axis=0)
-    tokens = np.zeros(len(rows), np.int64) if len(counted) else np.ones(len(rows), np.int64)
-    for column in counted:
-        tokens += rows[:, column]  # several times faster than a sum over the short axis
-    return rows, rows[:, 0].copy(), tokens
 
 
 def place_of_rows(real_rows: np.ndarray) -> np.ndarray:

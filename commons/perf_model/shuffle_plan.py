@@ -18,6 +18,7 @@ import numpy as np
 
 from commons.perf_model.partitioner import partition, partition_grid
 from commons.perf_model.row_sums import digest, place_of_rows, sum_at
+from commons.perf_model.row_table import RowTable
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,17 @@ class GatheredRows:
         real_rows: int64 `(num_places,)`, rows that are no padding.
         workloads: int64 `(N,)`, of the real rows of all ranks, place by place.
         tokens: int64 `(N,)`, what the rows weigh in memory and on the wire.
-        lengths: int64 `(N, num_keys)`, of every key of the rows; no columns where nothing is exchanged.
+        table: what else is known of each row, to be read where it is needed: the lengths of every key, and the fields
+            that the host keeps, see `BaseBatch`; empty where nothing is exchanged.
         steps: batches of a rank that are planned together.
-        host_values: int64 `(N, num_host_fields)`, of the fields of the rows that the host keeps, see `BaseBatch`.
     """
 
     rows: np.ndarray
     real_rows: np.ndarray
     workloads: np.ndarray
     tokens: np.ndarray
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    table: RowTable = field(default_factory=RowTable)
     steps: int = 1
-    host_values: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
 
     @property
     def num_places(self) -> int:

@@ -12,8 +12,8 @@ Workloads in, `Partition` out. `partition` is the planner; `lower_bound` is the 
       grid_plan.py            the same for steps × ranks, by limits that differ from step to step
         grid_bound.py, home_deal.py                                the bound of the sum; rows dealt to their own rank
     native_core.py            the same planner in C++ (native/), where it has been built: the same plans, bit for bit;
-                              the routes of a plan (commons/perf_model/routes.py), and what is summed over all
-                              rows (commons/perf_model/row_sums.py)
+                              the routes of a plan (commons/perf_model/routes.py), what is summed over all rows
+                              (commons/perf_model/row_sums.py), and rows as they are packed (row_table.py there)
     partitioning.py, grid.py  the public functions
 """
 

@@ -23,7 +23,10 @@ def route_rows(
     rows: np.ndarray,
     real_rows: np.ndarray,
     destination: np.ndarray,
-    lengths: np.ndarray,
+    words: np.ndarray,
+    first: np.ndarray,
+    num_columns: int,
+    num_keys: int,
     parts: np.ndarray,
     steps: int,
     rank: int,
@@ -31,18 +34,29 @@ def route_rows(
     pads: bool,
     /,
 ) -> tuple[np.ndarray, np.ndarray]: ...
-def own_rows(
+def encode_rows(
     workloads: np.ndarray,
     lengths: Sequence[np.ndarray],
     sums: Sequence[int],
     kept: Sequence[np.ndarray],
+    counted: Sequence[int],
     rows: int,
     real_rows: int,
     /,
 ) -> np.ndarray | None: ...
+def read_columns(
+    words: np.ndarray, first: np.ndarray, real_rows: np.ndarray, num_columns: int, columns: Sequence[int], /
+) -> np.ndarray: ...
 def read_rows(
-    table: np.ndarray, real_rows: np.ndarray, num_columns: int, counted: Sequence[int], /
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+    words: np.ndarray,
+    first: np.ndarray,
+    real_rows: np.ndarray,
+    num_columns: int,
+    rows: np.ndarray,
+    first_column: int,
+    count: int,
+    /,
+) -> np.ndarray: ...
 def place_of_rows(real_rows: np.ndarray, /) -> np.ndarray: ...
 def sum_at(place: np.ndarray, values: np.ndarray | None, num_places: int, /) -> np.ndarray: ...
 def count_moves(

@@ -13,9 +13,9 @@ from commons.perf_model.partitioner.request import Plan, Request
 
 logger = logging.getLogger(__name__)
 
-# Raised, here and in native/plan.hpp, whenever the same request gives another answer or a plan another digest, or there
-# are new ones: a core that was built before that must not meet ranks that plan by the new code.
-PLANS = 5
+# Raised, here and in native/plan.hpp, whenever the same request gives another answer, a plan another digest or rows
+# other words, or there are new ones: a core that was built before must not meet ranks that plan by the new code.
+PLANS = 6
 
 
 class Core(Protocol):
@@ -35,7 +35,7 @@ class NativeCore:
     """The compiled module behind the interface of `reference`.
 
     Attributes:
-        module: the extension, with the twins of `commons.perf_model.row_sums`.
+        module: the extension, with the twins of `commons.perf_model.row_sums` and `row_table`.
         methods: names of the algorithms that it knows.
         route_rows: the twin of `commons.perf_model.routes.reference_routes`.
 

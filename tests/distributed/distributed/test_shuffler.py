@@ -349,6 +349,45 @@ def test_a_rank_may_outgrow_the_first_window_with_any_of_its_batches(two_ranks):
     assert [sum(sizes) for sizes in zip(*two_ranks.run(_windows_grow))] == [12, 96, 54]
 
 
+def _empty_rows(transport):
+    """Rows of no elements: they move, and there is nothing to send."""
+    rows = 4
+    features = KeyedJaggedTensor(
+        keys=["a", "b"], values=torch.zeros(0), lengths=torch.zeros(2 * rows, dtype=torch.int64)
+    )
+    batch = BaseBatch(features, rows, {"a": 1, "b": 1})
+    weight = 1000 if dist.get_rank() == 0 else 1
+    with closing(SquareShuffler(ShufflerOptions(transport=transport, slack=0.0))) as shuffler:
+        with mock.patch.object(shuffler, "get_workloads", lambda batch: torch.arange(1, rows + 1) * weight):
+            results = [shuffler.shuffle(batch, return_indices=True) for _ in range(2)]
+        stats = shuffler.last_stats
+    return [(result.actual_batch_size, indices.tolist()) for result, indices in results], stats.moved, stats.bytes_sent
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+def test_rows_without_elements_move(ranks, transport):
+    answers = ranks.run(_empty_rows, transport)
+    assert all(moved and not sent for _, moved, sent in answers)
+    for step in range(2):
+        ids = [row for results, _, _ in answers for row in results[step][1]]
+        assert sorted(ids) == list(range(4 * ranks.world_size)) and answers[0][0][step][1] != [0, 1, 2, 3]
+
+
+def _other_token_features():
+    with closing(SquareShuffler()) as shuffler:
+        shuffler.token_feature_names = ("user",) if dist.get_rank() else None
+        try:
+            shuffler.shuffle(my_batch(0, [3] * 4))
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+def test_ranks_that_count_other_features_as_tokens_are_told(two_ranks):
+    for text in two_ranks.run(_other_token_features):
+        assert text.startswith("token_features is None on rank 0 and ['user'] on rank 1 in shuffle; all ranks pass")
+
+
 def _long_lengths():
     lengths = torch.tensor([4096, 1, 2, 4096], dtype=torch.int32).repeat(3)
     features = KeyedJaggedTensor(

@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.distributed.payload import PayloadLayout
 from commons.distributed.row_exchange import PackedRows, RowExchange
 from commons.perf_model.routes import segment_words
+from commons.perf_model.row_table import RowTable
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
 from commons.sequence_batch.fields import row_fields
 from commons.sequence_batch.host_copies import host_copy
@@ -38,8 +39,7 @@ def plan_for(batches, destination, host_values=None):
     count = int(real.sum())
     lengths = np.concatenate([lengths_of(batch) for batch in batches])
     ones = np.ones(count, dtype=np.int64)
-    host_values = np.zeros((count, 0), dtype=np.int64) if host_values is None else host_values
-    gathered = GatheredRows(rows, real, ones, ones, lengths, host_values=host_values)
+    gathered = GatheredRows(rows, real, ones, ones, RowTable.of(lengths, real, host_values))
     destination = np.array(destination, dtype=np.int64)
     return ShufflePlan(gathered, destination, destination, 0)
 
@@ -169,6 +169,6 @@ def test_only_moved_rows_are_sent():
     batches = [random_batch(1, 6), random_batch(2, 6, first_id=6)]
     plan = plan_for(batches, [0] * 5 + [1] + [1] * 6)
     first, second = exchanges_for(plan, batches)
-    words = int(segment_words(plan.gathered.lengths[5:6], first.layout.table).sum())
+    words = int(segment_words(plan.gathered.table.lengths(np.array([5])), first.layout.table).sum())
     assert first.input_splits == [0, words] and first.bytes_sent == 4 * words
     assert second.moves and second.bytes_sent == 0 and len(first.pack([batches[0]]).sent) == words

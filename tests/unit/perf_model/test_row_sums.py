@@ -28,24 +28,6 @@ def in_numpy(monkeypatch):
 
 
 @st.composite
-def tables(draw):
-    """A gathered table behind a header, with room behind the rows; how many rows a rank has; which columns count."""
-    ranks, columns, room = draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.integers(0, 6))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    table = rng.integers(-3, 2**40, (ranks, 2 + room * columns + draw(st.integers(0, columns - 1))))[:, 2:]
-    counted = [column for column in range(columns) if rng.random() < 0.5]
-    return table, rng.integers(0, room + 1, ranks), columns, counted
-
-
-@needs_core
-@given(tables())
-def test_rows_are_read_as_numpy_reads_them(case):
-    for native, reference in zip(row_sums.read_rows(*case), row_sums.reference_rows(*case), strict=True):
-        assert native.dtype == reference.dtype == np.int64 and native.shape == reference.shape
-        assert native.tolist() == reference.tolist()
-
-
-@st.composite
 def plans(draw):
     """Home, destination, values, ranks and steps of rows."""
     ranks, steps, rows = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.integers(0, 40))
@@ -73,11 +55,7 @@ def test_sums_moves_and_digest_are_those_of_numpy(case, ranks_per_node):
 
 
 def test_without_a_compiler_numpy_serves(in_numpy):
-    table, place = np.array([[0, 5, 2, 3, 7, 1, 1, 9, 9], [0, 6, 2, 2, 9, 9, 9, 9, 9]])[:, 1:], np.array([1, 0, 1])
-    rows, workloads, tokens = in_numpy(row_sums.read_rows, table, np.array([2, 1]), 3, [1, 2])
-    assert rows.tolist() == [[5, 2, 3], [7, 1, 1], [6, 2, 2]]
-    assert (workloads.tolist(), tokens.tolist()) == ([5, 7, 6], [5, 2, 4])
-    assert in_numpy(row_sums.read_rows, table, np.array([2, 1]), 3, [])[2].tolist() == [1, 1, 1]
+    place = np.array([1, 0, 1])
     assert in_numpy(row_sums.sum_at, place, np.array([4, 2, 1]), 3).tolist() == [2, 5, 0]
     assert in_numpy(row_sums.sum_at, place, None, 3).tolist() == [1, 2, 0]
     assert in_numpy(row_sums.place_of_rows, np.array([1, 0, 2])).tolist() == [0, 2, 2]
@@ -99,17 +77,7 @@ def test_a_digest_tells_orders_and_numbers_apart(values, one, other):
 
 @needs_core
 def test_native_refuses_what_is_out_of_its_range():
-    module, table, three = CORE.module, np.zeros((2, 6), np.int64), np.zeros(3, np.int64)
-    for arguments in (
-        (table, np.array([1, 4]), 2, []),
-        (table, np.array([1, -1]), 2, []),
-        (table, np.array([1]), 2, []),
-        (table, np.array([1, 1]), 2, [2]),
-        (table, np.array([1, 1]), 0, []),
-        (table[:, ::2], np.array([1, 1]), 2, []),
-    ):
-        with pytest.raises(ValueError, match="read_rows takes a gathered table"):
-            module.read_rows(*arguments)
+    module, three = CORE.module, np.zeros(3, np.int64)
     for place in (three + 2, three - 1):
         with pytest.raises(ValueError, match="sum_at: a place is out of its range"):
             module.sum_at(place, None, 2)
@@ -144,53 +112,14 @@ def test_numbers_that_the_core_finds_well_are_those_that_numpy_does(values):
 def test_many_rows_are_summed_without_the_interpreter_lock(in_numpy):
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 2000, 64)
-    home, width = row_sums.place_of_rows(counts), int(counts.max())
-    destination, table = rng.permutation(home), rng.integers(0, 9, (64, 3 * width))
+    home = row_sums.place_of_rows(counts)
+    destination = rng.permutation(home)
     assert home.tolist() == in_numpy(row_sums.place_of_rows, counts).tolist()
     for function, *arguments in (
         (row_sums.sum_at, destination, home, 64),
         (row_sums.count_moves, home, destination, home, 4, 8),
         (row_sums.digest, [home, destination]),
-        (row_sums.read_rows, table, counts, 3, [1]),
     ):
         native, reference = function(*arguments), in_numpy(function, *arguments)
         np.testing.assert_equal(native, reference)
     assert CORE.module.all_within(home, 63, 2**62) and not CORE.module.all_within(home, 62, 2**62)
-
-
-def _own_rows(**changes):
-    given = {
-        "workloads": np.array([5, 0, 7, -1]),
-        "lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]], np.int32), np.array([[9, 8, 7, 0]])],
-        "sums": [16, 24],
-        "kept": [np.array([-1, -2, -3, -4])],
-        "rows": 4,
-        "real_rows": 3,
-    }
-    return row_sums.own_rows(*(given | changes).values())
-
-
-@needs_core
-def test_what_a_rank_sends_is_put_together_unless_numpy_has_to_look():
-    assert _own_rows().reshape(3, 5).tolist() == [[5, 1, 4, 9, -1], [0, 2, 0, 8, -2], [7, 3, 6, 7, -3]]
-    padding = np.array([[9, 8, 7, 1]])
-    for changes in (
-        {"workloads": np.array([5, -1, 7, 0])},
-        {"workloads": np.array([5, 0, 7])},
-        {"workloads": np.array([2**61, 2**61, 0, 0])},
-        {"workloads": np.array([5, 0, 7, 1], np.int32)},
-        {"sums": [16, 23]},
-        {"sums": [16, 25]},
-        {"lengths": [np.array([[1, 2, 3, 0], [4, -1, 7, 0]]), padding], "sums": [16, 25]},
-        {"lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]]), padding], "sums": [16, 25]},
-        {"lengths": [np.zeros((1, 3), np.int64)], "sums": [0]},
-        {"lengths": [np.zeros((1, 4))], "sums": [0]},
-        {"kept": [np.array([-1, -2, -3])]},
-    ):
-        assert _own_rows(**changes) is None, changes
-    with pytest.raises(ValueError, match="own_rows: sizes do not match"):
-        _own_rows(real_rows=5)
-
-
-def test_without_a_compiler_numpy_puts_together_what_a_rank_sends(in_numpy):
-    assert in_numpy(_own_rows) is None

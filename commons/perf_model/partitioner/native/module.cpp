@@ -8,6 +8,7 @@
 #include "grid.hpp"
 #include "routes.hpp"
 #include "row_sums.hpp"
+#include "row_table.hpp"
 
 namespace py = pybind11;
 
@@ -106,19 +107,30 @@ Array array_of(const evenrank::Weights& values) {
   return Array(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-using Table = py::array_t<std::int64_t, 0>;  // of any strides
+using Words = py::array_t<std::int64_t, 0>;  // of any strides
 
-py::tuple route_rows(const Array& rows, const Array& real_rows, const Array& destination, const Table& lengths,
-                     const Array& parts, Weight steps, Weight rank, bool all_gather, bool pads) {
+evenrank::RowTable table_of(const Words& words, const Array& first, const Array& real_rows, Weight num_columns) {
   constexpr py::ssize_t kItem = sizeof(std::int64_t);
+  bool holds = words.ndim() == 2 && first.ndim() == 1 && first.size() == real_rows.size() && first.size() <= INT32_MAX &&
+               num_columns >= 0 && num_columns <= INT32_MAX &&
+               (first.size() == 0 || (words.shape(0) > 0 && first.size() % words.shape(0) == 0)) &&
+               words.strides(0) % kItem == 0 && (words.strides(1) == kItem || words.shape(1) <= 1);
+  for (py::ssize_t place = 0; holds && place < real_rows.size(); ++place) holds = real_rows.data()[place] >= 0;
+  require(holds, "a gathered table: sizes do not match");
+  return {words.data(),     words.shape(0), words.strides(0) / kItem,         words.shape(1), first.data(),
+          real_rows.data(), static_cast<Index>(first.size()), num_columns};
+}
+
+py::tuple route_rows(const Array& rows, const Array& real_rows, const Array& destination, const Words& words,
+                     const Array& first, Weight num_columns, Weight num_keys, const Array& parts, Weight steps,
+                     Weight rank, bool all_gather, bool pads) {
   require(steps > 0 && rows.size() > 0 && rows.size() <= INT32_MAX && rows.size() % steps == 0 && rank >= 0 &&
-              rank < rows.size() / steps && real_rows.size() == rows.size() && lengths.ndim() == 2 &&
-              lengths.shape(0) == destination.size() && parts.ndim() == 2 && parts.shape(1) == 3 &&
-              lengths.strides(0) % kItem == 0 && lengths.strides(1) % kItem == 0,
+              rank < rows.size() / steps && real_rows.size() == rows.size() && num_keys >= 0 && parts.ndim() == 2 &&
+              parts.shape(1) == 3,
           "route_rows takes a plan: sizes do not match");
-  evenrank::RouteRequest request{rows.data(), real_rows.data(), destination.data(), lengths.data(),
-                                 lengths.strides(0) / kItem, lengths.strides(1) / kItem, static_cast<Index>(rows.size()),
-                                 destination.size(), lengths.shape(1), {}, steps, rank, all_gather, pads};
+  evenrank::RouteRequest request{rows.data(), real_rows.data(), destination.data(),
+                                 table_of(words, first, real_rows, num_columns), static_cast<Index>(rows.size()),
+                                 destination.size(), num_keys, {}, steps, rank, all_gather, pads};
   for (py::ssize_t part = 0; part < parts.shape(0); ++part) {
     request.parts.push_back({parts.at(part, 0), parts.at(part, 1), parts.at(part, 2)});
   }
@@ -135,13 +147,15 @@ py::tuple route_rows(const Array& rows, const Array& real_rows, const Array& des
 }
 
 // Nothing where a number is not what it must be: numpy finds out which.
-std::optional<Array> own_rows(const Array& workloads, const std::vector<Array>& lengths, const std::vector<Weight>& sums,
-                              const std::vector<Array>& kept, Weight rows, Weight real_rows) {
-  require(0 <= real_rows && real_rows <= rows && lengths.size() == sums.size(), "own_rows: sizes do not match");
+std::optional<Array> encode_rows(const Array& workloads, const std::vector<Array>& lengths,
+                                 const std::vector<Weight>& sums, const std::vector<Array>& kept,
+                                 const std::vector<Weight>& counted, Weight rows, Weight real_rows) {
+  require(0 <= real_rows && real_rows <= rows && lengths.size() == sums.size(), "encode_rows: sizes do not match");
   if (workloads.size() != rows || !evenrank::all_within(workloads.data(), real_rows, INT64_MAX, evenrank::kMostLoad)) {
     return std::nullopt;
   }
-  std::vector<const Weight*> columns = {workloads.data()};
+  evenrank::Weights tokens(real_rows, counted.empty());
+  std::vector<const Weight*> columns = {workloads.data(), tokens.data()};
   for (std::size_t field = 0; field < lengths.size(); ++field) {
     const Array& of_field = lengths[field];
     if (of_field.ndim() != 2 || of_field.shape(1) != rows) return std::nullopt;
@@ -158,41 +172,47 @@ std::optional<Array> own_rows(const Array& workloads, const std::vector<Array>& 
     }
     if (sum != sums[field]) return std::nullopt;
   }
+  const Weight num_keys = static_cast<Weight>(columns.size()) - evenrank::kLengthsFrom;
+  for (const Weight key : counted) {
+    require(key >= 0 && key < num_keys, "encode_rows: a key is out of its range");
+    for (Weight row = 0; row < real_rows; ++row) tokens[row] += columns[evenrank::kLengthsFrom + key][row];
+  }
   for (const Array& values : kept) {
     if (values.ndim() != 1 || values.size() != rows) return std::nullopt;
     columns.push_back(values.data());
   }
-  Array table(real_rows * static_cast<Weight>(columns.size()));
-  Weight* out = table.mutable_data();
-  for (Weight row = 0; row < real_rows; ++row) {
-    for (const Weight* const column : columns) *out++ = column[row];
-  }
-  return table;
+  return array_of(evenrank::encode_columns(columns, real_rows));
 }
 
-py::tuple read_rows(const Table& table, const Array& real_rows, Weight num_columns, const std::vector<Weight>& counted) {
-  constexpr py::ssize_t kItem = sizeof(std::int64_t);
-  bool holds = table.ndim() == 2 && num_columns > 0 && real_rows.ndim() == 1 && real_rows.size() == table.shape(0) &&
-               table.strides(0) % kItem == 0 && (table.strides(1) == kItem || table.shape(1) <= 1);
+Array read_columns(const Words& words, const Array& first, const Array& real_rows, Weight num_columns,
+                   const evenrank::Weights& columns) {
+  const evenrank::RowTable table = table_of(words, first, real_rows, num_columns);
   Weight num_rows = 0;
-  for (py::ssize_t rank = 0; holds && rank < real_rows.size(); ++rank) {
-    const Weight of_rank = real_rows.data()[rank];
-    holds = of_rank >= 0 && of_rank <= table.shape(1) / num_columns;
-    num_rows += of_rank;
-  }
-  for (const Weight column : counted) holds = holds && column >= 0 && column < num_columns;
-  require(holds, "read_rows takes a gathered table: a size or column is out of its range");
-  py::array_t<std::int64_t> rows({static_cast<py::ssize_t>(num_rows), static_cast<py::ssize_t>(num_columns)});
-  Array workloads(num_rows), tokens(num_rows);
-  Weight* const rows_out = rows.mutable_data();
-  Weight* const workloads_out = workloads.mutable_data();
-  Weight* const tokens_out = tokens.mutable_data();
+  bool holds = true;
+  for (Index place = 0; place < table.num_places; ++place) num_rows += table.real_rows[place];
+  for (const Weight column : columns) holds = holds && column >= 0 && column < num_columns;
+  Array numbers({static_cast<py::ssize_t>(columns.size()), static_cast<py::ssize_t>(num_rows)});
+  Weight* const out = numbers.mutable_data();
   {
-    const UnlockedIf unlocked(num_rows * num_columns > kFewNumbers);
-    evenrank::read_rows({table.data(), table.strides(0) / kItem, num_columns}, real_rows.data(), table.shape(0), counted,
-                        rows_out, workloads_out, tokens_out);
+    const UnlockedIf unlocked(num_rows * static_cast<Weight>(columns.size()) > kFewNumbers);
+    holds = holds && evenrank::read_columns(table, columns, num_rows, out);
   }
-  return py::make_tuple(rows, workloads, tokens);
+  require(holds, "a gathered table: a size or column is out of its range");
+  return numbers;
+}
+
+Array read_rows(const Words& words, const Array& first, const Array& real_rows, Weight num_columns, const Array& rows,
+                Weight first_column, Weight count) {
+  const evenrank::RowTable table = table_of(words, first, real_rows, num_columns);
+  bool holds = first_column >= 0 && count >= 0 && count <= num_columns && first_column <= num_columns - count;
+  Array numbers({rows.size(), static_cast<py::ssize_t>(std::max<Weight>(count, 0))});
+  Weight* const out = numbers.mutable_data();
+  {
+    const UnlockedIf unlocked(rows.size() * count > kFewNumbers);
+    holds = holds && evenrank::read_rows(table, rows.data(), rows.size(), first_column, count, out);
+  }
+  require(holds, "a gathered table: a size or column is out of its range");
+  return numbers;
 }
 
 Array place_of_rows(const Array& real_rows) {
@@ -280,12 +300,15 @@ PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
              py::arg("ranks_per_node"), py::arg("slack"), py::arg("num_steps") = py::none(),
              py::arg("home_step").noconvert() = py::none(), py::pos_only());
   module.def("route_rows", &route_rows, py::arg("rows").noconvert(), py::arg("real_rows").noconvert(),
-             py::arg("destination").noconvert(), py::arg("lengths").noconvert(), py::arg("parts").noconvert(),
-             py::arg("steps"), py::arg("rank"), py::arg("all_gather"), py::arg("pads"), py::pos_only());
-  module.def("own_rows", &own_rows, py::arg("workloads").noconvert(), py::arg("lengths"), py::arg("sums"),
-             py::arg("kept"), py::arg("rows"), py::arg("real_rows"), py::pos_only());
-  module.def("read_rows", &read_rows, py::arg("table").noconvert(), py::arg("real_rows"), py::arg("num_columns"),
-             py::arg("counted"), py::pos_only());
+             py::arg("destination").noconvert(), py::arg("words").noconvert(), py::arg("first").noconvert(),
+             py::arg("num_columns"), py::arg("num_keys"), py::arg("parts").noconvert(), py::arg("steps"),
+             py::arg("rank"), py::arg("all_gather"), py::arg("pads"), py::pos_only());
+  module.def("encode_rows", &encode_rows, py::arg("workloads").noconvert(), py::arg("lengths"), py::arg("sums"),
+             py::arg("kept"), py::arg("counted"), py::arg("rows"), py::arg("real_rows"), py::pos_only());
+  module.def("read_columns", &read_columns, py::arg("words").noconvert(), py::arg("first"), py::arg("real_rows"),
+             py::arg("num_columns"), py::arg("columns"), py::pos_only());
+  module.def("read_rows", &read_rows, py::arg("words").noconvert(), py::arg("first"), py::arg("real_rows"),
+             py::arg("num_columns"), py::arg("rows"), py::arg("first_column"), py::arg("count"), py::pos_only());
   module.def("place_of_rows", &place_of_rows, py::arg("real_rows"), py::pos_only());
   module.def("sum_at", &sum_at, py::arg("place"), py::arg("values"), py::arg("num_places"), py::pos_only());
   module.def("count_moves", &count_moves, py::arg("home"), py::arg("destination"), py::arg("tokens"),

@@ -3,8 +3,9 @@
 #pragma once
 
 #include <cstring>
+#include <stdexcept>
 
-#include "problem.hpp"
+#include "row_table.hpp"
 
 namespace evenrank {
 
@@ -22,9 +23,7 @@ struct RouteRequest {
   const Weight* rows;  // of every place
   const Weight* real_rows;
   const Weight* destination;  // of every real row
-  const Weight* lengths;      // num_keys of every real row
-  Weight row_stride;          // from one row to the next, and from one key to the next
-  Weight key_stride;
+  RowTable table;
   Index num_places;
   Weight num_rows;
   Weight num_keys;
@@ -55,6 +54,7 @@ class Router {
 
   Routes routes() {
     find_moved();
+    read_lengths();
     write_own();
     write_received();
     write_zero_row();
@@ -65,13 +65,14 @@ class Router {
 
  private:
   static constexpr Weight kNoKey = -1;
-  static constexpr Weight kPadding = -1;  // a row of no elements
+  static constexpr Weight kPadding = -1;  // the slot of a row of no elements
   struct Segment {
     Weight key;
     Weight words;
   };
   struct Moved {
     Weight row;
+    Weight slot;  // in lengths_
     Weight sender;
     Weight receiver;
     Weight words;
@@ -89,36 +90,46 @@ class Router {
   Weight first_own() const { return first_of_place_[request_.rank * request_.steps]; }
   Weight num_own() const { return first_of_place_[(request_.rank + 1) * request_.steps] - first_own(); }
 
-  Weight length(Weight row, Weight key) const {
-    return row == kPadding ? 0 : request_.lengths[row * request_.row_stride + key * request_.key_stride];
+  Weight length(Weight slot, Weight key) const {
+    return slot == kPadding ? 0 : lengths_[slot * request_.num_keys + key];
   }
-  Weight words_of(const Segment& segment, Weight row) const {
-    return segment.key == kNoKey ? segment.words : length(row, segment.key) * segment.words;
+  Weight words_of(const Segment& segment, Weight slot) const {
+    return segment.key == kNoKey ? segment.words : length(slot, segment.key) * segment.words;
   }
-  Weight words_of_row(Weight row) const {
+  Weight words_of_row(Weight slot) const {
     Weight words = 0;
-    for (const Segment& segment : segments_) words += words_of(segment, row);
+    for (const Segment& segment : segments_) words += words_of(segment, slot);
     return words;
   }
 
-  // Moved rows by sender, receiver and row; rows come in ascending order of their senders.
+  // Moved rows by sender and row, those alone that concern this rank; rows come in ascending order of their senders.
   void find_moved() {
     for (Weight sender = 0; sender < num_ranks(); ++sender) {
-      const std::size_t begin = moved_.size();
+      const bool own = sender == request_.rank;
+      if (own) first_own_slot_ = static_cast<Weight>(near_.size());
       const Weight end = first_of_place_[(sender + 1) * request_.steps];
       for (Weight row = first_of_place_[sender * request_.steps]; row < end; ++row) {
         const Weight receiver = rank_of(request_.destination[row]);
-        if (receiver == sender) continue;
-        const bool counts = request_.all_gather || receiver == request_.rank || sender == request_.rank || !moves_;
-        const Weight words = counts ? words_of_row(row) : 0;
-        moves_ = moves_ || words > 0;
-        if (request_.all_gather || receiver == request_.rank || sender == request_.rank) {
-          moved_.push_back({row, sender, receiver, words});
-        }
+        const bool moved = receiver != sender;
+        any_moved_ = any_moved_ || moved;
+        if (!own && !(moved && (request_.all_gather || receiver == request_.rank))) continue;
+        if (moved) moved_.push_back({row, static_cast<Weight>(near_.size()), sender, receiver, 0});
+        near_.push_back(row);
       }
-      std::stable_sort(moved_.begin() + begin, moved_.end(),
-                       [](const Moved& one, const Moved& other) { return one.receiver < other.receiver; });
     }
+  }
+
+  // Those of the rows that concern this rank, and no others: of many ranks most rows are strangers.
+  void read_lengths() {
+    lengths_.resize(near_.size() * request_.num_keys);
+    if (request_.num_keys > 0 && !read_rows(request_.table, near_.data(), static_cast<Weight>(near_.size()), kLengthsFrom,
+                                            request_.num_keys, lengths_.data())) {
+      throw std::invalid_argument("route_rows takes a plan: its table is not one of these rows");
+    }
+    for (Moved& each : moved_) each.words = words_of_row(each.slot);
+    std::stable_sort(moved_.begin(), moved_.end(), [](const Moved& one, const Moved& other) {
+      return std::pair(one.sender, one.receiver) < std::pair(other.sender, other.receiver);
+    });
   }
 
   void write_own() {
@@ -131,7 +142,7 @@ class Router {
       }
       Weight total = 0;
       for (const PayloadPart& part : request_.parts) {
-        const Weight words = write_part(part, first, real, rows);
+        const Weight words = write_part(part, first_own_slot_ + first - first_own(), real, rows);
         own_parts_.push_back(words);
         total += words;
       }
@@ -169,11 +180,11 @@ class Router {
       for (; each != moved_.end() && each->sender == sender; ++each) {
         if (!request_.all_gather && each->receiver != request_.rank) continue;
         if (each->receiver == request_.rank) {
-          arrived_.push_back({each->row, static_cast<Weight>(indices_.size())});
+          arrived_.push_back({each->row, each->slot, static_cast<Weight>(indices_.size())});
         }
         output_splits_[sender] += each->words;
         regions_[1] += each->words;
-        for (const Segment& segment : segments_) indices_.push_back(words_of(segment, each->row));
+        for (const Segment& segment : segments_) indices_.push_back(words_of(segment, each->slot));
       }
       if (!request_.all_gather) continue;
       indices_.push_back(block_words_ - sent[sender]);
@@ -201,22 +212,25 @@ class Router {
   void write_results() {
     struct Chosen {
       Weight row;
+      Weight slot;
       Place place;
     };
     // Of every step, rows in ascending order: those that arrived lie, by row, before or after all own ones.
     std::vector<std::vector<Chosen>> chosen(request_.steps);
     std::sort(arrived_.begin(), arrived_.end(), [](const Arrived& one, const Arrived& other) { return one.row < other.row; });
     const Weight first_place = request_.rank * request_.steps;
-    const auto choose = [&](Weight row, Place place) {
-      chosen[request_.destination[row] - first_place].push_back({row, place});
+    const auto choose = [&](Weight row, Weight slot, Place place) {
+      chosen[request_.destination[row] - first_place].push_back({row, slot, place});
     };
+    const auto choose_arrived = [&](const Arrived& each) { choose(each.row, each.slot, {each.first, 1}); };
     auto arrived = arrived_.begin();
-    for (; arrived != arrived_.end() && arrived->row < first_own(); ++arrived) choose(arrived->row, {arrived->first, 1});
+    for (; arrived != arrived_.end() && arrived->row < first_own(); ++arrived) choose_arrived(*arrived);
     for (Weight own = 0; own < num_own(); ++own) {
       const Weight row = first_own() + own;
-      if (rank_of(request_.destination[row]) == request_.rank) choose(row, place_of_own_[own]);
+      if (rank_of(request_.destination[row]) != request_.rank) continue;
+      choose(row, first_own_slot_ + own, place_of_own_[own]);
     }
-    for (; arrived != arrived_.end(); ++arrived) choose(arrived->row, {arrived->first, 1});
+    for (; arrived != arrived_.end(); ++arrived) choose_arrived(*arrived);
 
     for (Weight step = 0; step < request_.steps; ++step) {
       const Weight place = first_place + step;
@@ -229,14 +243,14 @@ class Router {
       for (const PayloadPart& part : request_.parts) {
         Weight words = part.first_key < 0 ? rows * part.words : 0;
         for (Weight segment = 0; part.first_key >= 0 && segment < part.num_segments; ++segment) {
-          for (const Chosen& each : here) words += length(each.row, part.first_key + segment) * part.words;
+          for (const Chosen& each : here) words += length(each.slot, part.first_key + segment) * part.words;
         }
         result_sizes_.push_back(words);
       }
       for (Weight key = 0; key < request_.num_keys; ++key) {
         Weight total = 0;
         for (const Chosen& each : here) {
-          indices_.push_back(length(each.row, key));
+          indices_.push_back(length(each.slot, key));
           total += indices_.back();
         }
         indices_.insert(indices_.end(), rows - real, 0);
@@ -262,7 +276,9 @@ class Router {
   Weights write_sizes() const {
     Weight sent_words = 0;
     for (const Weight words : input_splits_) sent_words += words;
-    Weights sizes = {moves_, block_words_, sent_words, own_segments_, buffer_segments_, sent_segments_};
+    // The same on all ranks, which know the lengths of all moved rows for an all-gather alone.
+    const bool moves = request_.all_gather ? block_words_ > 0 : any_moved_ && num_segments() > 0;
+    Weights sizes = {moves, block_words_, sent_words, own_segments_, buffer_segments_, sent_segments_};
     sizes.insert(sizes.end(), regions_.begin(), regions_.end());
     for (const Weights* each : {&input_splits_, &output_splits_, &own_parts_, &result_sizes_}) {
       sizes.insert(sizes.end(), each->begin(), each->end());
@@ -272,16 +288,20 @@ class Router {
 
   struct Arrived {
     Weight row;
+    Weight slot;
     Weight first;
   };
 
   const RouteRequest& request_;
   Weights first_of_place_;
   std::vector<Segment> segments_;
-  std::vector<Moved> moved_;  // of an all-to-all, those alone that this rank sends or gets
+  Weights near_;               // own rows, and others that this rank gets; of an all-gather all that move
+  Weight first_own_slot_ = 0;  // among these
+  Weights lengths_;            // of every key of these
+  std::vector<Moved> moved_;
   std::vector<Place> place_of_own_;
   std::vector<Arrived> arrived_;
-  bool moves_ = false;
+  bool any_moved_ = false;
   Weight block_words_ = 0;
   Weight own_segments_ = 0;
   Weight buffer_segments_ = 0;

@@ -7,27 +7,6 @@ namespace evenrank {
 
 constexpr Weight kMostLoad = (Weight{1} << 62) - 1;
 
-// The first row of every rank, its columns side by side, lies `stride` behind that of the rank before.
-struct GatheredTable {
-  const Weight* first;
-  Weight stride;
-  Weight num_columns;
-};
-
-inline void read_rows(const GatheredTable& table, const Weight* num_rows, Weight num_ranks,
-                      const std::vector<Weight>& counted, Weight* rows, Weight* workloads, Weight* tokens) {
-  for (Weight rank = 0; rank < num_ranks; ++rank) {
-    const Weight* row = table.first + rank * table.stride;
-    rows = std::copy_n(row, num_rows[rank] * table.num_columns, rows);
-    for (Weight at = 0; at < num_rows[rank]; ++at, row += table.num_columns) {
-      *workloads++ = row[0];
-      Weight total = counted.empty();
-      for (const Weight column : counted) total += row[column];
-      *tokens++ = total;
-    }
-  }
-}
-
 inline bool all_within(const Weight* values, Weight size, Weight largest, Weight largest_sum) {
   unsigned __int128 sum = 0;
   bool within = true;

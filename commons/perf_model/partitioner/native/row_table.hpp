@@ -1,0 +1,161 @@
+// Numbers of rows in narrow columns. The twin of commons/perf_model/row_table.py, which says how they lie.
+#pragma once
+
+#include <cstring>
+
+#include "problem.hpp"
+
+namespace evenrank {
+
+using Byte = unsigned char;
+
+constexpr Byte kSameForAll = 16;
+constexpr Weight kLengthsFrom = 2;
+
+inline Weight width_of(Weight least, Weight most) {
+  if (least < 0) return 8;
+  return most <= UINT8_MAX ? 1 : most <= UINT16_MAX ? 2 : most <= UINT32_MAX ? 4 : 8;
+}
+
+template <typename Number>
+void store_as(const Weight* values, Weight count, Byte* out) {
+  for (Weight at = 0; at < count; ++at, out += sizeof(Number)) {
+    const Number number = static_cast<Number>(values[at]);
+    std::memcpy(out, &number, sizeof(Number));
+  }
+}
+
+template <typename Number>
+Weight number_at(const Byte* at) {
+  Number number;
+  std::memcpy(&number, at, sizeof(Number));
+  return static_cast<Weight>(number);
+}
+
+// Words of eight bytes; none without rows.
+inline Weights encode_columns(const std::vector<const Weight*>& columns, Weight rows) {
+  if (rows == 0) return {};
+  std::vector<Byte> codes;
+  std::size_t bytes = columns.size();
+  for (const Weight* const column : columns) {
+    const auto [least, most] = std::minmax_element(column, column + rows);
+    const Weight width = width_of(*least, *most);
+    const bool same = *least == *most;
+    codes.push_back(static_cast<Byte>(width | (same ? kSameForAll : 0)));
+    bytes += static_cast<std::size_t>(same ? width : width * rows);
+  }
+  Weights words((bytes + 7) / 8, 0);
+  Byte* out = reinterpret_cast<Byte*>(words.data());
+  out = std::copy(codes.begin(), codes.end(), out);
+  for (std::size_t column = 0; column < columns.size(); ++column) {
+    const Weight width = codes[column] & ~kSameForAll, count = codes[column] & kSameForAll ? 1 : rows;
+    if (width == 1) store_as<std::uint8_t>(columns[column], count, out);
+    if (width == 2) store_as<std::uint16_t>(columns[column], count, out);
+    if (width == 4) store_as<std::uint32_t>(columns[column], count, out);
+    if (width == 8) store_as<Weight>(columns[column], count, out);
+    out += width * count;
+  }
+  return words;
+}
+
+struct Column {
+  const Byte* first;
+  Weight width;
+  Weight stride;  // 0 where all rows have the same number
+
+  Weight at(Weight row) const {
+    const Byte* const number = first + row * stride;
+    switch (width) {
+      case 1: return *number;
+      case 2: return number_at<std::uint16_t>(number);
+      case 4: return number_at<std::uint32_t>(number);
+      default: return number_at<Weight>(number);
+    }
+  }
+  template <typename Number>
+  void copy_as(Weight rows, Weight* out) const {
+    for (Weight row = 0; row < rows; ++row) out[row] = number_at<Number>(first + row * sizeof(Number));
+  }
+  void copy(Weight rows, Weight* out) const {
+    if (stride == 0) {
+      std::fill_n(out, rows, at(0));
+    } else if (width == 1) {
+      copy_as<std::uint8_t>(rows, out);
+    } else if (width == 2) {
+      copy_as<std::uint16_t>(rows, out);
+    } else if (width == 4) {
+      copy_as<std::uint32_t>(rows, out);
+    } else {
+      copy_as<Weight>(rows, out);
+    }
+  }
+};
+
+struct RowTable {
+  const Weight* words;
+  Weight num_ranks;
+  Weight stride;        // from one rank's words to the next one's
+  Weight num_words;     // of a rank
+  const Weight* first;  // word of every place, among its rank's
+  const Weight* real_rows;
+  Index num_places;
+  Weight num_columns;
+
+  // The first columns of a place with rows; false where they do not lie within its rank's words.
+  bool open(Weight place, Weight count, std::vector<Column>& columns) const {
+    columns.clear();
+    const Weight offset = first[place];
+    if (offset < 0 || offset > num_words || count > num_columns) return false;
+    const Byte* const block = reinterpret_cast<const Byte*>(words + place / (num_places / num_ranks) * stride + offset);
+    const Weight bytes = (num_words - offset) * static_cast<Weight>(sizeof(Weight)), rows = real_rows[place];
+    Weight at = num_columns;
+    if (at > bytes) return false;
+    for (Weight column = 0; column < count; ++column) {
+      const Weight width = block[column] & ~kSameForAll, stride_of = block[column] & kSameForAll ? 0 : width;
+      if (width != 1 && width != 2 && width != 4 && width != 8) return false;
+      if (stride_of > 0 && rows > (bytes - at) / width) return false;
+      columns.push_back({block + at, width, stride_of});
+      at += stride_of > 0 ? width * rows : width;
+      if (at > bytes) return false;
+    }
+    return true;
+  }
+};
+
+// The numbers of all rows in some columns, column after column.
+inline bool read_columns(const RowTable& table, const Weights& wanted, Weight num_rows, Weight* out) {
+  const Weight count = wanted.empty() ? 0 : *std::max_element(wanted.begin(), wanted.end()) + 1;
+  std::vector<Column> columns;
+  for (Weight place = 0; place < table.num_places; ++place) {
+    const Weight rows = table.real_rows[place];
+    if (rows == 0) continue;
+    if (!table.open(place, count, columns)) return false;
+    for (std::size_t each = 0; each < wanted.size(); ++each) {
+      columns[wanted[each]].copy(rows, out + static_cast<Weight>(each) * num_rows);
+    }
+    out += rows;
+  }
+  return true;
+}
+
+// The numbers of some rows, ascending, in neighbouring columns: row after row.
+inline bool read_rows(const RowTable& table, const Weight* rows, Weight num_rows, Weight first_column, Weight count,
+                      Weight* out) {
+  std::vector<Column> columns;
+  Weight place = 0, first_row = 0, opened = -1;
+  for (Weight at = 0; at < num_rows; ++at) {
+    if (rows[at] < first_row) return false;
+    while (place < table.num_places && rows[at] >= first_row + table.real_rows[place]) {
+      first_row += table.real_rows[place++];
+    }
+    if (place == table.num_places) return false;
+    if (opened != place && !table.open(place, first_column + count, columns)) return false;
+    opened = place;
+    for (Weight column = first_column; column < first_column + count; ++column) {
+      *out++ = columns[column].at(rows[at] - first_row);
+    }
+  }
+  return true;
+}
+
+}  // namespace evenrank

@@ -1,0 +1,241 @@
+"""Rows as they cross the ranks: nothing is lost in narrow columns, native and numpy agree, and no mistake is read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commons.perf_model import row_table
+from commons.perf_model.partitioner import native_core
+from commons.perf_model.row_table import RowTable, encode_columns, encode_rows
+
+CORE = native_core.native_core()
+needs_core = pytest.mark.skipif(CORE is None, reason="the native core has not been built (no C++ compiler)")
+# At the edges of every width.
+EDGES = [0, 1, 255, 256, 2**16 - 1, 2**16, 2**32 - 1, 2**32, 2**62]
+
+
+@pytest.fixture
+def in_numpy(monkeypatch):
+    """A function computed as without a compiler."""
+
+    def call(function, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(row_table, "native_core", lambda: None)
+            return function(*arguments)
+
+    return call
+
+
+@st.composite
+def numbers(draw, rows, signed=False):
+    """int64 `(rows,)`: anything, or the same everywhere."""
+    edges = EDGES + [-1, -(2**62)] * signed
+    of_rows = st.lists(st.sampled_from(edges), min_size=rows, max_size=rows)
+    return np.array(draw(st.one_of(of_rows, st.sampled_from(edges).map(lambda each: [each] * rows))), np.int64)
+
+
+@st.composite
+def tables(draw):
+    """What ranks pack, of one batch or of windows, empty ranks among them; `(N, …)` arrays of it; and the table."""
+    ranks, steps = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2, 3]))
+    keys, kept = draw(st.integers(0, 4)), draw(st.integers(0, 2))
+    counted = draw(st.lists(st.integers(0, keys - 1), unique=True)) if keys else []
+    known, words, first, real_rows = [], [], [], []
+    for _ in range(ranks):
+        blocks = []
+        for _ in range(steps):
+            rows = draw(st.sampled_from([0, 1, 3, 5]))
+            workloads = draw(numbers(rows))
+            # Sums of lengths have to fit: half of the edges do.
+            of_keys = [draw(numbers(rows)) >> draw(st.sampled_from([2, 40])) for _ in range(keys)]
+            lengths = np.array(of_keys, np.int64).reshape(keys, rows)
+            further = [draw(numbers(rows, signed=True)) for _ in range(kept)]
+            first.append(sum(map(len, blocks)))
+            blocks.append(encode_columns(workloads, lengths, further, counted))
+            tokens = lengths[counted].sum(axis=0) if counted else np.ones(rows, np.int64)
+            known.append(np.concatenate([workloads[None], tokens[None], lengths, *(each[None] for each in further)]).T)
+            real_rows.append(rows)
+        words.append(np.concatenate(blocks))
+    room = max(map(len, words)) + draw(st.integers(0, 2))
+    body = np.full((ranks, 3 + room), -1)[:, 3:]  # behind a header
+    for row, each in zip(body, words):
+        row[: len(each)] = each
+    return np.concatenate(known), RowTable(body, np.array(first), np.array(real_rows), keys, kept)
+
+
+@given(case=tables(), rows=st.sets(st.integers(0, 40)))
+@settings(max_examples=200)
+def test_what_ranks_pack_is_what_others_read(case, rows):
+    known, table = case
+    workloads, tokens = table.workloads_and_tokens()
+    assert workloads.tolist() == known[:, 0].tolist() and tokens.tolist() == known[:, 1].tolist()
+    every = np.arange(len(known))
+    chosen = np.array(sorted(row for row in rows if row < len(known)), np.int64)
+    for rows_read in (every, chosen):
+        assert table.lengths(rows_read).tolist() == known[rows_read, 2 : 2 + table.num_keys].tolist()
+        assert table.kept(rows_read).tolist() == known[rows_read, 2 + table.num_keys :].tolist()
+        for first, count in ((0, 2), (2, table.num_keys), (1, table.num_columns - 1)):
+            in_numpy = table.reference_rows(rows_read, first, count)
+            assert in_numpy.dtype == np.int64 and in_numpy.tolist() == known[rows_read, first : first + count].tolist()
+    keys = list(range(table.num_keys))[::-1]
+    assert table.lengths_of_keys(keys).tolist() == known[:, [2 + key for key in keys]].T.tolist()
+    columns = list(range(table.num_columns))
+    assert table.reference_columns(columns).tolist() == known.T.tolist()
+    rebuilt = RowTable.of(known[:, 2 : 2 + table.num_keys], table.real_rows, known[:, 2 + table.num_keys :])
+    assert rebuilt.lengths(every).tolist() == table.lengths(every).tolist()
+    assert rebuilt.kept(every).tolist() == table.kept(every).tolist()
+
+
+@needs_core
+@given(st.data())
+@settings(max_examples=200)
+def test_the_core_packs_as_numpy_does(data):
+    rows, padding = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 2))
+    workloads = data.draw(numbers(rows)) >> 3  # whose sum fits
+    fields = [
+        np.stack([data.draw(numbers(rows)) >> 5 for _ in range(keys)])
+        for keys in data.draw(st.lists(st.integers(1, 3), max_size=2))
+    ]
+    num_keys = sum(map(len, fields))
+    kept = [data.draw(numbers(rows, signed=True)) for _ in range(data.draw(st.integers(0, 2)))]
+    counted = data.draw(st.lists(st.integers(0, num_keys - 1), unique=True)) if num_keys else []
+
+    def padded(array, with_number=0):
+        return np.concatenate([array, np.full((*array.shape[:-1], padding), with_number)], axis=-1)
+
+    native = encode_rows(
+        padded(workloads, -5),
+        [padded(each) for each in fields],
+        [int(each.sum()) for each in fields],
+        [padded(each, 9) for each in kept],
+        counted,
+        rows + padding,
+        rows,
+    )
+    in_numpy = encode_columns(workloads, np.concatenate([np.zeros((0, rows), np.int64), *fields]), kept, counted)
+    assert native.dtype == in_numpy.dtype == np.int64 and native.tolist() == in_numpy.tolist()
+
+
+def test_columns_are_as_narrow_as_their_numbers():
+    rows, one = 32, np.ones((1, 32), np.int64)
+
+    def words(*columns):
+        return len(encode_columns(one[0] * 2**40 + np.arange(rows), np.concatenate(columns), [], [0]))
+
+    # 8-byte workloads, tokens and lengths of one byte, and a code for each column.
+    assert words(np.arange(32)[None]) == -(-(3 + 8 * 32 + 2 * 32) // 8)
+    contextual = [one] * 195  # one value each: two bytes for all rows
+    assert words(np.arange(32)[None], *contextual) == -(-(198 + 8 * 32 + 2 * 32 + 195) // 8)
+    jagged = np.arange(32)[None] + 250
+    assert words(jagged, *contextual) - words(np.arange(32)[None], *contextual) == 2 * 32 // 8
+    assert not len(encode_columns(np.zeros(0, np.int64), np.zeros((200, 0), np.int64), [], [0]))
+
+
+def _own_rows(**changes):
+    given = {
+        "workloads": np.array([5, 0, 7, -1]),
+        "lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]], np.int32), np.array([[9, 8, 7, 0]])],
+        "sums": [16, 24],
+        "kept": [np.array([-1, -2, -3, -4])],
+        "counted": [0, 2],
+        "rows": 4,
+        "real_rows": 3,
+    }
+    return encode_rows(*(given | changes).values())
+
+
+@needs_core
+def test_what_a_rank_sends_is_put_together_unless_numpy_has_to_look():
+    words, real = _own_rows(), np.array([3])
+    table = RowTable(words[None], np.zeros(1, np.int64), real, 3, 1)
+    assert table.workloads_and_tokens()[1].tolist() == [10, 10, 10]
+    assert table.lengths(np.arange(3)).tolist() == [[1, 4, 9], [2, 0, 8], [3, 6, 7]]
+    assert table.kept(np.arange(3)).tolist() == [[-1], [-2], [-3]]
+    padding = np.array([[9, 8, 7, 1]])
+    for changes in (
+        {"workloads": np.array([5, -1, 7, 0])},
+        {"workloads": np.array([5, 0, 7])},
+        {"workloads": np.array([2**61, 2**61, 0, 0])},
+        {"workloads": np.array([5, 0, 7, 1], np.int32)},
+        {"sums": [16, 23]},
+        {"sums": [16, 25]},
+        {"lengths": [np.array([[1, 2, 3, 0], [4, -1, 7, 0]]), padding], "sums": [16, 25]},
+        {"lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]]), padding], "sums": [16, 25]},
+        {"lengths": [np.zeros((1, 3), np.int64)], "sums": [0], "counted": []},
+        {"lengths": [np.zeros((1, 4))], "sums": [0], "counted": []},
+        {"kept": [np.array([-1, -2, -3])]},
+    ):
+        assert _own_rows(**changes) is None, changes
+    with pytest.raises(ValueError, match="encode_rows: sizes do not match"):
+        _own_rows(real_rows=5)
+    with pytest.raises(ValueError, match="encode_rows: a key is out of its range"):
+        _own_rows(counted=[3])
+
+
+def test_without_a_compiler_numpy_reads(in_numpy):
+    assert in_numpy(_own_rows) is None
+    table = RowTable.of(np.array([[1, 2], [300, 4]]), np.array([1, 0, 1]), np.array([[7], [8]]))
+    assert in_numpy(table.lengths, np.arange(2)).tolist() == [[1, 2], [300, 4]]
+    assert in_numpy(table.kept, np.array([1])).tolist() == [[8]]
+    assert in_numpy(table.lengths_of_keys, [1]).tolist() == [[2, 4]]
+    assert [each.tolist() for each in in_numpy(table.workloads_and_tokens)] == [[0, 0], [1, 1]]
+    assert in_numpy(RowTable().lengths, np.zeros(0, np.int64)).shape == (0, 0)
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_core), False])
+def test_words_that_are_no_rows_are_refused(native, in_numpy):
+    """A message that was damaged, or from another release: whatever it holds, nothing outside it is read."""
+
+    def call(function, *arguments):
+        return function(*arguments) if native else in_numpy(function, *arguments)
+
+    good = RowTable.of(np.array([[1, 2], [300, 4], [5, 6]]), np.array([2, 1]))
+    changed = {
+        "words": [good.words[:, :0], np.zeros_like(good.words), np.full_like(good.words, -1), good.words[:, :1]],
+        "first": [good.first + good.words.shape[1] + 1],
+        "real_rows": [np.array([50, 1])],
+    }
+    for name, values in changed.items():
+        for value in values:
+            table = RowTable(**{**vars(good), name: value})
+            with pytest.raises(ValueError, match="a gathered table: a size or column is out of its range"):
+                call(table.lengths_of_keys, [0, 1])
+            with pytest.raises(ValueError, match="a gathered table: a size or column is out of its range"):
+                call(table.lengths, np.array([0, 2]))
+
+
+@needs_core
+def test_native_refuses_what_is_out_of_its_range():
+    good = RowTable.of(np.array([[1, 2], [300, 4], [5, 6]]), np.array([2, 1]))
+    of_table = good.words, good.first, good.real_rows, good.num_columns
+    for arguments in (([4],), ([-1],)):
+        with pytest.raises(ValueError, match="a gathered table: a size or column"):
+            CORE.module.read_columns(*of_table, *arguments)
+    for rows, first, count in (
+        ([3], 0, 1),
+        ([1, 0, -1], 0, 1),
+        ([2, 0], 0, 1),
+        ([0], 3, 2),
+        ([0], -1, 2),
+        ([0], 0, -1),
+    ):
+        with pytest.raises(ValueError, match="a gathered table: a size or column"):
+            CORE.module.read_rows(*of_table, np.array(rows), first, count)
+    for wrong in ((good.first[:1], good.real_rows), (good.first, np.array([2, -1])), (good.first[[0, 1, 1]],) * 2):
+        with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
+            CORE.module.read_columns(good.words, *wrong, good.num_columns, [0])
+    with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
+        CORE.module.read_columns(np.zeros((2, 8), np.int64)[:, ::2], *of_table[1:], [0])
+
+
+@needs_core
+def test_many_rows_are_read_without_the_interpreter_lock():
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 900, 32)
+    lengths = rng.integers(0, 300, (int(counts.sum()), 5))
+    table = RowTable.of(lengths, counts)
+    assert table.lengths_of_keys(range(5)).tolist() == lengths.T.tolist()
+    assert table.lengths(np.arange(len(lengths))).tolist() == lengths.tolist()
