@@ -10,7 +10,7 @@ _MOST = 2**63 - 1
 
 def require_at_least(name: str, value: Any, least: int) -> None:
     """Raise ValueError unless `value` is an `int` from `least` to 2^63 − 1; for fields that become JSON."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int):
         raise _no_integer(name, value, least)
     as_count(value, name, least)
     if value > _MOST:
@@ -18,7 +18,7 @@ def require_at_least(name: str, value: Any, least: int) -> None:
 
 
 def as_count(value: Any, name: str, least: int) -> int:
-    """Any integer, numpy's included, as an `int`; ValueError unless it is at least `least`.
+    """Any integer, numpy's included, as an `int`; ValueError for a switch, and unless it is at least `least`.
 
     >>> as_count(2.0, "num_chunks", 1)
     Traceback (most recent call last):
@@ -26,6 +26,8 @@ def as_count(value: Any, name: str, least: int) -> int:
     ValueError: num_chunks is 2.0; it must be an integer of at least 1: correct it
 
     """
+    if isinstance(value, bool):
+        raise _no_integer(name, value, least)
     try:
         integer = operator.index(value)
     except TypeError:
