@@ -192,7 +192,7 @@ def _require_enough(spec: MicroBatchSpec, num_rows: int, num_ranks: int) -> None
     for name, number in (("n_mbs", spec.n_mbs), ("n_mbs_divisor", spec.n_mbs_divisor)):
         if number * num_ranks > num_blocks:
             raise ValueError(
-                f"{name} is {number}, the {num_ranks} ranks have {spec.rows_in_blocks(num_rows)} together; no "
+                f"{name} is {number}, {_rows_of(num_ranks, spec.rows_in_blocks(num_rows))}; no "
                 f"micro-batch of a rank is empty: {f'lower {name}' if number > 1 else 'use fewer ranks'} or bring more "
                 "rows"
             )
@@ -202,7 +202,11 @@ def _no_packing(spec: MicroBatchSpec, lengths: np.ndarray, num_ranks: int) -> Va
     divisor = spec.n_mbs_divisor * num_ranks
     fewest = max(_fewest_bins(spec, sum_blocks(spec, lengths)), spec.n_mbs * num_ranks)
     return ValueError(
-        f"the {num_ranks} ranks have {spec.rows_in_blocks(len(lengths))} together, which need {fewest} or more "
+        f"{_rows_of(num_ranks, spec.rows_in_blocks(len(lengths)))}, which need {fewest} or more "
         f"micro-batches of at most {spec.max_tokens_per_mb} tokens, in number a multiple of {divisor} (ranks · "
         "n_mbs_divisor), none of them empty: raise max_tokens_per_mb, lower n_mbs_divisor or bring more rows"
     )
+
+
+def _rows_of(num_ranks: int, rows: str) -> str:
+    return f"the one rank has {rows}" if num_ranks == 1 else f"the {num_ranks} ranks have {rows} together"
