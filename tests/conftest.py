@@ -13,6 +13,8 @@ from tests.helpers.rank_pool import RankPool
 
 torch.set_num_threads(1)  # the machine's cores are shared with the ranks
 settings.register_profile("evenrank", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+# Many examples, drawn anew: what ci/soak.sh asks of the fuzz tests with --hypothesis-profile.
+settings.register_profile("soak", settings.get_profile("evenrank"), max_examples=2000)
 settings.load_profile("evenrank")
 
 

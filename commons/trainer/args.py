@@ -314,7 +314,7 @@ class DatasetArgs:
     """Processes per rank that assemble batches; 0 for none."""
 
     num_tasks: int = 1
-    """Labels per candidate, or per item without candidates."""
+    """Labels per candidate, or per item without candidates; retrieval, which predicts items, has none."""
 
     num_batches: int = 100
     """Batches per rank and epoch of random data; files have as many as they have."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +19,17 @@ import torch.distributed as dist
 import tyro
 
 from commons.console import parser_error
-from commons.trainer.config_fields import field_paths, renamed_path, require_known_fields
+from commons.trainer.config_fields import field_paths, missing_fields, renamed_path, require_known_fields
 from commons.trainer.config_file import GIN_REMEDY, find_config, read_config_file
 
 __all__ = ["load_config", "load_config_file", "read_config_file"]
 
 C = TypeVar("C")
+
+# For values in errors: the aliases of a small YAML file can name one part billions of times.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxtuple = 4, 16, 16, 16
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 400
 
 
 def load_config(
@@ -93,11 +99,17 @@ def load_config_file(
     try:
         require_known_fields(config_class, content)
         return dacite.from_dict(config_class, content, dacite.Config(strict=True, cast=[tuple]))
-    except dacite.MissingValueError as error:
-        raise ValueError(f"{where}: {error.field_path} is missing; it has no default: add it") from None
+    except dacite.MissingValueError:
+        missing = missing_fields(config_class, content)
+        is_one = len(missing) == 1
+        raise ValueError(
+            f"{where}: {', '.join(missing)} {'is' if is_one else 'are'} missing; {'it has' if is_one else 'they have'} "
+            f"no default: add {'it' if is_one else 'them'}"
+        ) from None
     except dacite.WrongTypeError as error:
         raise ValueError(
-            f"{where}: {error.field_path} is {error.value!r}; it must be {_type_name(error.field_type)}: correct it"
+            f"{where}: {error.field_path} is {_SHORT.repr(error.value)}; it must be {_type_name(error.field_type)}: "
+            "correct it"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{where}: {error.args[0] if error.args else error}") from None

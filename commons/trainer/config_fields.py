@@ -84,6 +84,20 @@ def require_known_fields(config_class: Any, content: Mapping[str, Any]) -> None:
     raise ValueError(f"{'this field does' if len(unknown) == 1 else 'these fields do'} not exist: {'; '.join(said)}")
 
 
+def missing_fields(config_class: Any, content: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Paths of all fields that have no default and no value; dacite stops at the first."""
+    hints = typing.get_type_hints(config_class)
+    missing = []
+    for field in dataclasses.fields(config_class):
+        path, nested = f"{prefix}{field.name}", _dataclass_in(hints[field.name])
+        if field.name in content:
+            value = content[field.name]
+            missing += missing_fields(nested, value, f"{path}.") if nested and isinstance(value, Mapping) else []
+        elif field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            missing.append(path)
+    return missing
+
+
 def renamed_path(path: str, paths: list[str]) -> str | None:
     """Where a field is set that has another name in recsys-examples, or stands in another section; None if unknown.
 

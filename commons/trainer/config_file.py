@@ -133,9 +133,9 @@ def _parse_json(text: str) -> Any:
 
 
 _Parser = tuple[str, Callable[[str], Any], tuple[type[Exception], ...]]
-_YAML: _Parser = ("YAML", _parse_yaml, (yaml.YAMLError, ValueError))
+_YAML: _Parser = ("YAML", _parse_yaml, (yaml.YAMLError, ValueError, RecursionError))
 _PARSERS: dict[str, _Parser] = {
-    ".toml": ("TOML", tomllib.loads, (tomllib.TOMLDecodeError,)),
+    ".toml": ("TOML", tomllib.loads, (tomllib.TOMLDecodeError, RecursionError)),
     ".yaml": _YAML,
     ".yml": _YAML,
     ".json": ("JSON", _parse_json, (ValueError, RecursionError)),
