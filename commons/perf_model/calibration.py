@@ -201,7 +201,7 @@ def load_calibration(path: str | Path) -> Calibration:
         )
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no TOML ({error}): run `evenrank calibrate` again") from None
     if content.get("version") != FORMAT_VERSION:
         raise ValueError(
