@@ -12,12 +12,14 @@ Memory holds the different users, items and values of context, about as many row
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dacite
 import numpy as np
 
 from commons.datasets.event_columns import ACTIONS, EventColumns
@@ -47,8 +49,9 @@ def preprocess_parquet(columns: EventColumns, source: str | Path, output: str | 
             actions, lists of different lengths, or files without rows; an output within the source.
 
     """
-    target = (Path(output) / f"{DATASET_NAME}.parquet").resolve()
-    if Path(source).resolve() in (target, *target.parents):
+    # Not Path.resolve(), which raises RuntimeError for a loop of links.
+    target = Path(os.path.realpath(Path(output) / f"{DATASET_NAME}.parquet"))
+    if Path(os.path.realpath(source)) in (target, *target.parents):
         raise ValueError(
             f"output {output} lies within source {source}, all of which is read: give an output outside of it"
         )
@@ -77,11 +80,25 @@ def schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_sec
 
 
 def columns_of(metadata: SequenceFileMetadata) -> tuple[EventColumns, int | None]:
-    """What the files of a data set were made with, and what a second counts in them."""
-    stated: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in metadata.options["columns"].items()
-    }
-    return EventColumns(**stated), metadata.options["timestamps_per_second"]
+    """What the files of a data set were made with, and what a second counts in them.
+
+    Raises:
+        ValueError: a manifest that does not say so.
+
+    """
+    try:
+        stated = dict(metadata.options["columns"])
+        columns = dacite.from_dict(EventColumns, stated, dacite.Config(strict=True, cast=[tuple]))
+        per_second = metadata.options["timestamps_per_second"]
+        if not (columns.user and columns.item):
+            raise ValueError("no column of users or of items")
+        if not (per_second is None or (isinstance(per_second, int) and per_second > 0)):
+            raise ValueError(f"timestamps_per_second is {per_second!r}")
+    except (ValueError, KeyError, TypeError, dacite.DaciteError) as error:
+        raise ValueError(
+            f"options of the manifest are damaged ({' '.join(str(error).split())}); preprocess the data again"
+        ) from error
+    return columns, per_second
 
 
 def _open(columns: EventColumns, source: str | Path, show_progress: bool) -> OpenedArchive:

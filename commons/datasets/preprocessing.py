@@ -8,6 +8,7 @@ partitions take about 18 bytes per interaction on the disk of the output until t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class Preprocessor:
         check_split(test_fraction, seed)
         archive = self.open(source, show_progress)
         target = _target(archive, output)
-        if Path(source).resolve().is_relative_to(target.resolve()):
+        if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
             raise FileExistsError(
                 f"source is {source}, which lies in {target}; that folder is replaced by the data set: give another "
                 "output"

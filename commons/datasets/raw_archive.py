@@ -11,9 +11,11 @@ and there are at most 10,000 members.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import io
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -37,7 +39,10 @@ _LARGEST_TAR_HEADER = 1 << 20
 _READMES = ("README", "README.txt")
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK"
 # What damaged archives raise while they are listed or read.
-_DAMAGE = (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError)
+_DAMAGE = (
+    *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError),
+    *(struct.error, IndexError),  # of a zip file's directory
+)
 
 
 class RawArchive(ABC):
@@ -386,8 +391,11 @@ def overlong_line(where: str) -> ValueError:
 def _damage_named(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
-    except _DAMAGE as error:
-        raise ValueError(f"{path} is no complete {kind} ({error}): download it again") from error
+    except (*_DAMAGE, OSError) as error:
+        # A damaged directory of a zip file sends the reader to a place before its start.
+        if isinstance(error, _DAMAGE) or error.errno == errno.EINVAL:
+            raise ValueError(f"{path} is no complete {kind} ({error}): download it again") from error
+        raise
 
 
 def _sha256_of(path: Path) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import dacite
 import numpy as np
 
 FORMAT_VERSION = 2
@@ -98,18 +99,32 @@ def load_metadata(folder: Path, dataset_name: str) -> SequenceFileMetadata:
         fields = json.loads(path.read_bytes())
         version = fields["format_version"]
         if version == FORMAT_VERSION:
-            metadata = SequenceFileMetadata(**{**fields, "shards": [Shard(**shard) for shard in fields["shards"]]})
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); preprocess the data again") from error
+            metadata = dacite.from_dict(SequenceFileMetadata, fields, dacite.Config(strict=True))
+            _require_consistent(metadata)
+    except (ValueError, KeyError, TypeError, RecursionError, dacite.DaciteError) as error:
+        raise ValueError(f"{path} is damaged ({' '.join(str(error).split())}); preprocess the data again") from error
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {version}, this version reads {FORMAT_VERSION}: preprocess the data again"
+            f"{path} has format version {version!r}, this version reads {FORMAT_VERSION}: preprocess the data again"
         )
     if metadata.dataset_name != dataset_name:
         raise ValueError(
             f"{folder} holds {metadata.dataset_name!r}, dataset_name is {dataset_name!r}; they must agree: correct one"
         )
     return metadata
+
+
+def _require_consistent(metadata: SequenceFileMetadata) -> None:
+    """Raise ValueError unless counts fit together and shards lie beside the manifest."""
+    row_groups = [rows for shard in metadata.shards for rows in shard.row_groups]
+    if min([0, *row_groups, *metadata.splits.values(), *metadata.vocabulary_sizes.values()]) < 0:
+        raise ValueError("a count is negative")
+    rows = {"shards": sum(row_groups), "splits": sum(metadata.splits.values()), "num_users": metadata.num_users}
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"rows differ: {', '.join(f'{name} {number}' for name, number in rows.items())}")
+    elsewhere = [shard.file for shard in metadata.shards if Path(shard.file).name != shard.file or "\x00" in shard.file]
+    if elsewhere:
+        raise ValueError(f"shard {elsewhere[0]!r} is no name of a file in the folder")
 
 
 def histogram_of(lengths: np.ndarray) -> np.ndarray:

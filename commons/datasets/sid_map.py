@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,10 +185,14 @@ class _MapFile:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+# What numpy's parser of a header, which is a Python literal, raises beside ValueError.
+_OF_A_HEADER = (SyntaxError, TypeError, OverflowError, tokenize.TokenError)
+
+
 def _read_npy(path: Path) -> _MapFile:
     try:
         codes = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, MemoryError, *_OF_A_HEADER) as error:
         raise ValueError(f"the file is no array of numbers ({_one_line(error)}): save the codes again") from None
     if not isinstance(codes, np.ndarray) or codes.ndim != 2 or not np.issubdtype(codes.dtype, np.integer):
         found = f"{codes.dtype} {codes.shape}" if isinstance(codes, np.ndarray) else type(codes).__name__
@@ -217,14 +222,21 @@ def _read_parquet(path: Path) -> _MapFile:
             f"sid has lists of {lengths.tolist()} codes; every item has one code per hierarchy: make them equally long"
         )
     raw = (table.schema.metadata or {}).get(_METADATA_KEY)
-    footer = {} if raw is None else json.loads(raw)
-    sizes = footer.get("codebook_sizes")
-    return _MapFile(
-        item_ids.to_numpy(),
-        sids.flatten().to_numpy().reshape(len(sids), int(lengths[0])),
-        None if sizes is None else tuple(sizes),
-        footer.get("options", {}),
-    )
+    sizes, options = (None, {}) if raw is None else _read_footer(raw)
+    codes = sids.flatten().to_numpy().reshape(len(sids), int(lengths[0]))
+    return _MapFile(item_ids.to_numpy(), codes, sizes, options)
+
+
+def _read_footer(raw: bytes) -> tuple[tuple[int, ...] | None, Mapping[str, Any]]:
+    """Sizes of the codebooks, and how the map was made."""
+    try:
+        footer = json.loads(raw)
+        sizes, options = footer.get("codebook_sizes"), footer.get("options", {})
+        if isinstance(options, Mapping) and (sizes is None or all(isinstance(size, int) for size in sizes)):
+            return None if sizes is None else tuple(sizes), options
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ValueError("what the map says of how it was made is damaged: make it again")
 
 
 _READERS = {".npy": _read_npy, ".parquet": _read_parquet}
