@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# What takes too long for the suite: tens of thousands of random steps, and thousands of damaged files.
+#
+#   ci/soak.sh                 20,000 steps on 4 ranks, 500 shufflers, then the fuzz tests with 2,000 examples each
+#   ci/soak.sh --steps 5000    fewer steps
+#   ci/soak.sh --trials 50     of each kind of fault (200 unless told), where tests/faults is there
+#
+# About half an hour on two cores. Status 1 where a row was lost, something grew, or a test failed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+steps=20000 trials=200
+while [ $# -gt 0 ]; do
+  case $1 in
+    --steps) steps=${2:?"--steps needs a number"}; shift 2 ;;
+    --trials) trials=${2:?"--trials needs a number"}; shift 2 ;;
+    -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "error: $1 is no option; --steps N and --trials N are" >&2; exit 2 ;;
+  esac
+done
+
+failed=()
+step() {
+  echo "== $*"
+  "$python" -m "$@" || failed+=("$*")
+}
+step tests.soak --steps "$steps" --ranks 4 --seed 0
+step pytest -q --hypothesis-profile soak tests/unit/datasets/test_damaged_files.py \
+  tests/unit/trainer/test_damaged_configs.py tests/unit/perf_model/test_damaged_calibrations.py
+if [ -d tests/faults ]; then
+  step tests.faults --trials "$trials" --store agent
+  step tests.faults --trials "$trials" --store rank0
+fi
+if [ ${#failed[@]} -gt 0 ]; then
+  printf 'error: failed: %s\n' "${failed[@]}" >&2
+  exit 1
+fi

@@ -1,0 +1,92 @@
+"""The soak programme in short: every row accounted for, and what it would say of rows that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.soak.__main__ import main, parse, problems_of
+from tests.soak.accounts import require_equal, row_digests
+from tests.soak.episodes import Episode, Totals
+from tests.soak.footprint import Footprint, growth, kib_per_10k
+from tests.soak.ranks import RankReport, run
+from tests.soak.streams import KINDS, Stream
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_hundred_steps():
+    reports = run(100, ranks=2, seed=1, shufflers=5)
+    assert reports[0].totals.steps >= 100 and reports[0].totals.rows > 0
+    assert dataclasses.replace(reports[0].totals, moved=0) == dataclasses.replace(reports[1].totals, moved=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_digests_tell_rows_apart_whatever_their_order(kind):
+    batch = next(each for each in Stream(kind, 3, 0, 50, dtype=5).batches() if len(row_digests(each)) > 3)
+    digests = row_digests(batch)
+    assert digests.dtype == np.uint64 and len(set(digests.tolist())) == len(digests)
+    again = next(each for each in Stream(kind, 3, 0, 50, dtype=5).batches() if len(row_digests(each)) > 3)
+    assert (row_digests(again) == digests).all()
+
+
+def test_a_changed_weight_and_a_changed_value_change_their_row_alone():
+    for part in ("values", "weights"):
+        batch = next(each for each in Stream("sample", 3, 0, 50).batches() if each.actual_batch_size > 3)
+        before = row_digests(batch)
+        getattr(batch.features, part)()[-1] += 1
+        assert int((row_digests(batch) != before).sum()) == 1
+    batch.target[0] = -batch.target[0]
+    assert row_digests(batch)[0] != before[0]
+
+
+@pytest.mark.parametrize("trained", [[(2, 7), (1, 4)], [(2, 7), (1, 5), (0, 0)], [(1, 5), (2, 7)]])
+def test_rows_that_are_lost_are_told(trained):
+    with pytest.raises(AssertionError, match=r"^here: "):
+        require_equal(np.array([(2, 7), (1, 5)], np.uint64), np.array(trained, np.uint64), "here")
+
+
+def test_what_grows_is_told():
+    flat = [Footprint(step, 1000 + step % 300, 9, 20, 3) for step in range(0, 20_000, 100)]
+    assert abs(kib_per_10k(flat)) < 100 and growth(flat) == {"threads": 0, "descriptors": 0, "groups": 0}
+    rising = [dataclasses.replace(look, kib=look.kib + look.step, threads=9 + look.step // 6000) for look in flat]
+    assert 9_900 < kib_per_10k(rising) < 10_100
+    assert problems_of([RankReport(Totals(), flat, [])]) == []
+    assert problems_of([RankReport(Totals(), rising, flat)]) == [
+        f"rank 0: memory grew by {kib_per_10k(rising):.0f} KiB per 10,000 steps",
+        "rank 0: 2 more threads after all steps",
+    ]
+
+
+def test_episodes_are_drawn_from_their_number_alone():
+    assert Episode.drawn(0, 7, 4) == Episode.drawn(0, 7, 4) != Episode.drawn(0, 8, 4)
+    assert {Episode.drawn(0, number, 4).way for number in range(60)} == {
+        "handles",
+        "pipeline",
+        "staged",
+        "windows",
+        "loader",
+    }
+
+
+@pytest.mark.parametrize(("argument", "text"), [(["--ranks", "1"], "--ranks is 1; "), (["--nothing"], "--nothing")])
+def test_a_mistake_is_one_line(capsys, argument, text):
+    assert main(argument) == 2
+    said = capsys.readouterr().err
+    assert text in said and said.count("\n") == 1
+
+
+def test_the_script_has_a_help_and_names_a_wrong_option():
+    script = ["bash", "ci/soak.sh"]
+    shown = subprocess.run([*script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert all(option in shown for option in ("--steps", "--trials"))
+    wrong = subprocess.run([*script, "--step"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert wrong.returncode == 2 and wrong.stderr == "error: --step is no option; --steps N and --trials N are\n"
+
+
+def test_help(capsys):
+    assert parse(["--help"]) is None and "--shufflers" in capsys.readouterr().out

@@ -1,0 +1,452 @@
+"""Random episodes: a few dozen steps of one way to train, with options, switches, evaluations, resets and resumes.
+
+An episode is drawn from its number alone, so that all ranks draw the same one and `python -m tests.soak` can run it
+again by itself. What it trains is compared with what its ranks brought, step by step or, in windows, window by window.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist, PipelineStage
+
+from commons.datasets.data_loader import get_data_loader
+from commons.datasets.samplers import EPOCH_START, Place
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_iter
+from tests.helpers import models
+from tests.helpers.cpu_pipelines import CpuStaged, HostStream
+from tests.helpers.pipelines import PIPELINES
+from tests.soak.accounts import Steps, most_steps, require_equal
+from tests.soak.streams import KINDS, SquareShuffler, Stream
+
+CPU = torch.device("cpu")
+# TorchRec frees what a digest would read.
+SHARDED = [name for name in PIPELINES if "free early" not in name]
+UNSHARDED = ["base", "base in place"]
+AFTER_LEG = ("switch", "reset", "evaluate", "end")
+
+
+class AnyBatch(nn.Module):
+    """Trains batches of any type; what it computes does not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        """A loss with a graph, and the batch."""
+        return self.weight * 1.0, batch
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What is run.
+
+    Attributes:
+        number: of the episode.
+        way: "handles", "pipeline", "staged", "windows", "loader".
+        kind: of the batches.
+        pipeline: a name of PIPELINES.
+        options: of the shuffler.
+        identity: a shuffler that only agrees on the end of data.
+        window: batches that are planned together, where windows are.
+        lengths: batches of every rank.
+        legs: how many steps, and then what; the last goes to the end.
+        dtype: see Stream.
+    """
+
+    number: int
+    way: str
+    kind: str
+    pipeline: str
+    options: dict[str, Any]
+    identity: bool
+    window: int
+    lengths: tuple[int, ...]
+    legs: tuple[tuple[int, str], ...]
+    dtype: int
+    seed: int = 0
+
+    @classmethod
+    def drawn(cls, seed: int, number: int, ranks: int) -> Episode:
+        """The episode of that number."""
+        draw = np.random.default_rng([seed, number])
+        way = str(
+            draw.choice(["handles", "pipeline", "pipeline", "pipeline", "staged", "windows", "windows", "loader"])
+        )
+        kind = str(draw.choice(KINDS if way in ("handles", "pipeline") else KINDS[:-1]))
+        if way == "pipeline" and draw.random() < 0.6:
+            kind = "sample"
+        sharded = way in ("pipeline", "windows") and kind == "sample"
+        names = SHARDED if sharded else UNSHARDED[:1] if kind == "torchrec" else UNSHARDED
+        most = int(draw.integers(10, 160))
+        lengths = [most - int(draw.integers(0, 1 + min(most, 9))) for _ in range(ranks)]
+        if draw.random() < 0.2:
+            lengths[int(draw.integers(ranks))] = 0
+        if kind == "torchrec":  # which cannot state padding: all ranks bring rows to every step
+            lengths = [most] * ranks
+        options = {
+            "mode": str(draw.choice(["balance"] * 6 + ["observe", "off"])),
+            "partitioner": str(draw.choice(["refined", "refined", "karmarkar_karp", "lpt", "snake"])),
+            "transport": str(draw.choice(["auto", "all_to_all", "all_gather"])),
+            "equal_size": kind == "torchrec" or bool(draw.random() < 0.6),
+            "slack": float(draw.choice([0.0, 0.01, 0.2])),
+            "ranks_per_node": [None, 2][int(draw.integers(2))],
+            "max_tokens_per_rank": [None, None, 30, 300][int(draw.integers(4))],
+            "min_gain": float(draw.choice([0.0, 0.0, 0.05])),
+            "verify": bool(draw.random() < 0.3),
+            "timeout": 120.0,
+        }
+        if options["partitioner"] != "refined":
+            options["max_tokens_per_rank"] = None
+        legs = [(int(draw.integers(1, 12)), str(draw.choice(AFTER_LEG))) for _ in range(int(draw.integers(0, 5)))]
+        return cls(
+            number=number,
+            way=way,
+            kind=kind,
+            pipeline=str(draw.choice(names)),
+            options=options,
+            identity=bool(draw.random() < 0.1),
+            window=int(draw.integers(1, 9)),
+            lengths=tuple(lengths),
+            legs=tuple(legs),
+            dtype=int(draw.integers(100)),
+            seed=seed,
+        )
+
+    def __str__(self) -> str:
+        return f"episode {self.number}: {self.way}, {self.kind}, {self.pipeline}, window {self.window}, {self.options}"
+
+    def shuffler(self) -> Any:
+        """A new one."""
+        options = ShufflerOptions(**self.options)
+        return IdentityBalancedBatchShuffler(options) if self.identity else SquareShuffler(options)
+
+    def stream(self, part: int = 0) -> Stream:
+        """This rank's batches; each part has others."""
+        rank = dist.get_rank()
+        seed = (self.seed * 1_000_003 + self.number) * 100 + part
+        return Stream(self.kind, seed, rank, self.lengths[(rank + part) % len(self.lengths)], self.dtype)
+
+
+@dataclass
+class Totals:
+    """What the episodes of a rank add up to; all but the last are the same on every rank.
+
+    Attributes:
+        steps: trained, evaluations included.
+        rows: trained by all ranks, each compared.
+        episodes: of each way.
+        events: iterator switches, resets, evaluations, resumes, windows that were left half way.
+        moved: steps in which rows changed rank.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    episodes: dict[str, int] = field(default_factory=dict)
+    events: dict[str, int] = field(default_factory=dict)
+    moved: int = 0
+
+    def count(self, event: str) -> None:
+        """One more of them."""
+        self.events[event] = self.events.get(event, 0) + 1
+
+
+class Soak:
+    """One rank's part: the models, which stay, and the totals."""
+
+    def __init__(self, seed: int) -> None:
+        self.totals = Totals()
+        self._seed = seed
+        self._sharded = models.build_sharded()
+        any_batch = AnyBatch()
+        self._any = any_batch, torch.optim.SGD(any_batch.parameters(), lr=0.1)
+        self._trained = Steps()
+        models.head_of(self._sharded[0]).register_forward_pre_hook(lambda _, args: self._trained.add(args[1]))
+        any_batch.register_forward_pre_hook(lambda _, args: self._trained.add(args[0]))
+
+    def run(self, number: int) -> None:
+        """Run one episode; a collective call.
+
+        Raises:
+            AssertionError: a row was lost, doubled or changed.
+        """
+        episode = Episode.drawn(self._seed, number, dist.get_world_size())
+        torch.manual_seed(number)
+        before = self.totals.steps
+        ways = {
+            "handles": self._handles,
+            "pipeline": self._pipeline,
+            "staged": self._staged,
+            "windows": self._windows,
+            "loader": self._loader,
+        }
+        try:
+            ways[episode.way](episode)
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"{episode}: {type(error).__name__}: {error}") from error
+        self.totals.episodes[episode.way] = self.totals.episodes.get(episode.way, 0) + 1
+        assert self.totals.steps > before or not any(episode.lengths)
+
+    def _compare(self, episode: Episode, brought: list[Steps], trained: Steps, keep: int | None = None) -> None:
+        """Compare one section: what was read of one source after the other, of which `keep` steps were trained."""
+        lengths = [most_steps(each) for each in brought]
+        sums = np.concatenate([each.over_ranks(length) for each, length in zip(brought, lengths)])[:keep]
+        self._count(require_equal(sums, trained.over_ranks(most_steps(trained)), str(episode)), len(sums))
+
+    def _count(self, rows: int, steps: int) -> None:
+        self.totals.rows += rows
+        self.totals.steps += steps
+
+    # ------------------------------------------------------------------------------------------- handles
+
+    def _handles(self, episode: Episode) -> None:
+        """start_shuffle and finish_shuffle by hand, up to three shuffles in flight."""
+        brought, trained = Steps(), Steps()
+        shuffler, in_flight = episode.shuffler(), deque[tuple[Any, Any]]()
+        ahead = 1 + episode.window % 3
+        try:
+            source = brought.noted(episode.stream().batches())
+            while True:
+                while len(in_flight) < ahead:
+                    batch = next(source, None)
+                    in_flight.append((batch, shuffler.start_shuffle(batch)))
+                batch, handle = in_flight.popleft()
+                if handle.ended:
+                    break
+                result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
+                trained.add(result)
+                self.totals.moved += handle.stats is not None and handle.stats.moved
+            for _, handle in in_flight:
+                assert handle.ended
+        finally:
+            shuffler.close()
+        self._compare(episode, [brought], trained)
+
+    # ------------------------------------------------------------------------------------------- pipelines
+
+    def _model(self, episode: Episode) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return self._sharded if episode.kind == "sample" else self._any
+
+    def _pipeline(self, episode: Episode) -> None:
+        """A balanced pipeline over several iterators, with resets, after which training goes on where it was."""
+        model, optimizer = self._model(episode)
+        model.train()
+        shuffler = episode.shuffler()
+        pipeline_class, options = PIPELINES[episode.pipeline]
+        pipeline = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler, **options)
+        self._trained = trained = Steps()
+        part, rest = 0, episode.stream().batches()
+        brought, taken = [Steps()], [list[Any]()]  # of this section: sums, and the batches by the leg they were read in
+        source = _taken(brought[-1].noted(rest), taken[-1])
+        try:
+            for steps, then in (*episode.legs, (None, "end")):
+                ended = self._progress(pipeline, source, steps)
+                if then == "switch":
+                    part += 1
+                    rest = episode.stream(part).batches()
+                elif then == "reset":
+                    pipeline.reset()
+                    keep = len(trained.sums)
+                    self._compare(episode, brought, trained, keep)
+                    # What was read and not trained is read again: from the place that a checkpoint here would have.
+                    rest = itertools.chain(_not_trained(taken, brought, keep), () if ended else rest)
+                    brought, taken = [], []
+                    self._trained = trained = Steps()
+                elif then == "evaluate":
+                    self._evaluate(episode, pipeline, model, optimizer, part)
+                    self._trained = trained
+                    continue
+                else:
+                    continue
+                self.totals.count("iterators switched" if then == "switch" else "resets and resumes")
+                brought.append(Steps())
+                taken.append([])
+                source = _taken(brought[-1].noted(rest), taken[-1])
+            self._progress(pipeline, source, None)
+            self._compare(episode, brought, trained)
+        finally:
+            pipeline.reset()
+            if hasattr(pipeline, "detach"):
+                pipeline.detach()
+            shuffler.close()
+            models.head_of(self._sharded[0]).trained.clear()
+
+    def _progress(self, pipeline: Any, source: Iterator[Any], steps: int | None) -> bool:
+        """Train so many steps, or to the end; says whether it is reached."""
+        for _ in itertools.count() if steps is None else range(steps):
+            try:
+                pipeline.progress(source)
+            except StopIteration:
+                return True
+            stats = pipeline.last_stats
+            self.totals.moved += stats is not None and stats.moved
+        return False
+
+    def _evaluate(self, episode: Episode, training: Any, model: nn.Module, optimizer: Any, part: int) -> None:
+        """An evaluation between two steps, in a pipeline of its own, shuffled or not."""
+        if hasattr(training, "detach"):
+            training.detach()
+        stream = episode.stream(50 + part)
+        brought = Steps()
+        self._trained = evaluated = Steps()
+        shuffler = SquareShuffler() if episode.dtype % 2 else IdentityBalancedBatchShuffler()
+        sharded = episode.kind == "sample" and episode.pipeline not in UNSHARDED
+        pipeline_class = EvalPipelineSparseDist if sharded else PIPELINES["base"][0]
+        evaluator = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler)
+        model.eval()
+        try:
+            # Without padding data would end for all ranks where the first one has none.
+            batches = 2 if episode.kind == "torchrec" else 1 + stream.rank
+            self._progress(evaluator, brought.noted(itertools.islice(stream.batches(), batches)), None)
+            evaluator.reset()
+            if hasattr(evaluator, "detach"):
+                evaluator.detach()
+        finally:
+            shuffler.close()
+            model.train()
+        self._compare(episode, [brought], evaluated)
+        self.totals.count("evaluations")
+        if hasattr(training, "attach"):
+            training.attach(model)
+
+    def _staged(self, episode: Episode) -> None:
+        """TorchRec's StagedTrainPipeline, a new one for each iterator."""
+        shuffler, brought = episode.shuffler(), []
+        trained = Steps()
+        try:
+            for part in range(1 + len(episode.legs) // 2):
+                copy = PipelineStage(name="copy", runnable=lambda batch: batch.to(CPU), stream=HostStream())
+                pipeline = CpuStaged([copy, shuffle_stage(shuffler, copy.stream)], compute_stream=HostStream())
+                brought.append(Steps())
+                source = balanced_iter(brought[-1].noted(episode.stream(part).batches()), shuffler)
+                while (batch := pipeline.progress(source)) is not None:
+                    trained.add(batch)
+                    stats = shuffler.last_stats
+                    self.totals.moved += stats is not None and stats.moved
+        finally:
+            shuffler.close()
+        self._compare(episode, brought, trained)
+
+    # ------------------------------------------------------------------------------------------- windows
+
+    def _windows(self, episode: Episode) -> None:
+        """Windows in front of a plain loop or a stock pipeline, left half way and resumed in the middle of a window."""
+        stream = episode.stream()
+        steps = max(episode.lengths)
+        first = episode.legs[0][0] if episode.legs else steps
+        trained, window = Steps(), episode.window
+        self._window_steps(episode, stream.batches(), 0, first, trained)
+        if len(trained.sums) < steps:  # resumed: the unfinished window is read and exchanged again
+            begin, done = first - first % window, first % window
+            self._window_steps(episode, stream.batches(begin), done, steps, trained)
+            self.totals.count("windows left and resumed")
+        brought = Steps()
+        for batch in stream.batches():
+            brought.add(batch)
+        sums = [each.over_ranks(steps, window) for each in (brought, trained)]
+        assert len(trained.sums) == steps, f"{episode}: {steps} steps were brought and {len(trained.sums)} trained"
+        self._count(require_equal(sums[0], sums[1], str(episode)), steps)
+
+    def _window_steps(self, episode: Episode, batches: Iterator[Any], done: int, most: int, trained: Steps) -> None:
+        """Train at most so many steps of windows, without the first `done`."""
+        shuffler = episode.shuffler()
+        windows = windowed_iter(batches, shuffler, episode.window)
+        try:
+            for _ in range(done):
+                next(windows)
+                windows.take_stats()
+            rest = itertools.islice(windows, most)
+            if episode.number % 2:  # a loop of the user's own
+                for batch in rest:
+                    trained.add(batch)
+                    stats = windows.take_stats()
+                    self.totals.moved += stats is not None and stats.moved
+            else:  # TorchRec's own pipeline, which trains batches that need no further shuffle
+                model, optimizer = self._model(episode)
+                self._trained = trained
+                pipeline_class, options = PIPELINES[episode.pipeline]
+                pipeline = pipeline_class(model.train(), optimizer, CPU, **options)
+                try:
+                    while True:
+                        pipeline.progress(rest)
+                except StopIteration:
+                    pass
+                if hasattr(pipeline, "detach"):
+                    pipeline.detach()
+                models.head_of(self._sharded[0]).trained.clear()
+        finally:
+            windows.close()
+            shuffler.close()
+
+    # ------------------------------------------------------------------------------------------- loaders
+
+    def _loader(self, episode: Episode) -> None:
+        """A loader of the package, resumed at the place behind what was trained, batch by batch."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        num_batches = max(1, max(episode.lengths))
+
+        def make() -> Any:
+            return get_data_loader(
+                "random",
+                batch_size=4,
+                max_history_seqlen=20,
+                num_batches=num_batches,
+                rank=rank,
+                world_size=ranks,
+                seed=episode.number,
+                shuffle=True,
+            )
+
+        brought, trained = Steps(), Steps()
+        for batch in make():
+            brought.add(batch)
+        place: Place = EPOCH_START
+        stops = np.cumsum([steps for steps, _ in episode.legs]).tolist()
+        for stop in [*(stop for stop in stops if stop < num_batches), num_batches]:
+            loader = make()
+            loader.sampler.set_epoch(0)
+            loader.sampler.start_at(*place)
+            shuffler = episode.shuffler()
+            batches = iter(loader)
+            ahead = deque[tuple[Any, Any]]()
+            try:
+                while len(trained.sums) < stop:
+                    while len(ahead) < 2:  # one more is read than is trained
+                        batch = next(batches, None)
+                        ahead.append((batch, shuffler.start_shuffle(batch)))
+                    batch, handle = ahead.popleft()
+                    trained.add(shuffler.finish_shuffle(batch, handle))
+            finally:
+                shuffler.close()
+            place = loader.sampler.place_after(len(trained.sums), 0, EPOCH_START)
+            self.totals.count("loaders resumed")
+        self._compare(episode, [brought], trained)
+
+
+def _taken(batches: Iterator[Any], into: list[Any]) -> Iterator[Any]:
+    for batch in batches:
+        into.append(batch)
+        yield batch
+
+
+def _not_trained(taken: list[list[Any]], brought: list[Steps], keep: int) -> list[Any]:
+    """This rank's batches behind the first `keep` steps of all ranks; a collective call."""
+    left = []
+    for batches, steps in zip(taken, brought):
+        length = most_steps(steps)
+        left += batches[max(0, keep) :]
+        keep -= length
+    return left
