@@ -19,9 +19,9 @@ from tests.soak.streams import KINDS, Stream
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_hundred_steps():
-    reports = run(100, ranks=2, seed=1, shufflers=5)
-    assert reports[0].totals.steps >= 100 and reports[0].totals.rows > 0
+def test_some_steps():
+    reports = run(60, ranks=2, seed=1, shufflers=5)
+    assert reports[0].totals.steps >= 60 and reports[0].totals.rows > 0
     assert dataclasses.replace(reports[0].totals, moved=0) == dataclasses.replace(reports[1].totals, moved=0)
 
 
