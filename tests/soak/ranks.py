@@ -64,7 +64,8 @@ def run(steps: int, ranks: int, seed: int, shufflers: int, *, episode: int | Non
 def _soak(steps: int, seed: int, shufflers: int, episode: int | None) -> RankReport:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)  # caps that no plan can keep are part of it
-    soak, looks = Soak(seed), []
+    soak = Soak(seed)
+    looks: list[Footprint] = []
     with _progress(steps, "steps") as bar:
         number = episode or 0
         while soak.totals.steps < steps:
