@@ -9,6 +9,7 @@ rank has anything for another one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -38,7 +39,8 @@ class Piece(NamedTuple):
     extra: Any = None
 
 
-class Exchanged(NamedTuple, Generic[T]):
+@dataclass(frozen=True)  # a named tuple that is generic would need Python 3.11
+class Exchanged(Generic[T]):
     """What came of an exchange, and the bytes that this rank has sent and received."""
 
     result: T

@@ -131,3 +131,11 @@ def test_the_same_pythons_and_releases_are_named_everywhere():
     torchrec = f"torchrec=={pins('cpu.txt', '3.11')['torchrec']}"
     for file in ("README.md", "pyproject.toml", "ci/test_wheel.sh"):
         assert set(re.findall(r"torchrec==[\d.]+", (ROOT / file).read_text())) == {torchrec}, file
+
+
+def test_no_class_is_a_named_tuple_and_generic():
+    """Python 3.10 refuses such a class where it is imported, and the linters do not know."""
+    sources = [path for name in ("commons", "hstu", "sid_gr", "evenrank") for path in (ROOT / name).rglob("*.py")]
+    both = re.compile(r"^ *class \w+\((?=[^)]*\bNamedTuple\b)(?=[^)]*\bGeneric\b)", re.MULTILINE)
+    assert both.search("class A(NamedTuple, Generic[T]):")
+    assert [str(path) for path in sources if both.search(path.read_text())] == []
