@@ -19,7 +19,7 @@ PIP_ARGS ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP  := $(VENV)/.installed-$(STACK)
 
-.PHONY: help install demo demo-sid test bench lint format clean
+.PHONY: help install demo demo-sid test coverage bench lint format clean
 help: ## What can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t12
 
@@ -46,6 +46,11 @@ demo-sid: $(STAMP) ## The same for SID-GR, which also generates items and is eva
 test: $(STAMP) ## Run the test suite
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
+coverage: $(STAMP) ## Run the suite and say how much of commons it runs, the ranks' processes counted
+	@$(BIN)/python -m coverage erase
+	@$(BIN)/python -m coverage run -m pytest $(ARGS); status=$$?; \
+		$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report || exit 1; exit $$status
+
 bench: $(STAMP) ## Run the benchmarks; results go to benchmarks/results
 	@ci/bench.sh $(BIN) $(ARGS)
 
@@ -56,4 +61,4 @@ format: $(STAMP) ## Format the code and mend what ruff can
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 clean: ## Remove .venv, caches and run folders
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

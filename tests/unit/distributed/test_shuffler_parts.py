@@ -129,7 +129,7 @@ def test_a_shuffler_must_say_what_a_row_costs():
         (lambda: BatchShufflerFactory.create("hstu", hidden_size=OPTIONS, num_heads=2, head_dim=4), "hidden_size is a"),
         (lambda: hstu.HSTUBalancedBatchShuffler(8, 2, 4, OPTIONS), "num_layers is a ShufflerOptions.*options="),
         (lambda: hstu.HSTUBalancedBatchShuffler(8, 2, 4, causal=OPTIONS), "causal is a ShufflerOptions.*options="),
-        (lambda: hstu.HSTUBalancedBatchShuffler(8, 2, 4, token_feature_names="a"), "token_feature_names is 'a'"),  # noqa: S106 - names of features
+        (lambda: hstu.HSTUBalancedBatchShuffler(8, 2, 4, token_feature_names="a"), "token_feature_names is 'a'"),  # noqa: S106
         (lambda: sid_gr.SIDGRBalancedBatchShuffler(8, 2, 4, OPTIONS), "num_layers is a ShufflerOptions.*options="),
     ],
 )
