@@ -49,7 +49,7 @@ test: $(STAMP) ## Run the test suite
 coverage: $(STAMP) ## Run the suite and say how much of commons it runs, the ranks' processes counted
 	@$(BIN)/python -m coverage erase
 	@# By its whole path: a process that changes its folder would leave its part there.
-	@COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m coverage run -m pytest $(ARGS); status=$$?; \
+	@COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(ARGS); status=$$?; \
 		$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report || exit 1; exit $$status
 
 bench: $(STAMP) ## Run the benchmarks; results go to benchmarks/results
