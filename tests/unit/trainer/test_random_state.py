@@ -14,7 +14,7 @@ from commons.trainer.random_state import kept_random_state, random_state, set_ra
 def draw():
     """Gaussians too: both Mersenne twisters keep the second of a pair for the next call."""
     gaussians = [random.gauss(0, 1), float(np.random.standard_normal())]
-    return [*gaussians, random.random(), float(np.random.random()), *torch.randn(3).tolist()]  # noqa: S311 - the state that a checkpoint keeps
+    return [*gaussians, random.random(), float(np.random.random()), *torch.randn(3).tolist()]
 
 
 @pytest.mark.parametrize("drawn_before", [0, 1, 2])
