@@ -32,9 +32,9 @@ MAX_ROUNDS = 64
 # With several steps, go on to larger groups when this many rounds have not taken off a quarter of the excess loads.
 PATIENCE = 4
 # Efficiency is (load taken off) · 2^31 ÷ (cost), both reduced to 31 bits: an integer, and the same on every CPU.
-_BITS = 31
+BITS = 31
 # A swap that costs nothing, or brings rows home, is worth more than any other.
-_FREE = 1 << 62
+FREE = 1 << 62
 _NONE = -1
 
 
@@ -96,8 +96,8 @@ def repair(
 
     """
     plan = WorkingPartition(weights, parts, num_parts, limits, cap, base)
-    gain_shift = max(0, int(weights.max(initial=0)).bit_length() - _BITS)
-    cost_shift = max(0, (2 * NODE_COST * int(home.sizes.max(initial=0))).bit_length() - _BITS)
+    gain_shift = max(0, int(weights.max(initial=0)).bit_length() - BITS)
+    cost_shift = max(0, (2 * NODE_COST * int(home.sizes.max(initial=0))).bit_length() - BITS)
     rounds = 0
     for size in _group_sizes(home, num_parts):
         groups = [np.arange(first, min(first + size, num_parts)) for first in range(0, num_parts, size)]
@@ -163,7 +163,7 @@ def _swap(plan: WorkingPartition, pairs: Pairs, limit: int, home: Home, gain_shi
 
     def consider(row: np.ndarray | None, taken: np.ndarray, cost: np.ndarray, allowed: np.ndarray) -> None:
         gain = np.minimum(taken, excess) >> gain_shift
-        efficiency = np.where(cost > 0, (gain << _BITS) // np.maximum(cost >> cost_shift, 1), _FREE + gain)
+        efficiency = np.where(cost > 0, (gain << BITS) // np.maximum(cost >> cost_shift, 1), FREE + gain)
         better = allowed & (taken > 0) & (taken <= room) & (efficiency > best) & plan.keeps_cap(pairs, choice, row)
         np.copyto(best, efficiency, where=better)
         np.copyto(best_row, NO_ROW if row is None else row, where=better)

@@ -3,7 +3,7 @@
 
 #include "grid_bound.hpp"
 #include "home_deal.hpp"
-#include "plan.hpp"
+#include "whole_plan.hpp"
 
 namespace evenrank {
 

@@ -1,4 +1,4 @@
-// From a request to a plan. The twin of refined.py, token_cap.py, home_rows.py and plan.py.
+// What plans are made of. The twin of refined.py, token_cap.py, home_rows.py and request.py.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@ namespace evenrank {
 
 // Raised, here and in native_core.py, whenever the same request gives another plan or a plan another digest, or
 // there are new ones.
-constexpr int kPlans = 6;
+constexpr int kPlans = 7;
 
 constexpr Weight kTolerance = 10'000;
 constexpr Weight kFew = 1 << 16;
@@ -223,35 +223,6 @@ inline Indices by_method(Method method, const Problem& problem, const Bound& bou
     default:
       return refined(problem, bound);
   }
-}
-
-inline Plan make_plan(const Request& request) {
-  const Index num_parts = request.num_parts;
-  const Problem problem = Problem::of(request.workloads, num_parts, request.equal_size);
-  Bound bound = counting_bound(problem.weights, num_parts, problem.limits);
-  Plan plan{problem.by_sample(by_method(request.method, problem, bound)), {}, 0, 0};
-  Cap cap;
-  if (request.max_tokens) {
-    cap = {request.tokens, *request.max_tokens};
-    plan.assignment = under_cap(problem, std::move(plan.assignment), near(bound.load), cap);
-    Weight reached = largest_load(cap.weights, plan.assignment, num_parts);
-    if (!request.home.empty()) reached = std::min(reached, largest_load(cap.weights, request.home, num_parts));
-    cap.limit = std::max(cap.limit, reached);
-  }
-  if (!request.home.empty()) {
-    plan.assignment = keep_rows_home(problem, std::move(plan.assignment), request, request.max_tokens ? &cap : nullptr);
-    if (!problem.limits.keep(count_per_part(plan.assignment, num_parts))) {
-      const Limits free = Limits::of(static_cast<Weight>(problem.weights.size()), num_parts, false);
-      bound = counting_bound(problem.weights, num_parts, free);
-    }
-  }
-  if (request.max_tokens) {
-    const Weight most = largest_load(request.tokens, plan.assignment, num_parts);
-    plan.most_tokens = std::max(*request.max_tokens, most);
-  }
-  plan.loads = sum_by_rank(plan.assignment, request.workloads, num_parts);
-  plan.bound = bound.load;
-  return plan;
 }
 
 }  // namespace evenrank

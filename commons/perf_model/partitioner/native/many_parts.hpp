@@ -1,0 +1,322 @@
+// Plans near home for many partitions. The twin of many_parts.py; by sample, as rows of a rank lie together there.
+#pragma once
+
+#include "plan.hpp"
+
+namespace evenrank {
+
+constexpr Index kMany = 512;
+constexpr int kAsked = 64;
+constexpr std::size_t kMostSwaps = 2;
+
+// The partition with the largest (or smallest) load of a range, ties by index: a tournament over those that take part.
+template <bool largest>
+class Tournament {
+ public:
+  explicit Tournament(const Weights& loads) : loads_(loads), first_(1) {
+    while (first_ < loads.size()) first_ *= 2;
+    winners_.assign(2 * first_, kNone);
+    for (std::size_t part = 0; part < loads.size(); ++part) winners_[first_ + part] = static_cast<Index>(part);
+    for (std::size_t at = first_; --at > 0;) winners_[at] = better(winners_[2 * at], winners_[2 * at + 1]);
+  }
+
+  Index winner() const { return winners_[1]; }
+
+  Index winner(std::size_t begin, std::size_t end) const {
+    Index left = kNone;
+    Index right = kNone;
+    for (begin += first_, end += first_; begin < end; begin /= 2, end /= 2) {
+      if (begin % 2 == 1) left = better(left, winners_[begin++]);
+      if (end % 2 == 1) right = better(winners_[--end], right);
+    }
+    return better(left, right);
+  }
+
+  bool takes_part(Index part) const { return winners_[first_ + part] != kNone; }
+  void enter(Index part) { set(part, part); }
+  void leave(Index part) { set(part, kNone); }
+
+  void changed(Index part) {
+    for (std::size_t at = (first_ + part) / 2; at > 0; at /= 2) {
+      winners_[at] = better(winners_[2 * at], winners_[2 * at + 1]);
+    }
+  }
+
+ private:
+  void set(Index part, Index value) {
+    winners_[first_ + part] = value;
+    changed(part);
+  }
+
+  // `a` stands before `b`.
+  Index better(Index a, Index b) const {
+    if (a == kNone || b == kNone) return a == kNone ? b : a;
+    return (largest ? loads_[b] > loads_[a] : loads_[b] < loads_[a]) ? b : a;
+  }
+
+  const Weights& loads_;
+  std::size_t first_;
+  Indices winners_;
+};
+
+class HeaviestLowered {
+ public:
+  HeaviestLowered(const Problem& problem, const Request& request, Indices parts, const Weights& sizes, Weight limit)
+      : request_(request),
+        order_(problem.order),
+        num_light_(static_cast<Index>(problem.order.size())),
+        limits_(problem.limits),
+        limit_(limit),
+        sizes_(sizes),
+        parts_(std::move(parts)),
+        nodes_(problem.num_parts),
+        samples_(problem.num_parts),
+        loads_(sum_by_rank(parts_, request.workloads, problem.num_parts)),
+        heaviest_(loads_),
+        lightest_(loads_),
+        left_node_(problem.num_parts, false),
+        left_lightest_(problem.num_parts, false),
+        forced_(problem.num_parts, false),
+        has_large_(problem.num_parts, false),
+        gain_shift_(std::max(0, bit_length(problem.weights.front()) - kBits)),
+        cost_shift_(std::max(0, bit_length(2 * kNodeCost * largest_of(sizes)) - kBits)) {
+    if (request.max_tokens) held_ = sum_by_rank(parts_, request.tokens, problem.num_parts);
+    const Indices counts = count_per_part(parts_, problem.num_parts);
+    for (Index part = 0; part < problem.num_parts; ++part) {
+      nodes_[part] = part / request.ranks_per_node;
+      samples_[part].reserve(counts[part] + 1);
+    }
+    position_.resize(parts_.size());
+    Index position = 0;
+    for (const Index sample : problem.order) {
+      samples_[parts_[sample]].push_back(sample);
+      position_[sample] = position++;
+    }
+  }
+
+  Indices run() {
+    for (const Index sample : order_) {
+      if (!is_large(sample)) break;
+      has_large_[parts_[sample]] = true;
+    }
+    for (const Index sample : order_) {
+      if (!is_large(sample)) break;
+      leave_lightest(parts_[sample]);
+    }
+    for (std::size_t swaps = kMostSwaps * parts_.size(); swaps > 0;) {
+      const Index heavy = heaviest_.winner();
+      if (heavy == kNone || loads_[heavy] <= limit_) break;
+      const Swap found = find_swap(heavy);
+      if (found.efficiency < 0) {
+        if (!leave_lightest(heavy)) heaviest_.leave(heavy);
+      } else {
+        carry_out(heavy, found);
+        --swaps;
+      }
+    }
+    return std::move(parts_);
+  }
+
+ private:
+  struct Swap {
+    Weight efficiency = -1;
+    Index light = kNone;
+    Index row = kNone;
+    Index back = kNone;
+  };
+
+  // A partition with one row that no second one of its size fits beside is left the lightest rows of all, as far as it
+  // has to give others up, while there is room for what it gives. Whether it has given any.
+  bool leave_lightest(Index heavy) {
+    const Indices& own = samples_[heavy];
+    if (own.empty() || !is_large(own[0]) || (own.size() > 1 && is_large(own[1]))) return false;
+    has_large_[heavy] = true;
+    const Weight load = loads_[heavy];
+    int failed = 0;
+    for (Index at = num_light_; at > 0 && failed < kAsked && loads_[heavy] > limit_; --at) {
+      const Index light = parts_[order_[at - 1]];
+      if (light == heavy || has_large_[light] || loads_[light] >= limit_) {
+        if (at == num_light_) --num_light_;
+        continue;
+      }
+      const Swap swap = best_within(heavy, light);
+      if (swap.efficiency >= 0) {
+        carry_out(heavy, swap);
+      } else {
+        ++failed;
+      }
+    }
+    return loads_[heavy] < load;
+  }
+
+  // No second row of its size fits beside it.
+  bool is_large(Index sample) const { return request_.workloads[sample] > limit_ - request_.workloads[sample]; }
+
+  void carry_out(Index heavy, const Swap& swap) {
+    give(heavy, swap.light, swap.row);
+    if (swap.back != kNone) give(swap.light, heavy, swap.back);
+    for (const Index part : {heavy, swap.light}) {
+      heaviest_.changed(part);
+      lightest_.changed(part);
+    }
+  }
+
+  Swap find_swap(Index heavy) {
+    const Index num_parts = static_cast<Index>(loads_.size());
+    const Index node = request_.ranks_per_node;
+    if (node < num_parts && !left_node_[heavy]) {
+      const Index first = nodes_[heavy] * node;
+      const Swap swap = best_within(heavy, lightest_.winner(first, std::min(first + node, num_parts)));
+      if (swap.efficiency >= 0) return swap;
+      left_node_[heavy] = true;
+    }
+    Swap swap;
+    Indices asked;
+    while (swap.efficiency < 0 && !left_lightest_[heavy] && asked.size() < kAsked) {
+      const Index light = lightest_.winner();
+      if (light == kNone || loads_[light] >= limit_) break;
+      swap = best_within(heavy, light);
+      if (swap.efficiency < 0) {
+        asked.push_back(light);
+        lightest_.leave(light);
+      }
+    }
+    for (const Index light : asked) lightest_.enter(light);
+    if (swap.efficiency < 0) left_lightest_[heavy] = true;
+    if (swap.efficiency < 0 && !forced_[heavy]) {
+      forced_[heavy] = true;
+      const Index light = lightest_.winner();
+      swap = best(heavy, light, loads_[heavy] - loads_[light] - 1);
+      if (swap.efficiency >= 0) heaviest_.enter(light);
+    }
+    return swap;
+  }
+
+  Swap best_within(Index heavy, Index light) const { return best(heavy, light, limit_ - loads_[light]); }
+
+  Swap best(Index heavy, Index light, Weight room) const {
+    Swap best;
+    if (room <= 0) return best;
+    best.light = light;
+    const Weights& weights = request_.workloads;
+    const Indices& rows = samples_[heavy];
+    const Indices& others = samples_[light];
+    const Weight excess = loads_[heavy] - limit_;
+    const bool may_move = static_cast<Weight>(rows.size()) > limits_.min_count &&
+                          static_cast<Weight>(others.size()) < limits_.max_count;
+    std::size_t enough = 0;  // of the others bring enough back
+    for (const Index row : rows) {
+      const Weight cost_out = cost_at(row, light) - cost_at(row, heavy);
+      const auto consider = [&](Index back) {
+        const Weight taken = weights[row] - (back == kNone ? 0 : weights[back]);
+        if (taken <= 0 || taken > room) return;
+        const Weight cost = cost_out + (back == kNone ? 0 : cost_at(back, heavy) - cost_at(back, light));
+        const Weight gain = std::min(taken, excess) >> gain_shift_;
+        const Weight efficiency = efficiency_above(best.efficiency, gain, cost);
+        if (efficiency > best.efficiency && keeps_cap(heavy, light, row, back)) {
+          best.efficiency = efficiency;
+          best.row = row;
+          best.back = back;
+        }
+      };
+      if (!others.empty()) {
+        while (enough < others.size() && weights[others[enough]] >= weights[row] - room) ++enough;
+        if (enough > 0) consider(others[enough - 1]);
+        consider(others.back());
+      }
+      if (may_move) consider(kNone);
+    }
+    return best;
+  }
+
+  // The efficiency of a swap if it is above `least`, else -1: most are not, and a product tells without a division.
+  Weight efficiency_above(Weight least, Weight gain, Weight cost) const {
+    if (cost <= 0) return kFree + gain;
+    const Weight divisor = std::max<Weight>(cost >> cost_shift_, 1);
+    if (static_cast<__int128>(least + 1) * divisor > (gain << kBits)) return -1;
+    return (gain << kBits) / divisor;
+  }
+
+  Weight cost_at(Index sample, Index part) const {
+    const Index home = request_.home[sample];
+    if (home == part) return 0;
+    return sizes_[sample] * (nodes_[home] == nodes_[part] ? 1 : kNodeCost);
+  }
+
+  bool keeps_cap(Index heavy, Index light, Index row, Index back) const {
+    if (held_.empty()) return true;
+    const Weight taken = request_.tokens[row] - (back == kNone ? 0 : request_.tokens[back]);
+    return held_[heavy] - taken <= *request_.max_tokens && held_[light] + taken <= *request_.max_tokens;
+  }
+
+  void give(Index from, Index to, Index sample) {
+    const auto before = [&](Index a, Index b) { return position_[a] < position_[b]; };
+    Indices& source = samples_[from];
+    Indices& target = samples_[to];
+    source.erase(std::lower_bound(source.begin(), source.end(), sample, before));
+    target.insert(std::lower_bound(target.begin(), target.end(), sample, before), sample);
+    parts_[sample] = to;
+    loads_[from] -= request_.workloads[sample];
+    loads_[to] += request_.workloads[sample];
+    if (!held_.empty()) {
+      held_[from] -= request_.tokens[sample];
+      held_[to] += request_.tokens[sample];
+    }
+  }
+
+  const Request& request_;
+  const Indices& order_;
+  Index num_light_;  // of the order: the lighter ones are in partitions without room
+  Limits limits_;
+  Weight limit_;
+  const Weights& sizes_;
+  Indices parts_;
+  Indices nodes_;
+  std::vector<Indices> samples_;  // by partition, heaviest first
+  Indices position_;              // of each sample in the order of weights
+  Weights loads_;
+  Weights held_;
+  Tournament<true> heaviest_;
+  Tournament<false> lightest_;
+  std::vector<bool> left_node_;
+  std::vector<bool> left_lightest_;
+  std::vector<bool> forced_;
+  std::vector<bool> has_large_;
+  int gain_shift_;
+  int cost_shift_;
+};
+
+inline std::optional<Indices> near_home_of_many(const Request& request, const Problem& problem, Weight bound) {
+  const Index num_parts = request.num_parts;
+  Weight limit = with_slack(bound, request.slack);
+  if (request.home.empty() || limit < near(bound)) return std::nullopt;
+  const auto above_cap = [&](const Indices& parts) {
+    return request.max_tokens && largest_load(request.tokens, parts, num_parts) > *request.max_tokens;
+  };
+  if (above_cap(request.home)) return std::nullopt;
+  const Weight home_load = largest_load(request.workloads, request.home, num_parts);
+  const bool even = problem.limits.keep(count_per_part(request.home, num_parts));
+  if (home_load <= bound || (even && home_load <= limit)) return request.home;
+  limit = std::min(limit, home_load - 1);
+  const Weights sizes = movable(request.tokens.empty() ? request.workloads : request.tokens);
+  const auto by_row = [&] {
+    return Home{take(request.home, problem.order), take(sizes, problem.order), request.ranks_per_node};
+  };
+  Indices parts = request.home;
+  if (!even) {
+    parts = problem.by_sample(even_counts(problem.weights, num_parts, problem.limits, limit, by_row()));
+    if (above_cap(parts)) return std::nullopt;
+  }
+  parts = HeaviestLowered(problem, request, std::move(parts), sizes, limit).run();
+  if (largest_load(request.workloads, parts, num_parts) > limit) {
+    Cap cap;
+    if (request.max_tokens) cap = {take(request.tokens, problem.order), *request.max_tokens};
+    std::optional<Indices> dealt = redeal_heaviest(problem, take(parts, problem.order), by_row(), limit,
+                                                   request.max_tokens ? &cap : nullptr);
+    if (!dealt) return std::nullopt;
+    parts = problem.by_sample(*dealt);
+  }
+  return parts;
+}
+
+}  // namespace evenrank

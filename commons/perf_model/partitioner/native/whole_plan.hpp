@@ -1,0 +1,44 @@
+// A whole plan: the algorithm asked for, then the cap on tokens, then rows kept home. The twin of plan.py.
+#pragma once
+
+#include "many_parts.hpp"
+
+namespace evenrank {
+
+inline Indices plan_freely(const Request& request, const Problem& problem, const Bound& bound) {
+  const Index num_parts = request.num_parts;
+  Indices assignment = problem.by_sample(by_method(request.method, problem, bound));
+  Cap cap;
+  if (request.max_tokens) {
+    cap = {request.tokens, *request.max_tokens};
+    assignment = under_cap(problem, std::move(assignment), near(bound.load), cap);
+    Weight reached = largest_load(cap.weights, assignment, num_parts);
+    if (!request.home.empty()) reached = std::min(reached, largest_load(cap.weights, request.home, num_parts));
+    cap.limit = std::max(cap.limit, reached);
+  }
+  if (request.home.empty()) return assignment;
+  return keep_rows_home(problem, std::move(assignment), request, request.max_tokens ? &cap : nullptr);
+}
+
+inline Plan make_plan(const Request& request) {
+  const Index num_parts = request.num_parts;
+  const Problem problem = Problem::of(request.workloads, num_parts, request.equal_size);
+  Bound bound = counting_bound(problem.weights, num_parts, problem.limits);
+  std::optional<Indices> assignment;
+  if (request.method == Method::kRefined && num_parts >= kMany) {
+    assignment = near_home_of_many(request, problem, bound.load);
+  }
+  if (!assignment) assignment = plan_freely(request, problem, bound);
+  if (!request.home.empty() && !problem.limits.keep(count_per_part(*assignment, num_parts))) {
+    const Limits free = Limits::of(static_cast<Weight>(problem.weights.size()), num_parts, false);
+    bound = counting_bound(problem.weights, num_parts, free);
+  }
+  Plan plan{std::move(*assignment), {}, bound.load, 0};
+  plan.loads = sum_by_rank(plan.assignment, request.workloads, num_parts);
+  if (request.max_tokens) {
+    plan.most_tokens = std::max(*request.max_tokens, largest_load(request.tokens, plan.assignment, num_parts));
+  }
+  return plan;
+}
+
+}  // namespace evenrank

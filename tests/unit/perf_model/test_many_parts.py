@@ -1,0 +1,129 @@
+"""Plans near home for many partitions: what they keep, and that both cores make the same ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commons.perf_model.partitioner import many_parts, partition, reference
+from commons.perf_model.partitioner.inputs import as_int64_workloads
+from commons.perf_model.partitioner.many_parts import MANY
+from commons.perf_model.partitioner.native_core import native_core
+from commons.perf_model.partitioner.request import Request
+
+
+class Case(NamedTuple):
+    """Rows of many partitions."""
+
+    tokens: np.ndarray
+    home: np.ndarray
+    num_parts: int
+
+    @property
+    def workloads(self) -> np.ndarray:
+        return as_int64_workloads(5120 * self.tokens + self.tokens**2)
+
+    def loads(self, parts: np.ndarray) -> np.ndarray:
+        return np.bincount(parts, weights=self.workloads, minlength=self.num_parts).astype(np.int64)
+
+
+def make_case(kind: str, num_parts: int, rows: int, seed: int, *, uneven: bool = False) -> Case:
+    """`rows` per partition, or up to twice as many; "user-like" has rows that fill a partition."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 2 * rows, num_parts) if uneven else np.full(num_parts, rows)
+    number = int(counts.sum())
+    if kind == "user-like":
+        tokens = (20 + rng.lognormal(np.log(130), 1.4, number)).clip(20, 8192)
+    elif kind == "zipf":
+        tokens = rng.zipf(1.2, number).clip(1, 4096)
+    elif kind == "ties":
+        tokens = rng.integers(0, 4, number)
+    else:
+        tokens = rng.lognormal(5.89, 0.83, number).clip(1, 4096)
+    return Case(tokens.astype(np.int64), np.repeat(np.arange(num_parts), counts), num_parts)
+
+
+CASES = st.builds(
+    make_case,
+    st.sampled_from(["user-like", "zipf", "ties", "lognormal"]),
+    st.sampled_from([MANY, MANY + 37]),
+    st.just(4),
+    st.integers(0, 2**16),
+    uneven=st.booleans(),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(CASES, st.sampled_from([8, 5, 10**6]), st.sampled_from([0.0, 0.01, 0.1]), st.booleans(), st.booleans())
+def test_keeps_what_is_promised(case: Case, node: int, slack: float, equal_size: bool, capped: bool) -> None:
+    most_at_home = int(np.bincount(case.home, weights=case.tokens).max())
+    plan = partition(
+        case.workloads,
+        case.num_parts,
+        equal_size=equal_size,
+        tokens=case.tokens,
+        max_tokens=most_at_home if capped else None,
+        home=case.home,
+        ranks_per_node=node,
+        slack=slack,
+    )
+    assert len(plan.assignment) == len(case.tokens)
+    np.testing.assert_array_equal(plan.loads, case.loads(plan.assignment))
+    counts = np.bincount(plan.assignment, minlength=case.num_parts)
+    is_home = np.array_equal(plan.assignment, case.home)
+    assert is_home or not equal_size or counts.max() - counts.min() <= 1
+    assert plan.loads.max() >= plan.lower_bound
+    assert is_home or plan.loads.max() < case.loads(case.home).max()
+    if capped:
+        assert np.bincount(plan.assignment, weights=case.tokens).max() <= most_at_home
+
+
+@pytest.mark.skipif(native_core() is None, reason="the native core has not been built")
+@settings(max_examples=5, deadline=None)
+@given(CASES, st.sampled_from([8, 5, 10**6]), st.sampled_from([0.01, 0.1]), st.booleans(), st.booleans())
+def test_both_cores_agree(case: Case, node: int, slack: float, equal_size: bool, capped: bool) -> None:
+    cap = int(np.bincount(case.home, weights=case.tokens).max()) if capped else None
+    request = Request(
+        case.workloads,
+        case.num_parts,
+        equal_size=equal_size,
+        tokens=case.tokens,
+        max_tokens=cap,
+        home=case.home,
+        ranks_per_node=min(node, case.num_parts),
+        slack=slack,
+    )
+    core = native_core()
+    assert core is not None
+    native, expected = core.plan(request), reference.plan(request)
+    np.testing.assert_array_equal(native.assignment, expected.assignment)
+    assert (native.bound, native.most_tokens) == (expected.bound, expected.most_tokens)
+
+
+@pytest.mark.parametrize(("kind", "most_moved"), [("lognormal", 0.10), ("user-like", 0.10), ("zipf", 0.20)])
+def test_few_tokens_move_and_the_slack_is_kept(kind: str, most_moved: float) -> None:
+    case = make_case(kind, 1024, 32, 0)
+    plan = partition(case.workloads, 1024, tokens=case.tokens, home=case.home, ranks_per_node=8, slack=0.01)
+    moved = case.tokens[plan.assignment != case.home].sum() / case.tokens.sum()
+    assert plan.optimality_gap <= 0.01
+    assert moved <= most_moved
+
+
+def test_fewer_partitions_are_planned_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("planned as many")
+
+    monkeypatch.setattr("commons.perf_model.partitioner.plan.near_home_of_many", refuse)
+    case = make_case("lognormal", MANY - 1, 2, 0)
+    request = Request(case.workloads, case.num_parts, tokens=case.tokens, home=case.home, slack=0.01, ranks_per_node=8)
+    reference.plan(request)
+    with pytest.raises(AssertionError, match="planned as many"):
+        reference.plan(Request(**{**_fields(request), "num_parts": many_parts.MANY}))
+
+
+def _fields(request: Request) -> dict[str, object]:
+    return {name: getattr(request, name) for name in Request.__slots__}
