@@ -209,7 +209,7 @@ def _draw(played: dict[tuple[int, int], OneRank], link: LinkModel) -> None:
             axis.set_xlabel("ranks")
         axes[0].set_ylabel("milliseconds")
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(keys) + 1, fontsize=8, frameon=False)
         figure.savefig(PICTURE, metadata={"Date": None})
 
 
