@@ -97,10 +97,11 @@ def play_rank(world_size: int, rows: int, features: int, lengths_name: str, repe
     rank = world_size // 2
     lengths = draw_lengths(lengths_name, world_size * rows, 0).reshape(world_size, rows)
     context = [f"context_{key}" for key in range(features - 2)]
+    sizes: dict[str, Any] = dict(SIZES)
     options = {"ranks_per_node": NODE if world_size % NODE == 0 else None} | options
     with (
         fake_ranks(world_size, rank),
-        closing(HSTUBalancedBatchShuffler(**SIZES, options=ShufflerOptions(**options))) as shuffler,
+        closing(HSTUBalancedBatchShuffler(**sizes, options=ShufflerOptions(**options))) as shuffler,
     ):
         batch = make_batch(lengths[rank], context)
         before = _reset_peak()
