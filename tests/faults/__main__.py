@@ -14,6 +14,8 @@ Examples:
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 import time
@@ -26,6 +28,7 @@ import tyro
 from rich.console import Console
 from tqdm import tqdm
 
+from commons.console import parser_error, print_error
 from tests.faults.nursery import Nursery
 from tests.faults.page import rewrite_page, screen_table
 from tests.faults.supervisor import Result, run_trial
@@ -83,9 +86,24 @@ class Arguments:
             raise ValueError(f"{', '.join(missing)} cannot be read; give files that exist")
 
 
+def _arguments() -> Arguments:
+    """The command line; a mistake there is one line, and status 2."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(Arguments, description=__doc__)
+    except SystemExit as exit:
+        if exit.code:
+            print_error(parser_error(said.getvalue()))
+        raise
+    except ValueError as error:
+        print_error(str(error))
+        raise SystemExit(2) from None
+
+
 def main() -> int:
     """Run trials; returns the exit status."""
-    args = tyro.cli(Arguments, description=__doc__)
+    args = _arguments()
     names = [name for name in kinds_for(args.store) if not args.kinds or any(word in name for word in args.kinds)]
     trials = [draw(args.seed, number, args.store, args.timeout, names) for number in args.only or range(args.trials)]
     earlier = [Result.from_json(json.loads(line)) for path in args.merge for line in path.read_text().splitlines()]

@@ -1,0 +1,57 @@
+"""The fault programme works: a few faults of every sort in real ranks, and a trial depends on its number alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import acts
+from tests.faults.kinds import KINDS
+from tests.faults.page import BEGIN, END, rewrite_page
+from tests.faults.supervisor import Result
+from tests.faults.trials import draw, kinds_for
+
+ROOT = Path(__file__).parents[2]
+# Their outcome does not hang on how fast the machine is.
+QUICK = ("aborted", "other options", "packed", "corrupted digest", "clocks", "workloads: negative")
+
+
+def faults(*arguments, timeout=120):
+    command = [sys.executable, "-m", "tests.faults", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_a_few_faults_end_as_expected(tmp_path):
+    run = faults(
+        "--trials", len(QUICK), "--store", "agent", "--timeout", 10, "--out", tmp_path / "out.jsonl", "--kinds", *QUICK
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = [Result.from_json(json.loads(line)) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len({result.trial.kind for result in results}) == len(QUICK)
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    rewrite_page(page, results)
+    assert page.read_text().startswith("before\n") and page.read_text().endswith("after\n")
+    assert "clocks that jump | agent | 1 | all go on; every row is trained" in page.read_text()
+
+
+@pytest.mark.parametrize("arguments", [("--trials", "-1"), ("--kinds", "nothing"), ("--merge", "missing.jsonl")])
+def test_a_mistake_on_the_command_line_is_one_line(arguments):
+    run = faults(*arguments)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "Traceback" not in run.stderr, run.stderr
+
+
+def test_a_trial_depends_on_the_seed_and_its_number_alone():
+    for store in ("agent", "rank0", "both"):
+        names = kinds_for(store)
+        drawn = [draw(7, number, store, 3.0, names) for number in range(len(names))]
+        assert {trial.kind for trial in drawn} == set(names)  # every kind has its turn
+        assert draw(7, 5, store, 3.0, names) == drawn[5]
+
+
+def test_every_kind_has_its_act():
+    assert not [kind.name for kind in KINDS.values() if not callable(getattr(acts, kind.act, None))]
