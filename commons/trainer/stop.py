@@ -74,7 +74,8 @@ class StopSignal:
         if group is None:  # a single rank agrees with itself
             self.agreed = self._heard
             return
-        self._pending = heard, dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        with self._channel.collective(self._asked, _QUESTION):
+            self._pending = heard, dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def _take_answer(self) -> None:
         if self._pending is None or self._channel is None:

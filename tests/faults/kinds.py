@@ -112,6 +112,7 @@ _KINDS = (
         "(worker|thread)",
         places=(WORKER,),
         uses=(SHUFFLE, LOOK_AHEAD, PIPELINE),
+        loses_store=True,
     ),
     # A rank's program raises.
     Kind("SystemExit", "system_exit", MISSING, "SystemExit: told to end", places=ON_MAIN, loses_store=True),
