@@ -22,7 +22,7 @@ GRACE_SECONDS = 10.0
 # How long a trial may take to come to its fault, and one in which all go on to come to its end.
 _LIMIT_SECONDS = 90.0
 _POLL_SECONDS = 0.02
-_DEV_SHM = Path("/dev/shm")  # noqa: S108  looked at, not written
+_DEV_SHM = Path("/dev/shm")
 
 
 @dataclass

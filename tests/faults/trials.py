@@ -59,9 +59,9 @@ class Trial:
 def draw(seed: int, number: int, store: Literal["agent", "rank0", "both"], timeout: float, kinds: list[str]) -> Trial:
     """The trial of a number: kinds take turns, in another order in every round; the rest is drawn."""
     which, round_of_kinds = number % len(kinds), number // len(kinds)
-    order = random.Random(f"{seed}/{round_of_kinds}").sample(kinds, len(kinds))  # noqa: S311
+    order = random.Random(f"{seed}/{round_of_kinds}").sample(kinds, len(kinds))
     kind = KINDS[order[which]]
-    rng = random.Random(f"{seed}/{number}/{kind.name}")  # noqa: S311
+    rng = random.Random(f"{seed}/{number}/{kind.name}")
     hosts = [host for host in kind.stores if store in ("both", host)]
     use = rng.choice(kind.uses)
     place = rng.choice(kind.places)
