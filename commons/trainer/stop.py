@@ -44,7 +44,8 @@ class StopSignal:
         self._heard = False
         self._asked = 0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
-        self._channel = _StopChannel(dist.group.WORLD, timeout, moves_rows=False) if enabled else None
+        # Pairwise: of many ranks too, one group over all of them answers.
+        self._channel = _StopChannel(dist.group.WORLD, timeout, moves_rows=False, pairwise=True) if enabled else None
 
     def __enter__(self) -> StopSignal:
         if self._enabled:

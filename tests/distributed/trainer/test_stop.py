@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
 import torch.distributed as dist
 
+from commons.distributed import gather_grid, group_pool
 from commons.distributed.control import RankMissingError
 from commons.trainer.stop import StopSignal
 from tests.helpers.rank_pool import RankPool
@@ -51,3 +53,13 @@ def _agrees(ranks_that_hear):
 def test_all_ranks_stop_after_the_same_step(ranks):
     assert ranks.run(_agrees, [1]) == [[False, False, True, True]] * ranks.world_size
     assert ranks.run(_agrees, []) == [[False] * 4] * ranks.world_size
+
+
+def _agrees_as_many_ranks_do(ranks_that_hear):
+    pools = mock.patch.object(group_pool, "_POOL", group_pool._Pool())
+    with pools, mock.patch.object(gather_grid, "FEWEST_RANKS", 4):
+        return _agrees(ranks_that_hear)
+
+
+def test_ranks_that_gather_in_a_grid_stop_together_too(rank_pools):
+    assert rank_pools[4].run(_agrees_as_many_ranks_do, [1]) == [[False, False, True, True]] * 4
