@@ -31,13 +31,12 @@ from commons.distributed.group_pool import (
     release_groups,
     with_payload,
 )
-from commons.distributed.missing_ranks import FailedCollective
+from commons.distributed.missing_ranks import POLL_SECONDS, Attendance, FailedChannel
 from commons.distributed.process_group import all_gather_single, describe_group, resolve_process_group
 from commons.distributed.store import StoreUnavailableError
 
-# How often a waiting rank asks the store whether the collective has failed elsewhere.
-_POLL_TIME = datetime.timedelta(seconds=1)
-# How many missing ranks a message names.
+_POLL_TIME = datetime.timedelta(seconds=POLL_SECONDS)
+# How many ranks a message names.
 _NAMED = 16
 # Bytes of text that travel as one integer.
 _WORD = 8
@@ -87,15 +86,17 @@ class ControlChannel:
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
         self.names: Sequence[int] = self.members
         self.generation = next(_GENERATIONS[tuple(self.members)])
-        self._members_digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
+        self._failed = FailedChannel(f"evenrank/{digest}/{self.generation}", self.members)
         if self.world_size > 1:
             assert group is not None  # noqa: S101  there are several ranks
+            attendance = Attendance("connection of step 0")
             try:
                 self._groups = make_in_time(
                     lambda: acquire_groups(group, timeout, moves_rows=moves_rows, pairwise=pairwise), timeout
                 )
             except RuntimeError as error:
-                raise self._missing(0, "connection", error) from None
+                raise self._missing(0, "connection", attendance, error) from None
             self.payload_group = self._groups.payload
 
     def agree(
@@ -206,62 +207,66 @@ class ControlChannel:
         Raises:
             RankMissingError: a rank did not take part in time, which is named, or has failed, with its message.
         """
-        with self.collective(step, what):
-            failed = self._failed(step, what).watch()
+        attendance = Attendance(f"{what} of step {step}")
+        with self._named(step, what, attendance):
+            failed = self._failed.watch(attendance.collective)
             while True:
                 try:
                     work.wait(_POLL_TIME)  # without the interpreter lock; a callback would need it
                     return
                 except RuntimeError:
+                    attendance.look()
                     if work.is_completed():  # with an error of its own, or well since then
                         work.wait()
                         return
                     if failed.is_set():
-                        raise self._missing(step, what) from None
+                        raise self._missing(step, what, attendance) from None
 
     @contextlib.contextmanager
     def collective(self, step: int, what: str) -> Iterator[None]:
         """Around a collective: if it fails, the error names the ranks that are missing, and the groups are given up."""
+        with self._named(step, what, Attendance(f"{what} of step {step}")):
+            yield
+
+    @contextlib.contextmanager
+    def _named(self, step: int, what: str, attendance: Attendance) -> Iterator[None]:
         try:
             yield
         except BaseException as error:  # an interrupt too leaves the ranks at different places
             self._intact = False
             if isinstance(error, RuntimeError) and not isinstance(error, RankMissingError):
-                raise self._missing(step, what, error) from None  # whose text may bring forty lines of C++
+                raise self._missing(step, what, attendance, error) from None  # whose text may bring forty lines of C++
             raise
 
-    def _failed(self, step: int, what: str) -> FailedCollective:
-        return FailedCollective(f"evenrank/{self._members_digest}/{self.generation}/{what}/{step}", self.members)
-
-    def _missing(self, step: int, what: str, error: BaseException | None = None) -> RankMissingError:
+    def _missing(
+        self, step: int, what: str, attendance: Attendance, error: BaseException | None = None
+    ) -> RankMissingError:
         """Tell the others that a collective has failed here; the error says who is missing, or who has failed.
 
         Args:
             step: number of the step or call.
             what: the collective.
+            attendance: this rank's time in it.
             error: what torch says of it; its first line is kept where nobody is missing.
         """
         said = "" if error is None else f" ({first_line(error)})"
         try:
-            missing, failure = self._failed(step, what).who_is_missing()
+            missing, late, failure = self._failed.who_is_missing(attendance)
         except StoreUnavailableError as unavailable:
             return RankMissingError(
                 f"the {what} of step {step} failed on rank {dist.get_rank()} and {unavailable}{said}"
             )
         if failure is not None:
             return RankMissingError(failure)
+        advice = f"({self.description}); {self.remedy} if it was only slow"
+        if late:
+            return RankMissingError(f"{_listed(late, '; ')} {advice}")
         if not missing:
             return RankMissingError(
                 f"the {what} of step {step} failed although all of {self.description} took part{said}"
             )
-        listed = ", ".join(map(str, missing[:_NAMED])) + (
-            f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
-        )
-        names = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
-        return RankMissingError(
-            f"{names} did not take part in the {what} of step {step} ({self.description}); {self.remedy} if it was "
-            "only slow"
-        )
+        names = f"{'rank' if len(missing) == 1 else 'ranks'} {_listed(missing, ', ')}"
+        return RankMissingError(f"{names} did not take part in the {what} of step {step} {advice}")
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
@@ -293,7 +298,7 @@ class ControlChannel:
             return
         self._intact = False
         text = f"rank {dist.get_rank()} failed in the {what} of step {step}: {': '.join(describe_error(error))}"
-        self._failed(step, what).post(" ".join(text.split()))
+        self._failed.post(f"{what} of step {step}", " ".join(text.split()))
 
     def close(self, *, collected: bool = False) -> None:
         """Give both groups back; not if a collective has failed in them, on this rank or for want of it.
@@ -327,6 +332,12 @@ def open_channel(
         yield channel
     finally:
         channel.close()
+
+
+def _listed(each: Sequence[Any], separator: str) -> str:
+    """The first few in words, and how many more there are."""
+    more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
+    return separator.join(map(str, each[:_NAMED])) + more
 
 
 def _as_json(call: str, options: dict[str, Any] | None) -> tuple[str, Exception | None]:

@@ -72,19 +72,19 @@ def begin_asking(question: Callable[[dist.Store], T]) -> Future[T]:
 
 
 class KeyWatch:
-    """Looks for a key again and again; a store that does not answer is left alone until it does.
+    """Looks for keys again and again; a store that does not answer is left alone until it does.
 
     Args:
-        key: to look for.
+        *keys: to look for.
     """
 
-    def __init__(self, key: str) -> None:
-        self._key = key
+    def __init__(self, *keys: str) -> None:
+        self._keys = keys
         self._asked: Future[bool] | None = None
 
     def is_set(self) -> bool:
-        """Whether the key is known to be set, or the store to have ended; takes a fraction of a second at most."""
-        self._asked = self._asked or begin_asking(lambda store: store.check([self._key]))
+        """Whether any key is known to be set, or the store to have ended; takes a fraction of a second at most."""
+        self._asked = self._asked or begin_asking(lambda store: any(store.check([key]) for key in self._keys))
         try:
             found = self._asked.result(_GLANCE_SECONDS)
         except concurrent.futures.TimeoutError:

@@ -20,8 +20,8 @@ SHUFFLE, LOOK_AHEAD, PIPELINE, WINDOWS, TRAINING = "shuffle", "look-ahead", "pip
 PLAIN = (SHUFFLE, LOOK_AHEAD, PIPELINE, WINDOWS)
 ALL = (*PLAIN, TRAINING)
 
-# What survivors say of a rank that is gone or stalls; {rank} is the faulty one.
-MISSING = r"rank {rank} did not take part in the [a-z -]+( of step \d+)? .*"
+# What survivors say of a rank that is gone or stalls, or comes back while they ask for it; {rank} is the faulty one.
+MISSING = r"rank {rank} (did not take part in|stood still for \d+ s in|came to) the [a-z -]+( of step \d+)?"
 # Of one that could still tell them.
 TOLD = r"rank {rank}(: | failed in the [a-z -]+ of step \d+: )"
 # The same where the store has gone, or does not answer, so that nobody can ask who is missing.
