@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from commons.distributed.gather_grid import ring_members
 from commons.distributed.process_group import all_gather_single
+from commons.distributed.store import break_off
 from commons.distributed.worker import DaemonWorker
 
 # Blocks of threads that NCCL may run for the exchange, each on a multiprocessor that an earlier batch's compute then
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 # Makes all groups, in the order in which they are asked for; and how much longer than a collective's timeout that may
 # take.
-_MAKER = DaemonWorker("evenrank-groups", exit_seconds=1.0)
+_MAKER = DaemonWorker("evenrank-groups", exit_seconds=1.0, break_off=break_off)
 _GRACE_SECONDS = 2.0
 
 

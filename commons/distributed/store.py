@@ -8,10 +8,13 @@ the thread. One call is on its way at a time; a call that nobody waits for any m
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -24,11 +27,40 @@ T = TypeVar("T")
 
 # How long the store may take for an answer; those of a store that is well come within milliseconds.
 ANSWER_SECONDS = 3.0
+# How long a call takes at most to notice that its connection is gone.
+_BREAK_SECONDS = 1.0
+_STDERR = 2
 # How long one look of a KeyWatch takes at most.
 _GLANCE_SECONDS = 0.2
 _RANK_0 = "rank 0"
+
+
+def break_off() -> None:
+    """Let every call of the store fail that is under way; for the end of a program, which uses the store no more.
+
+    A host that stands still leaves a thread in torch's C++. Coming back after the interpreter's end, it would abort the
+    process; so the connections to the host are shut down, which torch does not offer.
+    """
+    peer, descriptors = _LINE.peer, Path("/proc/self/fd")
+    if peer is None or not descriptors.is_dir():
+        return
+    silent, stderr = os.open(os.devnull, os.O_WRONLY), os.dup(_STDERR)
+    sys.stderr.flush()
+    os.dup2(silent, _STDERR)  # forty lines of C++ about each
+    try:
+        for descriptor in list(descriptors.iterdir()):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
+                if connection.getpeername()[:2] == peer:
+                    connection.shutdown(socket.SHUT_RDWR)
+        _WORKER.stop(_BREAK_SECONDS)
+    finally:
+        os.dup2(stderr, _STDERR)
+        os.close(silent)
+        os.close(stderr)
+
+
 # A thread that waits for a host that stands still is not waited for when the program ends.
-_WORKER = DaemonWorker("evenrank-store", exit_seconds=1.0)
+_WORKER = DaemonWorker("evenrank-store", exit_seconds=1.0, break_off=break_off)
 
 
 class StoreUnavailableError(RuntimeError):
@@ -126,6 +158,16 @@ class _Line:
     def __init__(self) -> None:
         self._address: tuple[str, int] | None = None
         self._socket: socket.socket | None = None
+
+    @property
+    def peer(self) -> tuple[str, int] | None:
+        """Address and port of the host; None where there is no connection."""
+        if self._socket is None:
+            return None
+        try:
+            return self._socket.getpeername()[:2]
+        except OSError:
+            return None
 
     def require_whole(self, host: str, port: int) -> None:
         """Raise ConnectionError if the host has ended."""

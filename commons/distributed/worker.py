@@ -2,7 +2,7 @@
 
 An executor's threads are joined at interpreter exit and would sit out a collective's timeout there; a daemon thread
 does not keep a failed process alive. But one that comes back from C++ when the interpreter has gone aborts the process,
-so at exit a job that is under way is waited for, a few seconds at most.
+so at exit a job that is under way is waited for, a few seconds at most, and then broken off if that can be done.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 # How long the end of a program waits for its workers, for all of them together.
 _EXIT_SECONDS = 5.0
+# How long a job takes at most to fail when it is broken off.
+_BROKEN_OFF_SECONDS = 1.0
 # Those whose thread has been started.
 _STARTED: weakref.WeakSet[DaemonWorker] = weakref.WeakSet()
 
@@ -35,10 +37,14 @@ class DaemonWorker:
     Args:
         name: of the thread.
         exit_seconds: how long the end of a program waits for the job that is under way.
+        break_off: called there, once, if the job is under way still; makes it fail.
     """
 
-    def __init__(self, name: str, exit_seconds: float = _EXIT_SECONDS) -> None:
+    def __init__(
+        self, name: str, exit_seconds: float = _EXIT_SECONDS, break_off: Callable[[], None] | None = None
+    ) -> None:
         self._name = name
+        self._break_off = break_off
         self._exit_seconds = exit_seconds
         self._starting = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], int | None] | None] = queue.SimpleQueue()
@@ -150,4 +156,7 @@ def _end_all() -> None:
     for worker in workers:
         worker.finish()
     for worker in workers:
-        worker.stop(timeout=max(0.0, started + worker._exit_seconds - time.monotonic()))
+        ended = worker.stop(timeout=max(0.0, started + worker._exit_seconds - time.monotonic()))
+        if not ended and worker._break_off is not None:
+            worker._break_off()
+            worker.stop(timeout=_BROKEN_OFF_SECONDS)
