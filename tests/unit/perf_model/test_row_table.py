@@ -224,11 +224,32 @@ def test_native_refuses_what_is_out_of_its_range():
     ):
         with pytest.raises(ValueError, match="a gathered table: a size or column"):
             CORE.module.read_rows(*of_table, np.array(rows), first, count)
-    for wrong in ((good.first[:1], good.real_rows), (good.first, np.array([2, -1])), (good.first[[0, 1, 1]],) * 2):
+    for wrong in (
+        (good.first[:1], good.real_rows),
+        (good.first, np.array([2, -1])),
+        (good.first, np.array([2**31, 1])),
+        (good.first[[0, 1, 1]],) * 2,
+    ):
         with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
             CORE.module.read_columns(good.words, *wrong, good.num_columns, [0])
     with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
         CORE.module.read_columns(np.zeros((2, 8), np.int64)[:, ::2], *of_table[1:], [0])
+
+
+@needs_core
+def test_native_refuses_counts_whose_sum_runs_over():
+    """Of a column with one number for all rows, the words say nothing of how many there are."""
+    counts = np.full(16, 2**60)
+    counts[-1] += 3
+    words, first = RowTable.of(np.full((16, 1), 7), np.ones(16, np.int64)).words, np.zeros(16, np.int64)
+    with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
+        CORE.module.read_columns(words, first, counts, 3, [0, 1])
+    with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
+        CORE.module.route_rows(
+            counts, counts, first[:3], words, first, 3, 0, np.zeros((0, 3), np.int64), 1, 0, False, 1
+        )
+    with pytest.raises(ValueError, match="place_of_rows takes counts: a number is out of its range"):
+        CORE.module.place_of_rows(counts)
 
 
 @needs_core

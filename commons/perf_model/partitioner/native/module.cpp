@@ -53,15 +53,24 @@ void require_sizes(const Array& workloads, Weight num_parts) {
           "there must be at least one row and one partition, and fewer than 2^31 of either");
 }
 
+// How many rows all places have; -1 where a count is negative, or where there are more than a plan can be for, whose sum
+// could run over.
+Weight total_of(const Weight* counts, Weight num_places) {
+  Weight total = 0;
+  for (Weight place = 0; place < num_places; ++place) {
+    if (counts[place] < 0 || counts[place] > INT32_MAX - total) return -1;
+    total += counts[place];
+  }
+  return total;
+}
+
 // Whatever a plan holds, nothing outside its arrays is read or written.
 void require_rows(const evenrank::RouteRequest& request) {
-  Weight num_rows = 0;
-  bool holds = true;
+  const Weight num_rows = total_of(request.real_rows, request.num_places);
+  bool holds = num_rows == request.num_rows;
   for (Index place = 0; place < request.num_places; ++place) {
-    holds = holds && request.real_rows[place] >= 0 && request.real_rows[place] <= request.rows[place];
-    num_rows += request.real_rows[place];
+    holds = holds && request.real_rows[place] <= request.rows[place];
   }
-  holds = holds && num_rows == request.num_rows;
   for (Weight row = 0; holds && row < num_rows; ++row) {
     holds = request.destination[row] >= 0 && request.destination[row] < request.num_places;
   }
@@ -111,11 +120,11 @@ using Words = py::array_t<std::int64_t, 0>;  // of any strides
 
 evenrank::RowTable table_of(const Words& words, const Array& first, const Array& real_rows, Weight num_columns) {
   constexpr py::ssize_t kItem = sizeof(std::int64_t);
-  bool holds = words.ndim() == 2 && first.ndim() == 1 && first.size() == real_rows.size() && first.size() <= INT32_MAX &&
+  const bool holds = words.ndim() == 2 && first.ndim() == 1 && first.size() == real_rows.size() && first.size() <= INT32_MAX &&
                num_columns >= 0 && num_columns <= INT32_MAX &&
                (first.size() == 0 || (words.shape(0) > 0 && first.size() % words.shape(0) == 0)) &&
-               words.strides(0) % kItem == 0 && (words.strides(1) == kItem || words.shape(1) <= 1);
-  for (py::ssize_t place = 0; holds && place < real_rows.size(); ++place) holds = real_rows.data()[place] >= 0;
+               words.strides(0) % kItem == 0 && (words.strides(1) == kItem || words.shape(1) <= 1) &&
+              total_of(real_rows.data(), real_rows.size()) >= 0;
   require(holds, "a gathered table: sizes do not match");
   return {words.data(),     words.shape(0), words.strides(0) / kItem,         words.shape(1), first.data(),
           real_rows.data(), static_cast<Index>(first.size()), num_columns};
@@ -187,9 +196,8 @@ std::optional<Array> encode_rows(const Array& workloads, const std::vector<Array
 Array read_columns(const Words& words, const Array& first, const Array& real_rows, Weight num_columns,
                    const evenrank::Weights& columns) {
   const evenrank::RowTable table = table_of(words, first, real_rows, num_columns);
-  Weight num_rows = 0;
+  const Weight num_rows = total_of(table.real_rows, table.num_places);
   bool holds = true;
-  for (Index place = 0; place < table.num_places; ++place) num_rows += table.real_rows[place];
   for (const Weight column : columns) holds = holds && column >= 0 && column < num_columns;
   Array numbers({static_cast<py::ssize_t>(columns.size()), static_cast<py::ssize_t>(num_rows)});
   Weight* const out = numbers.mutable_data();
@@ -217,11 +225,8 @@ Array read_rows(const Words& words, const Array& first, const Array& real_rows, 
 
 Array place_of_rows(const Array& real_rows) {
   const Weight* const counts = real_rows.data();
-  Weight num_rows = 0;
-  for (py::ssize_t place = 0; place < real_rows.size(); ++place) {
-    require(counts[place] >= 0, "place_of_rows takes counts: a number is out of its range");
-    num_rows += counts[place];
-  }
+  const Weight num_rows = total_of(counts, real_rows.size());
+  require(num_rows >= 0, "place_of_rows takes counts: a number is out of its range");
   Array places(num_rows);
   Weight* out = places.mutable_data();
   {
