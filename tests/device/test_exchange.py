@@ -106,7 +106,7 @@ def _exchange(kind: str, transport: Any, world_size: int, mistake: str | None = 
         pretended_pinning() as pinned,
         closing(make_shuffler(ShufflerOptions(transport=transport))) as shuffler,
     ):
-        tell_of_all_ranks(shuffler, batches, max(batch.actual_batch_size for batch in batches))
+        tell_of_all_ranks(shuffler, batches)
         shuffler.connect(device=CUDA)
         handle = shuffler.start_shuffle(batches[RANK])
         exchange = handle.prepared().exchange
