@@ -21,6 +21,8 @@ from tests.soak.streams import SquareShuffler, Stream
 
 # What a rank keeps between calls: its shuffler, shuffles in flight, and an open window.
 _OF_RANK: dict[str, Any] = {}
+# A shuffle that failed leaves its groups unused: so many failures, and the next example gets fresh ranks.
+_MOST_FAILURES = 8
 
 
 def _open() -> None:
@@ -82,10 +84,15 @@ class Calls(RuleBasedStateMachine):
     """What both ranks are told to do, and the rows that are under way."""
 
     pool: RankPool
+    failures = 0  # of the pool's ranks
 
     def __init__(self) -> None:
         super().__init__()
+        if type(self).failures > _MOST_FAILURES:
+            self.pool.stop()
+            type(self).failures = 0
         self.closed = False
+        self.closed_twice = False
         self.in_flight: deque[list[int]] = deque()  # rows of each shuffle
         self.in_windows: list[int] | None = None
         self.finished = False
@@ -130,6 +137,8 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: self.finished and not self.closed)
     @rule()
     def finish_again(self) -> None:
+        self.finished = False
+        type(self).failures += 1
         self.refused("is used twice", "_finish_again")
 
     @precondition(lambda self: self.in_windows is None)
@@ -155,16 +164,18 @@ class Calls(RuleBasedStateMachine):
         self.say("_leave_windows")
         self.in_windows = None
 
+    @precondition(lambda self: not self.closed_twice)
     @rule()
     def close(self) -> None:
-        self.closed = True
+        self.closed_twice, self.closed = self.closed, True
         self.say("_close")  # once more, too
 
     @precondition(lambda self: self.closed)
     @rule()
     def make_anew(self) -> None:
         self.say("_open")
-        self.closed, self.finished, self.in_windows = False, False, None
+        self.closed = self.closed_twice = self.finished = False
+        self.in_windows = None
         self.in_flight.clear()
 
     @invariant()
@@ -178,12 +189,20 @@ class Calls(RuleBasedStateMachine):
 
 @pytest.fixture
 def own_ranks():
-    """Ranks of this test alone: what they keep between calls must not be replaced."""
-    pool = RankPool(2)
+    """Ranks of this test alone, which are not replaced between calls: they keep their shuffler."""
+    pool = RankPool(2, most_groups=10_000)
     yield pool
     pool.stop()
 
 
 def test_calls_in_any_order(own_ranks):
     machine = type("CallsOnRanks", (Calls,), {"pool": own_ranks})
+    calls = machine()
+    for seed in range(10):  # each leaves two groups: the ranks stay, and so does what they keep
+        calls.start(seed, [True, True])
+        calls.finish()
+        calls.finish_again()
+        calls.close()
+        calls.make_anew()
+    calls.teardown()
     run_state_machine_as_test(machine, settings=settings(fuzzed(2), stateful_step_count=12))

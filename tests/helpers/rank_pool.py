@@ -71,10 +71,16 @@ def _serve(rank: int, world_size: int, store: str, connection: multiprocessing.c
 
 
 class RankPool:
-    """`world_size` processes in one gloo group, started on first use."""
+    """`world_size` processes in one gloo group, started on first use.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: how many.
+        most_groups: ranks with more process groups are replaced before the next call, and what they keep is lost.
+    """
+
+    def __init__(self, world_size: int, most_groups: int = _MOST_GROUPS) -> None:
         self.world_size = world_size
+        self._most_groups = most_groups
         self._ranks: list[_Rank] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
@@ -91,7 +97,7 @@ class RankPool:
         if problems:
             self.stop()
             raise RankFailure("\n".join(problems))
-        if any(num_groups > _MOST_GROUPS for _, num_groups in replies.values()):
+        if any(num_groups > self._most_groups for _, num_groups in replies.values()):
             self.stop()
         return [replies[rank][0] for rank in range(self.world_size)]
 
