@@ -50,7 +50,8 @@ def break_off() -> None:
     try:
         for descriptor in list(descriptors.iterdir()):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
-                if connection.getpeername()[:2] == peer:
+                address, port = connection.getpeername()[:2]
+                if (address.removeprefix("::ffff:"), port) == peer:  # torch speaks IPv6 to an IPv4 address
                     connection.shutdown(socket.SHUT_RDWR)
         _WORKER.stop(_BREAK_SECONDS)
     finally:
@@ -165,7 +166,8 @@ class _Line:
         if self._socket is None:
             return None
         try:
-            return self._socket.getpeername()[:2]
+            address, port = self._socket.getpeername()[:2]
+            return address.removeprefix("::ffff:"), port
         except OSError:
             return None
 

@@ -25,6 +25,8 @@ atexit.register(let_the_host_go_on)
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=0, world_size=1)
 ask_store(lambda store: store.set("key", "value"))
 os.kill(host, signal.SIGSTOP)
+while open(f"/proc/{host}/stat").read().rsplit(")", 1)[1].split()[0] != "T":
+    time.sleep(0.01)
 try:
     ask_store(lambda store: store.check(["key"]), seconds=0.5)
 except StoreUnavailableError:
