@@ -77,7 +77,7 @@ def near_home(
         int64 `(n,)`, the partition of each row.
 
     """
-    repaired = _repair(problem, start, home, load_limit, cap)
+    repaired = repair_start(problem, start, home, load_limit, cap)
     # Repair moves least by far, unless home is so uneven that almost everything has to move.
     if repaired is None or 2 * home.cost(repaired) > int(home.sizes.sum()):
         renamed = relabel(plan, np.arange(len(plan)), np.arange(problem.num_parts), home)
@@ -86,7 +86,9 @@ def near_home(
     return repaired
 
 
-def _repair(problem: Problem, parts: np.ndarray, home: Home, load_limit: int, cap: Cap | None) -> np.ndarray | None:
+def repair_start(
+    problem: Problem, parts: np.ndarray, home: Home, load_limit: int, cap: Cap | None
+) -> np.ndarray | None:
     """Repair `parts`, by row; None if that does not get within the limits."""
     num_parts, limits = problem.num_parts, problem.limits
     if cap is not None and _largest(cap.weights, parts, num_parts) > cap.limit:

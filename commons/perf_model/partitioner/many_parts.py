@@ -3,6 +3,7 @@
 With a home and a slack, a plan for its own sake is not needed: the lower bound says how low the loads may go. As long
 as one is above that, the heaviest partition swaps a row with the lightest one. In the rounds of `locality.repair` all
 heavy partitions look at all light ones; the plans are as good, but each of some dozens of rounds looks at everything.
+So those rounds get only what the swaps leave above the limit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from commons.perf_model.loads import sum_by_rank
-from commons.perf_model.partitioner.home_rows import movable, redeal_heaviest, with_slack
+from commons.perf_model.partitioner.home_rows import movable, repair_start, with_slack
 from commons.perf_model.partitioner.locality import BITS, FREE, NODE_COST, Home, even_counts
 from commons.perf_model.partitioner.problem import INT64_MAX, Limits, Problem
 from commons.perf_model.partitioner.refined import near
@@ -62,10 +63,10 @@ def near_home_of_many(request: Request, problem: Problem, bound: int) -> np.ndar
         return None
     parts = lower_heaviest(problem.weights, parts, num_parts, problem.limits, limit, by_row, row_cap)
     if problem.largest_load(parts) > limit:
-        dealt = redeal_heaviest(problem, parts, by_row, limit, row_cap)
-        if dealt is None:
+        repaired = repair_start(problem, parts, by_row, limit, row_cap)
+        if repaired is None or 2 * by_row.cost(repaired) > int(by_row.sizes.sum()):
             return None
-        parts = dealt
+        parts = repaired
     return problem.by_sample(parts)
 
 
@@ -85,7 +86,7 @@ def lower_heaviest(
     each fills a partition, the lightest of all may once rise above the limit and pass the rest on.
 
     Before that, while there is room everywhere, partitions with a row that almost fills them get the lightest rows of
-    all for what they have to give.
+    all for what they have to give and their node cannot take.
 
     Args:
         weights: int64 `(n,)`, descending.
@@ -104,7 +105,10 @@ def lower_heaviest(
     num_large = int(np.count_nonzero(weights > limit - weights))
     plan.has_large[plan.parts[:num_large]] = True
     for row in range(num_large):
-        plan.leave_lightest(int(plan.parts[row]))
+        heavy = int(plan.parts[row])
+        while plan.loads[heavy] > limit and (found := plan.within_node(heavy)) is not None:
+            plan.swap(heavy, *found)
+        plan.leave_lightest(heavy)
     most_swaps = MOST_SWAPS * len(weights)
     while most_swaps:
         heavy = int(plan.heavy_loads.argmax())
@@ -177,14 +181,9 @@ class _Plan:
 
     def find_swap(self, heavy: int) -> tuple[int, int, int] | None:
         """The partition to swap with, the row to give and the one to take, or `NO_ROW`; None if there is none."""
-        node = self.home.ranks_per_node
-        if node < self.num_parts and heavy not in self.left_node:
-            first = heavy // node * node
-            light = first + int(self.loads[first : first + node].argmin())
-            best = self._best_within(heavy, light)
-            if best is not None:
-                return light, *best
-            self.left_node.add(heavy)
+        found = self.within_node(heavy)
+        if found is not None:
+            return found
         if heavy not in self.left_lightest:
             loads = self.loads.copy()
             for _ in range(ASKED):
@@ -204,6 +203,19 @@ class _Plan:
                 self.heavy_loads[light] = self.loads[light]
                 return light, *best
         return None
+
+    def within_node(self, heavy: int) -> tuple[int, int, int] | None:
+        """A swap with the lightest partition of the node; None if there is none, or has been none before."""
+        node = self.home.ranks_per_node
+        if node >= self.num_parts or heavy in self.left_node:
+            return None
+        first = heavy // node * node
+        light = first + int(self.loads[first : first + node].argmin())
+        best = self._best_within(heavy, light)
+        if best is None:
+            self.left_node.add(heavy)
+            return None
+        return light, *best
 
     def leave_lightest(self, heavy: int) -> bool:
         """Give a partition with one large row the lightest rows of all for others; whether there were any."""

@@ -104,13 +104,25 @@ def test_both_cores_agree(case: Case, node: int, slack: float, equal_size: bool,
     assert (native.bound, native.most_tokens) == (expected.bound, expected.most_tokens)
 
 
-@pytest.mark.parametrize(("kind", "most_moved"), [("lognormal", 0.10), ("user-like", 0.10), ("zipf", 0.20)])
-def test_few_tokens_move_and_the_slack_is_kept(kind: str, most_moved: float) -> None:
-    case = make_case(kind, 1024, 32, 0)
-    plan = partition(case.workloads, 1024, tokens=case.tokens, home=case.home, ranks_per_node=8, slack=0.01)
-    moved = case.tokens[plan.assignment != case.home].sum() / case.tokens.sum()
+@pytest.mark.parametrize(
+    ("kind", "num_parts", "seed", "most_moved", "most_crossing"),
+    [
+        ("lognormal", 1024, 0, 0.10, 0.03),
+        ("user-like", 1024, 0, 0.10, 0.03),
+        ("zipf", 1024, 0, 0.17, 0.08),
+        # Swaps with the lightest leave some above the limit here.
+        ("zipf", 512, 0, 0.185, 0.09),
+    ],
+)
+def test_few_tokens_move_and_the_slack_is_kept(
+    kind: str, num_parts: int, seed: int, most_moved: float, most_crossing: float
+) -> None:
+    case = make_case(kind, num_parts, 32, seed)
+    plan = partition(case.workloads, num_parts, tokens=case.tokens, home=case.home, ranks_per_node=8, slack=0.01)
+    moves, crosses = plan.assignment != case.home, plan.assignment // 8 != case.home // 8
     assert plan.optimality_gap <= 0.01
-    assert moved <= most_moved
+    assert case.tokens[moves].sum() <= most_moved * case.tokens.sum()
+    assert case.tokens[crosses].sum() <= most_crossing * case.tokens.sum()
 
 
 def test_fewer_partitions_are_planned_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,13 @@ class HeaviestLowered {
     }
     for (const Index sample : order_) {
       if (!is_large(sample)) break;
-      leave_lightest(parts_[sample]);
+      const Index heavy = parts_[sample];
+      while (loads_[heavy] > limit_) {
+        const Swap swap = within_node(heavy);
+        if (swap.efficiency < 0) break;
+        carry_out(heavy, swap);
+      }
+      leave_lightest(heavy);
     }
     for (std::size_t swaps = kMostSwaps * parts_.size(); swaps > 0;) {
       const Index heavy = heaviest_.winner();
@@ -161,16 +167,20 @@ class HeaviestLowered {
     }
   }
 
-  Swap find_swap(Index heavy) {
+  // A swap with the lightest of the node, unless that has failed before.
+  Swap within_node(Index heavy) {
     const Index num_parts = static_cast<Index>(loads_.size());
     const Index node = request_.ranks_per_node;
-    if (node < num_parts && !left_node_[heavy]) {
-      const Index first = nodes_[heavy] * node;
-      const Swap swap = best_within(heavy, lightest_.winner(first, std::min(first + node, num_parts)));
-      if (swap.efficiency >= 0) return swap;
-      left_node_[heavy] = true;
-    }
-    Swap swap;
+    if (node >= num_parts || left_node_[heavy]) return {};
+    const Index first = nodes_[heavy] * node;
+    const Swap swap = best_within(heavy, lightest_.winner(first, std::min(first + node, num_parts)));
+    if (swap.efficiency < 0) left_node_[heavy] = true;
+    return swap;
+  }
+
+  Swap find_swap(Index heavy) {
+    Swap swap = within_node(heavy);
+    if (swap.efficiency >= 0) return swap;
     Indices asked;
     while (swap.efficiency < 0 && !left_lightest_[heavy] && asked.size() < kAsked) {
       const Index light = lightest_.winner();
@@ -308,13 +318,15 @@ inline std::optional<Indices> near_home_of_many(const Request& request, const Pr
     if (above_cap(parts)) return std::nullopt;
   }
   parts = HeaviestLowered(problem, request, std::move(parts), sizes, limit).run();
-  if (largest_load(request.workloads, parts, num_parts) > limit) {
+  if (largest_load(request.workloads, parts, num_parts) > limit) {  // the few that are left look at all others
     Cap cap;
     if (request.max_tokens) cap = {take(request.tokens, problem.order), *request.max_tokens};
-    std::optional<Indices> dealt = redeal_heaviest(problem, take(parts, problem.order), by_row(), limit,
+    const Home home = by_row();
+    std::optional<Indices> repaired = repair_start(problem, take(parts, problem.order), home, limit,
                                                    request.max_tokens ? &cap : nullptr);
-    if (!dealt) return std::nullopt;
-    parts = problem.by_sample(*dealt);
+    const Weight total = std::accumulate(sizes.begin(), sizes.end(), Weight{0});
+    if (!repaired || home.cost(*repaired) > total / 2) return std::nullopt;
+    parts = problem.by_sample(*repaired);
   }
   return parts;
 }
