@@ -110,7 +110,6 @@ def test_both_cores_agree(case: Case, node: int, slack: float, equal_size: bool,
         ("lognormal", 1024, 0, 0.10, 0.03),
         ("user-like", 1024, 0, 0.10, 0.03),
         ("zipf", 1024, 0, 0.17, 0.08),
-        # Swaps with the lightest leave some above the limit here.
         ("zipf", 512, 0, 0.185, 0.09),
     ],
 )
