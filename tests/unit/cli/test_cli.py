@@ -61,6 +61,14 @@ def test_help_lists_the_commands(capsys):
         (["preprocess", "ml-1m", "--source", "fine.zip", "--output", "b", "--seed", "many"], "--seed"),
         (["preprocess", "ml-1m", "--source", "fine.zip", "--output", "b", "--seed", "-1"], "seed is -1"),
         (["preprocess", "ml-1m", "--source", "missing.zip", "--output", "b"], "missing.zip does not exist"),
+        (
+            ["calibrate", "--config", "hstu/configs/random.toml", "--output", "c.toml", "--seed", "-1"],
+            "seed is -1; seeds",
+        ),
+        (
+            ["calibrate", "--config", "hstu/configs/random.toml", "--output", "c.json"],
+            "'c.json'; a calibration is a TOML",
+        ),
         (["preprocess", "ml-1m", "--source", "bad.zip", "--output", "b"], "bad.zip is no complete zip file"),
         (["preprocess", "ml-1m", "--source", "bad_line.zip", "--output", "b"], "ratings.dat line 2 is '1::2'"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from commons.datasets import raw_archive
 from commons.datasets.kuairand import VERSIONS
 from commons.datasets.movielens import preprocess_movielens, preprocess_movielens_20m
 from commons.datasets.public_datasets import PUBLIC_DATASETS
+from commons.datasets.raw_archive import open_archive
 from tests.helpers.movielens import MOVIES, RATINGS, USERS
 from tests.helpers.movielens_20m import MOVIES as MOVIES_20M
 from tests.helpers.movielens_20m import RATINGS as RATINGS_20M
@@ -367,3 +369,9 @@ class TestSizesThatLie:
         with pytest.raises(ValueError, match=r"is no complete (zip|tar) file .*: download it again"):
             preprocess_movielens_20m(source, tmp_path / "output")
         assert not list(tmp_path.glob("output/*"))
+
+
+def test_what_is_neither_a_file_nor_a_folder(tmp_path):
+    os.mkfifo(tmp_path / "ml-1m.zip")
+    with pytest.raises(ValueError, match="ml-1m.zip is neither a file nor a folder; give the archive"):
+        open_archive(tmp_path / "ml-1m.zip", [], "give the archive")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
 import weakref
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import hstu
 import sid_gr
-from commons.distributed import global_mean_loss
+from commons.distributed import global_mean_loss, group_pool
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory, register_batch_shuffler
 from commons.distributed.options import ShufflerOptions
@@ -85,6 +86,33 @@ def test_the_registry():
         BatchShufflerFactory.create_from_config({"name": "tokens"})
     with pytest.raises(TypeError, match="the shuffler config is a str; it is a dictionary"):
         BatchShufflerFactory.create_from_config("tokens")
+
+
+def test_what_is_no_handle_is_refused_before_any_message():
+    with pytest.raises(TypeError, match="handle is a NoneType; finish needs what start_shuffle returned: start first"):
+        IdentityBalancedBatchShuffler().finish_shuffle(random_batch(0, 2), None)
+
+
+def test_a_batch_without_tokens_says_what_to_write():
+    @dataclasses.dataclass
+    class Scores:
+        scores: torch.Tensor
+
+    with pytest.raises(ValueError, match="Scores has no KeyedJaggedTensor to count tokens in; .*: write a shuffler"):
+        TokensBalancedBatchShuffler().get_workloads(Scores(torch.zeros(3)))
+
+
+def test_groups_that_are_not_connected_in_time_end_in_one_line(monkeypatch):
+    monkeypatch.setattr(group_pool, "_GRACE_SECONDS", 0.0)
+    stands_still = threading.Event()
+    started = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match="process groups were not connected within 0.2 s"):
+            group_pool.make_in_time(stands_still.wait, 0.2)
+        assert time.monotonic() - started < 60
+    finally:
+        stands_still.set()
+    assert group_pool.make_in_time(lambda: 7, 60.0) == 7
 
 
 def test_the_registry_can_be_cleared_and_is_no_object():

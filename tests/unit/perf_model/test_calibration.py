@@ -19,7 +19,7 @@ from commons.perf_model.calibration import (
 from commons.perf_model.calibration_fit import StepMeasurement, fit_calibration, judge_calibration
 from commons.perf_model.measurement import RowTokens, draw_mixes, measure_steps
 from commons.perf_model.partitioner import partition
-from commons.perf_model.task_estimator import SelfAttentionTask
+from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask
 from tests.helpers.calibrations import DEVICE, TASK, make_calibration
 
 
@@ -154,6 +154,18 @@ def test_tiny_coefficients_beside_others_can_be_planned():
 def test_costs_that_no_device_has_are_refused(costs):
     with pytest.raises(ValueError, match="no device takes .* ms for a row of 131,072 tokens: measure again"):
         make_calibration(0.0, *costs)
+
+
+def test_a_calibration_in_which_rows_cost_nothing_is_refused():
+    with pytest.raises(ValueError, match="per_row, per_token and per_pair are all 0; .*: measure again"):
+        make_calibration(3.0, 0.0, 0.0, 0.0)
+
+
+def test_a_row_beyond_all_time_units_is_refused():
+    small = HSTUAttentionTask(1, 1, 1)  # few operations a row: their own limit lies beyond
+    task = CalibratedTask(small, make_calibration(task=small))
+    with pytest.raises(ValueError, match=f"a row of {2**30} tokens takes more than .*: check seqlen"):
+        task.get_workloads([3, 2**30])
 
 
 def judged(cost, num, noise, seed=0):

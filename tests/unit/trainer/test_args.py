@@ -114,11 +114,18 @@ def test_defaults():
         ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
         ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it names a folder"),
         ({"ckpt_keep": 0}, "ckpt_keep is 0; it must be an integer of at least 1"),
+        (
+            {"optimization": {"max_grad_norm": 0.0}},
+            "max_grad_norm is 0.0; a norm is positive: raise it",
+        ),
+        ({"optimization": {"min_lr_ratio": 1.5}}, "min_lr_ratio is 1.5"),
         ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
     ],
 )
 def test_a_wrong_trainer_argument(changes, message):
     with pytest.raises(ValueError, match=message) as caught:
+        if isinstance(optimization := changes.get("optimization"), dict):
+            changes = {"optimization": OptimizationArgs(**optimization)}
         TrainerArgs(**({"train_batch_size": 4, "eval_batch_size": 4} | changes))
     assert "\n" not in str(caught.value)
 

@@ -179,6 +179,9 @@ def test_a_file_that_is_none(tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
             load_config_file(TrainConfig, write(tmp_path, text, name))
         assert "\n" not in str(caught.value)
+    (tmp_path / "run.toml").write_bytes(TOML.encode() + "# café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"run.toml is no UTF-8 text \(.* at byte \d+\): save it as UTF-8"):
+        load_config_file(TrainConfig, tmp_path / "run.toml")
 
 
 def test_yaml_numbers_are_those_of_toml(tmp_path):

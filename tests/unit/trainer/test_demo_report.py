@@ -9,10 +9,12 @@ import json
 import pytest
 from rich.console import Console
 
+from commons.datasets.movielens import preprocess_movielens
 from commons.trainer.comparison import ComparisonResults, SideResults
 from commons.trainer.comparison_report import compute_figures, median_interval, report
-from commons.trainer.demo import DemoOptions, choose_ranks
+from commons.trainer.demo import DemoOptions, choose_ranks, prepare_data
 from hstu.demo import WORDING
+from tests.helpers.movielens import write_zip
 
 
 def make_results():
@@ -76,3 +78,13 @@ def test_options():
     with pytest.raises(ValueError, match="batch_size is 0"):
         DemoOptions(batch_size=0)
     assert choose_ranks("cpu") == (2, "as asked: two ranks on the CPU (gloo, one thread each)")
+
+
+def test_the_demo_replaces_no_data_of_ones_own(tmp_path):
+    options = DemoOptions(run_dir=tmp_path)
+    options.data_dir.mkdir()
+    preprocess_movielens(write_zip(tmp_path / "ml-1m.zip"), options.data_dir)
+    before = {path: path.stat().st_mtime_ns for path in options.data_dir.rglob("*")}
+    with pytest.raises(FileExistsError, match="holds data that were not generated; .*: choose another --run-dir"):
+        prepare_data(options)
+    assert {path: path.stat().st_mtime_ns for path in options.data_dir.rglob("*")} == before
