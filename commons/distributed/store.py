@@ -176,13 +176,19 @@ class _Line:
         if self._address != (host, port):
             self._socket = self._connect(host, port)
             self._address = (host, port)
-        if self._socket is None:
-            return
-        try:
-            if not self._socket.recv(1, socket.MSG_PEEK):
+        elif self._is_broken():  # which may be an earlier host's, if process groups have been made anew
+            line = self._connect(host, port)
+            if line is None:
                 raise ConnectionResetError("the host has closed the connection")
+            self._socket = line
+
+    def _is_broken(self) -> bool:
+        try:
+            return self._socket is not None and not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:  # nothing said, as it should be
-            return
+            return False
+        except ConnectionError:
+            return True
 
     @staticmethod
     def _connect(host: str, port: int) -> socket.socket | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import socket
 
 import pytest
 import torch.distributed as dist
@@ -58,3 +59,17 @@ def test_a_host_that_has_ended_is_noticed(host):
     for _ in range(2):
         with pytest.raises(ConnectionError):
             asked._require_listening(store)
+
+
+def test_a_host_at_the_address_of_one_that_has_ended_is_asked():
+    """As where a program destroys its process groups and makes them anew at the same port."""
+    line, port = asked._Line(), 0
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", port)) as server:
+            port = server.getsockname()[1]
+            line.require_whole("127.0.0.1", port)
+            accepted, _ = server.accept()
+            with accepted:
+                line.require_whole("127.0.0.1", port)
+    with pytest.raises(ConnectionError):
+        line.require_whole("127.0.0.1", port)
