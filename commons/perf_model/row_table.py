@@ -189,7 +189,8 @@ class RowTable:
     def _read(self, place: int, count: int) -> list[np.ndarray]:
         """int64 `(rows,)`, the first columns of a place that has rows."""
         own = self.words[place // (len(self.first) // len(self.words))]
-        rows, block = int(self.real_rows[place]), own[max(int(self.first[place]), 0) :].view(np.uint8)
+        rows, first = int(self.real_rows[place]), int(self.first[place])
+        block = own[first if first >= 0 else len(own) :].view(np.uint8)
         columns, at = [], self.num_columns
         for code in block[:count].tolist():
             width, is_same = code & ~_SAME_FOR_ALL, bool(code & _SAME_FOR_ALL)

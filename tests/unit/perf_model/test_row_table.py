@@ -195,7 +195,7 @@ def test_words_that_are_no_rows_are_refused(native, in_numpy):
     good = RowTable.of(np.array([[1, 2], [300, 4], [5, 6]]), np.array([2, 1]))
     changed = {
         "words": [good.words[:, :0], np.zeros_like(good.words), np.full_like(good.words, -1), good.words[:, :1]],
-        "first": [good.first + good.words.shape[1] + 1],
+        "first": [good.first + good.words.shape[1] + 1, good.first - 1],
         "real_rows": [np.array([50, 1])],
     }
     for name, values in changed.items():
