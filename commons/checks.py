@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy as np
+
 _MOST = 2**63 - 1
 
 
@@ -26,7 +28,7 @@ def as_count(value: Any, name: str, least: int) -> int:
     ValueError: num_chunks is 2.0; it must be an integer of at least 1: correct it
 
     """
-    if isinstance(value, bool):
+    if isinstance(value, (bool, np.bool_)):  # before numpy 2.3 its switches were indices too
         raise _no_integer(name, value, least)
     try:
         integer = operator.index(value)
