@@ -1,6 +1,7 @@
 """The licence of every package in this environment: `python ci/licences.py`, with the Python of .venv.
 
-Status 1 and a line for each package that names none, or one whose terms would reach the code that imports it.
+Status 1 and a line for each package that names none, or one whose terms would reach the code that imports it. A package
+that installs nothing but metadata needs none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ def licence_of(package: Distribution) -> str:
     classified = [found[1] for line in metadata.get_all("Classifier") or () if (found := _CLASSIFIER.fullmatch(line))]
     # In older metadata the field may hold the whole text of the licence.
     lines = [line.strip() for line in (metadata["License"] or "").splitlines() if re.search(r"\w", line)]
-    return " OR ".join(classified) or (lines[0] if lines and lines[0] != "UNKNOWN" else "")
+    named = " OR ".join(classified) or (lines[0] if lines and lines[0] != "UNKNOWN" else "")
+    return named or ("" if _has_files(package) else "none: nothing but the names of other packages")
+
+
+def _has_files(package: Distribution) -> bool:
+    """Whether a package installs more than its metadata; one that does not, such as cuda-toolkit, has only needs."""
+    return package.files is None or any(".dist-info" not in file.parts[0] for file in package.files)
 
 
 def problems_of(licences: Iterable[tuple[str, str]]) -> list[str]:

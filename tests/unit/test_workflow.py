@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from email.message import Message
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
 import pytest
@@ -68,12 +68,12 @@ def test_scripts_that_ci_runs_are_there():
     assert "ci/audit.sh" in scripts and [name for name in scripts if not (ROOT / name).exists()] == []
 
 
-def package(**fields):
+def package(files=("a/__init__.py", "a-1.0.dist-info/METADATA"), **fields):
     metadata = Message()
     for name, values in fields.items():
         for value in values if isinstance(values, list) else [values]:
             metadata[name.replace("_", "-")] = value
-    return SimpleNamespace(metadata=metadata)
+    return SimpleNamespace(metadata=metadata, files=None if files is None else [PurePosixPath(file) for file in files])
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,11 @@ def package(**fields):
         ({"Classifier": [f"License :: OSI Approved :: {each}" for each in "AB"]}, "A OR B"),
         ({"License": "UNKNOWN"}, ""),
         ({}, ""),
+        ({"files": None}, ""),
+        (
+            {"files": ["a-1.0.dist-info/METADATA", "a-1.0.dist-info/RECORD"]},
+            "none: nothing but the names of other packages",
+        ),
     ],
 )
 def test_the_licence_of_a_package(fields, licence):
