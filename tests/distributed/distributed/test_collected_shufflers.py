@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -24,6 +25,22 @@ def _used_shuffler(group, step):
     return shuffler, result.sample_id.tolist()
 
 
+def _make_and_use(group, step):
+    """A used shuffler, the ids of its rows, and the threads that came with it."""
+    before = set(threading.enumerate())
+    shuffler, ids = _used_shuffler(group, step)
+    return shuffler, ids, set(threading.enumerate()) - before
+
+
+def _open_channels():
+    """Sockets, pipes and events that are open; files come and go with imports and whoever measures coverage."""
+    names = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the list itself
+            names.append(str(descriptor.readlink()))
+    return sum(name.startswith(("socket:", "pipe:", "anon_inode:")) for name in names)
+
+
 def _quiet(thread_count):
     """Whether no more threads than that are left, within some seconds: a worker ends on its own."""
     deadline = time.monotonic() + 10
@@ -43,15 +60,19 @@ def _dropped(subgroups):
         kept.append(_used_shuffler(group, step)[0])
     threads = threading.active_count()
     kept.clear()
-    counts = []
+    counts, last = [], set()
     for step in range(10):
-        shuffler, ids = _used_shuffler(group, step)
+        shuffler, ids, own = _make_and_use(group, step)
         seen.append(ids)
         if dist.get_rank() == 0:
             kept.append(shuffler)
             del kept[:-1]
+            own, last = last, own
         del shuffler
-        counts.append((len(dist.distributed_c10d._world.pg_names), len(list(Path("/proc/self/fd").iterdir()))))
+        # Its groups are free when its work has ended, which a busy machine may put off: until then others are made.
+        for thread in own:
+            thread.join(10)
+        counts.append((len(dist.distributed_c10d._world.pg_names), _open_channels()))
     kept.clear()
     return counts[3:], _quiet(threads), seen
 
