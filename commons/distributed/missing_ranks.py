@@ -112,9 +112,9 @@ class FailedChannel:
             return self._verdict
 
     def _ask(self, attendance: Attendance) -> Verdict:
-        posted = self._read(self._failure_of(attendance.collective))
-        if posted is not None:
-            ask_store(lambda store: store.set(f"{self._key}/failure", posted))  # for those in other collectives
+        posted = own = self._read(self._failure_of(attendance.collective))
+        if own is not None:
+            ask_store(lambda store: store.set(f"{self._key}/failure", own))  # for those in other collectives
         self._sign_in(attendance)
         posted = posted or self._read(f"{self._key}/failure")
         missing: list[int] = []
