@@ -14,8 +14,11 @@ python=.venv/bin/python
 steps=20000 trials=200
 while [ $# -gt 0 ]; do
   case $1 in
-    --steps) steps=${2:?"--steps needs a number"}; shift 2 ;;
-    --trials) trials=${2:?"--trials needs a number"}; shift 2 ;;
+    --steps | --trials)
+      [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || { echo "error: $1 is '${2:-}'; it needs a number from 1 on" >&2; exit 2; }
+      if [ "$1" = --steps ]; then steps=$2; else trials=$2; fi
+      shift 2
+      ;;
     -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "error: $1 is no option; --steps N and --trials N are" >&2; exit 2 ;;
   esac

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import acts
+from tests.faults.__main__ import Arguments
 from tests.faults.kinds import KINDS
 from tests.faults.page import BEGIN, END, rewrite_page
 from tests.faults.supervisor import Result
@@ -43,6 +44,21 @@ def test_a_few_faults_end_as_expected(tmp_path):
 def test_a_mistake_on_the_command_line_is_one_line(arguments):
     run = faults(*arguments)
     assert run.returncode == 2 and run.stderr.count("\n") == 1 and "Traceback" not in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"kinds": ("the store's host",), "store": "rank0"}, "are part of no name; store 'rank0' has"),
+        ({"only": (-1,)}, "trials have numbers from 0 on"),
+        ({"merge": (ROOT / "README.md",)}, "does not hold one JSON line for each trial"),
+        ({"page": ROOT / "README.md"}, "README.md has not one"),
+        ({"out": ROOT / "missing" / "out.jsonl"}, "there is no folder"),
+    ],
+)
+def test_mistakes_are_told_before_any_trial(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        Arguments(**wrong)
 
 
 def test_a_trial_depends_on_the_seed_and_its_number_alone():

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from commons.console import parser_error, print_error
 from tests.faults.nursery import Nursery
-from tests.faults.page import rewrite_page, screen_table
+from tests.faults.page import require_markers, rewrite_page, screen_table
 from tests.faults.supervisor import Result, run_trial
 from tests.faults.trials import draw, kinds_for
 
@@ -78,12 +78,34 @@ class Arguments:
                 f"trials is {self.trials}, jobs {self.jobs}, timeout {self.timeout:g}; at least 0, at least 1, and "
                 "above 0 and below 60 are needed: correct them"
             )
-        unknown = [word for word in self.kinds if not any(word in name for name in kinds_for("both"))]
+        if min(self.only, default=0) < 0:
+            raise ValueError(f"only is {list(self.only)}; trials have numbers from 0 on: correct them")
+        names = kinds_for(self.store)
+        unknown = [word for word in self.kinds if not any(word in name for name in names)]
         if unknown:
-            raise ValueError(f"kinds {unknown} are part of no name; known are {', '.join(kinds_for('both'))}: choose")
+            raise ValueError(
+                f"kinds {unknown} are part of no name; store {self.store!r} has {', '.join(names)}: choose among these"
+            )
         missing = [str(path) for path in (*self.merge, *filter(None, [self.page])) if not path.is_file()]
         if missing:
             raise ValueError(f"{', '.join(missing)} cannot be read; give files that exist")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ValueError(f"out is {self.out}; there is no folder {self.out.parent}: make it")
+        if self.page is not None:
+            require_markers(self.page)
+        self.earlier()
+
+    def earlier(self) -> list[Result]:
+        """Results of the earlier runs; ValueError for a file that has something else."""
+        results = []
+        for path in self.merge:
+            try:
+                results += [Result.from_json(json.loads(line)) for line in path.read_text().splitlines()]
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(
+                    f"merge is {path}, which does not hold one JSON line for each trial: give what --out has written"
+                ) from None
+        return results
 
 
 def _arguments() -> Arguments:
@@ -106,7 +128,6 @@ def main() -> int:
     args = _arguments()
     names = [name for name in kinds_for(args.store) if not args.kinds or any(word in name for word in args.kinds)]
     trials = [draw(args.seed, number, args.store, args.timeout, names) for number in args.only or range(args.trials)]
-    earlier = [Result.from_json(json.loads(line)) for path in args.merge for line in path.read_text().splitlines()]
     started = time.monotonic()
     results: list[Result] = []
     if trials:
@@ -128,7 +149,7 @@ def main() -> int:
     results.sort(key=lambda each: each.trial.number)
     if args.out is not None:
         args.out.write_text("".join(json.dumps(each.to_json()) + "\n" for each in results))
-    every = [*earlier, *results]
+    every = [*args.earlier(), *results]
     console = Console()
     console.print(screen_table(every))
     failed = sum(bool(each.problems) for each in results)

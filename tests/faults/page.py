@@ -64,6 +64,13 @@ def screen_table(results: Sequence[Result]) -> Table:
     return table
 
 
+def require_markers(page: Path) -> None:
+    """Raise ValueError unless a page has both markers."""
+    text = page.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{page} has not one {BEGIN!r} and one {END!r}; the table goes between them: put them there")
+
+
 def rewrite_page(page: Path, results: Sequence[Result]) -> None:
     """Replace what is between the markers of a page.
 
@@ -74,9 +81,8 @@ def rewrite_page(page: Path, results: Sequence[Result]) -> None:
     Raises:
         ValueError: the page has no such markers.
     """
+    require_markers(page)
     text = page.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{page} has not one {BEGIN!r} and one {END!r}; the table goes between them: put them there")
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in summary_rows(results)]
     before, rest = text.split(BEGIN)
