@@ -27,7 +27,9 @@ TOLD = r"rank {rank}(: | failed in the [a-z -]+ of step \d+: )"
 # The same where the store has gone, or does not answer, so that nobody can ask who is missing.
 STORE_LOST = r"store"
 # What a rank says that has stalled and comes back when the others have given up.
-CAME_LATE = r"(of step \d+|connection) .*"
+CAME_LATE = r"(of step \d+|connection) .*|" + MISSING
+# What the others say where they meet in a collective of the training's own, which names nobody.
+UNNAMED = r"Connection closed by peer|Timed out|timed out"
 
 
 @dataclass(frozen=True)

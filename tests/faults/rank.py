@@ -95,10 +95,11 @@ def _join(trial: Trial, rank: int, folder: Path) -> None:
         os.environ |= {"WORLD_SIZE": str(trial.world_size)}
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         dist.init_process_group("gloo")
-        return
-    if not hosts_store:
-        store = dist.TCPStore(_LOCALHOST, int(port), is_master=False, timeout=_STORE_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.world_size)
+    else:
+        if not hosts_store:
+            store = dist.TCPStore(_LOCALHOST, int(port), is_master=False, timeout=_STORE_TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.world_size)
+    dist.barrier()  # a fault shall not meet a rank that is still in torch's own call
 
 
 def _threads_of_shufflers() -> list[str]:

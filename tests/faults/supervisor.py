@@ -235,8 +235,10 @@ class _Run:
         patterns = [expected.format(rank=self._trial.rank)]
         if kind.loses_store and (self._trial.hosts_store or (self._trial.store == "agent" and "store" in kind.act)):
             patterns.append(kinds.STORE_LOST)
+        if self._trial.use == kinds.TRAINING and not end.faulty:
+            patterns.append(kinds.UNNAMED)
         if not any(re.search(pattern, end.text, re.DOTALL) for pattern in patterns):
-            problems.append(f"{name} said '{end.text}', expected /{patterns[-1]}/")
+            problems.append(f"{name} said '{end.text}', expected /{'|'.join(patterns)}/")
         return problems
 
     def _lost_rows(self) -> list[str]:
