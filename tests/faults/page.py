@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from tests.faults.kinds import KINDS
@@ -60,7 +61,7 @@ def screen_table(results: Sequence[Result]) -> Table:
     for name in HEAD:
         table.add_column(name, overflow="fold", justify="right" if name == "worst, s" else "left")
     for row in summary_rows(results):
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table
 
 
