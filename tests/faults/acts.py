@@ -71,9 +71,13 @@ def _stop(injector: Injector, value: Any, seconds: float) -> Any:
     return value
 
 
+def _too_long(injector: Injector) -> float:
+    """Seconds after which the others are looking for names, or have gone."""
+    return injector.trial.timeout + (3.0 if injector.trial.number % 2 else 7.0)
+
+
 def stop_long(injector: Injector, value: Any) -> Any:
-    # Coming back while the others look for names, or when they have gone.
-    return _stop(injector, value, injector.trial.timeout + (3.0 if injector.trial.number % 2 else 7.0))
+    return _stop(injector, value, _too_long(injector))
 
 
 def stop_briefly(injector: Injector, value: Any) -> Any:
@@ -89,7 +93,7 @@ def _hold(injector: Injector, value: Any, seconds: float) -> Any:
 
 
 def hold_long(injector: Injector, value: Any) -> Any:
-    return _hold(injector, value, injector.trial.timeout + (3.0 if injector.trial.number % 2 else 7.0))
+    return _hold(injector, value, _too_long(injector))
 
 
 def hold_briefly(injector: Injector, value: Any) -> Any:
@@ -98,7 +102,7 @@ def hold_briefly(injector: Injector, value: Any) -> Any:
 
 def block(injector: Injector, value: Any) -> Any:
     injector.say("fault")
-    time.sleep(injector.trial.timeout + (3.0 if injector.trial.number % 2 else 7.0))
+    time.sleep(_too_long(injector))
     injector.say("resumed")
     return value
 

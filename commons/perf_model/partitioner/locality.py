@@ -55,7 +55,7 @@ class Home:
     ranks_per_node: int
     steps: int = 1
 
-    def cost_at(self, rows: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    def cost_at(self, rows: np.ndarray, parts: np.ndarray | int) -> np.ndarray:
         """Cost of having `rows` in `parts`: 0 at home, their size within the node, `NODE_COST` times that beyond."""
         home, ranks = self.parts[rows], parts // self.steps
         same_node = home // self.ranks_per_node == ranks // self.ranks_per_node

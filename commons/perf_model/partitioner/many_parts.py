@@ -284,8 +284,8 @@ class _Plan:
         back = np.stack(backs, axis=1)
         there = back != NO_ROW
         taken = self.weights[rows][:, None] - np.where(there, self.weights[back], 0)
-        cost = (self._cost_at(rows, light) - self._cost_at(rows, heavy))[:, None]
-        cost = cost + np.where(there, self._cost_at(back, heavy) - self._cost_at(back, light), 0)
+        cost = (self.home.cost_at(rows, light) - self.home.cost_at(rows, heavy))[:, None]
+        cost = cost + np.where(there, self.home.cost_at(back, heavy) - self.home.cost_at(back, light), 0)
         allowed = exists.T & (taken > 0) & (taken <= room)
         if self.cap is not None and self.held is not None:
             more = self.cap.weights[rows][:, None] - np.where(there, self.cap.weights[back], 0)
@@ -295,11 +295,6 @@ class _Plan:
         efficiency = np.where(allowed, efficiency, -1)
         at, which = divmod(int(efficiency.argmax()), 3)
         return None if efficiency[at, which] < 0 else (int(rows[at]), int(back[at, which]))
-
-    def _cost_at(self, rows: np.ndarray, part: int) -> np.ndarray:
-        home, node = self.home.parts[rows], self.home.ranks_per_node
-        away = np.where(home // node == part // node, 1, NODE_COST)
-        return self.home.sizes[rows] * np.where(home == part, 0, away)
 
 
 def _largest(weights: np.ndarray, parts: np.ndarray, num_parts: int) -> int:

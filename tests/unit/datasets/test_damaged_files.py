@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.datasets.data_loader import get_data_loader
-from commons.datasets.event_columns import EventColumns
 from commons.datasets.kuairand import preprocess_kuairand
 from commons.datasets.movielens import preprocess_movielens, preprocess_movielens_20m
 from commons.datasets.own_parquet import preprocess_parquet
@@ -31,16 +30,8 @@ from tests.helpers.fuzzing import (
     odd_place,
     require_answer,
 )
+from tests.helpers.own_events import COLUMNS, EVENTS
 
-COLUMNS = EventColumns("uid", "iid", "ts", "s", ("click", "stars >= 4"), ("gender", "uid"))
-EVENTS = {
-    "uid": ["b", "a", "b", "b", "c"],
-    "iid": [-7, 10**12, 5, -7, 5],
-    "ts": [30, 5, 10, 20, 1],
-    "click": [True, False, False, True, True],
-    "stars": [5.0, 4.0, None, 1.0, 3.0],
-    "gender": ["f", None, "m", "m", "f"],
-}
 RANDOM = st.randoms(use_true_random=False)
 
 

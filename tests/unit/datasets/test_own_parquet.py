@@ -26,16 +26,7 @@ from commons.datasets.sequence_file import SequenceFile
 from commons.datasets.sequence_metadata import MANIFEST
 from commons.trainer.config import load_config_file
 from hstu.train_config import TrainConfig
-
-COLUMNS = EventColumns("uid", "iid", "ts", "s", ("click", "stars >= 4"), ("gender", "uid"))
-EVENTS = {
-    "uid": ["b", "a", "b", "b", "c"],
-    "iid": [-7, 10**12, 5, -7, 5],
-    "ts": [30, 5, 10, 20, 1],
-    "click": [True, False, False, True, True],
-    "stars": [5.0, 4.0, None, 1.0, 3.0],
-    "gender": ["f", None, "m", "m", "f"],
-}
+from tests.helpers.own_events import COLUMNS, EVENTS
 
 
 def write(path, columns=None, **changes):
