@@ -143,7 +143,7 @@ class EventFiles:
                     yield self._checked(batch, _Place(path, first), only_ids)
                     first += batch.num_rows
                     on_bytes(int(share * batch.num_rows))
-            except (pa.ArrowInvalid, OSError) as error:
+            except (pa.ArrowException, OSError) as error:
                 raise ValueError(f"{path} is damaged ({_one_line(error)}): write it again") from error
 
     def _rows_at_once(self, file: pq.ParquetFile) -> int:
@@ -305,7 +305,7 @@ def _find(source: Path) -> list[Path]:
 def _open(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, pre_buffer=False, buffer_size=_READ_AHEAD, page_checksum_verification=True)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is no parquet file, or damaged ({_one_line(error)}): write it again") from error
 
 

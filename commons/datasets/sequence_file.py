@@ -186,7 +186,7 @@ class SequenceFile:
             if shard not in self._open:
                 self._open[shard] = pq.ParquetFile(self.path / file, memory_map=True, page_checksum_verification=True)
             table = self._open[shard].read_row_group(index, columns=columns, use_threads=False)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             first_line = str(error).splitlines()[0]
             raise ValueError(f"{self.path / file} is damaged ({first_line}); preprocess the data again") from error
         if table.num_rows != expected:

@@ -183,7 +183,7 @@ def is_preprocessed(path: Path) -> bool:
         return (path / MANIFEST).is_file()
     try:
         return _V1_KEY in (pq.read_metadata(path).metadata or {})
-    except (pa.ArrowInvalid, OSError):
+    except (pa.ArrowException, OSError):
         return False
 
 

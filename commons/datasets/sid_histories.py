@@ -150,7 +150,7 @@ def _read(path: Path, column: str) -> pa.Table:
         names = pq.read_schema(path).names
         wanted = [name for name in (column, SPLIT_COLUMN) if name in names]
         table = pq.read_table(path, columns=wanted, page_checksum_verification=True)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         first_line = str(error).splitlines()[0]
         raise ValueError(f"{path} is no parquet file, or damaged ({first_line}): write it again") from None
     if column not in names:

@@ -203,7 +203,7 @@ def _read_npy(path: Path) -> _MapFile:
 def _read_parquet(path: Path) -> _MapFile:
     try:
         table = pq.read_table(path, page_checksum_verification=True)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"the file is no parquet file, or damaged ({_one_line(error)}): make it again") from None
     if not {"item_id", "sid"} <= set(table.column_names):
         raise ValueError(f"the columns are {table.column_names}; a map has item_id and sid: rename them")
@@ -246,7 +246,7 @@ def is_sid_map(path: Path) -> bool:
     """Whether a file is a map that `SIDMap.save` wrote."""
     try:
         return _METADATA_KEY in (pq.read_metadata(path).metadata or {})
-    except (pa.ArrowInvalid, OSError):
+    except (pa.ArrowException, OSError):
         return False
 
 

@@ -39,9 +39,9 @@ _ODD_TEXTS = [
 
 def fuzzed(few: int) -> settings:
     """The examples of a fuzz test: a few, always the same; with `--hypothesis-profile soak` many, drawn anew."""
-    if settings.get_current_profile_name() == "soak":
-        return settings()
     quiet = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
+    if settings.get_current_profile_name() == "soak":
+        return settings(suppress_health_check=quiet)
     return settings(max_examples=few, derandomize=True, database=None, deadline=None, suppress_health_check=quiet)
 
 
