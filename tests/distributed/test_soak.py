@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.soak.__main__ import main, parse, problems_of
 from tests.soak.accounts import require_equal, row_digests
 from tests.soak.episodes import Episode, Totals
-from tests.soak.footprint import Footprint, growth, kib_per_10k
+from tests.soak.footprint import Footprint, growth, per_10k
 from tests.soak.ranks import RankReport, run
 from tests.soak.streams import KINDS, Stream
 
@@ -51,15 +52,39 @@ def test_rows_that_are_lost_are_told(trained):
 
 
 def test_what_grows_is_told():
-    flat = [Footprint(step, 1000 + step % 300, 9, 20, 3) for step in range(0, 20_000, 100)]
-    assert abs(kib_per_10k(flat)) < 100 and growth(flat) == {"threads": 0, "descriptors": 0, "groups": 0}
-    rising = [dataclasses.replace(look, kib=look.kib + look.step, threads=9 + look.step // 6000) for look in flat]
-    assert 9_900 < kib_per_10k(rising) < 10_100
+    flat = [Footprint(step, 1000 + step % 300, 10**6, 5000, 9, 20, 3) for step in range(0, 20_000, 100)]
+    assert abs(per_10k(flat, "in_use_kib")) < 100 and growth(flat) == {"threads": 0, "descriptors": 0, "groups": 0}
+    rising = [
+        dataclasses.replace(
+            look,
+            in_use_kib=look.in_use_kib + look.step,
+            blocks=look.blocks + 2 * look.step,
+            resident_kib=look.resident_kib + look.step,
+            threads=9 + look.step // 6000,
+        )
+        for look in flat
+    ]
+    assert 9_900 < per_10k(rising, "in_use_kib") < 10_100
     assert problems_of([RankReport(Totals(), flat, [])]) == []
     assert problems_of([RankReport(Totals(), rising, flat)]) == [
-        f"rank 0: memory grew by {kib_per_10k(rising):.0f} KiB per 10,000 steps",
+        f"rank 0: {per_10k(rising, 'in_use_kib'):.0f} more KiB of memory in use per 10,000 steps; the limit is 1,024",
+        "rank 0: 20000 more of Python's blocks per 10,000 steps; the limit is 10,000",
+        "rank 0: 10000 more KiB of resident memory per 10,000 steps; the limit is 8,192",
         "rank 0: 2 more threads after all steps",
     ]
+
+
+def test_what_is_kept_is_in_use_and_what_is_freed_is_not():
+    before = Footprint.now(0)
+    kept = [torch.ones(1000) for _ in range(2000)]  # 8 MB of pieces that malloc takes from its arena
+    objects = [(index,) for index in range(50_000)]
+    held = Footprint.now(1)
+    assert 7_000 < held.in_use_kib - before.in_use_kib < 11_000 and held.blocks - before.blocks > 45_000
+    last = kept[-1]  # the pages at the end of the arena stay resident
+    del kept, objects
+    after = Footprint.now(2)
+    assert after.in_use_kib - before.in_use_kib < 500 and after.blocks - before.blocks < 5_000
+    assert float(last.sum()) == 1000
 
 
 def test_episodes_are_drawn_from_their_number_alone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +13,12 @@ import torch.distributed as dist
 
 _PROCESS = Path("/proc/self")
 COUNTS = ("threads", "descriptors", "groups")
+# Fields of glibc's struct mallinfo2, all size_t (malloc.h).
+_MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2.split()]
 
 
 @dataclass(frozen=True)
@@ -20,28 +27,38 @@ class Footprint:
 
     Attributes:
         step: when.
-        kib: memory that is resident, after a garbage collection and malloc_trim: what is held, and not what the
-            allocator keeps for later.
+        in_use_kib: memory that malloc has given out in all of its arenas, after a garbage collection: tensors, arrays,
+            and whatever native code holds. What leaks grows it.
+        blocks: of Python's own allocator in use, of at most 512 bytes each: small objects, which malloc does not see.
+        resident_kib: memory that is resident, after malloc_trim: also pages that hold little, since every thread
+            takes memory from an arena of its own and pieces in between are freed; and code that has run.
         threads: native ones too.
         descriptors: open files and sockets.
         groups: process groups.
     """
 
     step: int
-    kib: int
+    in_use_kib: int
+    blocks: int
+    resident_kib: int
     threads: int
     descriptors: int
     groups: int
 
     @classmethod
     def now(cls, step: int) -> Footprint:
-        """Look at this process; Linux with glibc."""
+        """Look at this process; Linux with glibc, 2.33 or later."""
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        libc.mallinfo2.restype = _MallInfo
+        info = libc.mallinfo2()
         status = dict(line.split(":", 1) for line in (_PROCESS / "status").read_text().splitlines())
         return cls(
             step=step,
-            kib=int(status["VmRSS"].split()[0]),
+            in_use_kib=(info.uordblks + info.hblkhd) // 1024,
+            blocks=sys.getallocatedblocks(),
+            resident_kib=int(status["VmRSS"].split()[0]),
             threads=int(status["Threads"]),
             descriptors=len(list((_PROCESS / "fd").iterdir())),
             groups=len(dist.distributed_c10d._world.pg_names),
@@ -53,15 +70,15 @@ def after_warm_up(looks: list[Footprint]) -> list[Footprint]:
     return [look for look in looks if look.step >= looks[-1].step / 4]
 
 
-def kib_per_10k(looks: list[Footprint]) -> float:
-    """Growth of the memory in KiB per 10,000 steps after the warm-up.
+def per_10k(looks: list[Footprint], name: str) -> float:
+    """Growth of one of the numbers per 10,000 steps after the warm-up.
 
     The median of the slopes between all pairs of looks (Theil 1950, Sen 1968), which single peaks do not bend.
     """
-    steps, kib = (np.array([getattr(look, name) for look in after_warm_up(looks)]) for name in ("step", "kib"))
+    steps, values = (np.array([getattr(look, each) for look in after_warm_up(looks)]) for each in ("step", name))
     first, second = np.triu_indices(len(steps), k=1)
     apart = steps[second] != steps[first]
-    slopes = (kib[second] - kib[first])[apart] / (steps[second] - steps[first])[apart]
+    slopes = (values[second] - values[first])[apart] / (steps[second] - steps[first])[apart]
     return float(np.median(slopes)) * 10_000 if len(slopes) else 0.0
 
 
