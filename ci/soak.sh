@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# What takes too long for the suite: tens of thousands of random steps, and thousands of damaged files.
+# What takes too long for the suite: tens of thousands of random steps, thousands of damaged files, and hundreds of random
+# orders of calls, resets, evaluations, checkpoints and resumes.
 #
-#   ci/soak.sh                 20,000 steps on 4 ranks, 500 shufflers, then the fuzz tests with 2,000 examples each
+#   ci/soak.sh                 20,000 steps on 4 ranks, 500 shufflers, then the fuzz tests: 2,000 files and 200 orders each
 #   ci/soak.sh --steps 5000    fewer steps
 #   ci/soak.sh --trials 50     of each kind of fault (200 unless told), where tests/faults is there
 #
-# About half an hour on two cores. Status 1 where a row was lost, something grew, or a test failed.
+# About an hour on two cores. Status 1 where a row was lost, something grew, or a test failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,7 +20,7 @@ while [ $# -gt 0 ]; do
       if [ "$1" = --steps ]; then steps=$2; else trials=$2; fi
       shift 2
       ;;
-    -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "error: $1 is no option; --steps N and --trials N are" >&2; exit 2 ;;
   esac
 done
@@ -32,6 +33,7 @@ step() {
 step tests.soak --steps "$steps" --ranks 4 --seed 0
 step pytest -q --hypothesis-profile soak tests/unit/datasets/test_damaged_files.py \
   tests/unit/trainer/test_damaged_configs.py tests/unit/perf_model/test_damaged_calibrations.py
+step pytest -q --hypothesis-profile soak tests/distributed/test_stateful.py tests/distributed/test_stateful_training.py
 if [ -d tests/faults ]; then
   step tests.faults --trials "$trials" --store agent
   step tests.faults --trials "$trials" --store rank0

@@ -205,4 +205,4 @@ def test_calls_in_any_order(own_ranks):
         calls.close()
         calls.make_anew()
     calls.teardown()
-    run_state_machine_as_test(machine, settings=settings(fuzzed(2), stateful_step_count=12))
+    run_state_machine_as_test(machine, settings=settings(fuzzed(2, many=200), stateful_step_count=12))

@@ -371,4 +371,4 @@ def test_training_in_any_order(machine):
         assert calls.place.done == 3
         calls.train(4)
         calls.teardown()
-    run_state_machine_as_test(machine, settings=settings(fuzzed(6), stateful_step_count=12))
+    run_state_machine_as_test(machine, settings=settings(fuzzed(3, many=200), stateful_step_count=12))

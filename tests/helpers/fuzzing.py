@@ -37,11 +37,17 @@ _ODD_TEXTS = [
 ]
 
 
-def fuzzed(few: int) -> settings:
-    """The examples of a fuzz test: a few, always the same; with `--hypothesis-profile soak` many, drawn anew."""
+def fuzzed(few: int, many: int | None = None) -> settings:
+    """The examples of a fuzz test: a few, always the same; with `--hypothesis-profile soak` many, drawn anew.
+
+    Args:
+        few: examples in the suite.
+        many: examples of the profile, if not its own number: where one takes seconds.
+    """
     quiet = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
     if settings.get_current_profile_name() == "soak":
-        return settings(suppress_health_check=quiet)
+        profile = settings(suppress_health_check=quiet)
+        return profile if many is None else settings(profile, max_examples=many)
     return settings(max_examples=few, derandomize=True, database=None, deadline=None, suppress_health_check=quiet)
 
 
