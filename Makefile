@@ -19,9 +19,9 @@ PIP_ARGS ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP  := $(VENV)/.installed-$(STACK)
 
-.PHONY: help install demo demo-sid test coverage bench lint format clean
+.PHONY: help install demo demo-sid test test-extras coverage bench lint format clean
 help: ## What can be made
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t13
 
 install: $(STAMP) ## Make .venv and install evenrank with its pinned dependencies
 
@@ -45,6 +45,15 @@ demo-sid: $(STAMP) ## The same for SID-GR, which also generates items and is eva
 
 test: $(STAMP) ## Run the test suite
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+EXTRAS := $(VENV)/.installed-extras
+$(EXTRAS): $(STAMP) requirements/extras.txt
+	@echo "installing the extras"
+	@$(PIP) install $(PIP_ARGS) --no-deps -r requirements/extras.txt
+	@touch $@
+
+test-extras: $(EXTRAS) ## Install Ray, TorchX, Weights & Biases and MLflow, and run their tests
+	@$(BIN)/python -m pytest tests/extras $(ARGS)
 
 coverage: $(STAMP) ## Run the suite and say how much of commons it runs, the ranks' processes counted
 	@$(BIN)/python -m coverage erase

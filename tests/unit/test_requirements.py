@@ -22,15 +22,17 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 # torchrec's metadata asks for the CUDA build of fbgemm on a machine without CUDA too.
-KNOWN = {("torchrec", "fbgemm-gpu")}
+# torchx runs with the urllib3 that requests takes; its own range ends before what has known vulnerabilities.
+KNOWN = {("torchrec", "fbgemm-gpu"), ("torchx", "urllib3")}
+HEAVY_EXTRAS = ["ray", "torchx", "wandb", "mlflow"]  # in extras.txt; the others are light and in dev.txt
 
 
 def environment(python, extra=""):
     return {"python_version": python, "python_full_version": f"{python}.0", "extra": extra}
 
 
-def applies(requirement, python):
-    return requirement.marker is None or requirement.marker.evaluate(environment(python))
+def applies(requirement, python, extra=""):
+    return requirement.marker is None or requirement.marker.evaluate(environment(python, extra))
 
 
 def pins(file, python):
@@ -58,7 +60,8 @@ def installed(name):
 
 def requirements_of(name, python):
     needs = [Requirement(line) for line in installed(name).requires or ()]
-    return [need for need in needs if applies(need, python)]
+    extra = {"ray": "train", "torchx": "kubernetes"}.get(name, "")
+    return [need for need in needs if applies(need, python, extra)]
 
 
 def with_torch(python):
@@ -79,10 +82,20 @@ def test_pins_keep_to_the_ranges_that_users_get(python, device):
     pinned = pins(f"{device}.txt", python) | pins("dev.txt", python)
     extras = PROJECT["optional-dependencies"]
     wanted = PROJECT["dependencies"] + extras[device] + extras["megatron"] + extras["dev"]
+    wanted += extras["opentelemetry"] + extras["prometheus"]
     wanted += PYPROJECT["build-system"]["requires"]  # make builds without isolation
     for need in map(Requirement, wanted):
         if applies(need, python) and need.name != "pre-commit":  # a tool of the developer's own
             assert pinned[canonicalize_name(need.name)] in need.specifier, need
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_pins_of_the_extras_keep_to_their_ranges(python):
+    others, pinned = pins("cpu.txt", python) | pins("dev.txt", python), pins("extras.txt", python)
+    assert not others.keys() & pinned.keys()
+    wanted = [line for name in HEAVY_EXTRAS for line in PROJECT["optional-dependencies"][name]]
+    for need in map(Requirement, wanted):
+        assert pinned[canonicalize_name(need.name)] in need.specifier, need
 
 
 def test_the_oldest_pins_are_the_oldest_that_pip_takes():
@@ -96,8 +109,11 @@ def test_the_oldest_pins_are_the_oldest_that_pip_takes():
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_pins_hold_what_pinned_packages_need(python):
-    pinned = pins("cpu.txt", python) | pins("dev.txt", python)
+@pytest.mark.parametrize("files", [[], ["extras.txt"]], ids=["without extras", "with extras"])
+def test_pins_hold_what_pinned_packages_need(python, files):
+    if files and installed("ray") is None:
+        pytest.skip("needs the extras: make test-extras")
+    pinned = {name: version for file in ["cpu.txt", "dev.txt", *files] for name, version in pins(file, python).items()}
     provided = with_torch(python)
     # A package whose version differs on another Python says nothing about that one.
     same = [
