@@ -10,14 +10,37 @@ Config ─► ranks ─► data ─► objective ─► model ─► optimizer �
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from commons.trainer import run
 from commons.trainer.errors import run_main
-from commons.trainer.run import train_as_rank
+from commons.trainer.ranks import RankInfo
+from commons.trainer.train_log import TrainSummary
 from hstu.recipe import HSTURecipe
+from hstu.train_config import TrainConfig
+
+
+def train(config: TrainConfig | Mapping[str, Any], *, ranks: RankInfo | None = None) -> TrainSummary:
+    """One rank of a run, called on all ranks: by Ray Train's TorchTrainer, a notebook or any script.
+
+    Args:
+        config: the settings, or nested dictionaries of such, as a config file holds them.
+        ranks: which rank this is; None where a process group exists, which is joined and left as it is, or where
+            `config.trainer.launcher` has started this process.
+
+    Returns:
+        What came out of the run.
+
+    Raises:
+        KeyError, FileNotFoundError, ValueError: data, ranks or settings that do not fit.
+    """
+    return run.train(HSTURecipe, config, ranks=ranks)
 
 
 def main() -> None:
     """One rank of a run."""
-    train_as_rank(HSTURecipe, prog="hstu.train", description=__doc__)
+    run.train_as_rank(HSTURecipe, prog="hstu.train", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from sid_gr.batch_shuffler import decoder_flops
 from sid_gr.megatron_core import parallel_state
 from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie
-from sid_gr.parallel import initialize_model_parallel
+from sid_gr.parallel import initialize_model_parallel, tensor_parallel_size
 from sid_gr.sharding import build_distributed_model
 from sid_gr.train_config import TrainConfig
 
@@ -36,6 +36,7 @@ class SIDGRRecipe(Recipe):
 
     config_class = TrainConfig
     config: TrainConfig
+    _made_groups = False
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> SIDGRRecipe:
@@ -69,8 +70,25 @@ class SIDGRRecipe(Recipe):
         return training_flops(int(decoder_flops(self.task, batch).sum()))
 
     def prepare_ranks(self) -> None:
-        """Make megatron-core's groups."""
-        initialize_model_parallel(self.config.model.tensor_model_parallel_size)
+        """Make megatron-core's groups; those that exist are used.
+
+        Raises:
+            ValueError: they exist for another tensor_model_parallel_size, or that size does not divide the ranks.
+        """
+        size = self.config.model.tensor_model_parallel_size
+        self._made_groups = not parallel_state.model_parallel_is_initialized()
+        if self._made_groups:
+            initialize_model_parallel(size)
+        elif size != tensor_parallel_size():
+            raise ValueError(
+                f"tensor_model_parallel_size is {size}, megatron-core's groups exist already, with "
+                f"{tensor_parallel_size()} ranks per decoder; these are used: give their size, or destroy them before"
+            )
+
+    def release_ranks(self) -> None:
+        """Destroy megatron-core's groups, if they were made here: they outlive no process group."""
+        if self._made_groups:
+            parallel_state.destroy_model_parallel()
 
     @cached_property
     def sid_map(self) -> SIDMap:

@@ -11,14 +11,37 @@ Config ─► ranks ─► semantic IDs ─► data ─► model ─► optimize
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from commons.trainer import run
 from commons.trainer.errors import run_main
-from commons.trainer.run import train_as_rank
+from commons.trainer.ranks import RankInfo
+from commons.trainer.train_log import TrainSummary
 from sid_gr.recipe import SIDGRRecipe
+from sid_gr.train_config import TrainConfig
+
+
+def train(config: TrainConfig | Mapping[str, Any], *, ranks: RankInfo | None = None) -> TrainSummary:
+    """One rank of a run, called on all ranks: by Ray Train's TorchTrainer, a notebook or any script.
+
+    Args:
+        config: the settings, or nested dictionaries of such, as a config file holds them.
+        ranks: which rank this is; None where a process group exists, which is joined and left as it is, or where
+            `config.trainer.launcher` has started this process.
+
+    Returns:
+        What came out of the run.
+
+    Raises:
+        KeyError, FileNotFoundError, ValueError: data, ranks or settings that do not fit.
+    """
+    return run.train(SIDGRRecipe, config, ranks=ranks)
 
 
 def main() -> None:
     """One rank of a run."""
-    train_as_rank(SIDGRRecipe, prog="sid_gr.train", description=__doc__)
+    run.train_as_rank(SIDGRRecipe, prog="sid_gr.train", description=__doc__)
 
 
 if __name__ == "__main__":

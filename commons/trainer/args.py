@@ -97,6 +97,10 @@ class TrainerArgs:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks run; "auto" takes GPUs where every rank can have one, else the CPU."""
 
+    launcher: Literal["torchrun", "slurm"] = "torchrun"
+    """Who has started the ranks and tells each which one it is: torchrun, or Slurm's srun. A process group that exists,
+    such as Ray Train's, is joined, whatever stands here."""
+
     pipeline_type: str = "native"
     """Name of a pipeline of TrainPipelineFactory; "prefetch", "fused" and "semi_sync" need CUDA."""
 

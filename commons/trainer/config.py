@@ -22,7 +22,7 @@ from commons.console import parser_error
 from commons.trainer.config_fields import field_paths, missing_fields, renamed_path, require_known_fields
 from commons.trainer.config_file import GIN_REMEDY, find_config, read_config_file
 
-__all__ = ["load_config", "load_config_file", "read_config_file"]
+__all__ = ["load_config", "load_config_file", "make_config", "read_config_file"]
 
 C = TypeVar("C")
 
@@ -95,7 +95,20 @@ def load_config_file(
             raise ValueError(f"{path} has no [{section}]: add it, or give another config")
         content = content[section]
     where = path if section is None else f"{path} [{section}]"
-    content = {**content, **(replaced or {})}
+    return make_config(config_class, {**content, **(replaced or {})}, where=str(where))
+
+
+def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str = "config") -> C:
+    """Build a config from nested dictionaries, as a config file holds them.
+
+    Args:
+        config_class: a dataclass; its fields may be dataclasses.
+        content: values by the name of the field.
+        where: what to call the content in errors.
+
+    Raises:
+        ValueError: unknown fields, a missing or wrong value.
+    """
     try:
         require_known_fields(config_class, content)
         return dacite.from_dict(config_class, content, dacite.Config(strict=True, cast=[tuple]))

@@ -1,4 +1,4 @@
-"""Ranks: how a process that torchrun started becomes one, and the seeds it starts from."""
+"""Ranks: how a process becomes one, and the seeds it starts from."""
 
 from __future__ import annotations
 
@@ -13,57 +13,66 @@ import torch
 import torch.distributed as dist
 
 from commons.trainer.cuda_check import device_problem, driver_problem
+from commons.trainer.ranks import Launcher, RankInfo
 
 DeviceType = Literal["auto", "cpu", "cuda"]
 
+# Who says how many ranks there are, and what to do for another number.
+_SOURCES = {
+    "group": ("the process group has", "make it of {} ranks"),
+    "given": ("ranks tells of", "give the RankInfo of {} ranks"),
+    "torchrun": ("torchrun started", "run torchrun with --nproc_per_node={}"),
+    "slurm": ("srun started", "run srun with --ntasks={}"),
+}
 
-def initialize_ranks(world_size: int | None = None, device_type: DeviceType = "auto") -> torch.device:
-    """Join the process group that torchrun describes.
 
-    Ranks on GPUs have one each and use NCCL; ranks on the CPU have one thread each and use gloo.
+def initialize_ranks(
+    world_size: int | None = None,
+    device_type: DeviceType = "auto",
+    *,
+    launcher: Launcher = "torchrun",
+    ranks: RankInfo | None = None,
+) -> torch.device:
+    """Join the process group: the one that exists already, such as Ray Train's, or a new one of the launcher's ranks.
+
+    In a new group ranks on GPUs have one each and use NCCL; ranks on the CPU have one thread each and use gloo. A group
+    that exists stays as it is, and so does the number of threads.
 
     Args:
         world_size: the number of ranks to be; None for any.
-        device_type: "auto" takes GPUs where there is one for every rank of the machine, else the CPU.
+        device_type: "auto" takes GPUs where there is one for every rank of the machine, else the CPU; in a group that
+            exists, GPUs where it has NCCL.
+        launcher: who tells this process its rank: torchrun, or Slurm's srun.
+        ranks: what to take instead of what a launcher tells.
 
     Returns:
-        The device of this rank.
+        The device of this rank. In a group that exists, the GPU that it is bound to, else torch's current one.
 
     Raises:
-        ValueError: not started by torchrun, with another number of ranks, or with more ranks than GPUs; or, unless the
-            device is "cpu", GPUs whose driver is too old for this torch, or for which torch or fbgemm has no code.
+        ValueError: not started by the launcher, with another number of ranks, or with more ranks than GPUs; or, unless
+            the device is "cpu", GPUs whose driver is too old for this torch, or for which torch or fbgemm has no code;
+            or a process group that exists and has another device, number of ranks or rank.
     """
-    if not dist.is_torchelastic_launched():
-        raise ValueError(
-            "this process was not started by torchrun; every rank is a process of its own: run "
-            f"`torchrun --standalone --nproc_per_node={world_size or 2} {_program()}`"
-        )
-    local_rank = dist.get_node_local_rank()
-    # torch.distributed has no function for the number of ranks on this machine; torchrun tells it to every rank.
-    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
+    source = "group" if dist.is_initialized() else launcher if ranks is None else "given"
+    if source == "group":
+        _require_same(ranks)
+    else:
+        ranks = ranks or _from_launcher(launcher, world_size)
     if device_type != "cpu" and (problem := driver_problem()) is not None:
         raise ValueError(problem)
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device_type == "cuda" and num_gpus < ranks_here:
-        raise ValueError(
-            f"device is 'cuda', this machine has {num_gpus} GPUs for {ranks_here} ranks; every rank has a GPU of its "
-            "own: start fewer ranks, or choose 'cpu' or 'auto'"
-        )
-    if device_type != "cpu" and num_gpus >= ranks_here:
-        device = torch.device("cuda", local_rank)
+    device = _device_of_group(device_type) if source == "group" or ranks is None else _own_device(device_type, ranks)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
         if (problem := device_problem(device)) is not None:
             raise ValueError(problem)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    if world_size is not None and dist.get_world_size() != world_size:
+    if source != "group" and ranks is not None:
+        _make_group(device, ranks)
+    found = dist.get_world_size()
+    if world_size is not None and found != world_size:
+        says, remedy = _SOURCES[source]
         raise ValueError(
-            f"torchrun started {dist.get_world_size()} ranks, world_size is {world_size}; the settings are made for "
-            f"that many: run torchrun with --nproc_per_node={world_size}, or set world_size to "
-            f"{dist.get_world_size()}"
+            f"{says} {found} ranks, world_size is {world_size}; the settings are made for that many: "
+            f"{remedy.format(world_size)}, or set world_size to {found}"
         )
     return device
 
@@ -73,7 +82,8 @@ def describe_ranks(device: torch.device) -> str:
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
     if device.type == "cuda":
         return f"{ranks}, one {torch.cuda.get_device_name(device)} each (NCCL)"
-    return f"{ranks} on the CPU, one thread each (gloo)"
+    threads = torch.get_num_threads()
+    return f"{ranks} on the CPU, {'one thread' if threads == 1 else f'{threads} threads'} each (gloo)"
 
 
 def seed_all(seed: int) -> None:
@@ -81,6 +91,73 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def _program() -> str:
+    """The running program as torchrun takes it: `-m package.module`, or a file, and its arguments."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    program = ["-m", spec.name] if spec is not None else [sys.argv[0]]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
+def _from_launcher(launcher: Launcher, world_size: int | None) -> RankInfo:
+    if launcher == "slurm":
+        return RankInfo.of_slurm()
+    if not dist.is_torchelastic_launched():
+        under = "; under Slurm's srun, add --trainer.launcher slurm" if "SLURM_PROCID" in os.environ else ""
+        raise ValueError(
+            "this process was not started by torchrun; every rank is a process of its own: run "
+            f"`torchrun --standalone --nproc_per_node={world_size or 2} {_program()}`{under}"
+        )
+    return RankInfo.of_torchrun()
+
+
+def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
+    """The device of a rank that makes its process group itself."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    enough = num_gpus >= ranks.local_world_size if ranks.gpu is None else num_gpus > ranks.gpu
+    if device_type == "cuda" and not enough:
+        raise ValueError(
+            f"device is 'cuda', this machine has {num_gpus} GPUs for {ranks.local_world_size} ranks; every rank has a "
+            "GPU of its own: start fewer ranks, or choose 'cpu' or 'auto'"
+        )
+    if device_type == "cpu" or not enough:
+        return torch.device("cpu")
+    return torch.device("cuda", ranks.local_rank if ranks.gpu is None else ranks.gpu)
+
+
+def _make_group(device: torch.device, ranks: RankInfo) -> None:
+    ranks.tell_libraries()
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+
+
+def _require_same(ranks: RankInfo | None) -> None:
+    here, there = dist.get_rank(), dist.get_world_size()
+    if ranks is not None and (ranks.rank, ranks.world_size) != (here, there):
+        raise ValueError(
+            f"ranks tells of rank {ranks.rank} of {ranks.world_size}, this process is rank {here} of {there} of the "
+            "process group that exists; that one is joined: leave ranks out"
+        )
+
+
+def _device_of_group(device_type: DeviceType) -> torch.device:
+    """The device of a rank whose process group exists."""
+    backends = dist.get_backend_config()
+    kinds = ["cuda"] if "nccl" in backends and torch.cuda.is_available() else []
+    kinds += ["cpu"] if "gloo" in backends else []
+    if not kinds or device_type not in ("auto", *kinds):
+        raise ValueError(
+            f"device is {device_type!r}, the process group that exists has {backends}; ranks on GPUs use NCCL, ranks "
+            "on the CPU gloo: choose a device that it serves, or make it with another backend"
+        )
+    if device_type == "cpu" or kinds[0] == "cpu":
+        return torch.device("cpu")
+    bound = None if dist.group.WORLD is None else dist.group.WORLD.bound_device_id
+    return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 def _program() -> str:

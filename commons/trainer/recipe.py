@@ -97,6 +97,10 @@ class Recipe(ABC):
         """Make process groups, before anything else is done."""
         return
 
+    def release_ranks(self) -> None:
+        """Destroy what `prepare_ranks` has made, after a run; not after a failure."""
+        return
+
     def data_options(self) -> dict[str, Any]:
         """Further arguments of `get_data_loader`."""
         return {}

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
 
-from commons.trainer.config import load_config
+from commons.trainer.config import load_config, make_config
 from commons.trainer.data import deal_out, read_by_work
 from commons.trainer.launch import initialize_ranks
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.ranks import RankInfo
 from commons.trainer.recipe import Recipe
 from commons.trainer.run_folder import open_run_folder
 from commons.trainer.train_log import TrainSummary
 
 
 def train_as_rank(recipe_class: type[Recipe], *, prog: str, description: str | None) -> TrainSummary:
-    """One rank of a run that torchrun started with a config and flags: what a model's training script calls.
+    """One rank of a run that a launcher started with a config and flags: what a model's training script calls.
 
     Args:
         recipe_class: the model.
@@ -25,10 +28,44 @@ def train_as_rank(recipe_class: type[Recipe], *, prog: str, description: str | N
         description: what it does, with examples, for the help.
     """
     config = load_config(recipe_class.config_class, sys.argv[1:], prog=prog, description=description)
-    recipe = recipe_class(config, initialize_ranks(config.trainer.world_size, config.trainer.device))
+    return train(recipe_class, config, logs_to_file=True)
+
+
+def train(
+    recipe_class: type[Recipe],
+    config: Any,
+    *,
+    ranks: RankInfo | None = None,
+    logs_to_file: bool = False,
+) -> TrainSummary:
+    """One rank of a run, for any launcher and any script; called on all ranks together.
+
+    A process group that exists is joined and left as it is, and so are logging and signals, SIGTERM in a run that saves
+    checkpoints aside. A group that is made here ends with the run, unless that fails: ranks that are gone would be
+    waited for.
+
+    Args:
+        recipe_class: the model.
+        config: an instance of its `config_class`, or nested dictionaries of such, as a config file holds them.
+        ranks: which rank this is, where neither a process group nor `config.trainer.launcher` says so.
+        logs_to_file: let the logging of this process go to the run's folder.
+
+    Raises:
+        KeyError, FileNotFoundError, ValueError: data, ranks or settings that do not fit.
+    """
+    if isinstance(config, Mapping):
+        config = make_config(recipe_class.config_class, config)
+    args = config.trainer
+    joined = dist.is_initialized()
+    device = initialize_ranks(args.world_size, args.device, launcher=args.launcher, ranks=ranks)
+    recipe = recipe_class(config, device)
     recipe.prepare_ranks()
-    open_run_folder(config, recipe.device)
-    return run_training(recipe)
+    open_run_folder(config, device, logs_to_file=logs_to_file)
+    summary = run_training(recipe)
+    recipe.release_ranks()
+    if not joined:
+        dist.destroy_process_group()
+    return summary
 
 
 def run_training(recipe: Recipe) -> TrainSummary:

@@ -16,18 +16,20 @@ from commons.trainer.errors import log_to_file
 from commons.trainer.run_files import CONFIG_FILE, LOG_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER, write_config
 
 
-def open_run_folder(config: Any, device: torch.device) -> None:
-    """Let a run have its folder: from here on logging goes there, and config.json is written; called on all ranks.
+def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:
+    """Let a run have its folder, and write config.json there; called on all ranks.
 
     Args:
         config: a dataclass with `trainer`, the settings of the run.
         device: of this rank.
+        logs_to_file: let logging go there from here on.
 
     Raises:
         ValueError: the folder holds a run, or cannot be written.
     """
     require_run_folder(config.trainer, device)
-    log_to_file(config.trainer.run_dir)
+    if logs_to_file:
+        log_to_file(config.trainer.run_dir)
     write_config(config, config.trainer.run_dir)
 
 

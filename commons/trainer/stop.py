@@ -31,7 +31,8 @@ class StopSignal:
     heard it, in the background over a gloo group of their own, and look at the answer one step later.
 
     Args:
-        enabled: False leaves the signal to do what it did before.
+        enabled: False leaves the signal to do what it did before. Python hears signals on the main thread alone: a run
+            on another one, as in Ray Train, hears none, and stops with the ranks that do.
         timeout: seconds after which a rank that does not take part is reported.
 
     Attributes:
@@ -40,7 +41,7 @@ class StopSignal:
 
     def __init__(self, enabled: bool = True, timeout: float = ShufflerOptions.timeout) -> None:
         self.agreed = False
-        self._enabled = enabled
+        self._listens = enabled and threading.current_thread() is threading.main_thread()
         self._heard = False
         self._asked = 0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
@@ -48,14 +49,14 @@ class StopSignal:
         self._channel = _StopChannel(dist.group.WORLD, timeout, moves_rows=False, pairwise=True) if enabled else None
 
     def __enter__(self) -> StopSignal:
-        if self._enabled:
+        if self._listens:
             self._before = signal.signal(signal.SIGTERM, self._hear)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._enabled:
+        if self._listens:
             signal.signal(signal.SIGTERM, self._before)
         if kind is None:
             self._take_answer()

@@ -18,7 +18,6 @@ from torch.nn.functional import cross_entropy
 import evenrank
 from commons.trainer.config import load_config
 from commons.trainer.run import run_training
-from commons.trainer.run_folder import open_run_folder
 from tests.helpers import models
 
 _SIZES = [6, 2, 3, 1]
@@ -300,14 +299,11 @@ def _gradient_is_of_all_rows(names: dict[str, Any]) -> None:
 
 def train_in(folder: str, script: str, arguments: list[str]) -> None:
     """A training script of ours on this rank, as torchrun starts it, but in the process group that there is."""
-    module = importlib.import_module(f"{script.partition('.')[0]}.recipe")
+    module = importlib.import_module(script)
     before = Path.cwd()
     os.chdir(folder)
     try:
-        recipe_class = module.RECIPE
-        config = load_config(recipe_class.config_class, arguments, prog=script)
-        open_run_folder(config, torch.device("cpu"))
-        run_training(recipe_class(config, torch.device("cpu")))
+        module.train(load_config(module.TrainConfig, arguments, prog=script))
     finally:
         os.chdir(before)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from commons.trainer import cuda_check, launch
 from commons.trainer.cuda_check import device_problem, driver_problem
+from commons.trainer.ranks import RankInfo
 
 GPU = torch.device("cuda", 0)
 TOO_OLD = (
@@ -51,8 +54,11 @@ def gpu(monkeypatch):
 @pytest.fixture
 def started_by_torchrun(monkeypatch):
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(dist, "init_process_group", raising(AssertionError("a process group was made")))
 
 
@@ -110,6 +116,17 @@ def test_ranks_on_a_gpu_without_code_do_not_start(monkeypatch, gpu, started_by_t
     monkeypatch.setattr(cuda_check, "_run_fbgemm", raising(RuntimeError(NO_KERNEL)))
     with pytest.raises(ValueError, match="Tesla V100 has compute capability 7.0"):
         launch.initialize_ranks()
+
+
+def test_a_rank_with_a_gpu_of_its_own_takes_that(monkeypatch, gpu):
+    monkeypatch.setattr(RankInfo, "tell_libraries", lambda ranks: None)
+    made = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id: made.append((backend, device_id)))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    ranks = RankInfo(rank=3, world_size=4, local_rank=3, local_world_size=4, address="localhost:29500", gpu=0)
+    assert launch.initialize_ranks(ranks=ranks) == GPU and made == [("nccl", GPU)]
+    with pytest.raises(ValueError, match="device is 'cuda', this machine has 1 GPUs for 4 ranks; "):
+        launch.initialize_ranks(device_type="cuda", ranks=replace(ranks, gpu=None))
 
 
 def test_ranks_on_the_cpu_do_not_ask(monkeypatch, old_driver, started_by_torchrun):

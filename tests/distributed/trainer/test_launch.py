@@ -1,0 +1,213 @@
+"""Runs under launchers other than torchrun: in a group that exists, under srun, and from a checkout."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hstu.train
+import sid_gr.train
+from commons.trainer.config import load_config, load_config_file
+from commons.trainer.launch import initialize_ranks
+from commons.trainer.ranks import RankInfo
+from tests.helpers.hstu_jobs import ROOT, TINY
+
+
+def settings(run_dir, *flags):
+    """The tiny job as a config file holds it."""
+    arguments = [*TINY, "--trainer.run-dir", str(run_dir), "--trainer.enable-balanced-shuffler", *flags]
+    return asdict(load_config(hstu.train.TrainConfig, arguments))
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def _train(config):
+    handlers = list(logging.getLogger().handlers)
+    summary = hstu.train.train(config)
+    assert dist.is_initialized() and logging.getLogger().handlers == handlers
+    return summary.steps, summary.loss, summary.metrics["eval_rows"]
+
+
+def test_a_group_that_exists_is_joined_and_stays(two_ranks, tmp_path):
+    config = settings(tmp_path / "a")
+    config["trainer"]["device"] = "auto" if not torch.cuda.is_available() else "cpu"
+    first = two_ranks.run(_train, config)
+    again = two_ranks.run(_train, settings(tmp_path / "b"))
+    assert first == again and first[0][0] == 6 and first[0][2] == 16
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def _train_on_a_thread(config):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(hstu.train.train(config).steps))
+    thread.start()
+    thread.join(120)
+    return results
+
+
+def test_a_run_on_another_thread_saves_checkpoints(two_ranks, tmp_path):
+    flags = ["--trainer.ckpt-save-interval", "3", "--trainer.ckpt-save-dir", str(tmp_path / "checkpoints")]
+    assert two_ranks.run(_train_on_a_thread, settings(tmp_path, *flags)) == [[6], [6]]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def _train_sid(run_dir):
+    config = asdict(load_config_file(sid_gr.train.TrainConfig, "sid_gr/configs/random.toml"))
+    config["trainer"] |= {"max_train_iters": 2, "max_eval_iters": 1, "eval_batch_size": 2, "train_batch_size": 4}
+    config["trainer"] |= {"device": "cpu", "top_k_for_generation": 2, "eval_metrics": ("HR@2",)}
+    steps = []
+    for name in ("a", "b"):  # the second makes megatron-core's groups anew
+        config["trainer"]["run_dir"] = f"{run_dir}/{name}"
+        steps.append(sid_gr.train.train(config).steps)
+    sid_gr.recipe.initialize_model_parallel()
+    config["model"]["tensor_model_parallel_size"] = 2
+    try:
+        sid_gr.train.train(config)
+    except ValueError as error:
+        return steps, str(error)
+    finally:
+        sid_gr.recipe.parallel_state.destroy_model_parallel()
+
+
+def test_parallel_groups_end_with_their_run_and_others_are_kept(two_ranks, tmp_path):
+    for steps, error in two_ranks.run(_train_sid, str(tmp_path)):
+        assert steps == [2, 2]
+        assert error.startswith("tensor_model_parallel_size is 2, megatron-core's groups exist already, with 1 ranks")
+
+
+def _join(**options):
+    try:
+        return str(initialize_ranks(**options))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({"device_type": "cpu", "world_size": 2}, "cpu"),
+        (
+            {"world_size": 3},
+            "the process group has 2 ranks, world_size is 3; the settings are made for that many: ",
+        ),
+        ({"device_type": "cuda"}, "device is 'cuda', the process group that exists has cpu:gloo"),
+        ({"launcher": "slurm"}, "cpu"),
+        (
+            {"ranks": RankInfo(2, 3, 0, 1, "localhost:1")},
+            "ranks tells of rank 2 of 3, this process is rank 0 of 2 of the process group that exists; ",
+        ),
+    ],
+)
+def test_what_is_asked_of_a_group_that_exists(two_ranks, options, answer):
+    first, _ = two_ranks.run(_join, **{"device_type": "cpu"} | options)
+    assert first.startswith(answer) and "\n" not in first
+
+
+def test_a_config_that_is_none_is_said(two_ranks):
+    with pytest.raises(AssertionError, match="ValueError: config: this field does not exist: trainer.train_batch_siez"):
+        two_ranks.run(_train, {"trainer": {"train_batch_siez": 3}})
+
+
+def tasks_of_srun(*arguments, tasks=2):
+    """Run Python as srun starts it, on this machine; returns output, errors and status by rank."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        job = str(free.getsockname()[1])  # another job for every test
+    step = {"JOB_ID": job, "STEP_ID": "0", "NTASKS": tasks, "NODEID": 0, "STEP_NODELIST": "localhost"}
+    step |= {"STEP_TASKS_PER_NODE": tasks}
+    processes = []
+    for rank in range(tasks):
+        told = step | {"PROCID": rank, "LOCALID": rank}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *map(str, arguments)],
+                cwd=ROOT,
+                env=os.environ | {f"SLURM_{name}": str(value) for name, value in told.items()},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        return [(*process.communicate(timeout=120), process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_a_run_under_srun(two_ranks, tmp_path):
+    flags = [*TINY, "--trainer.enable-balanced-shuffler", "--trainer.launcher", "slurm"]
+    results = tasks_of_srun("-m", "hstu.train", *flags, "--trainer.run-dir", tmp_path / "srun")
+    assert [status for *_, status in results] == [0, 0], results
+    assert "2 ranks on the CPU, one thread each" in results[0][0] and results[1][0] == ""
+    two_ranks.run(_train, settings(tmp_path / "joined"))
+    assert losses(tmp_path / "srun") == losses(tmp_path / "joined")
+
+
+MISTAKE = """
+from commons.trainer.errors import run_main
+from commons.trainer.launch import initialize_ranks
+run_main(lambda: initialize_ranks(3, "cpu", launcher="slurm"))
+"""
+
+
+def test_a_mistake_under_srun_is_one_line():
+    results = tasks_of_srun("-c", MISTAKE)
+    assert [status for *_, status in results] == [2, 2]
+    said = "".join(errors for _, errors, _ in results).splitlines()
+    assert all(line.startswith("error: rank ") and "srun started 2 ranks, world_size is 3; " in line for line in said)
+
+
+CHECKOUT = """
+import json, sys
+from importlib import metadata
+try:
+    metadata.version("evenrank")
+    sys.exit("evenrank is installed here")
+except metadata.PackageNotFoundError:
+    pass
+from commons.trainer.ranks import RankInfo
+from hstu.train import train
+port = sys.argv[2]
+summary = train(json.loads(sys.argv[1]), ranks=RankInfo(0, 1, 0, 1, f"localhost:{port}"))
+import torch.distributed as dist
+print(summary.steps, summary.shuffle["moved"], dist.is_initialized())
+"""
+
+
+def test_a_checkout_that_is_not_installed_shuffles(tmp_path):
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for path in map(Path, {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
+        for entry in path.iterdir():
+            if "evenrank" not in entry.name:
+                (packages / entry.name).symlink_to(entry)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", CHECKOUT, json.dumps(settings(tmp_path / "run")), str(port)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{packages}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "6 0.0 False"
