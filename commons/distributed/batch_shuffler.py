@@ -28,6 +28,7 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import require_process_group, resolve_process_group
 from commons.distributed.shuffle_handle import ShuffleHandle
 from commons.distributed.shuffle_session import ShuffleSession
+from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats
 from commons.distributed.window import ShuffledWindow, WindowReader, shuffle_window
 from commons.distributed.worker import DaemonWorker
@@ -374,7 +375,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
         """What this rank brings; a mistake included, so that all ranks raise it."""
         try:
             register_batch_type(type(batch))
-            return LocalRows.of(batch, device, None if self.options.mode == "off" else self._workloads_of)
+            with span("workload"):
+                return LocalRows.of(batch, device, None if self.options.mode == "off" else self._workloads_of)
         except Exception as error:
             return LocalRows(device=device, error=error)
 

@@ -33,6 +33,8 @@ T = TypeVar("T")
 # take.
 _MAKER = DaemonWorker("evenrank-groups", exit_seconds=1.0, break_off=break_off)
 _GRACE_SECONDS = 2.0
+# What flight-recorder dumps call the groups.
+_CONTROL, _PAYLOAD, _UNUSED = "evenrank/control", "evenrank/payload", "evenrank/unused"
 
 
 class GroupPair(NamedTuple):
@@ -123,7 +125,8 @@ def acquire_groups(
         _POOL.made[tuple(members)] += 1
         # All ranks make their first ring before their second: nobody waits for a rank that waits elsewhere.
         rings = [
-            _new_group(ring, group, timeout, backend="gloo") for ring in ring_members(members, dist.get_rank(group))
+            _new_group(ring, group, timeout, backend="gloo", group_desc=_CONTROL)
+            for ring in ring_members(members, dist.get_rank(group))
         ]
         pair = GroupPair(tuple(rings), rings[0] if len(rings) == 1 else None, None, True, number)
     else:
@@ -133,7 +136,7 @@ def acquire_groups(
     if pair.payload is None or pair.control is None:
         moves_rows, pairwise = _any_needs(pair.rings, moves_rows, pairwise)
     if pair.control is None and pairwise:
-        pair = pair._replace(control=_new_group(members, group, timeout, backend="gloo"))
+        pair = pair._replace(control=_new_group(members, group, timeout, backend="gloo", group_desc=_CONTROL))
     return with_payload(pair, group, timeout) if moves_rows else pair
 
 
@@ -152,7 +155,7 @@ def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> G
         # Bound to a device, torch would split WORLD's communicator, in which all ranks would have to take part.
         payload = group
     else:
-        payload = _new_group(members, group, timeout, pg_options=_nccl_options(timeout))
+        payload = _new_group(members, group, timeout, pg_options=_nccl_options(timeout), group_desc=_PAYLOAD)
     return pair._replace(payload=payload, has_all_to_all=_connect(payload))
 
 
@@ -258,7 +261,7 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
     all_gather_single(counts, mine, group=group)
     target = int(counts.max())
     while _num_groups() < target:
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc=_UNUSED)
 
 
 def _any_needs(rings: Sequence[dist.ProcessGroup], *needs: bool) -> list[bool]:

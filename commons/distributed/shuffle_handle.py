@@ -9,6 +9,7 @@ from typing import Any
 from commons.distributed.control import RankMissingError
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.shuffle_session import PreparedShuffle, ShuffleSession
+from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats
 from commons.sequence_batch.fields import IDENTITY, row_counts, row_fields
 from commons.sequence_batch.schema import BatchSchema
@@ -60,7 +61,8 @@ class ShuffleHandle:
         """The worker's result; waits for it, and raises any rank's error."""
         started = time.perf_counter()
         try:
-            return self._future.result()
+            with span("wait"):
+                return self._future.result()
         except RankMissingError as error:
             raise error.with_traceback(None) from None  # the worker's frames say nothing and keep the batch
         finally:

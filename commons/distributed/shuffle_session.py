@@ -26,6 +26,7 @@ from commons.distributed.payload import PayloadLayout
 from commons.distributed.peer_calibration import require_equal_among_peers
 from commons.distributed.row_exchange import PackedRows, RowExchange
 from commons.distributed.schema_agreement import agree_on_schema
+from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats, stats_of_plan
 from commons.distributed.verification import checksums, verify_rows
 from commons.perf_model.calibration import CalibratedTask
@@ -178,13 +179,15 @@ class ShuffleSession:
                     "are padded where ranks have brought fewer rows: give it a field actual_batch_size, derive it from "
                     "BaseBatch, or use no window"
                 )
-            table = self._gather(step, schema, local, token_features)
+            with span("gather"):
+                table = self._gather(step, schema, local, token_features)
             if not table.steps or self._ends_early(schema, table):
                 return PreparedShuffle()
             if self._options.mode == "off":
                 return PreparedShuffle(schema, table.rows_before(self.channel.rank), table.steps)
             gather_ms = (time.perf_counter() - started) * 1e3
-            return self._plan(step, self._layout, table, local[0].device, calibrated, gather_ms)
+            with span("plan"):
+                return self._plan(step, self._layout, table, local[0].device, calibrated, gather_ms)
         except RankMissingError as error:
             self._broken = error
             raise
@@ -214,13 +217,15 @@ class ShuffleSession:
             before = torch.stack([checksums(batch, layout) for batch in batches]).sum(dim=0) if verify else None
             results = list(batches)
             if exchange.moves or exchange.changes:
-                packed = exchange.pack(batches)
-                if exchange.moves:
-                    self.send_rows(step, exchange, packed)
-                results = [
-                    exchange.unpack(batches[0], packed, index) if result.changes else batches[index]
-                    for index, result in enumerate(exchange.results)
-                ]
+                with span("exchange"):
+                    packed = exchange.pack(batches)
+                    if exchange.moves:
+                        self.send_rows(step, exchange, packed)
+                with span("select"):
+                    results = [
+                        exchange.unpack(batches[0], packed, index) if result.changes else batches[index]
+                        for index, result in enumerate(exchange.results)
+                    ]
         except RankMissingError:
             raise
         except Exception as error:  # of this rank alone, such as too little memory

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats, WindowStats
 from commons.distributed.window import ShuffledWindow, WindowReader
 
@@ -91,7 +92,8 @@ class WindowedBatches(Iterator[Any]):
         started = time.perf_counter()
         under_way = self._next or self._start()
         self._next = None
-        shuffled = under_way.result()
+        with span("wait"):
+            shuffled = under_way.result()
         wait_ms = (time.perf_counter() - started) * 1e3
         self._ended = not shuffled.batches
         if self._ended:

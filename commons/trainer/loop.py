@@ -287,7 +287,7 @@ class TrainingLoop:
         self._meter.step(output, stats)
         self._stop.after_step()
         self._log.step(stats)
-        self._profiler.step()
+        self._profiler.step(stats)
         if self._log.should_write(self._step):
             self._write_line()
 

@@ -216,6 +216,20 @@ class _Options:
         self.config = SimpleNamespace()
 
 
+def _descriptions():
+    shuffler = CubicShuffler()
+    shuffler.shuffle(make_batch([dist.get_rank() + 1], 1))
+    (session,) = shuffler._sessions.values()
+    channel = session.channel
+    names = [channel.control_group.group_desc, channel.payload_group.group_desc]
+    shuffler.close()
+    return names
+
+
+def test_groups_have_a_name_in_dumps_of_the_flight_recorder(two_ranks):
+    assert two_ranks.run(_descriptions) == [["evenrank/control", "evenrank/payload"]] * 2
+
+
 @pytest.mark.parametrize(
     ("backends", "bound", "half", "payload", "max_ctas"),
     [

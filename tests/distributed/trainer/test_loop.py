@@ -164,6 +164,17 @@ def test_a_trace_of_some_steps(two_ranks, tmp_path):
     two_ranks.run(run_loop, str(tmp_path), "none", ([4, 4], [1, 1]), True, **window)
     events = json.loads((tmp_path / "trace-rank1.json").read_text())["traceEvents"]
     assert sum(str(event.get("name")).startswith("## forward") for event in events) == 2
+    parts = {"workload", "gather", "plan", "wait", "exchange", "select"}
+    spans = [event for event in events if str(event.get("name")).startswith("evenrank/") and event["ph"] == "X"]
+    assert {event["name"] for event in spans} == {f"evenrank/{part}" for part in parts}
+    threads = {part: {event["tid"] for event in spans if event["name"].endswith(part)} for part in parts}
+    assert threads["gather"] == threads["plan"] and not threads["gather"] & threads["exchange"]  # the worker's
+
+    steps = sorted(event["ts"] for event in events if str(event.get("name")).startswith("ProfilerStep#"))
+    loads = [event for event in events if event["ph"] == "C" and event["name"] == "evenrank/load after"]
+    assert len(loads) == len(steps) == 2
+    for event, began in zip(loads, steps):
+        assert set(event["args"]) == {"rank 0", "rank 1"} and abs(event["ts"] - began) < 50e3  # microseconds
 
 
 def test_no_batch_on_any_rank(two_ranks, tmp_path):
