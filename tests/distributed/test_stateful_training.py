@@ -6,7 +6,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +318,7 @@ class Trainings(RuleBasedStateMachine):
     def checkpoint(self) -> None:
         folder = self.folder / f"checkpoint{next(self.checkpoints)}"
         folder.mkdir()
-        copy = Place(**vars(self.place) | {"open": list(self.place.open)})
+        copy = replace(self.place, open=list(self.place.open))
         self.saved.append((copy, folder, self.say("checkpoint", folder)))
 
     @precondition(lambda self: self.saved)
@@ -326,7 +326,7 @@ class Trainings(RuleBasedStateMachine):
     def resume(self, which: int) -> None:
         place, folder, checksums = self.saved[which % len(self.saved)]
         assert self.say("resume", place.setup, folder) == checksums
-        self.place = Place(**vars(place) | {"open": list(place.open)})
+        self.place = replace(place, open=list(place.open))
         self.closed = False
 
     @precondition(lambda self: not self.closed)
