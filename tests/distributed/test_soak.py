@@ -59,7 +59,7 @@ def test_what_grows_is_told():
             look,
             in_use_kib=look.in_use_kib + look.step,
             blocks=look.blocks + 2 * look.step,
-            resident_kib=look.resident_kib + look.step,
+            resident_kib=look.resident_kib + 2 * look.step,
             threads=9 + look.step // 6000,
         )
         for look in flat
@@ -69,7 +69,7 @@ def test_what_grows_is_told():
     assert problems_of([RankReport(Totals(), rising, flat)]) == [
         f"rank 0: {per_10k(rising, 'in_use_kib'):.0f} more KiB of memory in use per 10,000 steps; the limit is 1,024",
         "rank 0: 20000 more of Python's blocks per 10,000 steps; the limit is 10,000",
-        "rank 0: 10000 more KiB of resident memory per 10,000 steps; the limit is 8,192",
+        "rank 0: 20000 more KiB of resident memory per 10,000 steps; the limit is 16,384",
         "rank 0: 2 more threads after all steps",
     ]
 

@@ -37,7 +37,7 @@ _STEPS_FOR_A_SLOPE = 5000
 _LIMITS = (
     ("in_use_kib", 1024, "KiB of memory in use"),
     ("blocks", 10_000, "of Python's blocks"),
-    ("resident_kib", 8 * 1024, "KiB of resident memory"),
+    ("resident_kib", 16 * 1024, "KiB of resident memory"),
 )
 
 

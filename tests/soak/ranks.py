@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from commons.distributed.options import ShufflerOptions
+from commons.distributed.store import ask_store
 from commons.pipeline import windowed_iter
 from tests.helpers.rank_pool import RankPool
 from tests.soak.accounts import Steps, most_steps, require_equal
@@ -64,6 +65,8 @@ def run(steps: int, ranks: int, seed: int, shufflers: int, *, episode: int | Non
 def _soak(steps: int, seed: int, shufflers: int, episode: int | None) -> RankReport:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)  # caps that no plan can keep are part of it
+    # The thread that asks the store begins with the first collective that is late, and stays: no growth.
+    ask_store(lambda store: store.check(["soak"]))
     soak = Soak(seed)
     looks: list[Footprint] = []
     with _progress(steps, "steps") as bar:
