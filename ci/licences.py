@@ -26,7 +26,8 @@ def licence_of(package: Distribution) -> str:
         return metadata["License-Expression"]
     classified = [found[1] for line in metadata.get_all("Classifier") or () if (found := _CLASSIFIER.fullmatch(line))]
     # In older metadata the field may hold the whole text of the licence.
-    lines = [line.strip() for line in ("".join(metadata.get_all("License") or ())).splitlines() if re.search(r"\w", line)]
+    text = "".join(metadata.get_all("License") or ())
+    lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
     named = " OR ".join(classified) or (lines[0] if lines and lines[0] != "UNKNOWN" else "")
     return named or ("" if _has_files(package) else "none: nothing but the names of other packages")
 

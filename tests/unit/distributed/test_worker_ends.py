@@ -24,7 +24,7 @@ class BrokenQueue:
         return item
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Python 3.10 reports SystemExit too
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_job_of_a_thread_that_has_ended_is_answered():
     worker, go = DaemonWorker("evenrank-test"), threading.Event()
     worker._jobs = BrokenQueue(worker._jobs)
