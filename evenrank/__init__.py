@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from commons.distributed.batch_shuffler_factory import BatchShufflerFactory as BatchShufflerFactory
     from commons.distributed.batch_shuffler_factory import register_batch_shuffler as register_batch_shuffler
     from commons.distributed.control import RankMissingError as RankMissingError
+    from commons.distributed.control import ShufflerAbortedError as ShufflerAbortedError
     from commons.distributed.loss import global_mean_loss as global_mean_loss
     from commons.distributed.options import ShufflerOptions as ShufflerOptions
     from commons.distributed.stats import ShuffleStats as ShuffleStats
@@ -95,6 +96,7 @@ _MODULE_OF = {
     "SelfAttentionTask": "commons.perf_model.task_estimator",
     "ShuffleHandle": "commons.distributed.batch_shuffler",
     "ShuffleStats": "commons.distributed.stats",
+    "ShufflerAbortedError": "commons.distributed.control",
     "ShufflerOptions": "commons.distributed.options",
     "SingleRankLoader": "commons.dispatch",
     "TokensBalancedBatchShuffler": "commons.distributed.tokens_shuffler",

@@ -7,6 +7,7 @@ earlier batches compute. `finish_shuffle` takes the same batch on its device, ri
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from commons.distributed.control import ShufflerAbortedError
 from commons.distributed.group_pool import only_device
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
@@ -30,7 +32,7 @@ from commons.distributed.shuffle_handle import ShuffleHandle
 from commons.distributed.shuffle_session import ShuffleSession
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats
-from commons.distributed.window import ShuffledWindow, WindowReader, shuffle_window
+from commons.distributed.window import ShuffledWindow, WindowReader, describe_blocked_loader, shuffle_window
 from commons.distributed.worker import DaemonWorker
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.task_estimator import AttentionTask
@@ -41,8 +43,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long close() waits for the worker thread.
+# How long close() waits for the worker thread, and abort(), which has answered for it.
 _CLOSE_SECONDS = 5.0
+_ABORT_SECONDS = 1.0
+# How much later than the timeout a step of the worker thread ends at the latest: ranks tell each other who is missing.
+_GRACE_SECONDS = 10.0
 
 # By group, and window or None.
 _Sessions: TypeAlias = "dict[tuple[dist.ProcessGroup | None, int | None], ShuffleSession]"
@@ -93,6 +98,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self._window_worker = DaemonWorker(f"evenrank-windows-{type(self).__name__}")
         self._order = threading.Lock()
         self._closed = False
+        self._aborted_for: ShufflerAbortedError | None = None
         # Whoever drops a shuffler without close() closes it; without waiting, since that can happen at any line.
         self._when_collected = weakref.finalize(self, _abandon, [self._worker, self._window_worker], self._sessions)
         self._when_collected.atexit = False
@@ -241,6 +247,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
             raise TypeError(
                 f"handle is a {type(handle).__name__}; finish needs what start_shuffle returned: start first"
             )
+        if self._aborted_for is not None:
+            raise self._aborted_for
         prepared, schema = handle.prepared(), handle.schema()
         try:
             handle.take(batch)
@@ -302,6 +310,16 @@ class BaseTaskBalancedBatchShuffler(ABC):
             lambda: shuffle_window(session, step, reader, describe, calibrated, names), device
         )
 
+    def await_window(self, window: Future[ShuffledWindow]) -> None:
+        """Wait for a window that nobody will train, whatever comes of it.
+
+        Raises:
+            RuntimeError: it is not there ten seconds after the timeout, because the iterator has not given a batch.
+        """
+        limit = self.options.timeout + _GRACE_SECONDS
+        if not concurrent.futures.wait([window], limit).done:
+            raise RuntimeError(describe_blocked_loader("close()", limit))
+
     def realign(self, pg_group: dist.ProcessGroup | None = None, until: Callable[[], bool] = lambda: True) -> None:
         """Bring all ranks to the same step, after threads of theirs have started different numbers of shuffles.
 
@@ -314,7 +332,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         session = self._session(pg_group)
         while True:
             quiet = until()
-            said = session.channel.gather_on_main([session.steps, int(quiet)])
+            said = session.channel.gather_on_main([session.steps, int(quiet)], session.steps, "realignment")
             furthest = max(steps for steps, _ in said)
             if all(quiet for _, quiet in said) and all(steps == furthest for steps, _ in said):
                 return
@@ -323,9 +341,42 @@ class BaseTaskBalancedBatchShuffler(ABC):
             time.sleep(0.001)
 
     def drain(self) -> None:
-        """Wait until the worker threads are idle."""
-        self._worker.drain()
-        self._window_worker.drain()
+        """Wait until the worker threads are idle.
+
+        Raises:
+            RuntimeError: they are not, ten seconds after the timeout: an iterator of windows has not given its batch.
+        """
+        limit = self.options.timeout + _GRACE_SECONDS
+        if self._aborted_for is None and not (self._worker.drain(limit) and self._window_worker.drain(limit)):
+            raise RuntimeError(describe_blocked_loader("drain()", limit))
+
+    def abort(self) -> None:
+        """Break off whatever waits in this shuffler, on any thread, and close it: for a restart within the process.
+
+        A wait for a shuffle, for a window or for another rank raises ShufflerAbortedError at once, on this rank; the
+        others hear of it as of any rank that fails. What is called later raises it too. Takes a second at most, and
+        leaves neither a thread nor a connection that waits for a rank; a thread inside the user's iterator ends when
+        that returns. May be called on any thread, before the first shuffle, after `close`, and again.
+
+        NCCL's collectives are not this method's to end: `torch.distributed` aborts those.
+        """
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        error = ShufflerAbortedError(
+            f"the shuffler of rank {rank} was aborted; whatever waits in it ends, and it cannot be used again: make a "
+            "new one when the process groups are there"
+        )
+        self._aborted_for = self._aborted_for or error
+        self._closed = True
+        self._when_collected.detach()
+        sessions, workers = list(self._sessions.values()), (self._worker, self._window_worker)
+        for session in sessions:
+            session.abort(self._aborted_for)
+        for worker in workers:
+            worker.abandon(self._aborted_for)
+        deadline = time.monotonic() + _ABORT_SECONDS
+        ended = [worker.stop(max(0.0, deadline - time.monotonic())) for worker in workers]
+        if all(ended):
+            _close_sessions(self._sessions)
 
     def close(self) -> None:
         """End the worker thread and give back the shuffler's groups; the shuffler cannot be used afterwards."""
@@ -340,6 +391,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
             _close_sessions(self._sessions)
 
     def _require_open(self) -> None:
+        if self._aborted_for is not None:
+            raise self._aborted_for
         if self._closed:
             raise RuntimeError("the shuffler is closed; it cannot start another shuffle: make a new one")
 

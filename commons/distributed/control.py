@@ -10,11 +10,8 @@ used by the main thread alone, so that neither waits for the other's turn.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
-import itertools
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.distributed.errors import describe_error, first_line, raise_first_difference, raise_first_error
+from commons.distributed.connections import break_connections
+from commons.distributed.errors import describe_error, raise_first_difference, raise_first_error
 from commons.distributed.group_pool import (
     GroupPair,
     acquire_groups,
@@ -31,30 +29,21 @@ from commons.distributed.group_pool import (
     release_groups,
     with_payload,
 )
-from commons.distributed.missing_ranks import POLL_SECONDS, Attendance, FailedChannel
-from commons.distributed.process_group import all_gather_single, describe_group, resolve_process_group
-from commons.distributed.store import StoreUnavailableError
+from commons.distributed.missing_ranks import Attendance
+from commons.distributed.named_collectives import NamedCollectives
+from commons.distributed.named_collectives import RankMissingError as RankMissingError
+from commons.distributed.named_collectives import ShufflerAbortedError as ShufflerAbortedError
+from commons.distributed.process_group import all_gather_single, resolve_process_group
 
-_POLL_TIME = datetime.timedelta(seconds=POLL_SECONDS)
-# How many ranks a message names.
-_NAMED = 16
 # Bytes of text that travel as one integer.
 _WORD = 8
 # What a rank says of itself when ranks agree on a call; 0 is that all is well.
 _FAILED, _OPTIONS_UNKNOWN = 1, 2
 
-# Numbers the channels over the same ranks, in the one order in which all of them make these.
-_GENERATIONS: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
-
-
 C = TypeVar("C", bound="ControlChannel")
 
 
-class RankMissingError(RuntimeError):
-    """A collective of the control channel failed: a rank died, stalled or left the common order of calls."""
-
-
-class ControlChannel:
+class ControlChannel(NamedCollectives):
     """Groups over the ranks of a data-parallel group: gloo for metadata, the default backend for rows.
 
     Constructed on the main thread by all ranks of the group in the same order; all groups are made and connected here:
@@ -65,10 +54,7 @@ class ControlChannel:
         rank: this process' rank in the group.
         world_size: ranks in the group.
         payload_group: the group for rows; None for a group of one, and where none move.
-        remedy: what the message about a missing rank advises.
-        members: global ranks of the group.
         names: how messages call the ranks: by their global numbers.
-        generation: how many channels over the same ranks there were before; the same on all of them.
     """
 
     remedy = "every rank must call the shuffler for every step: see the log there, or raise ShufflerOptions.timeout"
@@ -76,18 +62,13 @@ class ControlChannel:
     def __init__(
         self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True, pairwise: bool = False
     ) -> None:
-        self.description = describe_group(group)
+        super().__init__(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.payload_group: dist.ProcessGroup | None = None
         self._given, self._timeout = group, timeout
         self._groups: GroupPair | None = None
-        self._intact = True
-        self.members = [0] if group is None else dist.get_process_group_ranks(group)
         self.names: Sequence[int] = self.members
-        self.generation = next(_GENERATIONS[tuple(self.members)])
-        digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
-        self._failed = FailedChannel(f"evenrank/{digest}/{self.generation}", self.members)
         if self.world_size > 1:
             assert group is not None  # noqa: S101  there are several ranks
             attendance = Attendance("connection of step 0")
@@ -173,20 +154,25 @@ class ControlChannel:
         said = self.gather_text("" if error is None else json.dumps(describe_error(error)), step)
         raise_first_error([json.loads(text) if text else None for text in said], error, self.names)
 
-    def gather_on_main(self, values: list[int]) -> list[list[int]]:
+    def gather_on_main(self, values: list[int], step: int = 0, what: str = "gather") -> list[list[int]]:
         """Gather a few integers per rank over the payload group, on the main thread; waits for a device.
 
         The group is made where there is none: the worker thread may be using the other one.
+
+        Raises:
+            RankMissingError: a rank did not take part in time; names it.
         """
         if self._groups is None or self._given is None:
             return [values]
         pair, given, timeout = self._groups, self._given, self._timeout
-        self._groups = make_in_time(lambda: with_payload(pair, given, timeout), timeout)
+        with self.collective(step, what):
+            self._groups = make_in_time(lambda: with_payload(pair, given, timeout), timeout)
         self.payload_group = self._groups.payload
         assert self.payload_group is not None  # noqa: S101  it has just been made
         source = torch.tensor(values, dtype=torch.int64, device=numbers_device(self.payload_group))
         result = source.new_empty(self.world_size * len(values))
-        all_gather_single(result, source, group=self.payload_group)
+        work = all_gather_single(result, source, group=self.payload_group, async_op=True)
+        self.wait(work, step, what, on_host=source.device.type == "cpu")
         return result.view(self.world_size, -1).tolist()
 
     def _swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
@@ -198,75 +184,17 @@ class ControlChannel:
         self.wait(dist.all_to_all_single(result, source, group=self.control_group, async_op=True), step, what)
         return result.numpy()
 
-    def wait(self, work: dist.Work, step: int, what: str) -> None:
-        """Wait on the host for a collective over host tensors, and ask the store whether it has failed elsewhere.
-
-        gloo fails at once on the neighbours of a rank that died, but only after the timeout on the others: these end
-        here, and are not taken for missing.
+    def sum_over_ranks(self, numbers: torch.Tensor, group: dist.ProcessGroup | None, step: int, what: str) -> list[int]:
+        """Sums of int64 numbers `(n,)`, of the host or a device, over a group of this channel's; waits for a device.
 
         Raises:
-            RankMissingError: a rank did not take part in time, which is named, or has failed, with its message.
+            RankMissingError: a rank did not take part in time; names it.
         """
-        attendance = Attendance(f"{what} of step {step}")
-        with self._named(step, what, attendance):
-            failed = self._failed.watch(attendance.collective)
-            while True:
-                try:
-                    work.wait(_POLL_TIME)  # without the interpreter lock; a callback would need it
-                    return
-                except RuntimeError:
-                    attendance.look()
-                    if work.is_completed():  # with an error of its own, or well since then
-                        work.wait()
-                        return
-                    if failed.is_set():
-                        raise self._missing(step, what, attendance) from None
-
-    @contextlib.contextmanager
-    def collective(self, step: int, what: str) -> Iterator[None]:
-        """Around a collective: if it fails, the error names the ranks that are missing, and the groups are given up."""
-        with self._named(step, what, Attendance(f"{what} of step {step}")):
-            yield
-
-    @contextlib.contextmanager
-    def _named(self, step: int, what: str, attendance: Attendance) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:  # an interrupt too leaves the ranks at different places
-            self._intact = False
-            if isinstance(error, RuntimeError) and not isinstance(error, RankMissingError):
-                raise self._missing(step, what, attendance, error) from None  # whose text may bring forty lines of C++
-            raise
-
-    def _missing(
-        self, step: int, what: str, attendance: Attendance, error: BaseException | None = None
-    ) -> RankMissingError:
-        """Tell the others that a collective has failed here; the error says who is missing, or who has failed.
-
-        Args:
-            step: number of the step or call.
-            what: the collective.
-            attendance: this rank's time in it.
-            error: what torch says of it; its first line is kept where nobody is missing.
-        """
-        said = "" if error is None else f" ({first_line(error)})"
-        try:
-            missing, late, failure = self._failed.who_is_missing(attendance)
-        except StoreUnavailableError as unavailable:
-            return RankMissingError(
-                f"the {what} of step {step} failed on rank {dist.get_rank()} and {unavailable}{said}"
-            )
-        if failure is not None:
-            return RankMissingError(failure)
-        advice = f"({self.description}); {self.remedy} if it was only slow"
-        if late:
-            return RankMissingError(f"{_listed(late, '; ')} {advice}")
-        if not missing:
-            return RankMissingError(
-                f"the {what} of step {step} failed although all of {self.description} took part{said}"
-            )
-        names = f"{'rank' if len(missing) == 1 else 'ranks'} {_listed(missing, ', ')}"
-        return RankMissingError(f"{names} did not take part in the {what} of step {step} {advice}")
+        if group is not None:
+            with self.collective(step, what):
+                work = dist.all_reduce(numbers, group=group, async_op=True)
+            self.wait(work, step, what, on_host=numbers.device.type == "cpu")
+        return numbers.tolist()
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
@@ -300,6 +228,15 @@ class ControlChannel:
         text = f"rank {dist.get_rank()} failed in the {what} of step {step}: {': '.join(describe_error(error))}"
         self._failed.post(f"{what} of step {step}", " ".join(text.split()))
 
+    def abort(self, error: RankMissingError) -> None:
+        """Let whatever waits in this channel raise `error`, now or later; from any thread, waits for nothing."""
+        self._aborted_for, self._intact = error, False
+        if self._groups is None:
+            return
+        with contextlib.suppress(ValueError, RuntimeError):  # the process groups may be gone
+            self._failed.leave(f"rank {dist.get_rank()} aborted its shuffler: see the log there")
+        break_connections(self._groups.connections)
+
     def close(self, *, collected: bool = False) -> None:
         """Give both groups back; not if a collective has failed in them, on this rank or for want of it.
 
@@ -332,12 +269,6 @@ def open_channel(
         yield channel
     finally:
         channel.close()
-
-
-def _listed(each: Sequence[Any], separator: str) -> str:
-    """The first few in words, and how many more there are."""
-    more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
-    return separator.join(map(str, each[:_NAMED])) + more
 
 
 def _as_json(call: str, options: dict[str, Any] | None) -> tuple[str, Exception | None]:

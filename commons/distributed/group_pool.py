@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from commons.distributed.connections import connections_of, open_sockets
 from commons.distributed.gather_grid import ring_members
 from commons.distributed.process_group import all_gather_single
 from commons.distributed.store import break_off
@@ -48,6 +50,7 @@ class GroupPair(NamedTuple):
             connects NCCL as soon as the group is made, and its buffers are for those who need them.
         has_all_to_all: whether `payload` can send uneven splits.
         number: pairs over the same ranks that were made before; the same on all of them.
+        connections: of all that are gloo's; see connections.py.
     """
 
     rings: tuple[dist.ProcessGroup, ...]
@@ -55,6 +58,7 @@ class GroupPair(NamedTuple):
     payload: dist.ProcessGroup | None
     has_all_to_all: bool
     number: int
+    connections: frozenset[int]
 
 
 class _Pool:
@@ -64,27 +68,38 @@ class _Pool:
         closed: given back by close(), in the same order on all ranks.
         collected: given back when a shuffler was collected, by number; at another time on every rank.
         made: how many there are.
+        channels: how many channels there have been over the same ranks.
     """
 
     def __init__(self) -> None:
-        self.world: dist.ProcessGroup | None = None
+        # Not kept: its threads end with it.
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
         self.reset()
 
     def reset(self) -> None:
         self.closed: defaultdict[tuple[int, ...], list[GroupPair]] = defaultdict(list)
         self.collected: defaultdict[tuple[int, ...], dict[int, GroupPair]] = defaultdict(dict)
         self.made: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self.channels: defaultdict[tuple[int, ...], int] = defaultdict(int)
         # Every group made here had fewer groups before it; names are unique from this count on.
         self.names_used = 0
 
     def of_this_world(self) -> _Pool:
-        if self.world is not dist.group.WORLD:
-            self.world = dist.group.WORLD
+        world = dist.group.WORLD if dist.is_available() else None
+        if world is None or self._world is None or self._world() is not world:
+            self._world = None if world is None else weakref.ref(world)
             self.reset()
         return self
 
 
 _POOL = _Pool()
+
+
+def number_channel(members: Sequence[int]) -> int:
+    """How many channels over the same ranks this world has had before; a process that joins it later counts alike."""
+    channels = _POOL.of_this_world().channels
+    channels[tuple(members)] += 1
+    return channels[tuple(members)] - 1
 
 
 def make_in_time(make: Callable[[], T], timeout: float) -> T:
@@ -124,11 +139,13 @@ def acquire_groups(
         number = _POOL.made[tuple(members)]
         _POOL.made[tuple(members)] += 1
         # All ranks make their first ring before their second: nobody waits for a rank that waits elsewhere.
-        rings = [
+        made = [
             _new_group(ring, group, timeout, backend="gloo", group_desc=_CONTROL)
             for ring in ring_members(members, dist.get_rank(group))
         ]
-        pair = GroupPair(tuple(rings), rings[0] if len(rings) == 1 else None, None, True, number)
+        rings = tuple(ring for ring, _ in made)
+        connections = frozenset().union(*(each for _, each in made))
+        pair = GroupPair(rings, rings[0] if len(rings) == 1 else None, None, True, number, connections)
     else:
         for each in (*pair.rings, pair.control, pair.payload):
             if each is not None and each is not group:  # which is the user's own, with a timeout of its own
@@ -136,7 +153,8 @@ def acquire_groups(
     if pair.payload is None or pair.control is None:
         moves_rows, pairwise = _any_needs(pair.rings, moves_rows, pairwise)
     if pair.control is None and pairwise:
-        pair = pair._replace(control=_new_group(members, group, timeout, backend="gloo", group_desc=_CONTROL))
+        control, connections = _new_group(members, group, timeout, backend="gloo", group_desc=_CONTROL)
+        pair = pair._replace(control=control, connections=pair.connections | connections)
     return with_payload(pair, group, timeout) if moves_rows else pair
 
 
@@ -153,10 +171,12 @@ def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> G
     members = dist.get_process_group_ranks(group)
     if len(members) < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # Bound to a device, torch would split WORLD's communicator, in which all ranks would have to take part.
-        payload = group
+        payload, connections = group, frozenset[int]()
     else:
-        payload = _new_group(members, group, timeout, pg_options=_nccl_options(timeout), group_desc=_PAYLOAD)
-    return pair._replace(payload=payload, has_all_to_all=_connect(payload))
+        payload, connections = _new_group(
+            members, group, timeout, pg_options=_nccl_options(timeout), group_desc=_PAYLOAD
+        )
+    return pair._replace(payload=payload, has_all_to_all=_connect(payload), connections=pair.connections | connections)
 
 
 def release_groups(members: list[int], pair: GroupPair, *, collected: bool = False) -> None:
@@ -216,8 +236,12 @@ def _serves(group: dist.ProcessGroup, kind: str) -> bool:
     return any(device.type == kind for device in group._device_types)
 
 
-def _new_group(members: list[int], group: dist.ProcessGroup, timeout: float, **options: Any) -> dist.ProcessGroup:
+def _new_group(
+    members: list[int], group: dist.ProcessGroup, timeout: float, **options: Any
+) -> tuple[dist.ProcessGroup, frozenset[int]]:
     """A group over members of one, who alone take part: ranks outside a subgroup do not know of its shuffler.
+
+    Its connections come with it, as far as they are gloo's.
 
     Args:
         members: global ranks.
@@ -228,10 +252,10 @@ def _new_group(members: list[int], group: dist.ProcessGroup, timeout: float, **o
     subgroup = len(members) < dist.get_world_size()
     if subgroup:
         _align_group_names(group)
-    limit = datetime.timedelta(seconds=timeout)
+    limit, before = datetime.timedelta(seconds=timeout), open_sockets()
     made = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup, **options)
     _POOL.names_used = _num_groups()
-    return made
+    return made, connections_of(made, before) if _serves(made, "cpu") else frozenset()
 
 
 def _nccl_options(timeout: float) -> Any:

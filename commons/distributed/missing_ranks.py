@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from commons.distributed.store import KeyWatch, StoreUnavailableError, ask_store, ends_with_rank
+from commons.distributed.store import KeyWatch, StoreUnavailableError, ask_store, begin_asking, ends_with_rank
 
 # How often a waiting rank asks the store whether a collective of the channel has failed elsewhere, in seconds.
 POLL_SECONDS = 1.0
@@ -45,6 +45,12 @@ class Attendance:
         self.collective = collective
         self._entered = self._seen = time.monotonic()
         self._still = 0.0
+        self._watch: KeyWatch | None = None
+
+    def watch(self, *keys: str) -> KeyWatch:
+        """For a rank that still waits: looks for keys, and how long the store leaves it without an answer."""
+        self._watch = KeyWatch(*keys)
+        return self._watch
 
     def look(self) -> None:
         """Called each time the rank looks around, every POLL_SECONDS."""
@@ -53,8 +59,9 @@ class Attendance:
         self._seen = now
 
     def to_json(self) -> str:
-        """What the others are told: the collective, and the seconds that the rank has spent and stood still in it."""
-        return json.dumps([self.collective, time.monotonic() - self._entered, self._still])
+        """What the others are told: the collective, and the seconds spent, stood still and without the store in it."""
+        silent = 0.0 if self._watch is None else self._watch.silent_seconds
+        return json.dumps([self.collective, time.monotonic() - self._entered, self._still, silent])
 
 
 class Verdict(NamedTuple):
@@ -62,7 +69,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         missing: global ranks that did not say where they are.
-        late: where none is missing, a sentence about each that came late or stood still.
+        late: a sentence about each that came late or stood still; where some are missing, about the store's host alone.
         failure: the text of a rank that has posted its failure, if any has.
     """
 
@@ -86,10 +93,11 @@ class FailedChannel:
         self._members = members
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
+        self._left = threading.Event()
 
-    def watch(self, collective: str) -> KeyWatch:
+    def watch(self, attendance: Attendance) -> KeyWatch:
         """For a rank that still waits: tells whether its or another collective of the channel has failed elsewhere."""
-        return KeyWatch(f"{self._key}/failed", self._failure_of(collective))
+        return attendance.watch(f"{self._key}/failed", self._failure_of(attendance.collective))
 
     def post(self, collective: str, text: str) -> None:
         """Tell the ranks that wait in a collective, now or later, that this one will not come, and why.
@@ -100,6 +108,16 @@ class FailedChannel:
             ask_store(lambda store: store.set(self._failure_of(collective), text))
             if ends_with_rank() == dist.get_rank():
                 self._await("read", len(self._members) - 1, _READERS_SECONDS)
+
+    def leave(self, text: str) -> None:
+        """Tell those who wait or will wait in any collective why this rank is gone; waits for nothing, nor do others.
+
+        The store may not answer, or be gone with the process groups.
+        """
+        self._left.set()
+        if dist.is_initialized():
+            begin_asking(lambda store: store.set(f"{self._key}/failure", text))
+            begin_asking(lambda store: store.set(f"{self._key}/failed", "1"))
 
     def who_is_missing(self, attendance: Attendance) -> Verdict:
         """Sign in, wait for the others, and read; takes seconds, whatever the store does.
@@ -122,7 +140,9 @@ class FailedChannel:
             self._await("present", len(self._members), _NAMES_SECONDS)
             missing = self._without_name(list(self._members))
             posted = self._read(f"{self._key}/failure")
-        late = self._late() if posted is None and not missing else []
+        late: list[str] = []
+        if posted is None:
+            late = self._silent_host(missing) if missing else self._late()
         with contextlib.suppress(StoreUnavailableError):
             self._count("read", 1)
             # The host leaves last; else all leave together, since torchrun ends the others with the first.
@@ -143,22 +163,38 @@ class FailedChannel:
     def _failure_of(self, collective: str) -> str:
         return f"{self._key}/{collective}/failure"
 
-    def _late(self) -> list[str]:
-        """A sentence about each rank that stood still or, if none did, that came late; all have signed in."""
-        keys = [f"{self._key}/{rank}" for rank in self._members]
+    def _said_by(self, ranks: Sequence[int]) -> list[Any]:
+        """What ranks have said that have signed in; nothing where the store has gone since."""
+        keys = [f"{self._key}/{rank}" for rank in ranks]
         try:
-            said: list[Any] = [json.loads(each) for each in ask_store(lambda store: store.multi_get(keys))]
+            return [json.loads(each) for each in ask_store(lambda store: store.multi_get(keys))]
         except StoreUnavailableError:
             return []
-        longest = max(waited for _, waited, _ in said)
+
+    def _silent_host(self, missing: list[int]) -> list[str]:
+        """A sentence about the rank that hosts the store, if it is back after a silence in which others gave up."""
+        host, present = ends_with_rank(), [rank for rank in self._members if rank not in missing]
+        silent = max((each[-1] for each in self._said_by(present)), default=0.0)
+        if host is None or host in missing or silent < _STILL_SECONDS:
+            return []
+        return [
+            f"rank {host}, which hosts the store, stood still for {silent:.0f} s, in which others may have given up"
+        ]
+
+    def _late(self) -> list[str]:
+        """A sentence about each rank that stood still or, if none did, that came late; all have signed in."""
+        said = self._said_by(self._members)
+        if not said:
+            return []
+        longest = max(waited for _, waited, _, _ in said)
         stood_still = [
             f"rank {rank} stood still for {still:.0f} s in the {collective}, until the others gave up"
-            for rank, (collective, _, still) in zip(self._members, said)
+            for rank, (collective, _, still, _) in zip(self._members, said)
             if still >= max(_STILL_SECONDS, longest / 4)
         ]
         return stood_still or [
             f"rank {rank} came to the {collective} only when the others gave up"
-            for rank, (collective, waited, _) in zip(self._members, said)
+            for rank, (collective, waited, _, _) in zip(self._members, said)
             if waited < min(_LATE_SECONDS, longest / 2)
         ]
 
@@ -179,5 +215,5 @@ class FailedChannel:
         """Wait until so many ranks have counted themselves, or the time is over."""
         deadline = time.monotonic() + seconds
         pause = _PAUSE_SECONDS + _PAUSE_PER_RANK * len(self._members)
-        while self._count(name, 0) < number and time.monotonic() < deadline:
-            time.sleep(pause)
+        while self._count(name, 0) < number and time.monotonic() < deadline and not self._left.wait(pause):
+            pass

@@ -28,7 +28,7 @@ from commons.distributed.row_exchange import PackedRows, RowExchange
 from commons.distributed.schema_agreement import agree_on_schema
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats, stats_of_plan
-from commons.distributed.verification import checksums, verify_rows
+from commons.distributed.verification import checksums, require_unchanged
 from commons.perf_model.calibration import CalibratedTask
 from commons.perf_model.row_table import RowTable
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
@@ -189,7 +189,9 @@ class ShuffleSession:
             with span("plan"):
                 return self._plan(step, self._layout, table, local[0].device, calibrated, gather_ms)
         except RankMissingError as error:
-            self._broken = error
+            if self._broken is None:  # nobody may come to ask for long: the main thread may wait elsewhere
+                logger.error("rank %d: %s", self.channel.members[self.channel.rank], error)
+            self._broken = self._broken or error
             raise
 
     def problem_with(self, local: LocalRows) -> Exception | None:
@@ -233,7 +235,12 @@ class ShuffleSession:
             raise
         if before is not None:
             after = torch.stack([checksums(result, layout) for result in results]).sum(dim=0)
-            verify_rows(before, after, layout, self.rows_group, step)
+            try:
+                wrong = self.channel.sum_over_ranks(after - before, self.rows_group, step, "comparison of checksums")
+            except RankMissingError as error:
+                self._broken = error
+                raise
+            require_unchanged(wrong, layout, step)
         return results
 
     def send_rows(self, step: int, exchange: RowExchange, packed: PackedRows) -> None:
@@ -267,6 +274,11 @@ class ShuffleSession:
     def post_failure(self, step: int, error: Exception) -> None:
         """Tell the others, who may wait in the exchange of a step, that this rank failed before it."""
         self.channel.post_failure(step, _EXCHANGE, error)
+
+    def abort(self, error: RankMissingError) -> None:
+        """Let whatever waits in this session raise `error`, now or later; from any thread, waits for nothing."""
+        self._broken = error
+        self.channel.abort(error)
 
     def close(self, *, collected: bool = False) -> None:
         """Give the groups back; called when the worker thread has ended, or collected, by it."""

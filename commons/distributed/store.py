@@ -8,18 +8,18 @@ the thread. One call is on its way at a time; a call that nobody waits for any m
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
+from commons.distributed.connections import shut_down
 from commons.distributed.errors import first_line
 from commons.distributed.worker import DaemonWorker
 
@@ -41,18 +41,14 @@ def break_off() -> None:
     A host that stands still leaves a thread in torch's C++. Coming back after the interpreter's end, it would abort the
     process; so the connections to the host are shut down, which torch does not offer.
     """
-    peer, descriptors = _LINE.peer, Path("/proc/self/fd")
-    if peer is None or not descriptors.is_dir():
+    peer = _LINE.peer
+    if peer is None:
         return
     silent, stderr = os.open(os.devnull, os.O_WRONLY), os.dup(_STDERR)
     sys.stderr.flush()
     os.dup2(silent, _STDERR)  # forty lines of C++ about each
     try:
-        for descriptor in list(descriptors.iterdir()):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
-                address, port = connection.getpeername()[:2]
-                if (address.removeprefix("::ffff:"), port) == peer:  # torch speaks IPv6 to an IPv4 address
-                    connection.shutdown(socket.SHUT_RDWR)
+        shut_down(lambda _, connection: _peer_of(connection) == peer)
         _WORKER.stop(_BREAK_SECONDS)
     finally:
         os.dup2(stderr, _STDERR)
@@ -109,18 +105,26 @@ class KeyWatch:
 
     Args:
         *keys: to look for.
+
+    Attributes:
+        silent_seconds: the longest that the store was seen to give no answer.
     """
 
     def __init__(self, *keys: str) -> None:
+        self.silent_seconds = 0.0
         self._keys = keys
         self._asked: Future[bool] | None = None
+        self._asked_at = 0.0
 
     def is_set(self) -> bool:
         """Whether any key is known to be set, or the store to have ended; takes a fraction of a second at most."""
-        self._asked = self._asked or begin_asking(lambda store: any(store.check([key]) for key in self._keys))
+        if self._asked is None:
+            self._asked = begin_asking(lambda store: any(store.check([key]) for key in self._keys))
+            self._asked_at = time.monotonic()
         try:
             found = self._asked.result(_GLANCE_SECONDS)
         except concurrent.futures.TimeoutError:
+            self.silent_seconds = max(self.silent_seconds, time.monotonic() - self._asked_at)
             return False
         except StoreUnavailableError:
             return True
@@ -149,6 +153,12 @@ def _tcp_store(store: dist.Store) -> dist.TCPStore | None:
     return store if isinstance(store, dist.TCPStore) else None
 
 
+def _peer_of(connection: socket.socket) -> tuple[str, int]:
+    """Address and port of the other end; torch speaks IPv6 to an IPv4 address."""
+    address, port = connection.getpeername()[:2]
+    return address.removeprefix("::ffff:"), port
+
+
 class _Line:
     """A connection to the store's host on which nothing is said: it breaks when the host ends.
 
@@ -166,8 +176,7 @@ class _Line:
         if self._socket is None:
             return None
         try:
-            address, port = self._socket.getpeername()[:2]
-            return address.removeprefix("::ffff:"), port
+            return _peer_of(self._socket)
         except OSError:
             return None
 

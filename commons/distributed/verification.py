@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.payload import Part, PayloadLayout
@@ -64,25 +63,14 @@ def _device(batch: Any, layout: PayloadLayout) -> torch.device:
     return layout.parts[0].tensor_of(batch).device if layout.parts else torch.device("cpu")
 
 
-def verify_rows(
-    before: torch.Tensor, after: torch.Tensor, layout: PayloadLayout, group: dist.ProcessGroup | None, step: int
-) -> None:
-    """Compare the checksums of all ranks before and after a shuffle.
+def require_unchanged(wrong: list[int], layout: PayloadLayout, step: int) -> None:
+    """Raise RuntimeError if a shuffle has changed or mixed rows; on all ranks alike.
 
     Args:
-        before: `checksums` of this rank's batch before.
-        after: the same after.
+        wrong: sums over all ranks of `checksums` after the shuffle less those before.
         layout: the parts.
-        group: the payload group; None for a single process.
         step: for the message.
-
-    Raises:
-        RuntimeError: a field differs; on every rank.
     """
-    difference = after - before
-    if group is not None:
-        dist.all_reduce(difference, group=group)
-    wrong = difference.cpu().tolist()
     damaged = [part for part, value in zip(layout.parts, wrong) if value]
     if damaged:
         names = ", ".join(f"{part.field}{' (weights)' if part.weights else ''}" for part in damaged)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commons.available_memory import require_memory
 from commons.checks import as_count
@@ -120,6 +121,20 @@ class WindowReader:
         tensors = [] if schema is None else schema.row_tensors(batch)
         window_bytes = self.window * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         require_memory(_COPIES * window_bytes, f"window is {self.window}", "use a smaller window")
+
+
+def describe_blocked_loader(call: str, seconds: float) -> str:
+    """What to say where a window's thread has not come back in time, which only the iterator can keep so long.
+
+    Args:
+        call: who waited.
+        seconds: how long.
+    """
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return (
+        f"{call} has waited {seconds:g} s for the iterator of rank {rank}, whose next() has not returned; the thread "
+        "that reads windows cannot be ended within it: mend the loader, or end the program"
+    )
 
 
 def _require_iterator(source: Any) -> None:

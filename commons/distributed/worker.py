@@ -8,6 +8,7 @@ so at exit a job that is under way is waited for, a few seconds at most, and the
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import queue
 import threading
@@ -52,6 +53,7 @@ class DaemonWorker:
         # Not answered yet: should the thread end by an error of its own, nobody waits for it.
         self._open: set[Future[Any]] = set()
         self._has_left = False
+        self._abandoned_for: Exception | None = None
 
     def submit(self, job: Callable[[], T], device: torch.device | None = None) -> Future[T]:
         """Queue a job.
@@ -67,7 +69,7 @@ class DaemonWorker:
         if device is not None and device.type == "cuda":
             gpu = torch.cuda.current_device() if device.index is None else device.index
         with self._starting:
-            if self._thread is None:
+            if self._thread is None and self._abandoned_for is None:
                 self._has_left = False
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
@@ -75,19 +77,30 @@ class DaemonWorker:
         future: Future[T] = Future()
         self._open.add(future)
         self._jobs.put((future, job, gpu))
-        if self._has_left:
+        if self._has_left or self._abandoned_for is not None:
             self._answer_open()
         return future
 
-    def drain(self) -> None:
-        """Wait until all jobs that have been queued are done."""
-        if self._thread is not None:
-            self.submit(lambda: None).result()
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until all jobs that have been queued are done; False if they are not after `timeout` seconds."""
+        if self._thread is None:
+            return True
+        return bool(concurrent.futures.wait([self.submit(lambda: None)], timeout).done)
 
     def finish(self) -> None:
         """Let queued jobs finish and end the thread; does not wait."""
         if self._thread is not None:
             self._jobs.put(None)
+
+    def abandon(self, error: Exception) -> None:
+        """Answer every job that is not done with an error, at once, and run no other; from any thread, does not wait.
+
+        The thread ends with the job that is under way.
+        """
+        with self._starting:
+            self._abandoned_for = error
+        self.finish()
+        self._answer_open()
 
     @property
     def has_ended(self) -> bool:
@@ -96,11 +109,12 @@ class DaemonWorker:
 
     def stop(self, timeout: float) -> bool:
         """Let queued jobs finish and end the thread; False if it still runs after `timeout` seconds."""
-        if self._thread is None:
+        thread = self._thread
+        if thread is None:
             return True
         self._jobs.put(None)
-        self._thread.join(timeout)
-        ended = not self._thread.is_alive()
+        thread.join(timeout)
+        ended = not thread.is_alive()
         if ended:
             self._thread = None
         return ended
@@ -113,11 +127,12 @@ class DaemonWorker:
             self._answer_open()
 
     def _answer_open(self) -> None:
-        """Tell those who wait that the thread has ended; nobody does, but where it was ended from outside of a job."""
+        """Tell those who wait that the thread runs no more jobs: it was abandoned, or ended from outside of a job."""
         for future in list(self._open):
             with contextlib.suppress(InvalidStateError):  # answered meanwhile
                 future.set_exception(
-                    RuntimeError(
+                    self._abandoned_for
+                    or RuntimeError(
                         f"the worker thread {self._name} has ended and left a job undone; something has ended it from "
                         "outside: see the log"
                     )
@@ -128,6 +143,8 @@ class DaemonWorker:
         while (item := self._jobs.get()) is not None:
             future, job, gpu = item
             try:
+                if future.done() and not future.cancelled():  # answered when the worker was abandoned
+                    continue
                 if not future.set_running_or_notify_cancel():
                     continue
                 if gpu is not None and gpu != current:
@@ -135,7 +152,8 @@ class DaemonWorker:
                     current = gpu
                 future.set_result(job())
             except BaseException as error:
-                future.set_exception(error)
+                with contextlib.suppress(InvalidStateError):  # answered meanwhile
+                    future.set_exception(error)
             finally:
                 self._open.discard(future)
                 # Nothing is kept while waiting: the last reference to a process group must not be a daemon thread's.

@@ -82,11 +82,14 @@ class WindowedBatches(Iterator[Any]):
         """Wait for the window that is under way, and drop it; called on all ranks together.
 
         What has been read of it is not trained. Without it, the window is dropped when it is there.
+
+        Raises:
+            RuntimeError: it is not there ten seconds after the shuffler's timeout: the iterator has not given a batch.
         """
-        if self._next is not None:
-            self._next.exception()
-        self._next, self._ended = None, True
+        under_way, self._next, self._ended = self._next, None, True
         self._ready.clear()
+        if under_way is not None:
+            self._shuffler.await_window(under_way)
 
     def _begin_window(self) -> None:
         started = time.perf_counter()

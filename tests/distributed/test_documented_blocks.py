@@ -146,6 +146,9 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
             "python -m pytest tests/unit": ("python -m pytest --version", "is part of this suite"),
         },
     ),
+    ("docs/reliability.md", "Restart within the process", 0): Python(
+        given.resiliency_extension, given.abort_ends_a_wait
+    ),
     ("CONTRIBUTING.md", "Test", 0): Python(dict, given.ranks_add_up),
     ("CONTRIBUTING.md", "Add a model", 0): Python(given.a_model, given.recipe_trains),
 }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import importlib
 import os
 import re
+import sys
 import tempfile
+import threading
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import evenrank
+from commons.distributed.errors import attempt
 from commons.trainer.config import load_config
 from commons.trainer.run import run_training
 from tests.helpers import models
@@ -295,6 +300,35 @@ def _gradient_is_of_all_rows(names: dict[str, Any]) -> None:
     (torch.cat(losses).sum() / terms).backward()
     assert bool(reached.isfinite().all()) and float(model.tokens.weight.grad.abs().max()) > 1e-3
     assert float((reached - model.tokens.weight.grad).abs().max()) < 1e-12
+
+
+def resiliency_extension() -> dict[str, Any]:
+    """Its module with the one class that the text derives from: the package itself is for GPUs."""
+    name = "nvidia_resiliency_ext"
+    for part in (name, f"{name}.inprocess", f"{name}.inprocess.abort"):
+        sys.modules[part] = types.ModuleType(part)
+    sys.modules[f"{name}.inprocess.abort"].Abort = type("Abort", (abc.ABC,), {})  # type: ignore[attr-defined]
+    return {}
+
+
+def abort_ends_a_wait(names: dict[str, Any]) -> None:
+    """A rank that waits for the other one comes home, and the groups serve a new shuffler."""
+    for part in [each for each in sys.modules if each.startswith("nvidia_resiliency_ext")]:
+        del sys.modules[part]
+    aborts, state = names["AbortShuffler"](), object()
+    assert aborts(state) is state  # before there is a shuffler
+    options = evenrank.ShufflerOptions(timeout=60.0)
+    aborts.shuffler = evenrank.BatchShufflerFactory.create("tokens", options=options)
+    if dist.get_rank() == 0:
+        handle = aborts.shuffler.start_shuffle(models.make_batch([1], 1))
+        threading.Timer(0.2, aborts, [state]).start()
+        _, error = attempt(lambda: handle.ended)
+        assert isinstance(error, evenrank.ShufflerAbortedError)
+    dist.barrier()
+    aborts(state)
+    again = evenrank.BatchShufflerFactory.create("tokens", options=options)
+    assert again.shuffle(models.make_batch([1], 1)).actual_batch_size == 1
+    again.close()
 
 
 def train_in(folder: str, script: str, arguments: list[str]) -> None:

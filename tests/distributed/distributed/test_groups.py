@@ -211,6 +211,10 @@ def test_only_shufflers_that_move_rows_make_a_payload_group(two_ranks):
         assert asked == ["gloo", None, "gloo", None]
 
 
+class _World(SimpleNamespace):
+    """Unlike its base, it can be referred to weakly, as a process group can."""
+
+
 class _Options:
     def __init__(self):
         self.config = SimpleNamespace()
@@ -242,7 +246,7 @@ def test_groups_have_a_name_in_dumps_of_the_flight_recorder(two_ranks):
 )
 def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max_ctas):
     """torch.distributed is pretended: a group is the keywords that it was made with."""
-    world, given, asked = SimpleNamespace(bound_device_id=bound), SimpleNamespace(name="given"), []
+    world, given, asked = _World(bound_device_id=bound), SimpleNamespace(name="given"), []
 
     def new_group(members, **options):
         asked.append(options)
@@ -257,6 +261,7 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     monkeypatch.setattr(group_pool, "_POOL", group_pool._Pool())
     monkeypatch.setattr(group_pool, "_num_groups", lambda: 0)
+    monkeypatch.setattr(group_pool, "_serves", lambda group, kind: False)
     monkeypatch.setattr(group_pool, "_align_group_names", lambda group: None)
     monkeypatch.setattr(group_pool, "_collected_on_all", lambda members, group: None)
     monkeypatch.setattr(group_pool, "_any_needs", lambda rings, *needs: needs)

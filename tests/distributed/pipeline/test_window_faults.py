@@ -7,14 +7,17 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
+from commons.distributed import batch_shuffler
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.shuffle_plan import ShufflePlan
@@ -291,3 +294,28 @@ def test_a_program_that_ends_while_a_window_is_read_ends_well():
     for _ in range(3):  # a thread that came back from C++ when the interpreter had gone would abort it
         done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("call", ["close", "drain"])
+def test_an_iterator_that_blocks_is_waited_for_until_the_timeout_and_is_named(call):
+    go_on = threading.Event()
+
+    def source():
+        yield from models.rank_batches(0, 3, [6])
+        go_on.wait(60)
+
+    shuffler = CubicShuffler(ShufflerOptions(timeout=0.5))
+    windowed = windowed_iter(source(), shuffler, 3)
+    next(windowed)  # and the next window is being read
+    try:
+        with (
+            mock.patch.object(batch_shuffler, "_GRACE_SECONDS", 0.5),
+            pytest.raises(
+                RuntimeError, match=rf"^{call}\(\) has waited 1 s for the iterator of rank 0, whose next\(\)"
+            ),
+        ):
+            windowed.close() if call == "close" else shuffler.drain()
+    finally:
+        go_on.set()
+    windowed.close()
+    shuffler.close()

@@ -1,0 +1,156 @@
+"""abort() ends what waits in a shuffler at once; afterwards the process makes its groups anew and shuffles again."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+
+from commons.distributed.control import ShufflerAbortedError
+from commons.distributed.options import ShufflerOptions
+from commons.pipeline import balanced, windowed_iter
+from tests.helpers import models
+from tests.helpers.faults import my_batch
+from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.rank_pool import RankPool
+
+# Far above what the test may take: nothing ends by it.
+TIMEOUT = 600.0
+# Between the call of abort() and the error of who waits.
+AT_ONCE = 2.0
+
+
+def _own_batches(count):
+    return models.rank_batches(dist.get_rank(), count, [6])
+
+
+def _gather(shuffler):
+    """Waits for a handle."""
+    handle = shuffler.start_shuffle(my_batch(1))
+    return lambda: handle.ended
+
+
+def _exchange(shuffler):
+    """Waits on the main thread for rows; the other rank plans with this one and sends none."""
+    handle = shuffler.start_shuffle(batch := my_batch(1))
+    handle.prepared()
+    return lambda: shuffler.finish_shuffle(batch, handle)
+
+
+def _window(shuffler):
+    windowed = windowed_iter(_own_batches(6), shuffler, 3)
+    return lambda: next(windowed)
+
+
+def _pipeline(shuffler):
+    model, optimizer = models.build_plain()
+    pipeline = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+    batches = _own_batches(6)
+    return lambda: pipeline.progress(batches)
+
+
+WAITS = {"gather": _gather, "exchange": _exchange, "window": _window, "pipeline": _pipeline}
+
+
+def _abort_and_start_again(folder):
+    """Rank 0 waits for rank 1 in every way, and is aborted by another thread; each time on process groups made anew."""
+    return [_abort_in(name, folder) for name in WAITS]
+
+
+def _abort_in(name, folder):
+    rank = dist.get_rank()
+    shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
+    if name != "exchange":
+        shuffler.shuffle(my_batch())
+    aborted_at, text = [], ""
+
+    def abort():
+        time.sleep(0.5)
+        aborted_at.append(time.monotonic())
+        shuffler.abort()
+
+    if rank == 0:
+        wait = WAITS[name](shuffler)
+        thread = threading.Thread(target=abort)
+        thread.start()
+        with pytest.raises(ShufflerAbortedError, match="the shuffler of rank 0 was aborted") as raised:
+            wait()
+        seconds = time.monotonic() - aborted_at[0]
+        thread.join()
+        assert "\n" not in str(raised.value)
+        with pytest.raises(ShufflerAbortedError):
+            shuffler.start_shuffle(my_batch(2))
+        shuffler.abort()
+        shuffler.drain()
+        shuffler.close()
+        dist.barrier()
+    else:
+        if name == "exchange":
+            shuffler.start_shuffle(my_batch(1)).prepared()
+        elif name == "window":
+            windowed_iter(_own_batches(6), shuffler, 3)
+        elif name == "pipeline":
+            _pipeline(shuffler)
+        dist.barrier()
+        started = time.monotonic()
+        with pytest.raises(RuntimeError) as heard:
+            shuffler.shuffle(my_batch(1))
+        text, seconds = str(heard.value), time.monotonic() - started
+        shuffler.abort()
+    threads = [each.name for each in threading.enumerate() if "Shuffler" in each.name]
+    started = time.monotonic()
+    dist.destroy_process_group()
+    made_after = time.monotonic() - started
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
+    with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=60.0))) as again:
+        again.shuffle(my_batch())
+        moved = again.last_stats.moved
+    return name, seconds, text, threads, made_after, moved
+
+
+def test_whatever_waits_ends_at_once_and_the_process_starts_again(tmp_path):
+    pool = RankPool(2)
+    try:
+        answers = pool.run(_abort_and_start_again, str(tmp_path), timeout=120)
+    finally:
+        pool.stop()
+    for rank, results in enumerate(answers):
+        for name, seconds, text, threads, destroyed_in, moved in results:
+            assert not threads and moved, (name, threads)
+            assert destroyed_in < AT_ONCE, name  # no thread of gloo's waits for a rank
+            if rank == 0:
+                assert seconds < AT_ONCE, name
+            elif name == "gather":
+                assert text == "rank 0 aborted its shuffler: see the log there" and seconds < 12.0
+
+
+def test_abort_before_the_first_shuffle_after_close_and_again():
+    for calls in (("abort",), ("abort", "abort"), ("close", "abort"), ("abort", "close")):
+        shuffler = CubicShuffler()
+        for call in calls:
+            getattr(shuffler, call)()
+        with pytest.raises(ShufflerAbortedError, match="cannot be used again: make a new one"):
+            shuffler.start_shuffle(models.make_batch([1], 1))
+
+
+def test_a_wait_without_process_groups_is_aborted_too():
+    blocked, go_on = threading.Event(), threading.Event()
+
+    def source():
+        blocked.set()
+        go_on.wait(60)
+        yield models.make_batch([1], 1)
+
+    shuffler = CubicShuffler()
+    windowed = windowed_iter(source(), shuffler, 3)
+    threading.Thread(target=lambda: blocked.wait(60) and shuffler.abort()).start()
+    try:
+        with pytest.raises(ShufflerAbortedError):  # although the iterator does not return
+            next(windowed)
+    finally:
+        go_on.set()
