@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from commons.trainer.collectives import broadcast
+
 
 def broadcast_text(text: str, device: torch.device, src: int = 0) -> str:
     """The text that one rank gives; called on all ranks together.
@@ -16,8 +18,8 @@ def broadcast_text(text: str, device: torch.device, src: int = 0) -> str:
     """
     encoded = torch.tensor(list(text.encode()) if dist.get_rank() == src else [], dtype=torch.uint8, device=device)
     size = torch.tensor(encoded.numel(), device=device)
-    dist.broadcast(size, src=src)
+    broadcast(size, "broadcast of a text's size", src)
     if dist.get_rank() != src:
         encoded = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(encoded, src=src)
+    broadcast(encoded, "broadcast of a text", src)
     return bytes(encoded.tolist()).decode()

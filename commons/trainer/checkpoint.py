@@ -45,6 +45,7 @@ from commons.trainer.checkpoint_state import (
     read_entries,
     state_to_save,
 )
+from commons.trainer.collectives import all_reduce
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.random_state import set_random_state
 
@@ -265,7 +266,7 @@ class Checkpointer:
 
         problem = self._on_all_ranks(fill)
         table = table.to(self._device)
-        dist.all_reduce(table)  # every row is one rank's
+        all_reduce(table, "digests of a checkpoint")  # every row is one rank's
         return {name: bytes(row).hex() for name, row in zip(names, table.tolist())}, problem
 
     def _own_files(self, names: Iterable[str]) -> list[str]:
@@ -352,7 +353,7 @@ class Checkpointer:
         """The first rank whose text is not empty, and that text; called on all ranks together."""
         found = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=self._device)
         found[dist.get_rank()] = int(bool(mine))
-        dist.all_reduce(found)
+        all_reduce(found, "outcome of a checkpoint")
         ranks = found.nonzero().flatten().tolist()
         return (ranks[0], broadcast_text(mine, self._device, src=ranks[0])) if ranks else (-1, "")
 

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.pipeline import TrainPipelineFactory, balanced
+from commons.trainer.collectives import all_reduce
 from commons.trainer.evaluation import evaluate
 from commons.trainer.meter import StepSums
 from commons.trainer.recipe import Recipe
@@ -169,7 +170,7 @@ def compare(recipe: Recipe, *, steps: int, warmup_steps: int, quick: bool = Fals
 def available_steps(loader: DataLoader[Any], warmup_steps: int, steps: int, recipe: Recipe) -> int:
     """Steps to train: as many as asked for, or as every rank has full batches in an epoch of its loader."""
     shortest = torch.tensor(len(loader), device=recipe.device)
-    dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
+    all_reduce(shortest, "count of batches", op=dist.ReduceOp.MIN)
     num_steps = min(warmup_steps + steps, int(shortest))
     if num_steps <= warmup_steps:
         raise ValueError(

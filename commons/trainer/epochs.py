@@ -23,6 +23,7 @@ from commons.distributed.stats import ShuffleStats
 from commons.perf_model.partitioner.native_core import PLANS
 from commons.pipeline import windowed_iter
 from commons.trainer.args import TrainerArgs
+from commons.trainer.collectives import all_reduce
 from commons.trainer.launch import seed_all
 from commons.trainer.random_state import kept_random_state
 
@@ -198,7 +199,7 @@ def _require_equal(identity: dict[str, Any], device: torch.device) -> None:
     """Raise ValueError on all ranks unless all of them plan by the same."""
     digest = zlib.crc32(repr(sorted(identity.items())).encode())
     extremes = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    all_reduce(extremes, "comparison of plans of the epoch", op=dist.ReduceOp.MAX)
     if extremes[0] != -extremes[1]:
         raise ValueError(
             f"ranks plan by different settings or workloads, here by {identity}; each reads its own rows of one plan: "

@@ -12,6 +12,7 @@ import datetime
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+from commons.distributed.errors import first_line
 from commons.distributed.worker import DaemonWorker
 
 logger = logging.getLogger(__name__)
@@ -116,7 +118,12 @@ def _report(error: Exception) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     line = " ".join(message.split()) or type(error).__name__
-    if not is_user_error:
+    if _is_of_a_collective(error):
+        line = (
+            f"a collective of the training failed ({first_line(error)}); another rank has ended or stands still: see "
+            "what is said of it, and its log"
+        )
+    elif not is_user_error:
         line = f"{type(error).__name__}: {line}"
     if dist.is_initialized():
         line = f"rank {dist.get_rank()}: {line}"
@@ -129,6 +136,13 @@ def _report(error: Exception) -> int:
     with contextlib.suppress(OSError):
         _TorchrunErrorFile().write(line)
     return status
+
+
+def _is_of_a_collective(error: Exception) -> bool:
+    """Whether torch reports a broken group: with the place in its sources, advice and perhaps forty lines of C++."""
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and re.match(r"\[[^\]\s]*gloo[^\]\s]*:\d+\]", str(error)) is not None
+    )
 
 
 def _claim_report() -> bool:

@@ -29,6 +29,7 @@ from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.trainer.args import TrainerArgs
 from commons.trainer.broadcast import broadcast_text
 from commons.trainer.checkpoint import Checkpointer, TrainProgress
+from commons.trainer.collectives import all_reduce
 from commons.trainer.epochs import Epochs
 from commons.trainer.evaluation import Evaluations, Metrics
 from commons.trainer.launch import describe_ranks
@@ -336,7 +337,7 @@ class TrainingLoop:
         Where the steps of later epochs, or the rows of steps to come, may differ, as many as there will be about.
         """
         batches = torch.tensor(len(self._train_loader), device=self._device)
-        dist.all_reduce(batches, op=dist.ReduceOp.MAX)
+        all_reduce(batches, "count of batches", op=dist.ReduceOp.MAX)
         rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())
         limits = []
         if self._args.max_train_iters is not None:

@@ -21,6 +21,7 @@ from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
 from commons.perf_model.measured_saving import MeasuredSaving
 from commons.sequence_batch.fields import real_rows
+from commons.trainer.collectives import all_reduce
 
 # Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
 AVERAGED = [
@@ -254,7 +255,7 @@ class StepSums:
         )
         if self.loss_sum is not None:
             counts[0] = self.loss_sum
-        dist.all_reduce(counts, group=resolve_process_group())
+        all_reduce(counts, "sums of a line of the log", group=resolve_process_group())
         loss_sum, *others = counts.tolist()
         return StepSums(torch.tensor(loss_sum, dtype=torch.float64), *map(int, others))
 
@@ -274,8 +275,8 @@ def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
     total = torch.tensor(loads, dtype=torch.float64, device=device)
     largest = total.clone()
     group = resolve_process_group()
-    dist.all_reduce(total, group=group)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(total, "sums of loads", group=group)
+    all_reduce(largest, "largest loads", op=dist.ReduceOp.MAX, group=group)
     ratios = largest * dist.get_world_size(group) / total
     return (ratios[total > 0] - 1.0).tolist()
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commons.trainer.args import OptimizationArgs
+from commons.trainer.collectives import all_reduce
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.schedule import Schedule
 
@@ -126,7 +127,7 @@ class StepUpdate:
     def _accumulate(self, num_loss_tokens: int) -> None:
         # Written by a kernel's argument: a copy from the host would wait for the backward pass.
         terms = torch.full((), float(num_loss_tokens), dtype=torch.float64, device=self._device)
-        dist.all_reduce(terms)
+        all_reduce(terms, "count of loss terms")
         self._terms = terms if self._terms is None else self._terms + terms
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
@@ -178,21 +179,24 @@ class FiniteLossGuard:
         self._remedy = "with compute_dtype bf16, or " if in_float16 else ""
         self._never = torch.tensor(torch.iinfo(torch.int64).max, device=device)
         self._first = self._never
+        self._step = 0
 
     def look(self, step: int, loss: torch.Tensor) -> None:
         """Take the loss of this rank's part of a step; nothing is read from the device."""
         found = torch.where(torch.isfinite(loss).all(), self._never, torch.full_like(self._never, step))
         self._first = torch.minimum(self._first, found)
+        self._step = step
 
     def check(self) -> None:
         """Raise on all ranks if one has seen such a loss; called on all ranks together, waits for the device.
 
         Raises:
             ArithmeticError: names the first step, and the ranks that saw it there.
+            RankMissingError: a rank did not take part; names it.
         """
         first = torch.full((dist.get_world_size(),), int(self._never), device=self._device)
         first[dist.get_rank()] = self._first
-        dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        all_reduce(first, "look at the losses", op=dist.ReduceOp.MIN, step=self._step)
         steps = first.tolist()
         if min(steps) == int(self._never):
             return

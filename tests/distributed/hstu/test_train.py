@@ -19,7 +19,7 @@ from tests.helpers.hstu_jobs import ROOT, TINY, run, start
 QUIET_TORCHRUN = "commons.trainer.torchrun"
 # A training script of a user's own: rank 1 fails while rank 0 is in a collective.
 FAILING = """
-import sys, time
+import os, signal, sys, time
 import torch, torch.distributed as dist
 from commons.trainer.errors import log_to_file, run_main
 from commons.trainer.launch import initialize_ranks
@@ -28,6 +28,11 @@ def main():
     log_to_file(sys.argv[2])
     if sys.argv[1] == "fails" and dist.get_rank() == 1:
         raise RuntimeError("out of order")
+    if sys.argv[1] == "leaves" and dist.get_rank() == 1:
+        return
+    if sys.argv[1] == "killed" and dist.get_rank() == 1:
+        time.sleep(1)  # the other one is in its collective
+        os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[1] == "waits" and dist.get_rank() == 1:
         print("ready", flush=True)
         time.sleep(60)
@@ -101,6 +106,31 @@ def test_the_failing_rank_is_the_one_that_speaks(tmp_path):
     assert said == [f"error: rank 1: RuntimeError: out of order (traceback in {log_file})"]
     assert "Traceback" not in errors and "Traceback" in log_file.read_text()
     assert not (tmp_path / "rank0.log").exists()
+
+
+def test_a_rank_whose_peer_has_left_says_so_in_one_line(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    status, _, errors = run(QUIET_TORCHRUN, script, "leaves", tmp_path)
+    assert status == 1
+    (said,) = [line for line in errors.splitlines() if "error" in line.lower()]
+    assert said.startswith("error: rank 0: a collective of the training failed (")
+    assert "another rank has ended or stands still" in said and said.endswith(
+        f"(traceback in {tmp_path / 'rank0.log'})"
+    )
+    assert "/gloo/" not in errors and "Traceback" not in errors
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    status, _, errors = run(QUIET_TORCHRUN, script, "killed", tmp_path)
+    assert status == 128 + signal.SIGKILL
+    *others, last = [line for line in errors.splitlines() if "error" in line.lower()]
+    assert last == "error: rank 1 was ended by SIGKILL"
+    # Unless torchrun ends it first.
+    assert all(line.startswith("error: rank 0: a collective of the training failed (") for line in others)
+    assert "frame #" not in errors and "/gloo/" not in errors and "Traceback" not in errors
 
 
 @pytest.mark.usefixtures("ctrl_c")

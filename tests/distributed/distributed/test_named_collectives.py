@@ -1,0 +1,106 @@
+"""Collectives that the main thread waits for name the rank that is missing; the worker says so before it is asked."""
+
+from __future__ import annotations
+
+import signal
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commons.distributed import shuffle_session
+from commons.distributed.options import ShufflerOptions
+from commons.trainer.broadcast import broadcast_text
+from commons.trainer.optimization import FiniteLossGuard
+from tests.helpers.faults import my_batch
+from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.stopped_ranks import fault, run_with_fault
+
+TIMEOUT = 60.0
+# Survivors learn of a death by their connections, and take some seconds to tell each other.
+SOON = 20.0
+LIMIT = 60.0
+
+
+def _die(folder):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        fault(folder, signal.SIGKILL)
+
+
+def _realign(folder):
+    shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
+    shuffler.shuffle(my_batch())
+    _die(folder)
+    shuffler.realign()
+
+
+def _compare_checksums(folder):
+    shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT, verify=True))
+    computed, checksums = [], shuffle_session.checksums
+
+    def last_words(*args):
+        computed.append(1)
+        if len(computed) == 2 and dist.get_rank() == 1:  # of the rows that have come
+            time.sleep(0.5)  # the others have theirs too
+            fault(folder, signal.SIGKILL)
+        return checksums(*args)
+
+    with mock.patch.object(shuffle_session, "checksums", last_words):
+        shuffler.shuffle(my_batch())
+
+
+def _look_at_losses(folder):
+    guard = FiniteLossGuard(torch.device("cpu"))
+    guard.look(7, torch.ones(()))
+    guard.check()
+    _die(folder)
+    guard.look(8, torch.ones(()))
+    guard.check()
+
+
+def _broadcast(folder):
+    broadcast_text("text", torch.device("cpu"), src=1)
+    _die(folder)
+    broadcast_text("text", torch.device("cpu"), src=1)
+
+
+@pytest.mark.parametrize(
+    "work, what",
+    [
+        (_realign, "realignment of step 1"),
+        (_compare_checksums, "comparison of checksums of step 0"),
+        (_look_at_losses, "look at the losses of step 8"),
+        (_broadcast, "broadcast of a text's size"),
+    ],
+)
+def test_a_rank_that_has_died_is_named(tmp_path, work, what):
+    ended = run_with_fault(tmp_path, work, waits_for=[0], limit=LIMIT, world_size=2)[0]
+    assert ended.status == 1 and ended.seconds < SOON, ended
+    assert ended.error.startswith(f"RankMissingError: rank 1 did not take part in the {what} (ranks [0, 1]); ")
+    assert "frame #" not in ended.stderr
+
+
+def _start_without_asking(folder):
+    """Two shuffles are under way when the other rank dies, and nobody asks for them until the log has it."""
+    shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
+    shuffler.shuffle(my_batch())
+    handles = []
+    if dist.get_rank() == 0:
+        handles = [shuffler.start_shuffle(my_batch(step)) for step in (1, 2)]
+    _die(folder)
+    deadline = time.monotonic() + LIMIT
+    while "rank 1 did not" not in (folder / "stderr0").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for handle in reversed(handles):
+        handle.ended  # noqa: B018  waits for the gather
+
+
+def test_the_worker_says_once_that_a_rank_is_missing_before_it_is_asked(tmp_path):
+    ended = run_with_fault(tmp_path, _start_without_asking, waits_for=[0], limit=LIMIT, world_size=2)[0]
+    said = "rank 1 did not take part in the gather of step 1 (ranks [0, 1])"
+    before, _, after = ended.stderr.partition("Traceback")
+    assert before.count(f"rank 0: {said}") == 1 and f"rank 0: {said}" not in after
+    assert ended.error.startswith(f"RankMissingError: {said}")
