@@ -98,10 +98,10 @@ def repair_start(
     parts = repair(problem.weights, parts, num_parts, limits, load_limit, home, cap, problem.base)
     if problem.largest_load(parts) > load_limit:
         parts = refine(problem.weights, parts, num_parts, limits, load_limit, cap, problem.base)
-    return _redeal_heaviest(problem, parts, home, load_limit, cap)
+    return redeal_heaviest(problem, parts, home, load_limit, cap)
 
 
-def _redeal_heaviest(
+def redeal_heaviest(
     problem: Problem, parts: np.ndarray, home: Home, load_limit: int, cap: Cap | None
 ) -> np.ndarray | None:
     """Plan the partitions still above the limit afresh, together with as many of the lightest as it takes.

@@ -3,7 +3,8 @@
 With a home and a slack, a plan for its own sake is not needed: the lower bound says how low the loads may go. As long
 as one is above that, the heaviest partition swaps a row with the lightest one. In the rounds of `locality.repair` all
 heavy partitions look at all light ones; the plans are as good, but each of some dozens of rounds looks at everything.
-So those rounds get only what the swaps leave above the limit.
+So those rounds get only what the swaps leave above the limit. Where that is one partition of thousands, or a few, to
+look at everything for each is most of the time: they are dealt anew, each with the lightest of all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from commons.perf_model.loads import sum_by_rank
-from commons.perf_model.partitioner.home_rows import movable, repair_start, with_slack
+from commons.perf_model.partitioner.home_rows import movable, redeal_heaviest, repair_start, with_slack
 from commons.perf_model.partitioner.locality import BITS, FREE, NODE_COST, Home, even_counts
 from commons.perf_model.partitioner.problem import INT64_MAX, Limits, Problem
 from commons.perf_model.partitioner.refined import near
@@ -26,6 +27,10 @@ MANY = 512
 ASKED = 64
 # Swaps per row, far more than plans need.
 MOST_SWAPS = 2
+# One of so many left above the limit is dealt anew, with others as light as need be.
+FEW_LEFT = 4096
+# That may cost as much as moving one of so many tokens.
+FEW_MOVED = 32
 
 
 def near_home_of_many(request: Request, problem: Problem, bound: int) -> np.ndarray | None:
@@ -63,8 +68,16 @@ def near_home_of_many(request: Request, problem: Problem, bound: int) -> np.ndar
         return None
     parts = lower_heaviest(problem.weights, parts, num_parts, problem.limits, limit, by_row, row_cap)
     if problem.largest_load(parts) > limit:
-        repaired = repair_start(problem, parts, by_row, limit, row_cap)
-        if repaired is None or 2 * by_row.cost(repaired) > int(by_row.sizes.sum()):
+        repaired: np.ndarray | None = None
+        total = int(by_row.sizes.sum())
+        left = int(np.count_nonzero(sum_by_rank(parts, problem.weights, num_parts) > limit))
+        if left <= num_parts // FEW_LEFT:
+            repaired = redeal_heaviest(problem, parts, by_row, limit, row_cap)
+            if repaired is not None and by_row.cost(repaired) - by_row.cost(parts) > total // FEW_MOVED:
+                repaired = None
+        if repaired is None:
+            repaired = repair_start(problem, parts, by_row, limit, row_cap)
+        if repaired is None or 2 * by_row.cost(repaired) > total:
             return None
         parts = repaired
     return problem.by_sample(parts)
@@ -268,19 +281,18 @@ class _Plan:
     def _best(self, heavy: int, light: int, room: int) -> tuple[int, int] | None:
         """The most efficient swap that takes at most `room` off a partition: the row, and what comes back for it.
 
-        For each row that is the lightest row that brings enough back, the lightest of all, or none.
+        For each row that is the lightest row that brings enough back, or none.
         """
         if room <= 0:
             return None
         rows, others = self.rows[heavy], self.rows[light]
         none = np.full(len(rows), NO_ROW)
-        backs = [none, none, none]
-        exists = np.zeros((3, len(rows)), bool)
+        backs = [none, none]
+        exists = np.zeros((2, len(rows)), bool)
         if len(others):
             enough = np.searchsorted(-self.weights[others], room - self.weights[rows], side="right") - 1
             backs[0], exists[0] = others[np.maximum(enough, 0)], enough >= 0
-            backs[1], exists[1] = np.full(len(rows), others[-1]), True
-        exists[2] = len(rows) > self.limits.min_count and len(others) < self.limits.max_count
+        exists[1] = len(rows) > self.limits.min_count and len(others) < self.limits.max_count
         back = np.stack(backs, axis=1)
         there = back != NO_ROW
         taken = self.weights[rows][:, None] - np.where(there, self.weights[back], 0)
@@ -293,7 +305,7 @@ class _Plan:
         gain = np.minimum(taken, int(self.loads[heavy]) - self.limit) >> self.gain_shift
         efficiency = np.where(cost > 0, (gain << BITS) // np.maximum(cost >> self.cost_shift, 1), FREE + gain)
         efficiency = np.where(allowed, efficiency, -1)
-        at, which = divmod(int(efficiency.argmax()), 3)
+        at, which = divmod(int(efficiency.argmax()), 2)
         return None if efficiency[at, which] < 0 else (int(rows[at]), int(back[at, which]))
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commons.perf_model.partitioner import partition, reference
+from commons.perf_model.partitioner import many_parts, partition, reference
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 from commons.perf_model.partitioner.many_parts import MANY
 from commons.perf_model.partitioner.native_core import native_core
@@ -122,6 +122,38 @@ def test_few_tokens_move_and_the_slack_is_kept(
     assert plan.optimality_gap <= 0.01
     assert case.tokens[moves].sum() <= most_moved * case.tokens.sum()
     assert case.tokens[crosses].sum() <= most_crossing * case.tokens.sum()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_zipf_on_512_ranks_moves_a_fifth_at_most(seed: int) -> None:
+    """Where swaps leave ranks above the slack, dealing those anew has moved 31.9 % of the tokens."""
+    tokens = np.clip(np.random.default_rng(seed).zipf(1.2, 512 * 32), 1, 4096)
+    case = Case(3 + 2 * tokens, np.repeat(np.arange(512), 32), 512)
+    plan = partition(case.workloads, 512, tokens=case.tokens, home=case.home, ranks_per_node=8, slack=0.01)
+    assert plan.optimality_gap <= 0.01
+    assert case.tokens[plan.assignment != case.home].sum() <= 0.20 * case.tokens.sum()
+
+
+def test_one_of_thousands_that_swaps_leave_is_dealt_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def repair(*_: object) -> None:
+        raise AssertionError("all partitions look at all others")
+
+    monkeypatch.setattr(many_parts, "FEW_LEFT", 64)
+    monkeypatch.setattr(many_parts, "FEW_MOVED", 1)
+    monkeypatch.setattr(many_parts, "repair_start", repair)
+    case = make_case("zipf", 512, 32, 0)
+    request = Request(case.workloads, 512, tokens=case.tokens, home=case.home, ranks_per_node=8, slack=0.01)
+    plan = reference.plan(request)
+    assert case.loads(plan.assignment).max() <= 1.01 * plan.bound
+
+
+@pytest.mark.skipif(native_core() is None, reason="the native core has not been built")
+def test_both_cores_agree_where_one_of_thousands_is_left() -> None:
+    case = make_case("lognormal", 4096, 8, 8)
+    core = native_core()
+    assert core is not None
+    request = Request(case.workloads, 4096, tokens=case.tokens, home=case.home, ranks_per_node=8, slack=0.01)
+    np.testing.assert_array_equal(core.plan(request).assignment, reference.plan(request).assignment)
 
 
 def test_fewer_partitions_are_planned_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ namespace evenrank {
 constexpr Index kMany = 512;
 constexpr int kAsked = 64;
 constexpr std::size_t kMostSwaps = 2;
+constexpr Index kFewLeft = 4096;
+constexpr Weight kFewMoved = 32;
 
 // The partition with the largest (or smallest) load of a range, ties by index: a tournament over those that take part.
 template <bool largest>
@@ -36,9 +38,12 @@ class Tournament {
   void enter(Index part) { set(part, part); }
   void leave(Index part) { set(part, kNone); }
 
+  // Further up nothing changes where another one has won, and still does.
   void changed(Index part) {
     for (std::size_t at = (first_ + part) / 2; at > 0; at /= 2) {
-      winners_[at] = better(winners_[2 * at], winners_[2 * at + 1]);
+      const Index winner = better(winners_[2 * at], winners_[2 * at + 1]);
+      if (winner == winners_[at] && winner != part) break;
+      winners_[at] = winner;
     }
   }
 
@@ -59,6 +64,71 @@ class Tournament {
   Indices winners_;
 };
 
+// The rows of every partition, heaviest first, ties by sample. They are put in order when a partition is first looked
+// at, which few are, and lie side by side.
+class SortedRows {
+ public:
+  struct Row {
+    Weight weight;
+    Weight size;
+    Index sample;
+    Index home;
+
+    bool before(const Row& other) const {
+      return weight != other.weight ? weight > other.weight : sample < other.sample;
+    }
+  };
+
+  SortedRows(const Request& request, const Indices& parts, const Weights& sizes)
+      : request_(request), sizes_(sizes), samples_(parts.size()), counts_(count_per_part(parts, request.num_parts)),
+        starts_(counts_), rows_(request.num_parts) {
+    std::partial_sum(starts_.begin(), starts_.end(), starts_.begin());
+    for (std::size_t sample = parts.size(); sample-- > 0;) {
+      samples_[--starts_[parts[sample]]] = static_cast<Index>(sample);
+    }
+  }
+
+  const std::vector<Row>& of(Index part) {
+    std::vector<Row>& rows = rows_[part];
+    if (counts_[part] > 0) sort(part);
+    return rows;
+  }
+
+  // Where the row stands among those that it comes to.
+  Index move(Index from, Index at, Index to) {
+    const Row row = of(from)[at];
+    of(to);
+    rows_[from].erase(rows_[from].begin() + at);
+    return insert(rows_[to], row);
+  }
+
+ private:
+  void sort(Index part) {
+    std::vector<Row>& rows = rows_[part];
+    const Index count = std::exchange(counts_[part], 0);
+    rows.reserve(count + 1);  // a row comes before one goes
+    for (Index at = starts_[part]; at < starts_[part] + count; ++at) {
+      const Index sample = samples_[at];
+      insert(rows, {request_.workloads[sample], sizes_[sample], sample, request_.home[sample]});
+    }
+  }
+
+  static Index insert(std::vector<Row>& rows, const Row& row) {
+    rows.push_back(row);
+    std::size_t at = rows.size() - 1;
+    for (; at > 0 && row.before(rows[at - 1]); --at) rows[at] = rows[at - 1];
+    rows[at] = row;
+    return static_cast<Index>(at);
+  }
+
+  const Request& request_;
+  const Weights& sizes_;
+  Indices samples_;  // by partition
+  Indices counts_;   // of each partition; 0 once its rows are in order
+  Indices starts_;
+  std::vector<std::vector<Row>> rows_;
+};
+
 class HeaviestLowered {
  public:
   HeaviestLowered(const Problem& problem, const Request& request, Indices parts, const Weights& sizes, Weight limit)
@@ -67,10 +137,9 @@ class HeaviestLowered {
         num_light_(static_cast<Index>(problem.order.size())),
         limits_(problem.limits),
         limit_(limit),
-        sizes_(sizes),
         parts_(std::move(parts)),
         nodes_(problem.num_parts),
-        samples_(problem.num_parts),
+        rows_(request, parts_, sizes),
         loads_(sum_by_rank(parts_, request.workloads, problem.num_parts)),
         heaviest_(loads_),
         lightest_(loads_),
@@ -81,26 +150,16 @@ class HeaviestLowered {
         gain_shift_(std::max(0, bit_length(problem.weights.front()) - kBits)),
         cost_shift_(std::max(0, bit_length(2 * kNodeCost * largest_of(sizes)) - kBits)) {
     if (request.max_tokens) held_ = sum_by_rank(parts_, request.tokens, problem.num_parts);
-    const Indices counts = count_per_part(parts_, problem.num_parts);
-    for (Index part = 0; part < problem.num_parts; ++part) {
-      nodes_[part] = part / request.ranks_per_node;
-      samples_[part].reserve(counts[part] + 1);
-    }
-    position_.resize(parts_.size());
-    Index position = 0;
-    for (const Index sample : problem.order) {
-      samples_[parts_[sample]].push_back(sample);
-      position_[sample] = position++;
-    }
+    for (Index part = 0; part < problem.num_parts; ++part) nodes_[part] = part / request.ranks_per_node;
   }
 
   Indices run() {
     for (const Index sample : order_) {
-      if (!is_large(sample)) break;
+      if (!is_large(request_.workloads[sample])) break;
       has_large_[parts_[sample]] = true;
     }
     for (const Index sample : order_) {
-      if (!is_large(sample)) break;
+      if (!is_large(request_.workloads[sample])) break;
       const Index heavy = parts_[sample];
       while (loads_[heavy] > limit_) {
         const Swap swap = within_node(heavy);
@@ -127,15 +186,15 @@ class HeaviestLowered {
   struct Swap {
     Weight efficiency = -1;
     Index light = kNone;
-    Index row = kNone;
-    Index back = kNone;
+    Index row = kNone;   // where it stands among those of the heavy one
+    Index back = kNone;  // among those of the light one
   };
 
   // A partition with one row that no second one of its size fits beside is left the lightest rows of all, as far as it
   // has to give others up, while there is room for what it gives. Whether it has given any.
   bool leave_lightest(Index heavy) {
-    const Indices& own = samples_[heavy];
-    if (own.empty() || !is_large(own[0]) || (own.size() > 1 && is_large(own[1]))) return false;
+    const std::vector<SortedRows::Row>& own = rows_.of(heavy);
+    if (own.empty() || !is_large(own[0].weight) || (own.size() > 1 && is_large(own[1].weight))) return false;
     has_large_[heavy] = true;
     const Weight load = loads_[heavy];
     int failed = 0;
@@ -156,11 +215,12 @@ class HeaviestLowered {
   }
 
   // No second row of its size fits beside it.
-  bool is_large(Index sample) const { return request_.workloads[sample] > limit_ - request_.workloads[sample]; }
+  bool is_large(Weight weight) const { return weight > limit_ - weight; }
 
   void carry_out(Index heavy, const Swap& swap) {
-    give(heavy, swap.light, swap.row);
-    if (swap.back != kNone) give(swap.light, heavy, swap.back);
+    Index back = swap.back;
+    const Index stands = give(heavy, swap.light, swap.row);
+    if (back != kNone) give(swap.light, heavy, back + (stands <= back));
     for (const Index part : {heavy, swap.light}) {
       heaviest_.changed(part);
       lightest_.changed(part);
@@ -202,39 +262,42 @@ class HeaviestLowered {
     return swap;
   }
 
-  Swap best_within(Index heavy, Index light) const { return best(heavy, light, limit_ - loads_[light]); }
+  Swap best_within(Index heavy, Index light) { return best(heavy, light, limit_ - loads_[light]); }
 
-  Swap best(Index heavy, Index light, Weight room) const {
+  Swap best(Index heavy, Index light, Weight room) {
     Swap best;
     if (room <= 0) return best;
     best.light = light;
-    const Weights& weights = request_.workloads;
-    const Indices& rows = samples_[heavy];
-    const Indices& others = samples_[light];
+    const std::vector<SortedRows::Row>& rows = rows_.of(heavy);
+    const std::vector<SortedRows::Row>& others = rows_.of(light);
+    const Index num_others = static_cast<Index>(others.size());
     const Weight excess = loads_[heavy] - limit_;
-    const bool may_move = static_cast<Weight>(rows.size()) > limits_.min_count &&
-                          static_cast<Weight>(others.size()) < limits_.max_count;
-    std::size_t enough = 0;  // of the others bring enough back
-    for (const Index row : rows) {
+    const Weight lightest = others.empty() ? kMax : others.back().weight;
+    const bool may_move = static_cast<Weight>(rows.size()) > limits_.min_count && num_others < limits_.max_count;
+    Index enough = 0;  // of the others bring enough back
+    for (Index at = 0; at < static_cast<Index>(rows.size()); ++at) {
+      const SortedRows::Row& row = rows[at];
+      if (row.weight <= lightest && !may_move) break;  // nor is there anything for the lighter ones
+      while (enough < num_others && others[enough].weight >= row.weight - room) ++enough;
+      const Weight taken = enough > 0 ? row.weight - others[enough - 1].weight : 0;
+      const bool moves = may_move && 0 < row.weight && row.weight <= room;
+      if (taken <= 0 && !moves) continue;
       const Weight cost_out = cost_at(row, light) - cost_at(row, heavy);
-      const auto consider = [&](Index back) {
-        const Weight taken = weights[row] - (back == kNone ? 0 : weights[back]);
-        if (taken <= 0 || taken > room) return;
-        const Weight cost = cost_out + (back == kNone ? 0 : cost_at(back, heavy) - cost_at(back, light));
+      const auto consider = [&](Weight taken, Index back, Weight cost) {
         const Weight gain = std::min(taken, excess) >> gain_shift_;
         const Weight efficiency = efficiency_above(best.efficiency, gain, cost);
-        if (efficiency > best.efficiency && keeps_cap(heavy, light, row, back)) {
+        if (efficiency > best.efficiency &&
+            keeps_cap(heavy, light, row.sample, back == kNone ? kNone : others[back].sample)) {
           best.efficiency = efficiency;
-          best.row = row;
+          best.row = at;
           best.back = back;
         }
       };
-      if (!others.empty()) {
-        while (enough < others.size() && weights[others[enough]] >= weights[row] - room) ++enough;
-        if (enough > 0) consider(others[enough - 1]);
-        consider(others.back());
+      if (taken > 0) {
+        const SortedRows::Row& back = others[enough - 1];
+        consider(taken, enough - 1, cost_out + cost_at(back, heavy) - cost_at(back, light));
       }
-      if (may_move) consider(kNone);
+      if (moves) consider(row.weight, kNone, cost_out);
     }
     return best;
   }
@@ -247,10 +310,9 @@ class HeaviestLowered {
     return (gain << kBits) / divisor;
   }
 
-  Weight cost_at(Index sample, Index part) const {
-    const Index home = request_.home[sample];
-    if (home == part) return 0;
-    return sizes_[sample] * (nodes_[home] == nodes_[part] ? 1 : kNodeCost);
+  Weight cost_at(const SortedRows::Row& row, Index part) const {
+    if (row.home == part) return 0;
+    return row.size * (nodes_[row.home] == nodes_[part] ? 1 : kNodeCost);
   }
 
   bool keeps_cap(Index heavy, Index light, Index row, Index back) const {
@@ -259,19 +321,17 @@ class HeaviestLowered {
     return held_[heavy] - taken <= *request_.max_tokens && held_[light] + taken <= *request_.max_tokens;
   }
 
-  void give(Index from, Index to, Index sample) {
-    const auto before = [&](Index a, Index b) { return position_[a] < position_[b]; };
-    Indices& source = samples_[from];
-    Indices& target = samples_[to];
-    source.erase(std::lower_bound(source.begin(), source.end(), sample, before));
-    target.insert(std::lower_bound(target.begin(), target.end(), sample, before), sample);
-    parts_[sample] = to;
-    loads_[from] -= request_.workloads[sample];
-    loads_[to] += request_.workloads[sample];
+  // Where the row stands among those that it comes to.
+  Index give(Index from, Index to, Index at) {
+    const SortedRows::Row row = rows_.of(from)[at];
+    parts_[row.sample] = to;
+    loads_[from] -= row.weight;
+    loads_[to] += row.weight;
     if (!held_.empty()) {
-      held_[from] -= request_.tokens[sample];
-      held_[to] += request_.tokens[sample];
+      held_[from] -= request_.tokens[row.sample];
+      held_[to] += request_.tokens[row.sample];
     }
+    return rows_.move(from, at, to);
   }
 
   const Request& request_;
@@ -279,11 +339,9 @@ class HeaviestLowered {
   Index num_light_;  // of the order: the lighter ones are in partitions without room
   Limits limits_;
   Weight limit_;
-  const Weights& sizes_;
   Indices parts_;
   Indices nodes_;
-  std::vector<Indices> samples_;  // by partition, heaviest first
-  Indices position_;              // of each sample in the order of weights
+  SortedRows rows_;
   Weights loads_;
   Weights held_;
   Tournament<true> heaviest_;
@@ -295,6 +353,10 @@ class HeaviestLowered {
   int gain_shift_;
   int cost_shift_;
 };
+
+inline Index num_above(const Weights& loads, Weight limit) {
+  return static_cast<Index>(std::count_if(loads.begin(), loads.end(), [&](Weight load) { return load > limit; }));
+}
 
 inline std::optional<Indices> near_home_of_many(const Request& request, const Problem& problem, Weight bound) {
   const Index num_parts = request.num_parts;
@@ -318,13 +380,19 @@ inline std::optional<Indices> near_home_of_many(const Request& request, const Pr
     if (above_cap(parts)) return std::nullopt;
   }
   parts = HeaviestLowered(problem, request, std::move(parts), sizes, limit).run();
-  if (largest_load(request.workloads, parts, num_parts) > limit) {  // the few that are left look at all others
+  if (largest_load(request.workloads, parts, num_parts) > limit) {  // those that are left look at all others
     Cap cap;
     if (request.max_tokens) cap = {take(request.tokens, problem.order), *request.max_tokens};
     const Home home = by_row();
-    std::optional<Indices> repaired = repair_start(problem, take(parts, problem.order), home, limit,
-                                                   request.max_tokens ? &cap : nullptr);
+    const Cap* const kept = request.max_tokens ? &cap : nullptr;
+    const Indices swapped = take(parts, problem.order);
     const Weight total = std::accumulate(sizes.begin(), sizes.end(), Weight{0});
+    std::optional<Indices> repaired;
+    if (num_above(sum_by_rank(parts, request.workloads, num_parts), limit) <= num_parts / kFewLeft) {
+      repaired = redeal_heaviest(problem, swapped, home, limit, kept);
+      if (repaired && home.cost(*repaired) - home.cost(swapped) > total / kFewMoved) repaired.reset();
+    }
+    if (!repaired) repaired = repair_start(problem, swapped, home, limit, kept);
     if (!repaired || home.cost(*repaired) > total / 2) return std::nullopt;
     parts = problem.by_sample(*repaired);
   }

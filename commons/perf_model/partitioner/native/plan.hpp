@@ -11,7 +11,7 @@ namespace evenrank {
 
 // Raised, here and in native_core.py, whenever the same request gives another plan or a plan another digest, or
 // there are new ones.
-constexpr int kPlans = 8;
+constexpr int kPlans = 9;
 
 constexpr Weight kTolerance = 10'000;
 constexpr Weight kFew = 1 << 16;
