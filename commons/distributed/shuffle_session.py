@@ -79,21 +79,21 @@ class GatheredTable:
 
     at_step: list[int]
     num_batches: list[int]
-    rows: list[list[int]]
-    real_rows: list[list[int]]
-    num_words: list[list[int]]
+    rows: list[tuple[int, ...]]
+    real_rows: list[tuple[int, ...]]
+    num_words: list[tuple[int, ...]]
     body: np.ndarray
 
     @classmethod
     def of(cls, messages: np.ndarray, header: int) -> GatheredTable:
         """Take the messages of all ranks apart, whose first `header` numbers say how many rows follow."""
-        headers = messages[:, :header].tolist()
+        columns = messages[:, :header].T.tolist()
         return cls(
-            at_step=[each[_STEP] for each in headers],
-            num_batches=[each[_NUM_BATCHES] for each in headers],
-            rows=[each[_COUNTS::_PER_BATCH] for each in headers],
-            real_rows=[each[_COUNTS + 1 :: _PER_BATCH] for each in headers],
-            num_words=[each[_COUNTS + 2 :: _PER_BATCH] for each in headers],
+            at_step=columns[_STEP],
+            num_batches=columns[_NUM_BATCHES],
+            rows=list(zip(*columns[_COUNTS::_PER_BATCH])),
+            real_rows=list(zip(*columns[_COUNTS + 1 :: _PER_BATCH])),
+            num_words=list(zip(*columns[_COUNTS + 2 :: _PER_BATCH])),
             body=messages[:, header:],
         )
 
