@@ -9,48 +9,63 @@ from __future__ import annotations
 import functools
 from importlib import metadata
 
-from torchrec.distributed.train_pipeline.train_pipelines import (
-    EvalPipelineSparseDist,
-    PrefetchTrainPipelineSparseDist,
-    TrainPipelineBase,
-    TrainPipelineFusedSparseDist,
-    TrainPipelineSemiSync,
-    TrainPipelineSparseDist,
-    TrainPipelineSparseDistLite,
-)
+from commons.pipeline.hooks import BalancedPipeline, HookAtCopy, HookAtTransform
+from commons.pipeline.sparse_hooks import HookBehindThread, HookInSparseDist, HookWithEvents
 
-from commons.pipeline.hooks import (
-    BalancedPipeline,
-    HookAtCopy,
-    HookAtDataDist,
-    HookAtEnqueue,
-    HookAtEnqueueWithEvents,
-)
+# TorchRec's classes by name, since releases differ in which they have. Each schedules batches in a way of its own, and
+# is listed once it has been tested; tests/distributed/pipeline/test_every_pipeline.py finds those that are not.
+HOOKS: dict[str, type[BalancedPipeline]] = {
+    "TrainPipelineBase": HookAtCopy,
+    "TrainPipelinePT2": HookAtTransform,
+    "TrainPipelineSparseDist": HookInSparseDist,
+    "TrainPipelineSparseDistLite": HookInSparseDist,
+    "TrainPipelineFusedSparseDist": HookInSparseDist,
+    "TrainPipelineSemiSync": HookWithEvents,
+    "PrefetchTrainPipelineSparseDist": HookInSparseDist,
+    "TrainPipelineSparseDistCompAutograd": HookInSparseDist,
+    "TrainPipelineSparseDistT": HookInSparseDist,
+    "TrainPipelineSparseDistOptStash": HookInSparseDist,
+    "TrainPipelineSparseDistEmbStash": HookInSparseDist,
+    "TrainPipelinePrefetchEMS": HookInSparseDist,
+    "TrainEvalHybridPipelineBase": HookInSparseDist,
+    "EvalPipelineSparseDist": HookBehindThread,
+    "EvalPipelineFusedSparseDist": HookInSparseDist,
+}
 
-# Subclasses of SparseDist schedule batches in ways of their own: each is listed once it has been tested.
-_HOOKS: dict[type, type[BalancedPipeline]] = {
-    TrainPipelineBase: HookAtCopy,
-    TrainPipelineSparseDist: HookAtEnqueue,
-    TrainPipelineSparseDistLite: HookAtEnqueue,
-    TrainPipelineFusedSparseDist: HookAtEnqueue,
-    PrefetchTrainPipelineSparseDist: HookAtEnqueue,
-    TrainPipelineSemiSync: HookAtEnqueueWithEvents,
-    EvalPipelineSparseDist: HookAtDataDist,
+REFUSED: dict[str, str] = {
+    "TrainPipeline": (
+        "is abstract and says nothing of where a batch is copied; derive from one of TorchRec's pipelines, or put "
+        "windowed_iter(iterator, shuffler, 1) in front of your own, which exchanges rows on the host"
+    ),
+    "TrainPipelineSparseDistBwdOpt": (
+        "steps the optimizer inside the backward pass, before DistributedDataParallel has averaged the dense "
+        "gradients: what a rank trains would depend on which rows it has; use TrainPipelineSparseDist"
+    ),
+    "EvalPipelineCPUSparse": (
+        "looks embeddings up on the host and copies what it has found, so that no batch is on the device when its rows "
+        "should move; put windowed_iter(iterator, shuffler, 1) in front of it, which exchanges rows on the host"
+    ),
+    "StagedTrainPipeline": (
+        "copies batches in a stage of yours; put shuffle_stage(shuffler, stream) behind that stage and give progress "
+        "balanced_iter(iterator, shuffler)"
+    ),
+    "GradientAccumulationWrapper": "is no pipeline but wraps one; put it around balanced(PipelineClass)(...)",
 }
 
 _REQUIRED: dict[type[BalancedPipeline], tuple[str, ...]] = {
     HookAtCopy: ("_copy_batch_to_gpu", "_reset_data_iter"),
-    HookAtEnqueue: ("enqueue_batch", "wait_sparse_data_dist", "attach"),
-    HookAtEnqueueWithEvents: ("enqueue_batch", "wait_sparse_data_dist", "attach"),
-    HookAtDataDist: ("start_sparse_data_dist",),
+    HookAtTransform: ("_reset_data_iter",),
+    HookInSparseDist: ("copy_batch_to_gpu", "enqueue_batch", "wait_sparse_data_dist", "attach"),
+    HookWithEvents: ("copy_batch_to_gpu", "enqueue_batch", "wait_sparse_data_dist", "attach"),
+    HookBehindThread: ("start_sparse_data_dist", "wait_sparse_data_dist", "attach"),
 }
 
 
-def _hook_for(pipeline_class: type) -> type[BalancedPipeline] | None:
-    """The hook of the nearest TorchRec ancestor; None if that one is not listed."""
+def _torchrec_ancestor(pipeline_class: type) -> str | None:
+    """Name of the nearest class of TorchRec, the class itself included; None if it has none."""
     for ancestor in getattr(pipeline_class, "__mro__", ()):
         if ancestor.__module__.startswith("torchrec."):
-            return _HOOKS.get(ancestor)
+            return ancestor.__name__
     return None
 
 
@@ -59,35 +74,30 @@ def balanced(pipeline_class: type) -> type:
     """A subclass of a stock TorchRec pipeline that trains balanced batches.
 
     Args:
-        pipeline_class: a TorchRec pipeline (Base, SparseDist, SparseDistLite, FusedSparseDist, Prefetch, SemiSync,
-            EvalSparseDist), or a subclass of a user's own that leaves its scheduling as it is.
+        pipeline_class: a TorchRec pipeline, or a subclass of a user's own, which may override how a batch is copied
+            and leaves the scheduling as it is. docs/pipelines.md lists all classes.
 
     Returns:
         A subclass whose constructor takes two more keywords, `batch_shuffler` and `pg_group=None`, and that has
         `last_stats`, the stats of the batch trained last.
 
     Raises:
-        TypeError: a class without a known place after the host-to-device copy, as Prefetch of TorchRec 1.6 is.
+        TypeError: a class that cannot be balanced, or derives from one; the error says why and what to use instead.
     """
-    hook = _hook_for(pipeline_class)
+    name = getattr(pipeline_class, "__name__", str(pipeline_class))
+    known = _torchrec_ancestor(pipeline_class)
+    if known in REFUSED:
+        raise TypeError(f"{name} {'' if known == name else f'is a {known}, which '}{REFUSED[known]}")
+    hook = HOOKS.get(known or "")
     if hook is None:
-        supported = ", ".join(known.__name__ for known in _HOOKS)
         raise TypeError(
-            f"{getattr(pipeline_class, '__name__', pipeline_class)!s} has no known place for the shuffle after the "
-            f"host-to-device copy; supported are {supported} and their subclasses: use one of them"
+            f"{name} has no known place for the shuffle after the host-to-device copy; supported are "
+            f"{', '.join(HOOKS)} and their subclasses: use one of them"
         )
-    if issubclass(pipeline_class, PrefetchTrainPipelineSparseDist) and (
-        "fill_pipeline" not in PrefetchTrainPipelineSparseDist.__dict__
-    ):
-        raise TypeError(
-            f"{pipeline_class.__name__} of TorchRec {metadata.version('torchrec')} does not copy batches in "
-            "enqueue_batch, where the shuffle is hooked in; that of TorchRec 1.7 and 1.8 does: install one of them, or "
-            "use another pipeline"
-        )
-    missing = [name for name in _REQUIRED[hook] if not callable(getattr(pipeline_class, name, None))]
+    missing = [method for method in _REQUIRED[hook] if not callable(getattr(pipeline_class, method, None))]
     if missing:
         raise TypeError(
-            f"{pipeline_class.__name__} of TorchRec {metadata.version('torchrec')} has no {', '.join(missing)}, where "
-            "the shuffle is hooked in; TorchRec 1.6 to 1.8 have it: install one of them"
+            f"{name} of TorchRec {metadata.version('torchrec')} has no {', '.join(missing)}, where the shuffle is "
+            "hooked in; TorchRec 1.6 to 1.8 have it: install one of them"
         )
-    return type(f"Balanced{pipeline_class.__name__}", (hook, pipeline_class), {"__module__": __name__})
+    return type(f"Balanced{name}", (hook, pipeline_class), {"__module__": __name__})

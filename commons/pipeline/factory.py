@@ -61,7 +61,7 @@ class TrainPipelineFactory:
 
         Raises:
             ValueError: the name is unknown.
-            TypeError: the installed TorchRec's pipeline of that name cannot be balanced, as "prefetch" of TorchRec 1.6.
+            TypeError: the installed TorchRec's pipeline of that name cannot be balanced.
         """
         if name not in cls._makers:
             raise ValueError(

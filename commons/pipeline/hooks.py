@@ -1,16 +1,19 @@
-"""The hooks that make a stock TorchRec pipeline a balanced one: where a shuffle starts and where it is finished."""
+"""What makes a stock TorchRec pipeline a balanced one: where a shuffle starts and where it is finished.
+
+Here is what all of them share, and the hooks of TorchRec's two pipelines that distribute no inputs ahead; those of
+SparseDist and its kin are in sparse_hooks.py.
+"""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, ShuffleHandle
 from commons.distributed.stats import ShuffleStats
 from commons.pipeline.look_ahead import Driver, LookAhead, ShufflingBatch, drive
 
@@ -47,6 +50,7 @@ class BalancedPipeline:
         self.batch_shuffler = batch_shuffler
         self._pg_group = pg_group
         self._look_ahead: LookAhead | None = None
+        self._handed_out: deque[ShuffleHandle] = deque()  # of batches that have been read, and not yet copied
         self._stats: deque[ShuffleStats | None] = deque()
         self._last_stats: ShuffleStats | None = None
         self._broken_by: str | None = None
@@ -82,8 +86,9 @@ class BalancedPipeline:
         output = self._advance(self._look_ahead)
         if not self._stats:
             raise RuntimeError(
-                f"{type(self).__name__} trained a batch whose shuffle was never finished; this TorchRec copies batches "
-                "elsewhere than the hook expects: use the versions that evenrank names"
+                f"{type(self).__name__} trained a batch whose shuffle was never finished; this TorchRec, or a subclass "
+                "of yours, copies batches elsewhere than the hook expects: use the versions that evenrank names, and "
+                "leave the schedule as it is"
             )
         self._last_stats = self._stats.popleft()
         return output
@@ -113,6 +118,7 @@ class BalancedPipeline:
         self._look_ahead = None
         self._broken_by = None
         self._driver.in_flight = False
+        self._handed_out.clear()
         self._stats.clear()
         super().reset()  # type: ignore[misc]
 
@@ -122,7 +128,45 @@ class BalancedPipeline:
 
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
         self._driver.in_flight = True
-        return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._look_ahead)
+        return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._look_ahead, self._handed_out)
+
+    def _finished(self, copied: Any) -> Any:
+        """A batch that may just have been copied, its shuffle finished; one that is finished stays as it is.
+
+        Raises:
+            ValueError: a copy of the user's own has dropped a batch, or lost track of which one it hands on.
+        """
+        shuffling = self._shuffling(copied)
+        return copied if shuffling is None else self._finish(shuffling)
+
+    def _shuffling(self, copied: Any) -> ShufflingBatch | None:
+        """The batch with its handle; None if it is finished."""
+        if not self._handed_out:
+            return None
+        oldest = self._handed_out[0]
+        if not isinstance(copied, ShufflingBatch):  # built anew by a copy of the user's own
+            if len(self._handed_out) > 1:
+                raise self._told_others(
+                    f"{type(self).__name__} got a {type(copied).__name__} that is not what to() of the batch returned, "
+                    f"while {len(self._handed_out)} batches that were read wait for their shuffle; which one it is "
+                    "cannot be told: let a copy of your own hand on what to() returns"
+                )
+            oldest.follow(copied)
+            copied = ShufflingBatch(copied, oldest)
+        elif copied.handle is not oldest:
+            raise self._told_others(
+                f"{type(self).__name__} copied the batch of step {copied.handle.step} before that of step "
+                f"{oldest.step}, which was read first; rows of a batch that is left out would be missing on other "
+                "ranks: copy every batch that is read, in order, and choose batches in the iterator"
+            )
+        self._handed_out.popleft()
+        return copied
+
+    def _told_others(self, message: str) -> ValueError:
+        """An error of this rank alone, which the others need not wait for."""
+        error, oldest = ValueError(message), self._handed_out[0]
+        oldest.session.post_failure(oldest.step, error)
+        return error
 
     def _finish(self, shuffling: ShufflingBatch) -> Any:
         """Finish the shuffle of a batch that TorchRec has just copied, on the memcpy stream."""
@@ -146,7 +190,7 @@ class HookAtCopy(BalancedPipeline):
 
     def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
         super()._copy_batch_to_gpu(cur_batch)  # type: ignore[misc]
-        self._cur_batch = self._finish(self._cur_batch)
+        self._cur_batch = self._finished(self._cur_batch)
 
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
         if self._data_iter_stopped:  # the stock class would wait for reset() before a second epoch
@@ -154,109 +198,12 @@ class HookAtCopy(BalancedPipeline):
         return super()._change_iterator(dataloader_iter)
 
 
-class HookAtEnqueue(BalancedPipeline):
-    """For TrainPipelineSparseDist and its kin, which copy in `enqueue_batch`."""
-
-    batches: deque[Any]
-    contexts: deque[Any]
-
-    def enqueue_batch(self, dataloader_iter: Iterator[Any]) -> bool:
-        """Copy the next batch as TorchRec does, then finish its shuffle."""
-        enqueued = super().enqueue_batch(dataloader_iter)  # type: ignore[misc]
-        if enqueued:
-            self.batches[-1] = self._finish(self.batches[-1])
-        return enqueued
-
-    def attach(self, model: torch.nn.Module | None = None, sparse_dist: bool = True) -> None:
-        """Take the model back into the pipeline, as TorchRec does, with the batches that are in flight.
-
-        TorchRec starts the input distribution of the oldest batch again and, when the next step comes, does not wait
-        for it, so that an EmbeddingCollection finds nothing there; here it is waited for at once.
-        """
-        super().attach(model, sparse_dist)  # type: ignore[misc]
-        if self.contexts and sparse_dist:
-            self.wait_sparse_data_dist(self.contexts[0])  # type: ignore[attr-defined]
-
-    def _must_change_iterator(self, dataloader_iter: Iterator[Any]) -> bool:
-        # What is left of an iterator that has ended comes first: TorchRec, with fewer batches in flight than it needs,
-        # would enqueue the first of the next one and never start its input distribution.
-        if self._look_ahead is not None and self._look_ahead.ended and self.batches:
-            return False
-        return super()._must_change_iterator(dataloader_iter)
-
-
-class HookAtEnqueueWithEvents(HookAtEnqueue):
-    """For TrainPipelineSemiSync, whose streams wait for events of the batch rather than for the memcpy stream."""
-
-    def enqueue_batch(self, dataloader_iter: Iterator[Any]) -> bool:
-        """Copy the next batch, finish its shuffle, and record that as one more event to wait for."""
-        enqueued = super().enqueue_batch(dataloader_iter)
-        if enqueued:
-            with self._stream_context(self._memcpy_stream):
-                event = torch.get_device_module(self._device).Event()
-                event.record()
-            # The batch's own context, the one just appended: contexts compare equal, so none could be searched for.
-            self.contexts[-1].events.append(event)
-        return enqueued
-
-
-class HookAtDataDist(BalancedPipeline):
-    """For EvalPipelineSparseDist, whose loading thread reads and copies batches.
-
-    Shuffles start on that thread, and are finished by the main thread just before the batch's input distribution.
-    """
-
-    batches: deque[Any]
-    contexts: deque[Any]
-    _batch_loader: Any
-
-    starts_on_thread = True
+class HookAtTransform(BalancedPipeline):
+    """For TrainPipelinePT2, which copies each batch on the current stream and gives it to `input_transformer`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Iterators that the user has left, with batches still to come; each has its own loading thread.
-        self._leaving: deque[LookAhead] = deque()
-
-    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
-        """Finish the batch's shuffle, once (TorchRec comes here twice with the first batch), then go on as TorchRec."""
-        if isinstance(batch, ShufflingBatch):
-            position = next(i for i, known in enumerate(self.contexts) if known is context)
-            batch = self.batches[position] = self._finish(batch)
-        super().start_sparse_data_dist(batch, context)  # type: ignore[misc]
-
-    def reset(self) -> None:
-        """Drop the batches in flight; called on all ranks together.
-
-        Loading threads read ahead at their own pace: they are joined, and ranks that are behind catch up with empty
-        steps, so that the next batch is the same step on every rank.
-        """
-        loader = self._batch_loader
-        if loader is not None:
-            loader.stop()
-            # TorchRec's thread class hides a method that is_alive() and join() need; the list of threads does not.
-            self.batch_shuffler.realign(self._pg_group, until=lambda: loader not in threading.enumerate())
-        super().reset()
-        self._leaving.clear()
-
-    def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
-        if self._look_ahead is not None and self._driver.in_flight:
-            self._look_ahead.abandon()
-            self._leaving.append(self._look_ahead)
-        # A loading thread serves one iterator; the next step starts one, after those that are left.
-        if not self._leaving:
-            self._batch_loader = None
-        return super()._change_iterator(dataloader_iter)
-
-    def _advance(self, look_ahead: LookAhead) -> Any:
-        while self._leaving:
-            try:
-                return self._progress_from(self._leaving[0])
-            except StopIteration:  # after the same step on every rank, wherever their loading threads were
-                self._leaving.popleft()
-                self._batch_loader = None
-        try:
-            return self._progress_from(look_ahead)
-        except BaseException as error:
-            # Not look_ahead.ended, which a loading thread sets at its own pace.
-            self._driver.in_flight = not (isinstance(error, StopIteration) or look_ahead.spent)
-            raise
+        self._memcpy_stream = None
+        self._stream_context = torch.cuda.stream
+        transform = self._input_transformer
+        self._input_transformer: Callable[[Any], Any] = lambda copied: transform(self._finished(copied))

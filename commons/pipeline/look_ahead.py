@@ -8,6 +8,7 @@ batches, until no rank has one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,7 @@ class LookAhead(Iterator[ShufflingBatch]):
         shuffler: starts the shuffles.
         pg_group: the group, if not the shuffler's own.
         previous: the iterator that comes before this one: what it has read ahead, or kept, comes first.
+        handed_out: where the handles of batches that leave are noted, in order.
 
     Attributes:
         source: the rank's own iterator.
@@ -138,8 +140,10 @@ class LookAhead(Iterator[ShufflingBatch]):
         shuffler: BaseTaskBalancedBatchShuffler,
         pg_group: dist.ProcessGroup | None = None,
         previous: LookAhead | None = None,
+        handed_out: deque[ShuffleHandle] | None = None,
     ) -> None:
         self.source = source
+        self._handed_out = handed_out
         self.ended = False
         self.spent = False
         self._error: Exception | None = None
@@ -185,6 +189,8 @@ class LookAhead(Iterator[ShufflingBatch]):
             batch = handle.empty_batch()
             handle.follow(batch)
         self._next = self._read_ahead()
+        if self._handed_out is not None:
+            self._handed_out.append(handle)
         return ShufflingBatch(batch, handle)
 
     def take_error(self) -> Exception | None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
 from commons.distributed.row_exchange import PackedRows, RowExchange
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
-from commons.pipeline.hooks import BalancedPipeline, HookAtEnqueue, HookAtEnqueueWithEvents
+from commons.pipeline.hooks import BalancedPipeline
+from commons.pipeline.sparse_hooks import HookInSparseDist, HookWithEvents
 from tests.helpers import models
 from tests.helpers.models import rank_batches
 from tests.helpers.pipelines import SIZES, CubicShuffler, require_pipeline
@@ -43,7 +45,14 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "semi-sync": (stock.TrainPipelineSemiSync, {"start_batch": 0}),
     "semi-sync in place": (stock.TrainPipelineSemiSync, {"start_batch": 0} | IN_PLACE),
     "prefetch": (stock.PrefetchTrainPipelineSparseDist, {}),
+    "copies on a thread": (experimental.TrainPipelineSparseDistT, {}),
+    "copies on a thread in place": (experimental.TrainPipelineSparseDistT, IN_PLACE),
+    "hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
+    "optimizer stashed": (experimental.TrainPipelineSparseDistOptStash, {"site_fqn": "embedding"}),
+    "embeddings stashed": (experimental.TrainPipelineSparseDistEmbStash, {"site_fqn": "head"}),
     "eval": (stock.EvalPipelineSparseDist, {}),
+    "eval fused": (stock.EvalPipelineFusedSparseDist, {}),
+    "eval fused, lookups ahead": (stock.EvalPipelineFusedSparseDist, {"enable_embedding_lookup_prefetch": True}),
     "staged": (stock.StagedTrainPipeline, {}),
 }
 
@@ -55,7 +64,7 @@ def hazards_of(name: str, balance: bool, mistake: str) -> tuple[int, int, dict[s
     try:
         with plant, sanitized() as sanitizer:
             model, optimizer = models.build_sharded()
-            model.train(name != "eval")
+            model.train(not name.startswith("eval"))
             source = rank_batches(dist.get_rank(), STEPS, SIZES if balance else [6])
             train = _train_staged if name == "staged" else _train
             steps = train(name, model, optimizer, source, shuffler)
@@ -142,7 +151,7 @@ MISTAKES: dict[str, tuple[tuple[Any, str, Any], tuple[str, ...], str]] = {
         "race",
     ),
     "no event follows the exchange": (
-        (HookAtEnqueueWithEvents, "enqueue_batch", HookAtEnqueue.enqueue_batch),
+        (HookWithEvents, "_after_copy", HookInSparseDist._after_copy),
         ("semi-sync, before it starts", "semi-sync", "semi-sync in place"),
         "race",
     ),

@@ -1,21 +1,28 @@
-"""Every pipeline on the job's devices: stock classes on CUDA, their CPU substitutes elsewhere."""
+"""Every pipeline on the job's devices: stock classes on CUDA, their CPU substitutes or pretended streams elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.memory_stashing import MemoryStashingManager
+from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline.train_pipelines import (
+    EvalPipelineFusedSparseDist,
     EvalPipelineSparseDist,
     PipelineStage,
     PrefetchTrainPipelineSparseDist,
     StagedTrainPipeline,
+    TorchCompileConfig,
     TrainPipelineBase,
     TrainPipelineFusedSparseDist,
+    TrainPipelinePT2,
     TrainPipelineSemiSync,
     TrainPipelineSparseDist,
+    TrainPipelineSparseDistCompAutograd,
     TrainPipelineSparseDistLite,
 )
 
@@ -24,6 +31,7 @@ from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_it
 from tests.helpers import cpu_pipelines, models
 from tests.helpers.models import head_of, rank_batches, rank_device, weights_of
 from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler, require_pipeline
+from tests.helpers.pretended_streams import pretended_streams
 
 STOCK = {
     "base": (TrainPipelineBase, {}),
@@ -36,16 +44,45 @@ STOCK = {
     "semi-sync, before it starts": (TrainPipelineSemiSync, {"start_batch": 1000}),
     "semi-sync": (TrainPipelineSemiSync, {"start_batch": 2}),
     "prefetch": (PrefetchTrainPipelineSparseDist, {}),
+    "pt2": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(backend="eager", compile_on_iter=5)}),
+    "compiled autograd": (TrainPipelineSparseDistCompAutograd, {}),
+    "copies on a thread": (experimental.TrainPipelineSparseDistT, {}),
+    "copies on a thread in place": (experimental.TrainPipelineSparseDistT, {"enable_inplace_copy_batch": True}),
+    "hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
+    "optimizer stashed": (experimental.TrainPipelineSparseDistOptStash, {"site_fqn": "embedding"}),
+    "embeddings stashed": (experimental.TrainPipelineSparseDistEmbStash, {"site_fqn": "head"}),
+}
+if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
+    STOCK["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
+EVALUATIONS = {
+    "eval": (EvalPipelineSparseDist, {}),
+    "eval fused": (EvalPipelineFusedSparseDist, {}),
+    "eval fused, lookups ahead": (EvalPipelineFusedSparseDist, {"enable_embedding_lookup_prefetch": True}),
 }
 ON_CPU = {
+    EvalPipelineFusedSparseDist: cpu_pipelines.CpuEvalFusedSparseDist,
     TrainPipelineFusedSparseDist: cpu_pipelines.CpuFusedSparseDist,
     TrainPipelineSemiSync: cpu_pipelines.CpuSemiSync,
     PrefetchTrainPipelineSparseDist: cpu_pipelines.CpuPrefetch,
 }
 
 
+@contextlib.contextmanager
+def settings_of(name, device):
+    """What a pipeline needs around it: compiled autograd's way to average gradients; streams, where there are none."""
+    with contextlib.ExitStack() as stack:
+        if name == "compiled autograd":
+            stack.enter_context(torch._dynamo.config.patch(optimize_ddp="python_reducer"))
+        if name.endswith("stashed"):
+            MemoryStashingManager.reset()
+            stack.callback(MemoryStashingManager.reset)
+            if device == "cpu":
+                stack.enter_context(pretended_streams())
+        yield
+
+
 def make_pipeline(name, device, shuffler, model, optimizer):
-    stock, options = STOCK[name]
+    stock, options = (STOCK | EVALUATIONS)[name]
     pipeline_class = ON_CPU.get(stock, stock) if device == "cpu" else stock
     return balanced(pipeline_class)(model, optimizer, rank_device(device), batch_shuffler=shuffler, **options)
 
@@ -72,17 +109,19 @@ def expected_ids(steps):
 
 
 def train(name, device, kind, steps=6, **options):
-    model, optimizer = models.build_sharded(device=device)
-    shuffler = CubicShuffler(ShufflerOptions(**options)) if options else make_shuffler(kind)
-    pipeline = make_pipeline(name, device, shuffler, model, optimizer)
-    source = host_batches(dist.get_rank(), steps, device)
-    try:
-        while True:
-            pipeline.progress(source)
-    except StopIteration:
-        return head_of(model).seen, weights_of(model)
-    finally:
-        shuffler.close()
+    with settings_of(name, device):
+        model, optimizer = models.build_sharded(device=device)
+        model._compiled_autograd_options = {"backend": "eager", "dynamic": True, "fullgraph": False}
+        shuffler = CubicShuffler(ShufflerOptions(**options)) if options else make_shuffler(kind)
+        pipeline = make_pipeline(name, device, shuffler, model, optimizer)
+        source = host_batches(dist.get_rank(), steps, device)
+        try:
+            while True:
+                pipeline.progress(source)
+        except StopIteration:
+            return head_of(model).seen, weights_of(model)
+        finally:
+            shuffler.close()
 
 
 @pytest.mark.parametrize("name", list(STOCK))
@@ -157,11 +196,13 @@ def test_windows_in_front_of_stock_pipelines(device, name):
         shuffler.close()
 
 
-def test_evaluation_pipeline(device):
+@pytest.mark.parametrize("name", list(EVALUATIONS))
+def test_evaluation_pipelines(device, name):
+    require_pipeline(*EVALUATIONS[name])
     model, optimizer = models.build_sharded(device=device)
     model.eval()
     shuffler = CubicShuffler()
-    pipeline = balanced(EvalPipelineSparseDist)(model, optimizer, rank_device(device), batch_shuffler=shuffler)
+    pipeline = make_pipeline(name, device, shuffler, model, optimizer)
     source = host_batches(dist.get_rank(), 5, device)
     try:
         while True:

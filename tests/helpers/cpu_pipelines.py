@@ -12,6 +12,7 @@ from torchrec.distributed.train_pipeline.runtime_forwards import (
     InSyncEmbeddingPipelinedForward,
 )
 from torchrec.distributed.train_pipeline.train_pipelines import (
+    EvalPipelineFusedSparseDist,
     PrefetchTrainPipelineSparseDist,
     StagedTrainPipeline,
     TrainPipelineFusedSparseDist,
@@ -50,6 +51,10 @@ class _LookupWithoutStreams:
 
 
 class CpuFusedSparseDist(_LookupWithoutStreams, TrainPipelineFusedSparseDist):
+    _pipelined_forward_type = _CpuInSyncForward
+
+
+class CpuEvalFusedSparseDist(_LookupWithoutStreams, EvalPipelineFusedSparseDist):
     _pipelined_forward_type = _CpuInSyncForward
 
 

@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.train_pipeline.experimental_pipelines import (
+    TrainEvalHybridPipelineBase,
+    TrainPipelineSparseDistT,
+)
 from torchrec.distributed.train_pipeline.train_pipelines import (
     EvalPipelineSparseDist,
+    TorchCompileConfig,
     TrainPipelineBase,
+    TrainPipelinePT2,
     TrainPipelineSparseDist,
     TrainPipelineSparseDistLite,
 )
@@ -21,7 +27,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, Id
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced
 from tests.helpers import models
-from tests.helpers.cpu_pipelines import CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
+from tests.helpers.cpu_pipelines import CpuEvalFusedSparseDist, CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
 from tests.helpers.models import head_of, rank_batches, weights_of
 
 PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
@@ -35,6 +41,10 @@ PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
     "fused": (CpuFusedSparseDist, {}),
     "semi-sync, before it starts": (CpuSemiSync, {"start_batch": 1000}),
     "prefetch": (CpuPrefetch, {}),
+    "pt2, before it compiles": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(compile_on_iter=1000)}),
+    "copies on a thread": (TrainPipelineSparseDistT, {}),
+    "copies on a thread in place": (TrainPipelineSparseDistT, {"enable_inplace_copy_batch": True}),
+    "hybrid": (TrainEvalHybridPipelineBase, {}),
 }
 SIZES = [6, 0, 3, 1, 6, 2]
 
@@ -122,12 +132,21 @@ def one_process_of(steps):
     return weights_of(model)
 
 
-def evaluate(counts, kind, epochs, abandon_after=None):
+EVALUATIONS: dict[str, tuple[type, dict[str, Any]]] = {
+    "eval": (EvalPipelineSparseDist, {}),
+    "eval fused": (CpuEvalFusedSparseDist, {}),
+    "eval fused, lookups ahead": (CpuEvalFusedSparseDist, {"enable_embedding_lookup_prefetch": True}),
+    "eval hybrid": (TrainEvalHybridPipelineBase, {}),
+}
+
+
+def evaluate(counts, kind, epochs, abandon_after=None, pipeline="eval"):
     """Evaluation between training steps of the same ranks, in a pipeline of its own."""
     model, optimizer = models.build_sharded()
     model.eval()
     shuffler = make_shuffler(kind)
-    evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+    pipeline_class, options = EVALUATIONS[pipeline]
+    evaluator = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, **options)
     errors = 0.0
     stats = []
     try:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelinePT2
 
 Clock = dict[int, int]
 
@@ -156,6 +157,10 @@ def pretended_streams() -> Iterator[None]:
         # TorchRec asks these whatever the device; a process with GPUs shall answer like one without.
         (torch.cuda, "stream", on_stream),
         (torch.cuda, "current_stream", current_stream),
+        (torch.cuda, "Stream", PretendedStream),
+        (torch.cuda, "Event", PretendedEvent),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "set_device", lambda device: None),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
     ):
         yield
@@ -163,6 +168,8 @@ def pretended_streams() -> Iterator[None]:
 
 def with_streams(pipeline: Any) -> Any:
     """Give a pipeline, made for the CPU and therefore without streams, those that it would have on CUDA."""
+    if isinstance(pipeline, TrainPipelinePT2):  # which has none there either
+        return pipeline
     for name in _STREAMS_OF_PIPELINES:
         is_lite = name == "_data_dist_stream" and "Lite" in type(pipeline).__name__
         if hasattr(pipeline, name) and not is_lite:  # that one distributes on the default stream

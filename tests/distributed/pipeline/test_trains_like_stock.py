@@ -6,29 +6,36 @@ The stock classes run, on pretended streams where they ask for some. SemiSync tr
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
+from torchrec.distributed.memory_stashing import MemoryStashingManager
+from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline.train_pipelines import (
     PipelineStage,
     PrefetchTrainPipelineSparseDist,
     StagedTrainPipeline,
+    TorchCompileConfig,
     TrainPipelineBase,
     TrainPipelineFusedSparseDist,
+    TrainPipelinePT2,
     TrainPipelineSemiSync,
     TrainPipelineSparseDist,
+    TrainPipelineSparseDistCompAutograd,
     TrainPipelineSparseDistLite,
 )
 
 from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage
+from commons.pipeline.balanced import HOOKS
 from commons.pipeline.hooks import BalancedPipeline
 from commons.trainer import TrainerArgs, loop
 from commons.trainer.args import OptimizationArgs
 from commons.trainer.optimization import DeferredOptimizer, StepUpdate
 from tests.helpers.models import Head, build_sharded, head_of, rank_batches, weights_of
+from tests.helpers.pipeline_classes import torchrec_pipelines
 from tests.helpers.pipelines import CubicShuffler, largest_difference, require_pipeline
 from tests.helpers.pretended_streams import (
     DEFAULT_STREAM,
@@ -38,12 +45,14 @@ from tests.helpers.pretended_streams import (
     replaced,
     with_streams,
 )
+from tests.helpers.rank_pool import RankPool
 from tests.helpers.trainer_loops import Output
 
 CPU = torch.device("cpu")
 STEPS = 7
 SEMI_SYNC = {"start_batch": 2}
-PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
+Pipelines: TypeAlias = "dict[str, tuple[type, dict[str, Any]]]"
+PIPELINES: Pipelines = {
     "none": (TrainPipelineBase, {}),
     "native": (TrainPipelineSparseDist, {}),
     "prefetch": (PrefetchTrainPipelineSparseDist, {}),
@@ -51,6 +60,19 @@ PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
     "semi_sync": (TrainPipelineSemiSync, SEMI_SYNC),
     "semi_sync, gradients of the batch before": (TrainPipelineSemiSync, SEMI_SYNC | {"stash_gradients": True}),
     "lite": (TrainPipelineSparseDistLite, {}),
+    "pt2": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(compile_on_iter=STEPS)}),
+    "hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
+    "copies on a thread": (experimental.TrainPipelineSparseDistT, {}),
+    "copies on a thread in place": (experimental.TrainPipelineSparseDistT, {"enable_inplace_copy_batch": True}),
+    "optimizer stashed": (experimental.TrainPipelineSparseDistOptStash, {"site_fqn": "embedding"}),
+    "embeddings stashed": (experimental.TrainPipelineSparseDistEmbStash, {"site_fqn": "head"}),
+}
+if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
+    PIPELINES["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
+# With the cheapest of compilers; TorchRec changes torch's settings for good, so these have ranks of their own.
+COMPILED: Pipelines = {
+    "pt2": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(backend="eager", compile_on_iter=STEPS - 1)}),
+    "compiled autograd": (TrainPipelineSparseDistCompAutograd, {}),
 }
 
 
@@ -65,6 +87,8 @@ class StatedHead(Head):
 def make_model() -> tuple[Any, Any]:
     model, optimizer = build_sharded()
     head_of(model).__class__ = StatedHead
+    MemoryStashingManager.reset()
+    model._compiled_autograd_options = {"backend": "eager", "dynamic": True, "fullgraph": False}
     return model, optimizer
 
 
@@ -72,9 +96,9 @@ def batches() -> Any:
     return rank_batches(dist.get_rank(), STEPS, [6])
 
 
-def _stock(name: str) -> dict[str, torch.Tensor]:
+def _stock(name: str, pipelines: Pipelines = PIPELINES) -> dict[str, torch.Tensor]:
     """Weights that the stock pipeline trains, each rank on its own batches."""
-    pipeline_class, options = PIPELINES[name]
+    pipeline_class, options = pipelines[name]
     with pretended_streams():
         model, optimizer = make_model()
         pipeline = with_streams(pipeline_class(model, optimizer, CPU, **options))
@@ -85,15 +109,17 @@ def _stock(name: str) -> dict[str, torch.Tensor]:
         return weights_of(model)
 
 
-def _balanced(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _balanced(name: str, pipelines: Pipelines = PIPELINES) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights before and after balanced training with the trainer's optimizer."""
-    pipeline_class, options = PIPELINES[name]
+    pipeline_class, options = pipelines[name]
     shuffler = CubicShuffler()
     with pretended_streams():
         model, optimizer = make_model()
         before = weights_of(model)
         update = StepUpdate(OptimizationArgs(), optimizer, model, STEPS, CPU)
-        arguments = {"model": model, "optimizer": DeferredOptimizer(optimizer), "device": CPU}
+        # That class reads the optimizer's state as soon as it has stepped, when the trainer's has not.
+        deferred = optimizer if name == "optimizer stashed" else DeferredOptimizer(optimizer)
+        arguments = {"model": model, "optimizer": deferred, "device": CPU}
         by_name = name.partition(",")[0]
         make = TrainPipelineFactory.create if by_name in TrainPipelineFactory.list_available() else None
         pipeline = (
@@ -105,9 +131,11 @@ def _balanced(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
         source = batches()
         with contextlib.suppress(StopIteration):
             for step in range(STEPS + 1):
-                update.before_step(step)
+                if deferred is not optimizer:
+                    update.before_step(step)
                 output = pipeline.progress(source)
-                update.after_step(step, output.num_loss_tokens)
+                if deferred is not optimizer:
+                    update.after_step(step, output.num_loss_tokens)
     shuffler.close()
     return before, weights_of(model)
 
@@ -118,6 +146,30 @@ def test_weights_change_as_those_of_the_stock_pipeline(two_ranks, name):
     before, after = two_ranks.run(_balanced, name)[0]
     assert all(float((after[each] - before[each]).abs().max()) > 1e-3 for each in after)
     assert largest_difference(after, two_ranks.run(_stock, name)[0]) < 1e-5
+
+
+def _compiled(name: str, balance: bool) -> dict[str, torch.Tensor]:
+    torch._dynamo.config.optimize_ddp = "python_reducer"  # what compiled autograd asks for
+    weights = _balanced(name, COMPILED)[1] if balance else _stock(name, COMPILED)
+    assert torch._dynamo.utils.counters["frames"]["ok"] or torch._dynamo.utils.counters["compiled_autograd"]["captures"]
+    return weights
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", list(COMPILED))
+def test_compiled_pipelines_train_the_same(name):
+    ranks = RankPool(2)
+    try:
+        on, off = (ranks.run(_compiled, name, balance, timeout=280) for balance in (True, False))
+    finally:
+        ranks.stop()
+    assert largest_difference(on[0], off[0]) < 1e-5
+    assert largest_difference(on[0], on[1]) < 1e-6
+
+
+def test_every_balanced_class_that_trains_is_compared():
+    trains = {name for name in HOOKS.keys() & torchrec_pipelines().keys() if not name.startswith("Eval")}
+    assert trains == {each.__name__ for each, _ in (PIPELINES | COMPILED).values()}
 
 
 def _staged(balance: bool) -> dict[str, torch.Tensor]:

@@ -1,0 +1,238 @@
+"""Every pipeline class of the installed TorchRec is balanced or refused, and so are users' subclasses of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import GradientAccumulationConfig, GradientAccumulationWrapper
+from torchrec.distributed.train_pipeline.experimental_pipelines import (
+    TrainEvalHybridPipelineBase,
+    TrainPipelineSparseDistBwdOpt,
+)
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
+
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.pipeline import balanced, windowed_iter
+from commons.pipeline.balanced import HOOKS, REFUSED
+from tests.helpers.host_lookup import CpuEvalCPUSparse, DenseOnlyBatch, build_bags
+from tests.helpers.models import build_sharded, head_of, rank_batches, weights_of
+from tests.helpers.pipeline_classes import BALANCED_SUBCLASSES, REFUSED_SUBCLASSES, torchrec_pipelines
+from tests.helpers.pipelines import (
+    EVALUATIONS,
+    CubicShuffler,
+    evaluate,
+    expected_ids,
+    host_count,
+    largest_difference,
+    require_pipeline,
+)
+
+CPU = torch.device("cpu")
+STEPS = 6
+INSTALLED = torchrec_pipelines()
+
+
+def unlisted(classes: dict[str, type]) -> str | None:
+    """Classes that balanced() has no word about; None if there are none."""
+    names = sorted(classes.keys() - HOOKS.keys() - REFUSED.keys())
+    if not names:
+        return None
+    return (
+        f"TorchRec {metadata.version('torchrec')} has the pipelines {', '.join(names)}, which "
+        "commons/pipeline/balanced.py does not list: find out where each copies its batches and add it to HOOKS, with "
+        "a test that its weights are those of the stock class, or to REFUSED, with a sentence that says why and what "
+        "to use; then to docs/pipelines.md"
+    )
+
+
+def test_every_class_of_this_torchrec_is_balanced_or_refused():
+    assert (problem := unlisted(INSTALLED)) is None, problem
+    assert len(INSTALLED) > 15 and not HOOKS.keys() & REFUSED.keys()
+
+
+def test_a_class_that_a_new_torchrec_brings_is_told_and_refused():
+    module = TrainPipelineSparseDist.__module__
+    new = type("TrainPipelineNew", (TrainPipelineSparseDist,), {"__module__": module})
+    assert "has the pipelines TrainPipelineNew, which" in unlisted(INSTALLED | {"TrainPipelineNew": new})
+    with pytest.raises(
+        TypeError, match="TrainPipelineNew has no known place for the shuffle.*supported are TrainPipeline"
+    ):
+        balanced(new)
+
+
+@pytest.mark.parametrize("name", sorted(INSTALLED.keys() & HOOKS.keys()))
+def test_what_is_listed_can_be_made(name):
+    assert issubclass(balanced(INSTALLED[name]), INSTALLED[name])
+
+
+@pytest.mark.parametrize("name", sorted(INSTALLED.keys() & REFUSED.keys()))
+def test_a_refusal_says_why_and_what_to_use(name):
+    with pytest.raises(TypeError, match=f"^{name} {re.escape(REFUSED[name])}$"):
+        balanced(INSTALLED[name])
+    mine = type("Mine", (INSTALLED[name],), {})
+    with pytest.raises(TypeError, match=f"^Mine is a {name}, which {re.escape(REFUSED[name])}$"):
+        balanced(mine)
+
+
+def test_the_page_lists_every_class():
+    page = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\| (balanced|refused)", page, re.MULTILINE))
+    assert rows == dict.fromkeys(HOOKS, "balanced") | dict.fromkeys(REFUSED, "refused")
+
+
+def _subclass(pipeline_class: type, kind: str) -> tuple[dict[str, torch.Tensor], list[list[int]], int, float]:
+    model, optimizer = build_sharded()
+    before = weights_of(model)
+    shuffler = CubicShuffler(ShufflerOptions(mode=kind, timeout=30.0))
+    trainer = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler)
+    source = rank_batches(dist.get_rank(), STEPS, [6])
+    moved = 0
+    with contextlib.suppress(StopIteration):
+        while True:
+            trainer.progress(source)
+            moved += bool(trainer.last_stats and trainer.last_stats.moved)
+    shuffler.close()
+    after = weights_of(model)
+    return after, head_of(model).seen, moved, min(float((after[each] - before[each]).abs().max()) for each in after)
+
+
+@pytest.mark.parametrize("pipeline_class", BALANCED_SUBCLASSES, ids=lambda each: each.__name__)
+def test_a_subclass_that_copies_by_itself_is_balanced(two_ranks, pipeline_class):
+    on, off = (two_ranks.run(_subclass, pipeline_class, kind) for kind in ("balance", "off"))
+    assert largest_difference(on[0][0], off[0][0]) < 1e-5
+    assert sorted(i for _, seen, *_ in on for step in seen for i in step) == expected_ids_of_full_batches()
+    assert [seen for _, seen, *_ in on] != [seen for _, seen, *_ in off]
+    assert on[0][2] >= STEPS - 2 and on[0][3] > 1e-3
+
+
+def expected_ids_of_full_batches() -> list[int]:
+    """Ids of the rows of two ranks."""
+    batches = [batch for rank in range(2) for batch in rank_batches(rank, STEPS, [6])]
+    return sorted(int(i) for batch in batches for i in batch.sample_id)
+
+
+def _refused_subclass(pipeline_class: type) -> str:
+    try:
+        _subclass(pipeline_class, "balance")
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("pipeline_class", list(REFUSED_SUBCLASSES), ids=lambda each: each.__name__)
+def test_a_subclass_that_loses_a_batch_or_the_shuffle_is_told_so(two_ranks, pipeline_class):
+    for message in two_ranks.run(_refused_subclass, pipeline_class, timeout=60):
+        assert REFUSED_SUBCLASSES[pipeline_class] in message
+
+
+def _accumulated(pipeline_class: type, balance: bool, steps: int, last: bool) -> tuple[dict[str, torch.Tensor], int]:
+    model, optimizer = build_sharded()
+    shuffler = CubicShuffler()
+    pipeline: Any = (
+        balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler)
+        if balance
+        else pipeline_class(model, optimizer, CPU)
+    )
+    wrapped = GradientAccumulationWrapper(pipeline, optimizer, model, GradientAccumulationConfig(num_steps=2))
+    source = rank_batches(dist.get_rank(), steps, [6])
+    moved = 0
+    with contextlib.suppress(StopIteration):
+        for step in range(steps + 1):
+            wrapped.progress(source, is_last_batch=last and step == steps - 1)
+            moved += balance and bool(wrapped.last_stats.moved)
+    shuffler.close()
+    return weights_of(model), moved
+
+
+@pytest.mark.parametrize(("steps", "last"), [(6, False), (5, True)])
+def test_gradients_accumulate_around_a_balanced_pipeline(two_ranks, steps, last):
+    on, off = (two_ranks.run(_accumulated, TrainPipelineSparseDist, balance, steps, last) for balance in (True, False))
+    assert on[0][1] >= steps - 2
+    assert largest_difference(on[0][0], off[0][0]) < 1e-5
+    assert largest_difference(on[0][0], on[1][0]) < 1e-6
+
+
+def _stock_dense_weights(pipeline_class: type, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model, optimizer = build_sharded()
+    pipeline = pipeline_class(model, optimizer, CPU, **options)
+    source = rank_batches(dist.get_rank(), STEPS, [6])
+    with contextlib.suppress(StopIteration):
+        while True:
+            pipeline.progress(source)
+    return {name: weight for name, weight in weights_of(model).items() if "head" in name}
+
+
+def test_why_an_optimizer_in_the_backward_pass_is_refused(two_ranks):
+    """TorchRec's own class, without any of evenrank: the ranks' dense weights drift apart."""
+    first, second = two_ranks.run(_stock_dense_weights, TrainPipelineSparseDistBwdOpt, {"site_fqn": "embedding"})
+    assert largest_difference(first, second) > 1e-3, "this TorchRec's ranks agree: the class can be balanced now"
+
+
+def _with_embeddings_on_the_host(balance: bool) -> tuple[list[list[int]], float]:
+    model, seen, optimizer = build_bags()
+    pipeline = CpuEvalCPUSparse(model, optimizer, CPU)
+    shuffler = CubicShuffler()
+    names = [field.name for field in dataclasses.fields(DenseOnlyBatch)]
+    source: Any = (
+        DenseOnlyBatch(**{name: getattr(batch, name) for name in names})
+        for batch in rank_batches(dist.get_rank(), STEPS, [6])
+    )
+    source = windowed_iter(source, shuffler, 1) if balance else source
+    total = 0.0
+    with contextlib.suppress(StopIteration):
+        while True:
+            total += float(pipeline.progress(source))
+    shuffler.close()
+    return seen, total
+
+
+def test_what_to_use_where_embeddings_lie_on_the_host(two_ranks):
+    on, off = (two_ranks.run(_with_embeddings_on_the_host, balance) for balance in (True, False))
+    assert sorted(i for seen, _ in on for step in seen for i in step) == expected_ids_of_full_batches()
+    assert [seen for seen, _ in on] != [seen for seen, _ in off]
+    assert sum(total for _, total in on) == pytest.approx(sum(total for _, total in off), rel=1e-5)
+
+
+@pytest.mark.parametrize("pipeline", [name for name in EVALUATIONS if name != "eval"])
+def test_other_evaluations_see_every_sample_once_and_give_the_same_number(two_ranks, pipeline):
+    require_pipeline(*EVALUATIONS[pipeline])
+    counts = [4, 2]
+    on, off = (two_ranks.run(evaluate, counts, kind, 2, None, pipeline) for kind in ("balance", "identity"))
+    expected = sorted(expected_ids(counts, 2) + expected_ids(counts, 2, 10))
+    for results in (on, off):
+        assert sorted(i for seen, _, _ in results for step in seen for i in step) == expected
+    assert sum(error for _, error, _ in on) == pytest.approx(sum(error for _, error, _ in off), rel=1e-5)
+    assert on[0][2] == list(range(len(on[0][2]))) or len(on[0][2]) == 2 * max(counts)
+
+
+def _train_evaluate_train(kind: str) -> tuple[dict[str, torch.Tensor], list[list[int]], float]:
+    """One hybrid pipeline: train to the end, evaluate to the end, train on."""
+    model, optimizer = build_sharded()
+    shuffler = CubicShuffler() if kind == "balance" else IdentityBalancedBatchShuffler()
+    pipeline = balanced(TrainEvalHybridPipelineBase)(model, optimizer, CPU, batch_shuffler=shuffler)
+    errors = 0.0
+    for first, training in ((0, True), (10, False), (20, True)):
+        model.train(training)
+        source = rank_batches(dist.get_rank() + first, 3 - dist.get_rank(), [6, 2])
+        with contextlib.suppress(StopIteration):
+            while True:
+                errors += (not training) * float(pipeline.progress(source))
+    shuffler.close()
+    return weights_of(model), head_of(model).seen, errors
+
+
+def test_a_hybrid_pipeline_trains_and_evaluates_in_turn(two_ranks):
+    on, off = (two_ranks.run(_train_evaluate_train, kind) for kind in ("balance", "identity"))
+    assert largest_difference(on[0][0], off[0][0]) < 1e-5
+    rows = [sorted(i for _, seen, _ in results for step in seen for i in step) for results in (on, off)]
+    assert rows[0] == rows[1] and host_count(iter(rows[0])) > 40
+    assert sum(errors for *_, errors in on) == pytest.approx(sum(errors for *_, errors in off), rel=1e-5)

@@ -1,0 +1,77 @@
+"""TorchRec's evaluation with embeddings on the host, and a model and a batch for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.train_pipeline.experimental_pipelines import EvalPipelineCPUSparse
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from tests.helpers.models import KEYS, NUM_IDS, WIDTH, SampleBatch, _init
+
+
+@dataclasses.dataclass
+class DenseOnlyBatch(SampleBatch):
+    """A batch whose `to` knows `dense_only`, as EvalPipelineCPUSparse asks."""
+
+    def to(self, *args: Any, dense_only: bool = False, **kwargs: Any) -> DenseOnlyBatch:
+        return super().to(*args, **kwargs)
+
+
+class CpuEvalCPUSparse(EvalPipelineCPUSparse):
+    """Without pinned memory, which torch has on machines with CUDA alone."""
+
+    def _get_or_alloc_pinned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor)
+
+
+class _Tail(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def forward(self, pooled: KeyedTensor, batch: DenseOnlyBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        real = batch.actual_batch_size
+        self.seen.append(batch.sample_id[:real].tolist())
+        total = (pooled.values()[:real].sum(1) * batch.target[:real]).sum()
+        return total, total
+
+
+class _Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = _Tail()
+        tables = [
+            EmbeddingBagConfig(
+                name=f"t_{key}", embedding_dim=WIDTH, num_embeddings=NUM_IDS, feature_names=[key], init_fn=_init
+            )
+            for key in KEYS
+        ]
+        self.bags = EmbeddingBagCollection(device=torch.device("meta"), tables=tables, is_weighted=True)
+
+    def forward(self, batch: DenseOnlyBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tail(self.bags(batch.features), batch)
+
+
+def build_bags() -> tuple[nn.Module, list[list[int]], torch.optim.Optimizer]:
+    """The model with a whole table on every rank, the ids that it sees, and an optimizer."""
+    model, sharders = _Bags(), [EmbeddingBagCollectionSharder()]
+    constraint = ParameterConstraints(sharding_types=["data_parallel"], compute_kernels=["dense"])
+    ranks = dist.get_world_size()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=ranks, compute_device="cpu", local_world_size=ranks),
+        constraints={f"t_{key}": constraint for key in KEYS},
+        batch_size=32,
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    return parallel.eval(), model.tail.seen, torch.optim.SGD(parallel.parameters(), lr=0.1)
