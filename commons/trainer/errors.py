@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from commons.distributed.errors import first_line
+from commons.distributed.store import StoreUnavailableError, ask_store
 from commons.distributed.worker import DaemonWorker
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def run_main(main: Callable[[], None]) -> None:
     ¹ ValueError, TypeError, KeyError, ImportError, or an OSError about a path, such as FileNotFoundError. Its traceback
     goes to the log file as well, for the case that it is none of the user's.
     """
+    joined = dist.is_initialized()
     # The default action ends a rank even inside a collective, where Python would notice Ctrl-C only after its end.
     # A program started with the signal ignored (`nohup ... &`) goes on ignoring it.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -68,7 +70,7 @@ def run_main(main: Callable[[], None]) -> None:
         sys.stderr.flush()
         # No destructors: those of a process group may wait for ranks that have failed.
         os._exit(status)
-    if dist.is_initialized():
+    if dist.is_initialized() and not joined:
         dist.destroy_process_group()
 
 
@@ -148,13 +150,26 @@ def _is_of_a_collective(error: Exception) -> bool:
 def _claim_report() -> bool:
     """Whether this is the first rank to fail."""
     if not dist.is_torchelastic_launched():
-        return True
+        return _claim_without_agent()
     # On another thread: a store whose host stands still never answers, whatever the timeout.
     claimed = DaemonWorker("evenrank-report").submit(_claim_in_store)
     try:
         return claimed.result(2 * _STORE_SECONDS)
     except Exception:  # torchrun's store is gone: rather say it twice than never
         return True
+
+
+def _claim_without_agent() -> bool:
+    if not dist.is_initialized():
+        # Task 0 of srun speaks first; where `srun --kill-on-bad-exit` ends the others with it, it speaks alone.
+        time.sleep(_SILENT_SECONDS if os.environ.get("SLURM_PROCID", "0") != "0" else 0)
+        return True
+    rank = str(dist.get_rank())
+    try:
+        first = ask_store(lambda store: store.compare_set("evenrank/first_failure", "", rank), _STORE_SECONDS)
+    except StoreUnavailableError:  # its host may have ended without a word: rather say it twice than never
+        return True
+    return first.decode() == rank
 
 
 def _claim_in_store() -> bool:

@@ -170,7 +170,9 @@ def test_a_mistake_under_srun_is_one_line():
     results = tasks_of_srun("-c", MISTAKE)
     assert [status for *_, status in results] == [2, 2]
     said = "".join(errors for _, errors, _ in results).splitlines()
-    assert all(line.startswith("error: rank ") and "srun started 2 ranks, world_size is 3; " in line for line in said)
+    assert said and all(
+        line.startswith("error: rank ") and "srun started 2 ranks, world_size is 3; " in line for line in said
+    )
 
 
 CHECKOUT = """
