@@ -1,0 +1,89 @@
+"""Ray Train starts the ranks: HSTU on random data with lognormal lengths, balanced.
+
+Needs the extra `ray`. Ray makes the process group of its workers, and `hstu.train.train` joins it. Any config will do,
+also a HSTU TrainConfig; here it is a file's, as nested dictionaries, with a few values replaced.
+
+Examples:
+    python examples/ray_train.py
+    python examples/ray_train.py --num-workers 4 --steps 100
+    python examples/ray_train.py --address auto --use-gpu --run-dir /shared/runs/ray
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commons.console import print_summary
+from commons.trainer.config import load_config
+from commons.trainer.config_file import find_config, read_config_file
+from commons.trainer.errors import run_main
+
+
+@dataclass
+class Options:
+    """What to run."""
+
+    num_workers: int = 2
+    """Ranks, each a worker of Ray."""
+
+    steps: int = 20
+    """Steps to train."""
+
+    run_dir: Path = Path("runs/ray")
+    """Folder of the run, on a disk that all workers share; an earlier run in it is replaced."""
+
+    address: str = "local"
+    """Ray cluster; "local" starts one on this machine for the time of the run, "auto" takes the one that runs here."""
+
+    use_gpu: bool = False
+    """Give every worker a GPU."""
+
+
+def main() -> None:
+    """Start the workers, wait for them and tell what came out."""
+    options = load_config(Options, sys.argv[1:], prog="python examples/ray_train.py", description=__doc__)
+    try:
+        import ray
+        from ray.train import RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+    except ImportError as error:
+        raise ImportError(f"Ray Train cannot be imported ({error}): install evenrank's extra 'ray'") from None
+    from hstu.train import train
+
+    run_dir = options.run_dir.resolve()  # workers may run in another folder
+    settings: dict[str, Any] = dict(read_config_file(find_config("hstu/configs/random.toml")))
+    settings["trainer"] |= {
+        "max_train_iters": options.steps,
+        "enable_balanced_shuffler": True,
+        "run_dir": str(run_dir),
+        "overwrite": True,
+    }
+    # Rows travel between the ranks themselves: Ray's own store may be small.
+    small = {"num_cpus": options.num_workers, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+    cluster: dict[str, Any] = small if options.address == "local" else {}
+    ray.init(address=options.address, log_to_driver=False, **cluster)
+    result = TorchTrainer(
+        train,
+        train_loop_config=settings,
+        scaling_config=ScalingConfig(num_workers=options.num_workers, use_gpu=options.use_gpu),
+        run_config=RunConfig(name="ray", storage_path=str(run_dir)),
+    ).fit()
+    ray.shutdown()
+    summary = result.return_value  # rank 0's
+    before, after = summary.shuffle["imbalance_before"], summary.shuffle["imbalance_after"]
+    print_summary(
+        f"{options.num_workers} workers of Ray",
+        {
+            "steps": str(summary.steps),
+            "loss": f"{summary.loss:.4f}",
+            "imbalance (max ÷ mean − 1)": f"{before:.1%} → {after:.2%}",
+            "log": str(options.run_dir / "log.jsonl"),
+        },
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

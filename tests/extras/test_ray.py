@@ -1,0 +1,36 @@
+"""Ray Train's workers train HSTU, in the process group that Ray makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.extra("ray"), pytest.mark.timeout(620), pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+
+
+def example(*arguments):
+    return subprocess.run(
+        [sys.executable, "examples/ray_train.py", *map(str, arguments)],
+        cwd=ROOT,
+        # Workers start within a minute on an idle machine.
+        env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_WORKER_REGISTER_TIMEOUT_SECONDS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_two_workers_train_balanced(tmp_path):
+    done = example("--steps", "10", "--run-dir", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 workers of Ray" in done.stdout and "imbalance" in done.stdout
+    (line,) = [line for line in map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines()) if "loss" in line]
+    assert line["step"] == 10 and line["imbalance_after"] < 0.1 * line["imbalance_before"]
+    assert json.loads((tmp_path / "config.json").read_text())["trainer"]["enable_balanced_shuffler"] is True
