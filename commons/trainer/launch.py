@@ -158,10 +158,3 @@ def _device_of_group(device_type: DeviceType) -> torch.device:
         return torch.device("cpu")
     bound = None if dist.group.WORLD is None else dist.group.WORLD.bound_device_id
     return bound or torch.device("cuda", torch.cuda.current_device())
-
-
-def _program() -> str:
-    """The running program as torchrun takes it: `-m package.module`, or a file, and its arguments."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    program = ["-m", spec.name] if spec is not None else [sys.argv[0]]
-    return shlex.join([*program, *sys.argv[1:]])
