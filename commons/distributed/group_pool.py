@@ -144,7 +144,7 @@ def acquire_groups(
             for ring in ring_members(members, dist.get_rank(group))
         ]
         rings = tuple(ring for ring, _ in made)
-        connections = frozenset().union(*(each for _, each in made))
+        connections = frozenset[int]().union(*(each for _, each in made))
         pair = GroupPair(rings, rings[0] if len(rings) == 1 else None, None, True, number, connections)
     else:
         for each in (*pair.rings, pair.control, pair.payload):

@@ -38,7 +38,7 @@ def all_reduce(
     Raises:
         RankMissingError: a rank did not take part; names it.
     """
-    group = group or dist.group.WORLD
+    group = group or dist.distributed_c10d._get_default_group()
     named, on_host = _named(group), tensor.device.type == "cpu"
     with named.collective(step, what):
         work = dist.all_reduce(tensor, op=op, group=group, async_op=on_host)
@@ -48,7 +48,7 @@ def all_reduce(
 
 def broadcast(tensor: torch.Tensor, what: str, src: int) -> None:
     """Give one rank's tensor to all ranks, in place; as `all_reduce`."""
-    named, on_host = _named(dist.group.WORLD), tensor.device.type == "cpu"
+    named, on_host = _named(dist.distributed_c10d._get_default_group()), tensor.device.type == "cpu"
     with named.collective(None, what):
         work = dist.broadcast(tensor, src=src, async_op=on_host)
     if on_host:

@@ -21,7 +21,7 @@ PUBLIC = {
     "plan": "karmarkar_karp lower_bound partition Partition partition_grid Grid",
     "shuffler": "ShufflerOptions BaseTaskBalancedBatchShuffler IdentityBalancedBatchShuffler ShuffleHandle "
     "ShuffleStats TokensBalancedBatchShuffler HSTUBalancedBatchShuffler SIDGRBalancedBatchShuffler RankMissingError "
-    "BatchShufflerFactory register_batch_shuffler",
+    "ShufflerAbortedError BatchShufflerFactory register_batch_shuffler",
     "loss": "global_mean_loss",
     "pipeline": "balanced balanced_iter shuffle_stage windowed_iter TrainPipelineFactory",
     "samplers": "BalancedBatchSampler BudgetBatchSampler",
