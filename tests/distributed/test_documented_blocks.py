@@ -82,6 +82,16 @@ TRAIN_PARQUET = (
     "--dataset.dataset-path data"
 )
 
+SHUFFLED = "--config hstu/configs/random.toml --trainer.enable-balanced-shuffler"
+TRAIN_RANDOM = f"torchrun --standalone --nproc_per_node=2 -m hstu.train {SHUFFLED}"
+TRAIN_FAR = (
+    "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=gpu01:29500 --rdzv-id=evenrank "
+    f"-m hstu.train {SHUFFLED} --trainer.shuffler.ranks-per-node 8 --trainer.run-dir /shared/runs/evenrank"
+)
+SBATCH = f"examples/slurm.sbatch srun {SHUFFLED}"
+TRAINJOB = "examples/trainjob.yaml"
+TORCHX = commands_in(documented_blocks()["docs/launch.md", "TorchX", 0].text)
+
 DRY_RUN = "pip install --quiet --no-index --no-deps --no-build-isolation --dry-run"
 INSTALLED_ELSEWHERE = "downloads for minutes; ci/test_wheel.sh installs so in a clean environment"
 
@@ -139,6 +149,32 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         files=("data/parquet.parquet/_manifest.json",),
     ),
     ("docs/architecture.md", "Who may know whom", 0): Picture(),
+    ("docs/launch.md", "torchrun", 0): Shell(
+        more={TRAIN_RANDOM: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "a hundred steps take minutes")},
+        files=("runs/random/summary.json",),
+    ),
+    ("docs/launch.md", "torchrun", 1): Shell(
+        instead={TRAIN_FAR: ("python -m torch.distributed.run --help", "needs two machines")},
+        shows=r"--nnodes[\s\S]*--rdzv-endpoint",
+    ),
+    ("docs/launch.md", "Slurm", 0): Shell(
+        instead={f"sbatch {SBATCH}": (f"bash -n {SBATCH}", "needs Slurm; test_launch_examples.py runs the script")}
+    ),
+    ("docs/launch.md", "Kubernetes", 0): Shell(
+        instead={f"kubectl apply -f {TRAINJOB}": (f"ls {TRAINJOB}", "needs a cluster; test_launch_examples.py does")}
+    ),
+    ("docs/launch.md", "TorchX", 0): Shell(
+        instead=dict.fromkeys(TORCHX, ("true", "needs an extra; extras/test_torchx.py runs what is printed"))
+    ),
+    ("docs/launch.md", "Ray Train", 0): Shell(
+        instead={
+            "pip install -e '.[cpu,ray]'": (f"{DRY_RUN} -e '.[cpu,ray]'", INSTALLED_ELSEWHERE),
+            "pip install --no-deps torchrec==1.8.0": (f"{DRY_RUN} torchrec==1.8.0", INSTALLED_ELSEWHERE),
+            "python examples/ray_train.py": ("python examples/ray_train.py --help", "extras/test_ray.py runs it"),
+        },
+        shows="--num-workers",
+    ),
+    ("docs/launch.md", "From a script or a notebook", 0): Python(given.tiny_config, given.one_rank_trained),
     ("CONTRIBUTING.md", "Run", 0): Shell(
         instead={
             "pip install -e '.[cpu,megatron,dev]'": (f"{DRY_RUN} -e '.[cpu,megatron,dev]'", INSTALLED_ELSEWHERE),

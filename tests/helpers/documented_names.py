@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import types
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ import evenrank
 from commons.distributed.errors import attempt
 from commons.trainer.config import load_config
 from commons.trainer.run import run_training
+from hstu.train_config import TrainConfig
 from tests.helpers import models
+from tests.helpers.hstu_jobs import TINY
 
 _SIZES = [6, 2, 3, 1]
 
@@ -329,6 +331,18 @@ def abort_ends_a_wait(names: dict[str, Any]) -> None:
     again = evenrank.BatchShufflerFactory.create("tokens", options=options)
     assert again.shuffle(models.make_batch([1], 1)).actual_batch_size == 1
     again.close()
+
+
+def tiny_config() -> dict[str, Any]:
+    """Settings of a run of six steps, as a config file holds them."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    return {"config": asdict(load_config(TrainConfig, [*TINY, "--trainer.run-dir", folder[0]]))}
+
+
+def one_rank_trained(names: dict[str, Any]) -> None:
+    """And the process group is still there."""
+    assert names["summary"].steps == 6 and dist.is_initialized()
 
 
 def train_in(folder: str, script: str, arguments: list[str]) -> None:
