@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commons.distributed.errors import first_line
-from commons.distributed.group_pool import number_channel
+from commons.distributed.group_pool import next_generation, ranks_beside_store
 from commons.distributed.missing_ranks import POLL_SECONDS, Attendance, FailedChannel
 from commons.distributed.process_group import describe_group
 from commons.distributed.store import StoreUnavailableError
@@ -42,7 +42,7 @@ class NamedCollectives:
         remedy: what the message about a missing rank advises.
         description: the group in words.
         members: global ranks of the group.
-        generation: how many of these over the same ranks there were before; the same on all of them.
+        generation: number of this one among those over the same ranks; the same on all of them.
     """
 
     remedy = "see the log there, or raise the timeout of the process group"
@@ -50,11 +50,14 @@ class NamedCollectives:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.description = describe_group(group)
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
-        self.generation = number_channel(self.members)
-        digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
-        self._failed = FailedChannel(f"evenrank/{digest}/{self.generation}", self.members)
         self._intact = True
         self._aborted_for: RankMissingError | None = None
+
+    def number(self) -> None:
+        """Take the next number, before the first collective; where groups are made, after them: ranks agree on it there."""
+        self.generation = next_generation(self.members)
+        digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
+        self._failed = FailedChannel(f"evenrank/{digest}/{self.generation}", self.members)
 
     def wait(self, work: dist.Work, step: int | None, what: str, *, on_host: bool = True) -> None:
         """Wait on the host for a collective, and ask the store whether it has failed elsewhere.
@@ -125,7 +128,8 @@ class NamedCollectives:
             missing, late, failure = self._failed.who_is_missing(attendance)
         except StoreUnavailableError as unavailable:
             return RankMissingError(
-                f"the {_place(step, what)} failed on rank {dist.get_rank()} and {unavailable}{said}"
+                f"the {_place(step, what)} failed on rank {dist.get_rank()} and {unavailable}"
+                f"{out_of_reach(self.members)}{said}"
             )
         if self._aborted_for is not None:
             return self._aborted_for
@@ -159,6 +163,15 @@ def _wait_for_device(work: dist.Work) -> None:
             raise RuntimeError("not done yet")
         time.sleep(_LOOK_SECONDS)
     work.wait()
+
+
+def out_of_reach(members: Sequence[int]) -> str:
+    """What to say of the ranks on the store's host, which does not answer; "" on that host."""
+    there = ranks_beside_store(members)
+    if not there or dist.get_rank() in there:
+        return ""
+    runs = "rank {} runs" if len(there) == 1 else "ranks {} run"
+    return f"; {runs.format(_listed(there, ', '))} on that host, which may be out of reach"
 
 
 def _listed(each: Sequence[Any], separator: str) -> str:

@@ -137,6 +137,16 @@ def ends_with_rank() -> int | None:
     return 0 if _describe_host() == _RANK_0 else None
 
 
+def is_beside_host() -> bool:
+    """Whether the process that hosts the default store runs on this rank's host; False where that is not known."""
+    if _describe_host() is None:
+        return False
+    try:
+        return ask_store(lambda store: _LINE.is_local)
+    except StoreUnavailableError:
+        return False
+
+
 def _describe_host() -> str | None:
     """Which process answers for the default store; None where it is no process of its own, but files for example."""
     store = _tcp_store(dist.distributed_c10d._get_default_store())
@@ -179,6 +189,13 @@ class _Line:
             return _peer_of(self._socket)
         except OSError:
             return None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both ends have one address."""
+        if self._socket is None or self.peer is None:
+            return False
+        return self._socket.getsockname()[0].removeprefix("::ffff:") == self.peer[0]
 
     def require_whole(self, host: str, port: int) -> None:
         """Raise ConnectionError if the host has ended."""

@@ -1,0 +1,154 @@
+"""Groups that are destroyed and made again in one process: what is used then knows nothing of the world before."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from commons.dispatch import SingleRankLoader, redistribute_balanced, scatter_balanced
+from commons.distributed import control, global_mean_loss, group_pool
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.pipeline import TrainPipelineFactory, windowed_iter
+from tests.helpers.batches import rows_as_values
+from tests.helpers.models import build_sharded, make_batch, rank_batches, weights_of
+from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def own_ranks():
+    """Two ranks of their own, whose groups are destroyed."""
+    pool = RankPool(2)
+    yield pool
+    pool.stop()
+
+
+def _begin_again(store, *, ranks_change_places=False):
+    """A new world over the same processes, with a store of its own."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    gc.collect()
+    rank = 1 - rank if ranks_change_places else rank
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+
+def _batch(step=0):
+    first = 1 + 1000 * dist.get_rank() + 100 * step
+    return make_batch(list(range(first, first + 5)), 6, longest=40 if dist.get_rank() == 0 else 2)
+
+
+def _shuffled(shuffler):
+    shuffled = [shuffler.shuffle(_batch(step), return_indices=True) for step in range(3)]
+    moved = shuffler.last_stats.moved
+    return [(rows_as_values(batch), indices.tolist(), moved) for batch, indices in shuffled]
+
+
+def _shuffles(stores, change_places):
+    kept, closed = CubicShuffler(), CubicShuffler()
+    answers = [(dist.get_rank(), _shuffled(kept), _shuffled(closed))]
+    closed.close()
+    collected = CubicShuffler()
+    collected.shuffle(_batch())
+    del collected
+    for store in stores:
+        _begin_again(store, ranks_change_places=change_places)
+        fresh = CubicShuffler()
+        answers.append((dist.get_rank(), _shuffled(kept), _shuffled(fresh)))
+        fresh.close()
+    kept.close()
+    return answers
+
+
+@pytest.mark.parametrize("change_places", [False, True])
+def test_shufflers_old_and_new_work_in_every_world(own_ranks, tmp_path, change_places):
+    per_process = own_ranks.run(_shuffles, [str(tmp_path / f"store{n}") for n in range(3)], change_places)
+    expected = {rank: shuffled for rank, shuffled, _ in (answers[0] for answers in per_process)}
+    assert any(moved for _, _, moved in expected[0])
+    for process, answers in enumerate(per_process):
+        assert len(answers) == 4
+        for number, (rank, *both) in enumerate(answers):
+            assert rank == (process + number) % 2 if change_places else rank == process
+            assert both == [expected[rank]] * 2
+
+
+def _uses():
+    """What dispatch, windows, a pipeline and the loss give, with nothing kept between calls."""
+    batch, is_first = _batch(), dist.get_rank() == 0
+    workloads = torch.arange(1, 1 + batch.batch_size)
+    scattered = scatter_balanced(batch if is_first else None, workloads if is_first else None)
+    redistributed = redistribute_balanced(batch, workloads)
+    loader = SingleRankLoader([_batch(), _batch(1)] if is_first else [None, None], lambda each: workloads)
+    dealt = [rows_as_values(each) for each in loader]
+    loader.close()
+    shuffler, plain = CubicShuffler(), IdentityBalancedBatchShuffler()
+    windows = windowed_iter(iter([_batch(step) for step in range(4)]), shuffler, 2)
+    in_windows = [rows_as_values(each) for each in windows if each is not None]
+    model, optimizer = build_sharded()
+    pipeline = TrainPipelineFactory.create(
+        "native", model=model, optimizer=optimizer, device=CPU, batch_shuffler=shuffler
+    )
+    source = rank_batches(dist.get_rank(), 6, [6, 2, 5])
+    for _ in range(3):
+        pipeline.progress(source)
+    loss = global_mean_loss(torch.tensor(2.0 + dist.get_rank(), requires_grad=True), 3 + dist.get_rank())
+    shuffler.close()
+    plain.close()
+    weights = [row.tolist() for row in weights_of(model).values()]
+    return rows_as_values(scattered.batch), rows_as_values(redistributed.batch), dealt, in_windows, weights, float(loss)
+
+
+def _uses_again(stores):
+    answers = [_uses()]
+    for store in stores:
+        _begin_again(store)
+        torch.manual_seed(0)
+        answers.append(_uses())
+    return answers
+
+
+def test_dispatch_windows_pipelines_and_loss_work_again(own_ranks, tmp_path):
+    for answers in own_ranks.run(_uses_again, [str(tmp_path / f"store{n}") for n in range(2)]):
+        assert answers[1] == answers[0] and answers[2] == answers[0]
+
+
+def _traced_loss_again(store):
+    model = torch.fx.symbolic_trace(_Mean())
+    first = float(model(torch.tensor(6.0)))
+    _begin_again(store)
+    return first, float(model(torch.tensor(6.0)))
+
+
+class _Mean(torch.nn.Module):
+    def forward(self, total):
+        return global_mean_loss(total, 2)
+
+
+def test_a_traced_loss_finds_the_new_group(own_ranks, tmp_path):
+    assert own_ranks.run(_traced_loss_again, str(tmp_path / "store")) == [(6.0 * 2 / 4,) * 2] * 2
+
+
+def _fails_with_one_that_joined_later(store):
+    """Rank 1 has been in an earlier world, with channels of its own; rank 0 is new. Then rank 0 fails by itself."""
+    if dist.get_rank() == 1:
+        for _ in range(3):
+            group_pool.next_generation([0, 1])
+    _begin_again(store)
+    with control.open_channel(None, 10.0, control.ControlChannel, moves_rows=False) as channel:
+        if dist.get_rank() == 0:
+            channel.post_failure(0, "gather", ValueError("no rows"))
+            return channel.generation, ""
+        with pytest.raises(control.RankMissingError) as error:
+            channel.gather(np.array([1]), 0)
+        return channel.generation, str(error.value)
+
+
+def test_ranks_of_different_age_understand_one_another(own_ranks, tmp_path):
+    (first, _), (second, said) = own_ranks.run(_fails_with_one_that_joined_later, str(tmp_path / "store"))
+    assert first == second >= 3
+    assert said == "rank 0 failed in the gather of step 0: ValueError: no rows"
