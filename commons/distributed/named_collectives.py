@@ -54,7 +54,7 @@ class NamedCollectives:
         self._aborted_for: RankMissingError | None = None
 
     def number(self) -> None:
-        """Take the next number, before the first collective; where groups are made, after them: ranks agree on it there."""
+        """Take the next number: before the first collective, and after groups are made, where ranks agree on it."""
         self.generation = next_generation(self.members)
         digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
         self._failed = FailedChannel(f"evenrank/{digest}/{self.generation}", self.members)

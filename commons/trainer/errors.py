@@ -151,6 +151,11 @@ def _claim_report() -> bool:
     """Whether this is the first rank to fail."""
     if not dist.is_torchelastic_launched():
         return _claim_without_agent()
+    if dist.is_initialized():
+        try:
+            ask_store(lambda store: store.check(["evenrank"]))
+        except StoreUnavailableError:  # torch would print forty lines of C++ about it
+            return True
     # On another thread: a store whose host stands still never answers, whatever the timeout.
     claimed = DaemonWorker("evenrank-report").submit(_claim_in_store)
     try:
