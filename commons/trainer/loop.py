@@ -34,6 +34,7 @@ from commons.trainer.epochs import Epochs
 from commons.trainer.evaluation import Evaluations, Metrics
 from commons.trainer.launch import describe_ranks
 from commons.trainer.loss_scaling import LossScaler
+from commons.trainer.lost_ranks import missing_ranks_named
 from commons.trainer.meter import StepMeter, StepOutput, count_values
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.profiling import StepProfiler
@@ -135,6 +136,7 @@ class TrainingLoop:
         self._guard = FiniteLossGuard(device, in_float16=loss_scaler is not None)
         steps_per_update = args.optimization.accumulation_steps
         self._schedule = Schedule(in_rows=args.schedule_in == "rows", look_back=steps_per_update)
+        self._step = 0
 
     def run(self) -> TrainSummary:
         """Train, evaluate and log; called on all ranks together.
@@ -142,9 +144,10 @@ class TrainingLoop:
         Raises:
             ValueError: the loaders have no batch on any rank.
             RuntimeError: the checkpoint at the end could not be written; everything else is done by then.
+            RankMissingError: a collective has failed, of the shuffler or of the model.
             Exception: an error of any rank's data or shuffler, on every rank.
         """
-        with self._stop:
+        with missing_ranks_named(lambda: self._step + 1), self._stop:
             summary = self._run()
         if self._after_windows is not None:  # not after a failure, when a worker may wait for a rank that is gone
             self._after_windows.close()

@@ -13,6 +13,7 @@ from commons.trainer.config import load_config, make_config
 from commons.trainer.data import deal_out, read_by_work
 from commons.trainer.launch import initialize_ranks
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.lost_ranks import limit_collectives
 from commons.trainer.ranks import RankInfo
 from commons.trainer.recipe import Recipe
 from commons.trainer.run_folder import open_run_folder
@@ -58,6 +59,8 @@ def train(
     args = config.trainer
     joined = dist.is_initialized()
     device = initialize_ranks(args.world_size, args.device, launcher=args.launcher, ranks=ranks)
+    if not joined:
+        limit_collectives(args.shuffler.timeout)
     recipe = recipe_class(config, device)
     recipe.prepare_ranks()
     open_run_folder(config, device, logs_to_file=logs_to_file)
