@@ -181,10 +181,15 @@ class TrainerArgs:
     steps, or rows of all ranks together. What is due after so many rows comes after the step that reaches them.
     log_interval and the trace count steps."""
 
+    global_batch_size: int | None = None
+    """Rows of a training step over all ranks together, of which every rank trains an equal part, instead of
+    train_batch_size. A run that goes on with fewer or more ranks then makes the same steps. None: train_batch_size on
+    every rank."""
+
     def __post_init__(self) -> None:
         for name in ("train_batch_size", "eval_batch_size", "eval_interval", "log_interval", "shuffle_window"):
             require_at_least(name, getattr(self, name), 1)
-        for name in ("num_epochs", "max_train_iters", "max_eval_iters", "world_size"):
+        for name in ("global_batch_size", "num_epochs", "max_train_iters", "max_eval_iters", "world_size"):
             if getattr(self, name) is not None:
                 require_at_least(name, getattr(self, name), 1)
         require_at_least("seed", self.seed, 0)

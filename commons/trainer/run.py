@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
+from commons.distributed.process_group import resolve_process_group
 from commons.trainer.config import load_config, make_config
 from commons.trainer.data import deal_out, read_by_work
 from commons.trainer.launch import initialize_ranks
@@ -78,6 +79,7 @@ def run_training(recipe: Recipe) -> TrainSummary:
         KeyError, FileNotFoundError, ValueError: data or settings that do not fit.
     """
     args = recipe.config.trainer
+    _divide_batch(recipe)
     train_loader, eval_loader = recipe.loaders
     if dist.get_rank() == 0:
         for line in recipe.notes():
@@ -112,3 +114,16 @@ def run_training(recipe: Recipe) -> TrainSummary:
         if user is not None:
             user.close()
     return summary
+
+
+def _divide_batch(recipe: Recipe) -> None:
+    """Give every rank its part of global_batch_size, if that is set."""
+    args, ranks = recipe.config.trainer, dist.get_world_size(resolve_process_group())
+    if args.global_batch_size is None:
+        return
+    if args.global_batch_size % ranks:
+        raise ValueError(
+            f"global_batch_size is {args.global_batch_size}, and {ranks} ranks share the data; each trains an equal "
+            "part: give a multiple of every number of ranks that the run may have"
+        )
+    args.train_batch_size = recipe.batch_size = args.global_batch_size // ranks

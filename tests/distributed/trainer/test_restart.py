@@ -1,0 +1,142 @@
+"""A job that loses a rank goes on from its last checkpoint, to what it would have come to without the fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from benchmarks.raw_data.movielens_1m import generate_movielens
+from commons.datasets.movielens import preprocess_movielens
+from commons.trainer.checkpoint import list_checkpoints
+from commons.trainer.config import load_config
+from commons.trainer.run import run_training
+from commons.trainer.run_folder import require_run_folder
+from hstu.recipe import HSTURecipe
+from hstu.train_config import TrainConfig
+
+ROOT = Path(__file__).parents[3]
+STEPS, SAVED_EVERY = 12, 3
+FLAGS = (
+    "--trainer.train-batch-size 4 --trainer.eval-batch-size 4 --trainer.log-interval 1 --trainer.eval-interval 6 "
+    "--trainer.max-eval-iters 1 --trainer.device cpu --trainer.enable-balanced-shuffler --trainer.no-tensorboard "
+    f"--trainer.max-train-iters {STEPS} --trainer.ckpt-save-interval {SAVED_EVERY} --trainer.ckpt-keep 9 "
+    "--trainer.shuffler.timeout 60 --dataset.dataset-name ml-1m --dataset.shuffle --dataset.max-history-seqlen 24 "
+    "--model.hidden-size 8 --model.num-layers 1 --model.num-attention-heads 2 --model.kv-channels 4 "
+    "--model.prediction-head-arch 8 1 --optimizer.sharding row_wise"
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    archive = generate_movielens(folder / "ml-1m", num_users=70, seed=3)
+    return preprocess_movielens(archive.path, folder / "out", test_fraction=0.1, seed=0)
+
+
+def flags(data, folder):
+    """One command, which starts a run in a folder and goes on with it."""
+    saved = folder / "checkpoints"
+    return [
+        *FLAGS.split(),
+        *("--dataset.dataset-path", str(data), "--trainer.run-dir", str(folder)),
+        *("--trainer.ckpt-save-dir", str(saved), "--trainer.ckpt-load-dir", str(saved)),
+    ]
+
+
+def _train(arguments):
+    config = load_config(TrainConfig, arguments)
+    require_run_folder(config.trainer, torch.device("cpu"))
+    run_training(HSTURecipe(config, torch.device("cpu")))
+
+
+def launch(arguments, *options):
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tests.helpers.killed_ranks", *arguments]
+    return subprocess.Popen(
+        [str(each) for each in command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+
+
+def output_of(job, seconds=240):
+    """What a job has printed, once it has ended."""
+    try:
+        return job.communicate(timeout=seconds)[0]
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in trained] == list(range(1, STEPS + 1))  # every step once
+    return [line["loss"] for line in trained]
+
+
+def weights(folder):
+    """The model and optimizer of the last checkpoint; what a rank draws next is left out."""
+    path = list_checkpoints(folder / "checkpoints")[-1]
+    assert path.name == f"step_{STEPS:08d}"
+    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return {name: value for name, value in state.items() if not name.startswith("random")}
+
+
+def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(two_ranks, data, tmp_path):
+    two_ranks.run(_train, flags(data, tmp_path / "whole"))
+    step, rank = random.randint(1, STEPS - 1), random.randrange(2)
+    job = launch(
+        [step, rank, *flags(data, tmp_path / "killed")], "--standalone", "--nproc-per-node=2", "--max-restarts=2"
+    )
+    said = output_of(job)
+    assert job.returncode == 0, f"rank {rank} killed after step {step}: {said}"
+    last = step // SAVED_EVERY * SAVED_EVERY
+    assert (f"resumed after step {last}, from " if last else "holds no checkpoint yet: a new run") in said
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole"), f"rank {rank} killed after step {step}"
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert expected.keys() == found.keys() and len(expected) > 5
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_a_job_that_loses_a_host_goes_on_with_the_other(two_ranks, data, tmp_path):
+    """The steps stay as large as they were, and so the same."""
+    size = ["--trainer.global-batch-size", "8"]
+    two_ranks.run(_train, flags(data, tmp_path / "whole") + size)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    step = random.randint(1, STEPS - 1)
+    elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    elastic += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    arguments = flags(data, tmp_path / "lost") + size
+    # Both join while the first waits for others; when one is gone, it need not wait for long.
+    waits = "last_call_timeout=20"
+    stays = launch([step, "nobody", *arguments], *elastic, f"--rdzv-conf=is_host=1,{waits}")
+    lost = launch([step, "host", *arguments], *elastic, f"--rdzv-conf=is_host=0,{waits}")
+    try:
+        said = output_of(stays)
+    finally:
+        output_of(lost, 20)
+    assert stays.returncode == 0 and lost.returncode == -signal.SIGKILL, f"after step {step}: {said}"
+    assert "2 ranks on the CPU" in said and "1 rank on the CPU" in said, said
+    assert losses(tmp_path / "lost") == pytest.approx(losses(tmp_path / "whole"), rel=2e-4), step
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "lost")
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
