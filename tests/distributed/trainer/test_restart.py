@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -60,6 +61,7 @@ def _train(arguments):
 
 
 def launch(arguments, *options):
+    """torchrun, whose ranks get a new store with every attempt; the page docs/launch.md says why."""
     command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tests.helpers.killed_ranks", *arguments]
     return subprocess.Popen(
         [str(each) for each in command],
@@ -67,18 +69,22 @@ def launch(arguments, *options):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         start_new_session=True,
     )
 
 
-def output_of(job, seconds=240):
-    """What a job has printed, once it has ended."""
+def output_of(job, folder, seconds=240):
+    """What a job has printed, once it has ended; nothing of it is left, also where it hangs."""
     try:
         return job.communicate(timeout=seconds)[0]
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
+            for process in Path("/proc").glob("[0-9]*"):  # ranks are in sessions of their own
+                with contextlib.suppress(OSError):
+                    if str(folder).encode() in (process / "cmdline").read_bytes():
+                        os.kill(int(process.name), signal.SIGKILL)
 
 
 def losses(folder):
@@ -104,7 +110,7 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(two_ran
     job = launch(
         [step, rank, *flags(data, tmp_path / "killed")], "--standalone", "--nproc-per-node=2", "--max-restarts=2"
     )
-    said = output_of(job)
+    said = output_of(job, tmp_path)
     assert job.returncode == 0, f"rank {rank} killed after step {step}: {said}"
     last = step // SAVED_EVERY * SAVED_EVERY
     assert (f"resumed after step {last}, from " if last else "holds no checkpoint yet: a new run") in said
@@ -130,9 +136,9 @@ def test_a_job_that_loses_a_host_goes_on_with_the_other(two_ranks, data, tmp_pat
     stays = launch([step, "nobody", *arguments], *elastic, f"--rdzv-conf=is_host=1,{waits}")
     lost = launch([step, "host", *arguments], *elastic, f"--rdzv-conf=is_host=0,{waits}")
     try:
-        said = output_of(stays)
+        said = output_of(stays, tmp_path)
     finally:
-        output_of(lost, 20)
+        output_of(lost, tmp_path, 20)
     assert stays.returncode == 0 and lost.returncode == -signal.SIGKILL, f"after step {step}: {said}"
     assert "2 ranks on the CPU" in said and "1 rank on the CPU" in said, said
     assert losses(tmp_path / "lost") == pytest.approx(losses(tmp_path / "whole"), rel=2e-4), step
