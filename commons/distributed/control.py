@@ -77,10 +77,8 @@ class ControlChannel(NamedCollectives):
                     lambda: acquire_groups(group, timeout, moves_rows=moves_rows, pairwise=pairwise), timeout
                 )
             except RuntimeError as error:
-                self.number()
                 raise self._missing(0, "connection", attendance, error) from None
             self.payload_group = self._groups.payload
-        self.number()
 
     def agree(
         self,

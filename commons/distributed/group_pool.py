@@ -61,18 +61,6 @@ class GroupPair(NamedTuple):
     connections: frozenset[int]
 
 
-class _Introduction(NamedTuple):
-    """What the members of a group tell one another once, while all of them can be asked.
-
-    Attributes:
-        beside_store: those on the host of the default store.
-        generation: the largest of their numbers of the next channel: a process may have joined later than the others.
-    """
-
-    beside_store: list[int]
-    generation: int
-
-
 class _Pool:
     """Pairs that are not in use, by members, valid for one default group.
 
@@ -80,7 +68,8 @@ class _Pool:
         closed: given back by close(), in the same order on all ranks.
         collected: given back when a shuffler was collected, by number; at another time on every rank.
         made: how many there are.
-        introduced: what members know of one another since their first pair was made.
+        channels: how many channels there have been over the same ranks.
+        beside_store: of the members, those on the host of the default store.
     """
 
     def __init__(self) -> None:
@@ -92,7 +81,8 @@ class _Pool:
         self.closed: defaultdict[tuple[int, ...], list[GroupPair]] = defaultdict(list)
         self.collected: defaultdict[tuple[int, ...], dict[int, GroupPair]] = defaultdict(dict)
         self.made: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        self.introduced: dict[tuple[int, ...], _Introduction] = {}
+        self.channels: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self.beside_store: dict[tuple[int, ...], list[int]] = {}
         # Every group made here had fewer groups before it; names are unique from this count on.
         self.names_used = 0
 
@@ -105,8 +95,18 @@ class _Pool:
 
 
 _POOL = _Pool()
-# Channels that this process has made over the same ranks, in all worlds: their keys in the store shall differ.
-_CHANNELS: defaultdict[tuple[int, ...], int] = defaultdict(int)
+
+
+def number_channel(members: Sequence[int]) -> int:
+    """How many channels over the same ranks this world has had before; a process that joins it later counts alike."""
+    channels = _POOL.of_this_world().channels
+    channels[tuple(members)] += 1
+    return channels[tuple(members)] - 1
+
+
+def ranks_beside_store(members: Sequence[int]) -> list[int]:
+    """Those of the ranks that run on the host of the default store; none where their first groups were not made yet."""
+    return _POOL.of_this_world().beside_store.get(tuple(members), [])
 
 
 def make_in_time(make: Callable[[], T], timeout: float) -> T:
@@ -154,7 +154,7 @@ def acquire_groups(
         connections = frozenset[int]().union(*(each for _, each in made))
         pair = GroupPair(rings, rings[0] if len(rings) == 1 else None, None, True, number, connections)
         if number == 0:
-            _POOL.introduced[tuple(members)] = _introduce(members, rings)
+            _POOL.beside_store[tuple(members)] = _beside_store(members, rings)
     else:
         for each in (*pair.rings, pair.control, pair.payload):
             if each is not None and each is not group:  # which is the user's own, with a timeout of its own
@@ -186,23 +186,6 @@ def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> G
             members, group, timeout, pg_options=_nccl_options(timeout), group_desc=_PAYLOAD
         )
     return pair._replace(payload=payload, has_all_to_all=_connect(payload), connections=pair.connections | connections)
-
-
-def ranks_beside_store(members: Sequence[int]) -> list[int]:
-    """Those of the ranks that run on the host of the default store; none where their first groups were not made yet."""
-    introduction = _POOL.of_this_world().introduced.get(tuple(members))
-    return [] if introduction is None else introduction.beside_store
-
-
-def next_generation(members: Sequence[int]) -> int:
-    """The number of a new channel, the same on all of its ranks; of this process alone where it could not be connected.
-
-    It is no number of an earlier world's channel, whose keys may be in the same store, on any rank.
-    """
-    introduction = _POOL.of_this_world().introduced.get(tuple(members))
-    number = max(_CHANNELS[tuple(members)], 0 if introduction is None else introduction.generation)
-    _CHANNELS[tuple(members)] = number + 1
-    return number
 
 
 def release_groups(members: list[int], pair: GroupPair, *, collected: bool = False) -> None:
@@ -314,16 +297,14 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc=_UNUSED)
 
 
-def _introduce(members: Sequence[int], rings: Sequence[dist.ProcessGroup]) -> _Introduction:
-    """Tell the others what they need to know once the store, or a rank, is out of reach."""
-    told = torch.tensor([int(is_beside_host()), _CHANNELS[tuple(members)]])
+def _beside_store(members: Sequence[int], rings: Sequence[dist.ProcessGroup]) -> list[int]:
+    """What `ranks_beside_store` tells: asked now, since nobody can be asked once the store is out of reach."""
+    beside = torch.tensor([int(is_beside_host())])
     for ring in rings:
-        heard = told.new_empty(ring.size() * len(told))
-        all_gather_single(heard, told, group=ring)
-        told = heard
-    of_ranks = told.view(-1, 2)
-    beside = of_ranks[:, 0].tolist()
-    return _Introduction([rank for rank, here in zip(members, beside) if here], int(of_ranks[:, 1].max()))
+        of_ring = beside.new_empty(ring.size() * len(beside))
+        all_gather_single(of_ring, beside, group=ring)
+        beside = of_ring
+    return [rank for rank, here in zip(members, beside.tolist()) if here]
 
 
 def _any_needs(rings: Sequence[dist.ProcessGroup], *needs: bool) -> list[bool]:

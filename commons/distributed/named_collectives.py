@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commons.distributed.errors import first_line
-from commons.distributed.group_pool import next_generation, ranks_beside_store
+from commons.distributed.group_pool import number_channel, ranks_beside_store
 from commons.distributed.missing_ranks import POLL_SECONDS, Attendance, FailedChannel
 from commons.distributed.process_group import describe_group
 from commons.distributed.store import StoreUnavailableError
@@ -42,7 +42,7 @@ class NamedCollectives:
         remedy: what the message about a missing rank advises.
         description: the group in words.
         members: global ranks of the group.
-        generation: number of this one among those over the same ranks; the same on all of them.
+        generation: how many of these over the same ranks there were before; the same on all of them.
     """
 
     remedy = "see the log there, or raise the timeout of the process group"
@@ -50,14 +50,11 @@ class NamedCollectives:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.description = describe_group(group)
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
-        self._intact = True
-        self._aborted_for: RankMissingError | None = None
-
-    def number(self) -> None:
-        """Take the next number: before the first collective, and after groups are made, where ranks agree on it."""
-        self.generation = next_generation(self.members)
+        self.generation = number_channel(self.members)
         digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
         self._failed = FailedChannel(f"evenrank/{digest}/{self.generation}", self.members)
+        self._intact = True
+        self._aborted_for: RankMissingError | None = None
 
     def wait(self, work: dist.Work, step: int | None, what: str, *, on_host: bool = True) -> None:
         """Wait on the host for a collective, and ask the store whether it has failed elsewhere.

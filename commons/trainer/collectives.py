@@ -58,5 +58,4 @@ def broadcast(tensor: torch.Tensor, what: str, src: int) -> None:
 def _named(group: dist.ProcessGroup) -> NamedCollectives:
     if group not in _BY_GROUP:
         _BY_GROUP[group] = _TrainerCollectives(group)
-        _BY_GROUP[group].number()
     return _BY_GROUP[group]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from commons.distributed.errors import first_line
-from commons.distributed.group_pool import next_generation
+from commons.distributed.group_pool import number_channel
 from commons.distributed.missing_ranks import Attendance, FailedChannel
 from commons.distributed.named_collectives import RankMissingError, out_of_reach
 from commons.distributed.store import StoreUnavailableError
@@ -46,7 +46,7 @@ def missing_ranks_named(step: Callable[[], int]) -> Iterator[None]:
         RankMissingError: instead of torch's own error, which is its cause.
     """
     members = list(range(dist.get_world_size()))
-    number = next_generation(members)  # runs and channels are made in the same order on all ranks
+    number = number_channel(members)  # runs and channels are made in the same order on all ranks
     try:
         yield
     except RuntimeError as error:

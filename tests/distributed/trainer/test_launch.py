@@ -144,7 +144,7 @@ def tasks_of_srun(*arguments, tasks=2):
             )
         )
     try:
-        return [(*process.communicate(timeout=120), process.returncode) for process in processes]
+        return [(*process.communicate(timeout=300), process.returncode) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -208,7 +208,7 @@ def test_a_checkout_that_is_not_installed_shuffles(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
