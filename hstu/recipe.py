@@ -27,6 +27,7 @@ from commons.trainer.recipe import Recipe
 from hstu.lengths import workload_lengths
 from hstu.model import RetrievalConfig
 from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
+from hstu.model.layer import HSTUEncoder
 from hstu.model.triton_launch import resolve_backend
 from hstu.negatives import NegativeSampling, with_negatives
 from hstu.objectives import OBJECTIVES, Objective, feature_roles
@@ -109,6 +110,10 @@ class HSTURecipe(Recipe):
             embedding_lr=optimizer.embedding_lr,
             sharding=sharding,
         )
+
+    def layers(self, model: nn.Module) -> nn.Module:
+        """The HSTU layers."""
+        return next(module for module in model.modules() if isinstance(module, HSTUEncoder))
 
     def metrics(self, model: nn.Module) -> Metrics:
         """AUC per task, or HR@K and NDCG@K, and what the items' popularity would have scored, if asked for."""

@@ -23,7 +23,7 @@ from commons.trainer.evaluation import Metrics
 from commons.trainer.launch import seed_all
 from commons.trainer.recipe import Recipe
 from sid_gr.batch_shuffler import decoder_flops
-from sid_gr.megatron_core import parallel_state
+from sid_gr.megatron_core import TransformerBlock, parallel_state
 from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel, tensor_parallel_size
@@ -147,6 +147,10 @@ class SIDGRRecipe(Recipe):
         )
         seed_all(seed + 1 + dist.get_rank(resolve_process_group()))
         return sharded
+
+    def layers(self, model: nn.Module) -> nn.Module:
+        """The decoder's layers; peers in tensor parallelism wait for each other there, and bring the same batch."""
+        return next(module for module in model.modules() if isinstance(module, TransformerBlock))
 
     def metrics(self, model: nn.Module) -> Metrics:
         """HitRate@K, NDCG@K and Recall@K of the items that beam search finds."""

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
 import weakref
@@ -28,6 +29,7 @@ from commons.distributed.group_pool import only_device
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import require_process_group, resolve_process_group
+from commons.distributed.rank_speeds import StepTimes
 from commons.distributed.shuffle_handle import ShuffleHandle
 from commons.distributed.shuffle_session import ShuffleSession
 from commons.distributed.spans import span
@@ -97,6 +99,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self._worker = DaemonWorker(f"evenrank-{type(self).__name__}")
         self._window_worker = DaemonWorker(f"evenrank-windows-{type(self).__name__}")
         self._order = threading.Lock()
+        self._step_times = StepTimes()
         self._closed = False
         self._aborted_for: ShufflerAbortedError | None = None
         # Whoever drops a shuffler without close() closes it; without waiting, since that can happen at any line.
@@ -222,7 +225,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
         calibrated = self._calibrated
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
-            future = self._worker.submit(lambda: session.prepare(step, [local], calibrated, names), device)
+            spent = self._step_times.take()
+            future = self._worker.submit(lambda: session.prepare(step, [local], calibrated, names, spent), device)
         return ShuffleHandle(step, session, batch, local, future)
 
     def finish_shuffle(self, batch: T, handle: ShuffleHandle) -> T:
@@ -281,6 +285,31 @@ class BaseTaskBalancedBatchShuffler(ABC):
         self.last_stats = stats[-1]
         self._count_exceeded_cap(stats[0])
 
+    def report_step_time(
+        self, milliseconds: float, stats: ShuffleStats | None, pg_group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Say how long this rank's own work on a batch took, for `rank_speeds` and the warning of a slow rank.
+
+        What counts is a part of the step that waits for no other rank and takes time by the load: the forward pass of
+        the dense layers, say, timed by CUDA events that have passed. The time of a whole step says nothing, since in
+        collective training all ranks take as long as the slowest. Another rank learns of it with a later batch; ranks
+        may report every step or some, and no plan depends on it.
+
+        Args:
+            milliseconds: positive.
+            stats: of the batch, such as the pipeline's `last_stats` after it was trained; None has no effect.
+            pg_group: the group, if not the shuffler's own.
+
+        Raises:
+            ValueError: not a positive number.
+        """
+        if not (isinstance(milliseconds, (int, float)) and 0 < milliseconds < math.inf):
+            raise ValueError(f"milliseconds is {milliseconds!r}; a step takes a positive number of them: correct it")
+        if stats is None:
+            return
+        group = self._group(pg_group)
+        self._step_times.add(milliseconds, stats.loads_after[0 if group is None else dist.get_rank(group)])
+
     def start_window(self, reader: WindowReader, pg_group: dist.ProcessGroup | None = None) -> Future[ShuffledWindow]:
         """Begin a window of host batches; returns at once, a thread of its own reads, plans and exchanges it.
 
@@ -301,13 +330,13 @@ class BaseTaskBalancedBatchShuffler(ABC):
         device = self._device or only_device(self._group(pg_group))
         problem = self._calibration_problem(device)
         names = None if self.token_feature_names is None else tuple(self.token_feature_names)
-        calibrated, step = self._calibrated, session.next_step()
+        calibrated, step, spent = self._calibrated, session.next_step(), self._step_times.take()
 
         def describe(batch: Any) -> LocalRows:
             return LocalRows(error=problem) if problem is not None else self._describe(batch, torch.device("cpu"))
 
         return self._window_worker.submit(
-            lambda: shuffle_window(session, step, reader, describe, calibrated, names), device
+            lambda: shuffle_window(session, step, reader, describe, calibrated, names, spent), device
         )
 
     def await_window(self, window: Future[ShuffledWindow]) -> None:

@@ -74,6 +74,12 @@ class LocalRows:
         lengths, kept = arrays[: len(lengths)], arrays[len(lengths) :]
         return cls(schema, rows, real, sizes, _as_array(workloads), tuple(lengths), tuple(kept), copied, device)
 
+    @property
+    def lookups(self) -> int:
+        """Values of the KeyedJaggedTensors but the labels; 0 in mode "off"."""
+        jagged = () if self.schema is None else self.schema.jagged
+        return sum(size for field, size in zip(jagged, self.sizes) if field.name != "labels")
+
     def table(self, counted: Sequence[int] = ()) -> np.ndarray:
         """Workload, tokens, lengths and host values of every real row, packed; waits for copies from a device.
 

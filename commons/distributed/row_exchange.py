@@ -97,6 +97,11 @@ class ResultRows:
     length_per_key: dict[str, list[int]]
     host_values: dict[str, torch.Tensor]
 
+    @property
+    def lookups(self) -> int:
+        """Values of its KeyedJaggedTensors but the labels."""
+        return sum(sum(lengths) for name, lengths in self.length_per_key.items() if name != "labels")
+
 
 @dataclass(frozen=True)
 class PackedRows:

@@ -24,6 +24,7 @@ from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
 from commons.distributed.peer_calibration import require_equal_among_peers
+from commons.distributed.rank_speeds import RankSpeeds
 from commons.distributed.row_exchange import PackedRows, RowExchange
 from commons.distributed.schema_agreement import agree_on_schema
 from commons.distributed.spans import span
@@ -136,6 +137,7 @@ class ShuffleSession:
         self._shuffler_type = shuffler_type
         self._capacity = 0
         self._has_told_end = False
+        self._speeds = RankSpeeds(self.channel.members, warns=self.channel.rank == 0)
         self._broken: RankMissingError | None = None
         has_all_to_all = on_host or self.channel.has_all_to_all
         self._all_gather = options.transport == "all_gather" or (options.transport == "auto" and not has_all_to_all)
@@ -152,6 +154,7 @@ class ShuffleSession:
         local: Sequence[LocalRows],
         calibrated: CalibratedTask | None = None,
         token_features: tuple[str, ...] | None = None,
+        spent: tuple[int, int] = (0, 0),
     ) -> PreparedShuffle:
         """Gather, plan, compare plans and build this rank's exchange.
 
@@ -160,6 +163,7 @@ class ShuffleSession:
             local: what this rank brings, its batches in order; a single entry without a schema for none.
             calibrated: what makes times of the workloads; None where they are operations.
             token_features: keys that count as tokens; None for all but the labels'.
+            spent: nanoseconds of this rank's own work on an earlier batch, and its load; zeros for not known.
 
         Raises:
             RankMissingError: a rank did not take part; so does every later call.
@@ -187,7 +191,7 @@ class ShuffleSession:
                 return PreparedShuffle(schema, table.rows_before(self.channel.rank), table.steps)
             gather_ms = (time.perf_counter() - started) * 1e3
             with span("plan"):
-                return self._plan(step, self._layout, table, local[0].device, calibrated, gather_ms)
+                return self._plan(step, self._layout, table, local, calibrated, gather_ms, spent)
         except RankMissingError as error:
             if self._broken is None:  # nobody may come to ask for long: the main thread may wait elsewhere
                 logger.error("rank %d: %s", self.channel.members[self.channel.rank], error)
@@ -359,13 +363,14 @@ class ShuffleSession:
         step: int,
         layout: PayloadLayout,
         table: GatheredTable,
-        device: torch.device | None,
+        local: Sequence[LocalRows],
         calibrated: CalibratedTask | None,
         gather_ms: float,
+        spent: tuple[int, int],
     ) -> PreparedShuffle:
         """Plan and build this rank's exchange; then all ranks compare their plans."""
         started = time.perf_counter()
-        options, rank = self._options, self.channel.rank
+        options, rank, device = self._options, self.channel.rank, local[0].device
         units_per_ms = None if calibrated is None else calibrated.units_per_ms
 
         def make() -> tuple[ShufflePlan, RowExchange, int]:
@@ -380,7 +385,10 @@ class ShuffleSession:
             return plan, exchange, plan.digest()
 
         made, error = attempt(make)  # too little memory, say, on this rank alone: the comparison tells the others
-        self._require_same_plan(step, 0 if made is None else made[-1], error)
+        # What the stats tell of ranks beside the plan, which has been made by now.
+        before = [each.lookups for each in local] + [0] * (table.steps - len(local))
+        after = [0] * table.steps if made is None else [result.lookups for result in made[1].results]
+        told = self._require_same_plan(step, 0 if made is None else made[2], error, [*spent, *before, *after])
         assert made is not None  # noqa: S101  the comparison raised the error
         plan, exchange, _ = made
         self._require_rows_everywhere(layout.schema, plan)
@@ -392,6 +400,8 @@ class ShuffleSession:
             bytes_sent=exchange.bytes_sent,
             ranks_per_node=options.ranks_per_node,
             units_per_ms=units_per_ms,
+            lookups=told[:, 2:],
+            rank_speeds=self._speeds.look(step, *told[:, :2].T.tolist()),
         )
         rows_before = table.rows_before(rank)
         return PreparedShuffle(layout.schema, rows_before, plan.gathered.steps, plan, exchange, stats)
@@ -406,11 +416,16 @@ class ShuffleSession:
                 "BaseBatch"
             )
 
-    def _require_same_plan(self, step: int, digest: int, error: Exception | None) -> None:
-        """Stop, on all ranks, if one of them has failed or the ranks did not make the same plan."""
-        digests = self.channel.agree("comparison of plans", {}, error, [digest], step)[:, 0]
+    def _require_same_plan(self, step: int, digest: int, error: Exception | None, told: list[int]) -> np.ndarray:
+        """Stop, on all ranks, if one of them has failed or the ranks did not make the same plan.
+
+        Returns:
+            int64 `(world_size, len(told))`, what each rank has told.
+        """
+        table = self.channel.agree("comparison of plans", {}, error, [digest, *told], step)
+        digests = table[:, 0]
         if len(set(digests.tolist())) == 1:
-            return
+            return table[:, 1:]
         values, counts = np.unique(digests, return_counts=True)
         most = digests[0] if (digests == digests[0]).sum() == counts.max() else values[counts.argmax()]
         others = self._named(np.flatnonzero(digests != most).tolist())

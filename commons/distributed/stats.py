@@ -62,6 +62,13 @@ class ShuffleStats:
             have shown; None until the training loop has seen enough of them.
         loads_before: int64 `(num_ranks,)`.
         loads_after: int64 `(num_ranks,)`, of the rows as they are trained.
+        lookups_before: int64 `(num_ranks,)`, embedding lookups: values of all KeyedJaggedTensors but the labels, where
+            the rows were.
+        lookups_after: int64 `(num_ranks,)`, the same as the rows are trained.
+        lookup_imbalance_before: most lookups of a rank divided by the mean, minus 1, where the rows were.
+        lookup_imbalance_after: the same as the rows are trained.
+        rank_speeds: float `(num_ranks,)`, load per millisecond of each rank's own work, as it has last been reported
+            (`report_step_time`), for an earlier batch; None where it is not known.
     """
 
     step: int
@@ -92,6 +99,11 @@ class ShuffleStats:
     predicted_saving_ms: float | None
     loads_before: tuple[int, ...]
     loads_after: tuple[int, ...]
+    lookups_before: tuple[int, ...] = ()
+    lookups_after: tuple[int, ...] = ()
+    lookup_imbalance_before: float = 0.0
+    lookup_imbalance_after: float = 0.0
+    rank_speeds: tuple[float | None, ...] = ()
     step_ms: float | None = None
     measured_saving_ms: float | None = None
 
@@ -191,6 +203,8 @@ def stats_of_plan(
     bytes_sent: int,
     ranks_per_node: int | None = None,
     units_per_ms: int | None = None,
+    lookups: np.ndarray | None = None,
+    rank_speeds: tuple[float | None, ...] = (),
 ) -> tuple[ShuffleStats, ...]:
     """Stats of a plan that is about to be carried out, one for each of its steps, in order.
 
@@ -204,12 +218,16 @@ def stats_of_plan(
         bytes_sent: payload bytes that this rank sends.
         ranks_per_node: ranks that share a node, if known.
         units_per_ms: loads per millisecond, if they are times.
+        lookups: int64 `(num_ranks, 2 · steps)`, embedding lookups of each step before, then of each step after; None
+            where they are not known.
+        rank_speeds: as in the class.
     """
     gathered, steps = plan.gathered, plan.gathered.steps
     befores, afters = _by_step(plan.loads_before, steps), _by_step(plan.loads_after, steps)
     told = afters if plan.gated else _by_step(plan.loads_planned, steps)
     largest_before, largest_told = ([max(loads, default=0) for loads in each] for each in (befores, told))
     before, after = sum(largest_before), sum(largest_told)
+    looked_up = np.zeros((0, 2 * steps), dtype=np.int64) if lookups is None else lookups
     num_rows, num_tokens, rows_moved, tokens_moved, rows_crossed, tokens_crossed = count_moves(
         gathered.home, plan.destination, gathered.tokens, steps, ranks_per_node or gathered.num_ranks
     ).tolist()
@@ -244,6 +262,11 @@ def stats_of_plan(
             predicted_saving_ms=None if units_per_ms is None else (before - after) / units_per_ms / steps,
             loads_before=tuple(befores[index]),
             loads_after=tuple(afters[index]),
+            lookups_before=tuple(looked_up[:, index].tolist()),
+            lookups_after=tuple(looked_up[:, steps + index].tolist()),
+            lookup_imbalance_before=imbalance(looked_up[:, index]),
+            lookup_imbalance_after=imbalance(looked_up[:, steps + index]),
+            rank_speeds=rank_speeds,
         )
         for index in range(steps)
     )

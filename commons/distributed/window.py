@@ -152,6 +152,7 @@ def shuffle_window(
     describe: Callable[[Any], LocalRows],
     calibrated: CalibratedTask | None,
     token_features: tuple[str, ...] | None,
+    spent: tuple[int, int] = (0, 0),
 ) -> ShuffledWindow:
     """Read a window, plan it and exchange its rows; called by all ranks together, on the window thread.
 
@@ -162,6 +163,7 @@ def shuffle_window(
         describe: what a rank brings with a batch, or why it cannot.
         calibrated: as for `ShuffleSession.prepare`.
         token_features: as for `ShuffleSession.prepare`.
+        spent: as for `ShuffleSession.prepare`.
 
     Raises:
         RankMissingError: a rank did not take part.
@@ -171,7 +173,7 @@ def shuffle_window(
     local = reader.fill(describe)
     read_ms = (time.perf_counter() - started) * 1e3
     try:
-        prepared = session.prepare(step, local, calibrated, token_features)
+        prepared = session.prepare(step, local, calibrated, token_features, spent)
     except Exception:
         reader.drop(session.problem_with)
         raise

@@ -37,6 +37,7 @@ from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.lost_ranks import missing_ranks_named
 from commons.trainer.meter import StepMeter, StepOutput, count_values
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
+from commons.trainer.own_time import OwnTime
 from commons.trainer.profiling import StepProfiler
 from commons.trainer.schedule import Schedule
 from commons.trainer.stop import StopSignal, keep_workers
@@ -61,6 +62,7 @@ class TrainingLoop:
         flops: operations of forward and backward pass on a host batch; None leaves TFLOPS and MFU out of the log.
         compute_dtype: of the model's matrix products, for MFU.
         loss_scaler: of a model that scales its loss, as training in float16 needs it.
+        layers: the module whose forward pass is a rank's own work, see `Recipe.layers`; None for no rank speeds.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class TrainingLoop:
         flops: Callable[[Any], int] | None = None,
         compute_dtype: torch.dtype = torch.float32,
         loss_scaler: LossScaler | None = None,
+        layers: torch.nn.Module | None = None,
     ) -> None:
         if (eval_loader is None) != (eval_shuffler is None) or eval_shuffler is shuffler:
             raise ValueError(
@@ -101,6 +104,8 @@ class TrainingLoop:
         self._optimizer = optimizer
         self._device = device
         self._train_loader = train_loader
+        self._shuffler = shuffler
+        self._own_time = OwnTime(layers, device)
         self._loss_scaler = loss_scaler
         # What comes out of a window needs no further shuffle.
         in_windows = args.shuffle_window > 1 and not args.balance_sampler
@@ -187,6 +192,7 @@ class TrainingLoop:
                     f"stopped by SIGTERM after step {self._step}{self._checkpoints.how_to_resume(self._step)}"
                 )
         finally:
+            self._own_time.close()
             self._profiler.close()
             self._log.close()
         summary = TrainSummary(self._step, epochs, metrics=self._evaluations.results, **self._meter.totals())
@@ -289,6 +295,9 @@ class TrainingLoop:
         self._step += 1
         self._guard.look(self._step, output.loss_sum)
         self._meter.step(output, stats)
+        self._own_time.step(stats)
+        for milliseconds, of_batch in self._own_time.take():
+            self._shuffler.report_step_time(milliseconds, of_batch)
         self._stop.after_step()
         self._log.step(stats)
         self._profiler.step(stats)

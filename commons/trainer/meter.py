@@ -23,11 +23,11 @@ from commons.perf_model.measured_saving import MeasuredSaving
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.collectives import all_reduce
 
+# Fields of ShuffleStats with a number of every rank.
+PER_RANK = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds")
 # Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
 AVERAGED = [
-    field.name
-    for field in dataclasses.fields(ShuffleStats)
-    if field.name not in ("step", "step_ms", "loads_before", "loads_after")
+    field.name for field in dataclasses.fields(ShuffleStats) if field.name not in ("step", "step_ms", *PER_RANK)
 ]
 
 
@@ -101,13 +101,16 @@ class StepMeter:
         self._step_flops.append(flops)
         self._stats.append(stats)
 
-    def take(self) -> dict[str, float]:
-        """Numbers of the steps since the last call, by name; empty without steps. Called on all ranks together."""
+    def take(self) -> dict[str, Any]:
+        """What the steps since the last call were like, by name; empty without steps. Called on all ranks together.
+
+        Numbers, and where ranks have reported their own work the list `rank_speeds`.
+        """
         step_ms = self._clock.take()
         if not step_ms:
             return {}
         sums, total_ms = self._sums.all_reduce(self._device), sum(step_ms)
-        numbers = {
+        numbers: dict[str, Any] = {
             "loss": sums.mean_loss,
             "tokens_per_s": sums.tokens / total_ms * 1e3,
             "rows_per_s": sums.rows / total_ms * 1e3,
@@ -115,6 +118,7 @@ class StepMeter:
             **self._rates(sums.flops, total_ms),
             **self._imbalance(),
             **self._shuffle(step_ms),
+            **self._rank_speeds(),
         }
         self._sums, self._stats, self._step_flops = StepSums(), [], []
         self._loss = sums.mean_loss
@@ -164,6 +168,12 @@ class StepMeter:
             mean.add(stats)
             self._mean_stats.add(stats)
         return mean.means()
+
+    def _rank_speeds(self) -> dict[str, list[float | None]]:
+        """Mean speed of every rank since the last line, None where it is not known; nothing where none is."""
+        said = [stats.rank_speeds for stats in self._stats if stats is not None]
+        of_ranks = [[speed for speed in speeds if speed is not None] for speeds in zip(*said)]
+        return {"rank_speeds": [statistics.fmean(each) if each else None for each in of_ranks]} if any(of_ranks) else {}
 
 
 class StepClock:

@@ -125,6 +125,14 @@ class Recipe(ABC):
         Called again, it gives an equal model: it sets the random states that weights and dropout are drawn from.
         """
 
+    def layers(self, model: nn.Module) -> nn.Module | None:
+        """The part of the model whose forward pass waits for no other rank, and whose operations loads count.
+
+        It is timed, for the speeds of the ranks; None for nothing. What it is given has been waited for: embeddings
+        come from other ranks, and TorchRec waits for them where they are first used.
+        """
+        return None
+
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of what does not train itself."""
         return build_optimizer(model, self.config.optimizer)

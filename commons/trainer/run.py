@@ -107,6 +107,7 @@ def run_training(recipe: Recipe) -> TrainSummary:
         flops=recipe.flops,
         compute_dtype=recipe.compute_dtype,
         loss_scaler=recipe.loss_scaler,
+        layers=recipe.layers(model),
     )
     summary = loop.run()
     # Not after a failure: a worker may then wait for a rank that is gone.

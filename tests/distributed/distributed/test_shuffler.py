@@ -76,7 +76,17 @@ def _shuffle(seed, rows, real, options, kwargs):
         "rows": (batch.batch_size, result.batch_size, result.actual_batch_size),
         "padding": rows_as_values(result, padding=True)[result.actual_batch_size :],
         "stats": dataclasses.asdict(stats),
+        "lookups": (_lookups(batch), _lookups(result)),
     }
+
+
+def _lookups(batch):
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return sum(
+        value.values().numel()
+        for name, value in fields.items()
+        if isinstance(value, KeyedJaggedTensor) and name != "labels"
+    )
 
 
 def check(results, rows, real, options):
@@ -95,11 +105,16 @@ def check(results, rows, real, options):
     stats = results[0]["stats"]
     assert max(loads_after) <= max(stats["loads_before"])  # never worse
     assert tuple(loads_after) == tuple(stats["loads_after"])
+    lookups = [tuple(result["lookups"][after] for result in results) for after in (0, 1)]
+    assert lookups == [stats["lookups_before"], stats["lookups_after"]]
+    if sum(lookups[0]):
+        assert stats["lookup_imbalance_before"] == max(lookups[0]) * len(results) / sum(lookups[0]) - 1
     if stats["moved"] and options.get("equal_size", True):
         assert max(len(r["after"]) for r in results) - min(len(r["after"]) for r in results) <= 1
         assert max(loads_after) < max(stats["loads_before"])
     for result in results[1:]:  # what does not depend on the rank or on time is the same everywhere
         same = ("imbalance_before", "imbalance_after", "rows_moved", "tokens_moved", "loads_before", "loads_after")
+        same += ("lookups_before", "lookups_after", "rank_speeds")
         assert all(result["stats"][name] == stats[name] for name in same)
 
 

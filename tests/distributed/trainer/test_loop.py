@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch.utils.data import DataLoader
 from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.movielens import preprocess_movielens
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed import rank_speeds
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.loop import TrainingLoop
@@ -60,19 +63,44 @@ class SeenRows:
         self.ids = []
 
 
-def loader(count, first):
-    batches = list(rank_batches(dist.get_rank() + first, count, SIZES))
+class RowsShuffler(BaseTaskBalancedBatchShuffler):
+    def get_workloads(self, batch):
+        return torch.ones(batch.batch_size, dtype=torch.int64)
+
+
+def loader(count, first, sizes=SIZES):
+    batches = list(rank_batches(dist.get_rank() + first, count, sizes))
     return DataLoader(batches, batch_size=None)
 
 
-def run_loop(run_dir, pipeline, counts, balance, shuffle_eval=False, **changes):
+class SlowLinear(torch.nn.Linear):
+    """Takes most of its time asleep; on rank 1 half as long again."""
+
+    def forward(self, pooled):
+        if self.training:
+            time.sleep(0.01 * (1.5 if dist.get_rank() else 1.0))
+        return super().forward(pooled)
+
+
+def run_loop(
+    run_dir,
+    pipeline,
+    counts,
+    balance,
+    shuffle_eval=False,
+    linear=torch.nn.Linear,
+    by=CubicShuffler,
+    sizes=SIZES,
+    **changes,
+):
     args = {"run_dir": run_dir, "pipeline_type": pipeline, "log_interval": 2, "eval_interval": 2} | changes
     trainer = TrainerArgs(6, 6, **args)
     model, optimizer = models.build_sharded()
     head_of(model).__class__ = StatedHead
+    head_of(model).linear.__class__ = linear
     metrics = SeenRows()
     shufflers = [
-        CubicShuffler() if balance else IdentityBalancedBatchShuffler(),
+        by() if balance else IdentityBalancedBatchShuffler(),
         CubicShuffler() if shuffle_eval else IdentityBalancedBatchShuffler(),
     ]
     try:
@@ -82,11 +110,12 @@ def run_loop(run_dir, pipeline, counts, balance, shuffle_eval=False, **changes):
             optimizer=optimizer,
             device=CPU,
             shuffler=shufflers[0],
-            train_loader=loader(counts[0][dist.get_rank()], 0),
+            train_loader=loader(counts[0][dist.get_rank()], 0, sizes),
             eval_shuffler=shufflers[1],
             eval_loader=loader(counts[1][dist.get_rank()], 10),
             metrics=metrics,
             flops=lambda batch: 10**15 * batch.actual_batch_size,
+            layers=head_of(model).linear,
         )
         summary = loop.run()
     finally:
@@ -175,6 +204,24 @@ def test_a_trace_of_some_steps(two_ranks, tmp_path):
     assert len(loads) == len(steps) == 2
     for event, began in zip(loads, steps):
         assert set(event["args"]) == {"rank 0", "rank 1"} and abs(event["ts"] - began) < 50e3  # microseconds
+
+
+def _warnings_of(run_dir, pipeline, linear, **changes):
+    said = []
+    logger = SimpleNamespace(warning=lambda text, *args: said.append(text % args))
+    with mock.patch.object(rank_speeds, "logger", logger):
+        even = {"by": RowsShuffler, "sizes": [6]}
+        run_loop(run_dir, pipeline, ([12, 12], [1, 1]), True, linear=linear, eval_interval=40, **even, **changes)
+    return said
+
+
+@pytest.mark.parametrize("pipeline", ["none", "native"])
+def test_a_slow_rank_is_named_within_fifty_steps(two_ranks, tmp_path, pipeline):
+    said, of_others = two_ranks.run(_warnings_of, str(tmp_path), pipeline, SlowLinear, max_train_iters=50)
+    assert len(said) == 1 and said[0].startswith("rank 1 is slow: at step ") and of_others == []
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    first, second = next(line for line in reversed(lines) if "rank_speeds" in line)["rank_speeds"]
+    assert 0 < second < first
 
 
 def test_no_batch_on_any_rank(two_ranks, tmp_path):

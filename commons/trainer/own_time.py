@@ -1,0 +1,80 @@
+"""How long this rank's own work on a batch takes: the forward pass of the layers, which waits for no other rank."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Proxy
+
+from commons.distributed.stats import ShuffleStats
+
+_Pairs = list[tuple[Any, Any]]
+
+
+class OwnTime:
+    """Times a module's forward passes in training: wall time on the CPU, CUDA events elsewhere, never waited for.
+
+    Args:
+        module: one without a collective in its forward pass, whose operations are what loads count; None times nothing.
+        device: of this rank.
+    """
+
+    def __init__(self, module: nn.Module | None, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._begun: Any = None
+        # Of the step that is under way; then of those whose end a device may not have reached.
+        self._passes: _Pairs = []
+        self._ended: deque[tuple[_Pairs, ShuffleStats]] = deque()
+        self._hooks: list[Any] = []
+        if module is not None:
+            self._hooks = [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after)]
+
+    def step(self, stats: ShuffleStats | None) -> None:
+        """End a step.
+
+        Args:
+            stats: of the batch that it trained; None for one that was not balanced, which is not timed.
+        """
+        passes, self._passes = self._passes, []
+        if stats is not None and passes:
+            self._ended.append((passes, stats))
+
+    def take(self) -> list[tuple[float, ShuffleStats]]:
+        """Milliseconds and stats of the steps since the last call whose end is known."""
+        taken = []
+        while self._ended and self._has_passed(self._ended[0][0][-1][1]):
+            passes, stats = self._ended.popleft()
+            taken.append((sum(self._milliseconds(*each) for each in passes), stats))
+        return [each for each in taken if each[0] > 0]
+
+    def close(self) -> None:
+        """Time nothing from here on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # TorchRec traces the model before its first step.
+        is_trained = module.training and not any(isinstance(each, Proxy) for each in args)
+        self._begun = self._now() if is_trained else None
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._begun is not None:
+            self._passes.append((self._begun, self._now()))
+            self._begun = None
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _has_passed(self, moment: Any) -> bool:
+        return not self._on_cuda or moment.query()
+
+    def _milliseconds(self, begun: Any, ended: Any) -> float:
+        return begun.elapsed_time(ended) if self._on_cuda else (ended - begun) * 1e3
