@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from commons.checks import require_at_least
 from commons.datasets.event_columns import EventColumns
 from commons.datasets.random_distribution import RANDOM_DATASETS, LengthDistribution
 from commons.distributed.options import ShufflerOptions
 
+# Sinks that need an extra, which has the same name.
+SinkName = Literal["wandb", "mlflow", "opentelemetry", "prometheus"]
+
 # What 64-bit counters, torch's seeds among them, can hold.
 _MOST = 2**63 - 1
+_LAST_PORT = 65535
 
 
 @dataclass
@@ -49,6 +53,34 @@ class OptimizationArgs:
             )
         if isinstance(self.min_lr_ratio, bool) or not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}; it is a part of the learning rate: give 0 to 1")
+
+
+@dataclass
+class SinkOptions:
+    """Settings of the sinks."""
+
+    project: str = "evenrank"
+    """Project of Weights & Biases, experiment of MLflow, service of OpenTelemetry."""
+
+    wandb_mode: Literal["online", "offline"] = "online"
+    """Whether Weights & Biases sends a run, or keeps it in run_dir/wandb."""
+
+    mlflow_uri: str | None = None
+    """MLflow's tracking server or store, such as sqlite:///mlflow.db; None for MLflow's own default."""
+
+    otlp_endpoint: str | None = None
+    """Where OpenTelemetry metrics are sent, such as http://localhost:4318/v1/metrics; None for the SDK's default."""
+
+    prometheus_host: str = "127.0.0.1"
+    """Address that Prometheus scrapes; 0.0.0.0 lets other machines do so."""
+
+    prometheus_port: int = 9464
+    """Its port."""
+
+    def __post_init__(self) -> None:
+        require_at_least("prometheus_port", self.prometheus_port, 1)
+        if self.prometheus_port > _LAST_PORT:
+            raise ValueError(f"prometheus_port is {self.prometheus_port}; ports end at {_LAST_PORT}: give another")
 
 
 @dataclass
@@ -127,6 +159,13 @@ class TrainerArgs:
 
     tensorboard: bool = True
     """Write the scalars of log.jsonl for TensorBoard too, to run_dir/tensorboard."""
+
+    sinks: tuple[SinkName, ...] = ()
+    """Where rank 0 sends the numbers of log.jsonl too. Each needs the extra of its name: pip install
+    'evenrank[prometheus]'."""
+
+    sink_options: SinkOptions = field(default_factory=SinkOptions)
+    """What the sinks are told."""
 
     profile: bool = False
     """Record a trace of the steps from profile_step_start to profile_step_end."""
@@ -217,6 +256,9 @@ class TrainerArgs:
             raise ValueError(
                 f"peak_tflops is {self.peak_tflops}; it is the positive rate of a device's data sheet: correct it"
             )
+        unknown = [name for name in self.sinks if name not in get_args(SinkName)]
+        if unknown:
+            raise ValueError(f"sinks has {unknown[0]!r}; there are {', '.join(get_args(SinkName))}: choose of these")
         require_at_least("profile_step_start", self.profile_step_start, 0)
         require_at_least("profile_step_end", self.profile_step_end, 0)
         if self.profile_step_end <= self.profile_step_start:

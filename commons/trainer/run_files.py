@@ -15,6 +15,8 @@ import torch.distributed as dist
 from commons.whole_folder import whole_file
 
 CONFIG_FILE, LOG_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER = "config.json", "log.jsonl", "summary.json", "tensorboard"
+# How trackers call the run, by their names.
+TRACKERS_FILE = "trackers.json"
 
 
 def write_config(config: Any, run_dir: str | Path) -> None:

@@ -13,7 +13,15 @@ from commons.trainer.args import TrainerArgs
 from commons.trainer.broadcast import broadcast_text
 from commons.trainer.checkpoint_folder import holds_checkpoint
 from commons.trainer.errors import log_to_file
-from commons.trainer.run_files import CONFIG_FILE, LOG_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER, write_config
+from commons.trainer.run_files import (
+    CONFIG_FILE,
+    LOG_FILE,
+    SUMMARY_FILE,
+    TENSORBOARD_FOLDER,
+    TRACKERS_FILE,
+    write_config,
+)
+from commons.trainer.sinks import require_sinks
 
 
 def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:
@@ -26,7 +34,9 @@ def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) ->
 
     Raises:
         ValueError: the folder holds a run, or cannot be written.
+        ImportError: a sink's library is not installed.
     """
+    require_sinks(config.trainer.sinks)
     require_run_folder(config.trainer, device)
     if logs_to_file:
         log_to_file(config.trainer.run_dir)
@@ -82,7 +92,7 @@ def _goes_on(folder: Path, args: TrainerArgs) -> bool:
 
 def _remove_run(folder: Path) -> None:
     """Remove what a run writes, and nothing else."""
-    for pattern in (LOG_FILE, CONFIG_FILE, SUMMARY_FILE, "rank[0-9]*.log", "trace-rank[0-9]*.json"):
+    for pattern in (LOG_FILE, CONFIG_FILE, SUMMARY_FILE, TRACKERS_FILE, "rank[0-9]*.log", "trace-rank[0-9]*.json"):
         for path in folder.glob(pattern):
             path.unlink()
     scalars = folder / TENSORBOARD_FOLDER

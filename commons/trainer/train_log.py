@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,16 +22,15 @@ from tqdm import tqdm
 
 from commons.distributed.stats import ShuffleStats
 from commons.trainer.args import TrainerArgs
-from commons.trainer.meter import AVERAGED
 from commons.trainer.run_files import (
     LOG_FILE,
     SUMMARY_FILE,
-    TENSORBOARD_FOLDER,
     evaluation_in,
     keep_lines_until,
     without_nan,
     write_summary,
 )
+from commons.trainer.sinks import JsonLines, Sink, open_sinks, tensorboard_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +69,11 @@ class TrainSummary:
 
 
 class TrainLog:
-    """The progress bar, `<run_dir>/log.jsonl` and scalars for TensorBoard; on other ranks than 0 it does nothing.
+    """The progress bar, `<run_dir>/log.jsonl` and all other sinks; on other ranks than 0 it does nothing.
 
     Args:
-        args: `run_dir`, made if missing, where an earlier log is replaced; `log_interval`; and whether scalars are
-            written to `<run_dir>/tensorboard` too.
+        args: `run_dir`, made if missing, where an earlier log is replaced; `log_interval`; whether scalars are written
+            to `<run_dir>/tensorboard` too; and where else the numbers go.
         total_steps: steps of the run.
         first_step: steps that a resumed run has behind it; its log is then continued, without the lines of later steps
             that a run which was ended may have written.
@@ -100,14 +98,18 @@ class TrainLog:
         )
         self._shown: dict[str, str] = {}
         self.evaluated: dict[str, float] = {}
+        self._files: list[Sink] = []
+        self._sinks: list[Sink] = []
         if self._enabled:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             path = self.run_dir / LOG_FILE
             if first_step and path.exists():
                 self.evaluated = evaluation_in(keep_lines_until(path, first_step), first_step)
-            self._file = path.open("a" if first_step else "w", encoding="utf-8")
+            self._files.append(JsonLines(path, append=first_step > 0))
+            if args.tensorboard:
+                self._files.append(tensorboard_of(self.run_dir, first_step))
+            self._sinks = open_sinks(args, first_step)
         self._has_failed = False
-        self._scalars = self._open_scalars(first_step) if self._enabled and args.tensorboard else None
 
     def should_write(self, step: int) -> bool:
         """Whether a line is due after a step, counted from 1."""
@@ -123,13 +125,11 @@ class TrainLog:
         """Write a line and show its loss and rate."""
         if not self._enabled:
             return
-        with self._unless_disk_full():
-            self._file.write(json.dumps(without_nan(record)) + "\n")
-            self._file.flush()
-        with self._unless_disk_full():
-            for name, value in record.items():
-                if self._scalars is not None:
-                    self._scalars.add_scalar(_scalar_tag(name), value, record["step"])
+        for file in self._files:
+            with self._unless_disk_full():
+                file.write(record)
+        for sink in self._sinks:
+            sink.write(record)
         if "loss" in record:
             if "imbalance_before" in record and "moved" not in record:
                 self._show(imbalance=f"{record['imbalance_before']:.2f}")
@@ -145,14 +145,13 @@ class TrainLog:
             tqdm.write(text)
 
     def close(self) -> None:
-        """End the bar and the file."""
+        """End the bar and all sinks."""
         self._bar.close()
-        if self._enabled:
+        for file in self._files:
             with self._unless_disk_full():
-                self._file.close()
-        if self._scalars is not None:
-            with self._unless_disk_full():
-                self._scalars.close()
+                file.close()
+        for sink in self._sinks:
+            sink.close()
 
     @contextlib.contextmanager
     def _unless_disk_full(self) -> Iterator[None]:
@@ -163,13 +162,6 @@ class TrainLog:
             if not self._has_failed:
                 logger.warning("the log is incomplete: %s; training goes on: make room in %s", error, self.run_dir)
             self._has_failed = True
-
-    def _open_scalars(self, first_step: int) -> Any:
-        # Imported here: it takes half a second, and only rank 0 needs it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        # What an earlier run has written from here on is hidden.
-        return SummaryWriter(str(self.run_dir / TENSORBOARD_FOLDER), purge_step=first_step + 1 if first_step else 0)
 
     def summary(self, title: str, summary: TrainSummary) -> None:
         """Print the table at the end of a run, and write summary.json."""
@@ -201,17 +193,6 @@ class TrainLog:
             table.add_row("would save" if would else "largest load saved", _saving(summary.shuffle))
         table.add_row("log", str(self.run_dir / LOG_FILE))
         Console().print(table)
-
-
-def _scalar_tag(name: str) -> str:
-    """Where TensorBoard shows a number: evaluations, the shuffler and the rest apart.
-
-    >>> [_scalar_tag(name) for name in ("eval_auc", "imbalance_before", "loss")]
-    ['eval/auc', 'shuffle/imbalance_before', 'train/loss']
-    """
-    if name.startswith("eval_"):
-        return f"eval/{name.removeprefix('eval_')}"
-    return f"{'shuffle' if name in AVERAGED else 'train'}/{name}"
 
 
 def _saving(shuffle: Mapping[str, float]) -> str:

@@ -91,6 +91,19 @@ TRAIN_FAR = (
 SBATCH = f"examples/slurm.sbatch srun {SHUFFLED}"
 TRAINJOB = "examples/trainjob.yaml"
 TORCHX = commands_in(documented_blocks()["docs/launch.md", "TorchX", 0].text)
+OBSERVED = (
+    ".venv/bin/torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/random.toml "
+    "--trainer.enable-balanced-shuffler --trainer.max-train-iters 8"
+)
+TRACED = (
+    f"{OBSERVED} --trainer.profile --trainer.profile-step-start 4 --trainer.profile-step-end 6 "
+    "--trainer.run-dir runs/traced"
+)
+SCRAPED = f"{OBSERVED} --trainer.log-interval 4 --trainer.sinks prometheus --trainer.run-dir runs/scraped"
+SMALLER = (
+    "--trainer.train-batch-size 4 --trainer.eval-batch-size 4 --trainer.max-eval-iters 1 --model.num-layers 1",
+    "steps of 32 rows take a second",
+)
 
 DRY_RUN = "pip install --quiet --no-index --no-deps --no-build-isolation --dry-run"
 INSTALLED_ELSEWHERE = "downloads for minutes; ci/test_wheel.sh installs so in a clean environment"
@@ -203,6 +216,13 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         },
         shows="namespaces",
     ),
+    ("docs/observe.md", "Traces", 0): Shell(
+        more={TRACED: SMALLER}, files=("runs/traced/trace-rank0.json", "runs/traced/trace-rank1.json")
+    ),
+    ("docs/observe.md", "Sinks", 0): Shell(more={SCRAPED: SMALLER}, files=("runs/scraped/log.jsonl",)),
+    ("docs/observe.md", "Sinks", 1): Python(given.a_step_was_balanced, given.its_stats_are_in_the_file),
+    ("docs/observe.md", "A slow rank", 0): Python(given.a_step_was_timed, given.speeds_are_known),
+    ("docs/observe.md", "A slow rank", 1): Picture(),
     ("CONTRIBUTING.md", "Run", 0): Shell(
         instead={
             "pip install -e '.[cpu,megatron,dev]'": (f"{DRY_RUN} -e '.[cpu,megatron,dev]'", INSTALLED_ELSEWHERE),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import importlib
+import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
 import types
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,7 +107,7 @@ def options_are_those_of_the_shuffler(names: dict[str, Any]) -> None:
     """The shuffler has the options, and works."""
     shuffler = names["shuffler"]
     assert (shuffler.options.slack, shuffler.options.min_gain) == (0.05, 0.02)
-    batch = models.make_batch([1 + dist.get_rank(), 3], 2)
+    batch = models.models.make_batch([1 + dist.get_rank(), 3], 2)
     assert sorted(_of_all(shuffler.shuffle(batch).sample_id.tolist())) == sorted(_of_all(batch.sample_id.tolist()))
 
 
@@ -166,6 +170,43 @@ def recipe_trains(names: dict[str, Any]) -> None:
     assert summary.steps == 3 and summary.metrics["eval_rows"] == 24 and summary.shuffle["rows_moved"] > 0
     batch = next(recipe.host_batches())
     assert recipe.task.get_workloads(*recipe.row_tokens(batch)).shape == (4,)
+
+
+def a_step_was_balanced() -> dict[str, Any]:
+    """A step of a pipeline, and a folder for what is written."""
+    folder = Path(tempfile.mkdtemp())
+    with contextlib.closing(_RowsShuffler()) as shuffler:
+        shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
+    return {"Path": lambda name: folder / name, "pipeline": SimpleNamespace(last_stats=shuffler.last_stats)}
+
+
+def its_stats_are_in_the_file(names: dict[str, Any]) -> None:
+    """A line of them."""
+    path = names["Path"]("shuffle.jsonl")
+    (line,) = path.read_text(encoding="utf-8").splitlines()
+    assert json.loads(line) == json.loads(json.dumps(names["pipeline"].last_stats.to_dict()))
+    shutil.rmtree(path.parent)
+
+
+def a_step_was_timed() -> dict[str, Any]:
+    """A balanced step, and how long the rank's own work on it took."""
+    shuffler = _RowsShuffler()
+    shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
+    pipeline = SimpleNamespace(last_stats=shuffler.last_stats)
+    return {"shuffler": shuffler, "pipeline": pipeline, "milliseconds": 0.5 * (1 + dist.get_rank())}
+
+
+def speeds_are_known(names: dict[str, Any]) -> None:
+    """With the next batch, those of all ranks."""
+    names["shuffler"].shuffle(models.make_batch([dist.get_rank() + 1], 1))
+    assert names["shuffler"].last_stats.rank_speeds == (2.0, 1.0)
+
+
+class _RowsShuffler(evenrank.BaseTaskBalancedBatchShuffler):
+    """A row is a row."""
+
+    def get_workloads(self, batch: Any) -> torch.Tensor:
+        return torch.ones(batch.batch_size, dtype=torch.int64)
 
 
 @dataclass(frozen=True)

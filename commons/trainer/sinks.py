@@ -1,0 +1,257 @@
+"""Where the numbers of a run go: one protocol for what `ShuffleStats.to_dict()` gives, and for a line of the log.
+
+A record is a mapping with `step`, numbers by name, and under some names a list with a number of every rank. Files of
+the run folder are written at once. What lies outside (`OPTIONAL`) is opened and written by a thread of its own, so
+that training never waits for it; one that fails says so once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from commons.distributed.worker import DaemonWorker
+from commons.trainer.args import SinkName, TrainerArgs
+from commons.trainer.meter import AVERAGED, PER_RANK
+from commons.trainer.run_files import CONFIG_FILE, TENSORBOARD_FOLDER, without_nan
+
+logger = logging.getLogger(__name__)
+
+# By sink, which is also the name of the extra that installs its library: what is imported.
+OPTIONAL: dict[SinkName, tuple[str, ...]] = {
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "opentelemetry": ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http"),
+    "prometheus": ("prometheus_client",),
+}
+# Ranks that are shown one by one; of more, what they lie between.
+_MOST_RANKS = 64
+# Records that wait for a sink; later ones are dropped.
+_MOST_WAITING = 256
+# How long the end of a run waits for what a sink has not written yet.
+_CLOSE_SECONDS = 15.0
+
+
+class Sink(Protocol):
+    """Takes records; what it cannot do, it raises."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take a record, JSON-ready but for NaN."""
+
+    def close(self) -> None:
+        """Write what is not written yet; nothing comes afterwards."""
+
+
+class Figure(NamedTuple):
+    """A number of a record.
+
+    Attributes:
+        tag: where it is shown: `train/`, `shuffle/` or `eval/`, and its name.
+        rank: of which rank, "3"; of many ranks "smallest", "mean" or "largest"; "" for a number of the run.
+        value: NaN where it has none.
+    """
+
+    tag: str
+    rank: str
+    value: float
+
+    @property
+    def path(self) -> str:
+        """Tag and rank in one."""
+        return f"{self.tag}/{self.rank}" if self.rank else self.tag
+
+
+def figures_of(record: Mapping[str, Any]) -> list[Figure]:
+    """The numbers of a record, without `step`, text, and what is not known.
+
+    >>> [figure.path for figure in figures_of({"step": 3, "loss": 0.5, "eval_auc": 0.7, "rank_speeds": [2.0, None]})]
+    ['train/loss', 'eval/auc', 'shuffle/rank_speeds/0']
+    """
+    figures = []
+    for name, value in record.items():
+        if name == "step":
+            continue
+        named = {"": value}
+        if isinstance(value, (list, tuple)):
+            known = {str(rank): each for rank, each in enumerate(value) if each is not None}
+            named = known if len(value) <= _MOST_RANKS else _between(known.values())
+        figures += [
+            Figure(_tag(name), rank, float(each)) for rank, each in named.items() if isinstance(each, (int, float))
+        ]
+    return figures
+
+
+class JsonLines:
+    """A line of JSON for every record, with null for NaN.
+
+    Args:
+        path: of the file.
+        append: whether to go on with it.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        self._file = path.open("a" if append else "w", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """As in Sink."""
+        self._file.write(json.dumps(without_nan(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """As in Sink."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard.
+
+    Args:
+        folder: for its files.
+        first_step: steps that are there already; what an earlier run has written of later ones is hidden.
+    """
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        # Imported here: it takes half a second, and only rank 0 needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else 0)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """As in Sink."""
+        for figure in figures_of(record):
+            self._writer.add_scalar(figure.path, figure.value, record["step"])
+
+    def close(self) -> None:
+        """As in Sink."""
+        self._writer.close()
+
+
+class BackgroundSink:
+    """A sink on a thread of its own, which waits for nobody and fails for itself.
+
+    Args:
+        name: in messages.
+        open_sink: makes it, on the thread.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        self._name = name
+        self._worker = DaemonWorker(f"evenrank-sink-{name}")
+        self._sink: Sink | None = None
+        self._waiting = 0
+        self._has_warned = False
+        self._worker.submit(lambda: self._try(lambda: self._open(open_sink)))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """As in Sink; returns at once, and raises nothing."""
+        if self._waiting >= _MOST_WAITING:
+            self._warn(f"{_MOST_WAITING} records wait for it")
+            return
+        self._waiting += 1
+        kept = dict(record)
+        self._worker.submit(lambda: self._try(lambda: self._write(kept)))
+
+    def close(self) -> None:
+        """As in Sink; waits a quarter of a minute at most."""
+        self._worker.submit(lambda: self._try(self._close))
+        if not self._worker.stop(_CLOSE_SECONDS):
+            self._warn(f"it has not ended after {_CLOSE_SECONDS:g} s")
+
+    def _open(self, open_sink: Callable[[], Sink]) -> None:
+        self._sink = open_sink()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._waiting -= 1
+        if self._sink is not None:
+            self._sink.write(record)
+
+    def _close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            said = " ".join(why.split())
+            logger.warning("%s lacks numbers of this run: %s; training goes on, log.jsonl has them", self._name, said)
+
+
+def require_sinks(names: Iterable[SinkName]) -> None:
+    """Raise ImportError for a sink whose library is not installed."""
+    for name in names:
+        for module in OPTIONAL[name]:
+            try:
+                found = importlib.util.find_spec(module) is not None
+            except ModuleNotFoundError:  # a package above it
+                found = False
+            if not found:
+                raise ImportError(
+                    f"trainer.sinks has {name!r}, and {module} is not installed; it comes with an extra: "
+                    f"pip install 'evenrank[{name}]'"
+                )
+
+
+def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[Sink]:
+    """The sinks outside of the run folder that the settings name; called on rank 0.
+
+    Args:
+        args: settings.
+        first_step: steps that a resumed run has behind it; it goes on in the same run of a tracker.
+    """
+    return [BackgroundSink(name, _opener(name, args, first_step)) for name in args.sinks]
+
+
+def tensorboard_of(run_dir: Path, first_step: int) -> TensorBoard:
+    """The scalars of a run folder."""
+    return TensorBoard(run_dir / TENSORBOARD_FOLDER, first_step)
+
+
+def _opener(name: SinkName, args: TrainerArgs, first_step: int) -> Callable[[], Sink]:
+    options, run_dir = args.sink_options, Path(args.run_dir)
+
+    def make() -> Sink:
+        if name in ("wandb", "mlflow"):
+            from commons.trainer.trackers import Mlflow, Run, Wandb
+
+            run = Run(run_dir, options.project, _config_in(run_dir), goes_on=first_step > 0)
+            return Wandb(run, options.wandb_mode) if name == "wandb" else Mlflow(run, options.mlflow_uri)
+        if name == "opentelemetry":
+            from commons.trainer.exporters import OpenTelemetry
+
+            return OpenTelemetry.over_http(options.project, str(run_dir), options.otlp_endpoint)
+        from commons.trainer.exporters import Prometheus
+
+        return Prometheus(options.prometheus_host, options.prometheus_port)
+
+    return make
+
+
+def _config_in(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / CONFIG_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _tag(name: str) -> str:
+    """Where a number is shown: evaluations, the shuffler and the rest apart.
+
+    >>> [_tag(name) for name in ("eval_auc", "imbalance_before", "loss")]
+    ['eval/auc', 'shuffle/imbalance_before', 'train/loss']
+    """
+    if name.startswith("eval_"):
+        return f"eval/{name.removeprefix('eval_')}"
+    return f"{'shuffle' if name in AVERAGED or name in PER_RANK else 'train'}/{name}"
+
+
+def _between(values: Iterable[float]) -> dict[str, float]:
+    known = list(values)
+    return {"smallest": min(known), "mean": sum(known) / len(known), "largest": max(known)} if known else {}

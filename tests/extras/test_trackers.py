@@ -1,0 +1,74 @@
+"""Runs in Weights & Biases (offline) and MLflow (a store of its own): figures, settings, and resumed runs."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+
+from commons.trainer import TrainerArgs
+from commons.trainer.args import SinkOptions
+from commons.trainer.sinks import open_sinks
+
+RECORDS = [{"step": 7, "loss": 0.5, "rank_speeds": [2.0, None]}, {"step": 7, "eval_NDCG@10": 0.25}]
+
+
+def keep(tmp_path, sink, first_step=0, **options):
+    (tmp_path / "run" / "config.json").parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"seed": 3, "trainer": {"shuffler": {"mode": "off"}}}))
+    args = TrainerArgs(4, 4, run_dir=str(tmp_path / "run"), sinks=(sink,), sink_options=SinkOptions(**options))
+    (opened,) = open_sinks(args, first_step)
+    for record in RECORDS:
+        opened.write(record | {"step": record["step"] + first_step})
+    opened.close()
+    return json.loads((tmp_path / "run" / "trackers.json").read_text())[sink]
+
+
+def records_in(content):
+    """Of a small file in the format of LevelDB's log: checksum, size and kind in front of each record."""
+    at = 7
+    while at + 7 < min(len(content), 32768):
+        size, kind = struct.unpack_from("<HB", content, at + 4)
+        if kind == 1:  # whole
+            yield content[at + 7 : at + 7 + size]
+        at += 7 + size
+
+
+@pytest.mark.extra("mlflow")
+def test_mlflow(tmp_path, caplog):
+    from mlflow.tracking import MlflowClient
+
+    uri = f"file:{tmp_path / 'store'}"
+    name = keep(tmp_path, "mlflow", project="mine", mlflow_uri=uri)
+    assert keep(tmp_path, "mlflow", first_step=10, project="mine", mlflow_uri=uri) == name  # resumed
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("commons")] == []
+    client = MlflowClient(tracking_uri=uri)
+    run = client.get_run(name)
+    assert client.get_experiment(run.info.experiment_id).name == "mine"
+    assert run.info.status == "FINISHED" and run.info.run_name == "run"
+    assert run.data.metrics == {"train/loss": 0.5, "shuffle/rank_speeds/0": 2.0, "eval/NDCG_10": 0.25}
+    assert run.data.params == {"seed": "3", "trainer.shuffler.mode": "off"}
+    assert [each.step for each in client.get_metric_history(name, "train/loss")] == [7, 17]
+
+
+@pytest.mark.extra("wandb")
+def test_wandb_offline(tmp_path, caplog):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    name = keep(tmp_path, "wandb", project="mine", wandb_mode="offline")
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("commons")] == []
+    (path,) = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb")
+    found, run = {}, None
+    for data in records_in(path.read_bytes()):
+        record = Record.FromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
+            found |= {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+            }
+        elif kind == "run":
+            run = record.run
+    assert run.project == "mine" and run.display_name == "run" and run.run_id == name
+    assert found["train/loss"] == 0.5 and found["eval/NDCG@10"] == 0.25 and found["shuffle/rank_speeds/0"] == 2.0
+    assert found["_step"] == 7

@@ -1,0 +1,211 @@
+"""Sinks against the real libraries: figures arrive under their names, failures are said once, missing ones refused."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from commons.trainer import TrainerArgs
+from commons.trainer.args import SinkOptions
+from commons.trainer.exporters import OpenTelemetry, Prometheus
+from commons.trainer.sinks import BackgroundSink, JsonLines, figures_of, open_sinks, require_sinks
+
+RECORD = {
+    "step": 7,
+    "loss": 0.5,
+    "eval_NDCG@10": 0.25,
+    "moved": True,
+    "loads_after": (3, 5),
+    "rank_speeds": [2.0, None],
+}
+
+
+def scrape(port):
+    # The address is this machine's.
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#"))
+
+
+def test_figures_have_a_place_each():
+    found = {figure.path: figure.value for figure in figures_of({**RECORD, "note": "text", "mfu": None})}
+    assert found == {
+        "train/loss": 0.5,
+        "eval/NDCG@10": 0.25,
+        "shuffle/moved": 1.0,
+        "shuffle/loads_after/0": 3.0,
+        "shuffle/loads_after/1": 5.0,
+        "shuffle/rank_speeds/0": 2.0,
+    }
+    many = {figure.rank: figure.value for figure in figures_of({"step": 1, "loads_after": list(range(1000))})}
+    assert many == {"smallest": 0.0, "mean": 499.5, "largest": 999.0}
+
+
+def test_lines_of_json(tmp_path):
+    for append in (False, True):
+        sink = JsonLines(tmp_path / "log.jsonl", append=append)
+        sink.write({"step": 1, "eval_auc": float("nan"), "rank_speeds": [1.0, None]})
+        sink.close()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "eval_auc": None, "rank_speeds": [1.0, None]}] * 2
+
+
+def test_prometheus_scrapes_the_latest_numbers():
+    sink = Prometheus("127.0.0.1", 0)
+    try:
+        sink.write(RECORD)
+        sink.write(RECORD | {"step": 8, "loss": 0.25})
+        found = scrape(sink.port)
+    finally:
+        sink.close()
+    assert {name: float(found[name]) for name in found} == {
+        "evenrank_step": 8.0,
+        "evenrank_train_loss": 0.25,
+        "evenrank_eval_NDCG_10": 0.25,
+        "evenrank_shuffle_moved": 1.0,
+        'evenrank_shuffle_loads_after{rank="0"}': 3.0,
+        'evenrank_shuffle_loads_after{rank="1"}': 5.0,
+        'evenrank_shuffle_rank_speeds{rank="0"}': 2.0,
+    }
+
+
+def test_opentelemetry_has_gauges():
+    reader = InMemoryMetricReader()
+    sink = OpenTelemetry(MeterProvider([reader]))
+    sink.write(RECORD)
+    (resource,) = reader.get_metrics_data().resource_metrics
+    points = {
+        (metric.name, point.attributes.get("rank")): point.value
+        for metric in resource.scope_metrics[0].metrics
+        for point in metric.data.data_points
+    }
+    sink.close()
+    assert points["evenrank.train.loss", None] == 0.5 and points["evenrank.eval.ndcg_10", None] == 0.25
+    assert points["evenrank.shuffle.loads_after", "1"] == 5.0 and points["evenrank.step", None] == 7
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    status = 200
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.server.received.append(ExportMetricsServiceRequest.FromString(body))
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def collector():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    server.received, server.status = [], 200
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def args_for(tmp_path, *sinks, **options):
+    return TrainerArgs(4, 4, run_dir=str(tmp_path), sinks=sinks, sink_options=SinkOptions(**options))
+
+
+def test_opentelemetry_is_sent_over_http(collector, tmp_path, caplog):
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/metrics"
+    (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", project="mine", otlp_endpoint=endpoint))
+    sink.write(RECORD)
+    sink.close()
+    (metrics,) = collector.received[0].resource_metrics
+    named = {each.key: each.value.string_value for each in metrics.resource.attributes}
+    assert named["service.name"] == "mine" and named["evenrank.run_dir"] == str(tmp_path)
+    values = {metric.name: metric.gauge.data_points[0].as_double for metric in metrics.scope_metrics[0].metrics}
+    assert values["evenrank.train.loss"] == 0.5 and not caplog.records
+
+
+def test_a_collector_that_refuses_is_said_once(collector, tmp_path, caplog):
+    collector.status = 400
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/metrics"
+    (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", otlp_endpoint=endpoint))
+    for step in range(3):
+        sink.write(RECORD | {"step": step})
+    sink.close()
+    said = [record.getMessage() for record in caplog.records if record.name == "commons.trainer.sinks"]
+    assert len(said) == 1 and said[0].startswith("opentelemetry lacks numbers of this run: ConnectionError: the export")
+
+
+def test_a_port_that_is_taken_ends_no_training(collector, tmp_path, caplog):
+    (sink,) = open_sinks(args_for(tmp_path, "prometheus", prometheus_port=collector.server_port))
+    for step in range(3):
+        sink.write(RECORD | {"step": step})
+    sink.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "prometheus lacks numbers of this run: OSError" in said and "training goes on" in said
+
+
+class Stuck:
+    def __init__(self, until):
+        self.until, self.taken = until, 0
+
+    def write(self, record):
+        self.taken += 1
+        self.until.wait(30)
+
+    def close(self):
+        pass
+
+
+def test_a_sink_that_hangs_is_not_waited_for(caplog):
+    until = threading.Event()
+    stuck = Stuck(until)
+    sink = BackgroundSink("mine", lambda: stuck)
+    started = time.monotonic()
+    for step in range(1000):
+        sink.write({"step": step})
+    assert time.monotonic() - started < 10
+    until.set()
+    sink.close()
+    assert 200 < stuck.taken < 1000
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("mine lacks numbers of this run: 256 records wait for it")
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("wandb", "prometheus_client") else found(name)
+    )
+    for name in ("wandb", "prometheus"):
+        with pytest.raises(ImportError, match=rf"not installed.*pip install 'evenrank\[{name}\]'"):
+            require_sinks(["opentelemetry", name])
+
+
+def test_sinks_are_imported_where_they_are_asked_for():
+    code = (
+        "import sys, evenrank, commons.trainer.train_log; "
+        "print([name for name in ('wandb', 'mlflow', 'opentelemetry', 'prometheus_client') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_settings_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"sinks has 'graphite'; there are wandb, mlflow, opentelemetry, prometheus"):
+        TrainerArgs(4, 4, sinks=("graphite",))
+    with pytest.raises(ValueError, match="prometheus_port is 70000; ports end at 65535"):
+        SinkOptions(prometheus_port=70000)
