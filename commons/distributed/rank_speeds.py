@@ -71,6 +71,8 @@ class RankSpeeds:
         Returns:
             Load per millisecond of each rank; None where it is not known.
         """
+        if not any(busy_ns):  # nobody reports
+            return (None,) * len(busy_ns)
         time, load = np.array([busy_ns, loads], dtype=np.float64)
         known = (time > 0) & (load > 0)
         if self._warns and known.sum() > 1:
@@ -78,8 +80,6 @@ class RankSpeeds:
             self._looks += 1
             if len(self._ratios) == _STEPS and self._looks % _EVERY == 0:
                 self._judge(step)
-        if not known.any():
-            return (None,) * len(time)
         speeds = np.divide(load * 1e6, time, out=np.zeros_like(load), where=known).tolist()
         return tuple(speed if is_known else None for speed, is_known in zip(speeds, known.tolist()))
 
