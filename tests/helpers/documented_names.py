@@ -107,7 +107,7 @@ def options_are_those_of_the_shuffler(names: dict[str, Any]) -> None:
     """The shuffler has the options, and works."""
     shuffler = names["shuffler"]
     assert (shuffler.options.slack, shuffler.options.min_gain) == (0.05, 0.02)
-    batch = models.models.make_batch([1 + dist.get_rank(), 3], 2)
+    batch = models.make_batch([1 + dist.get_rank(), 3], 2)
     assert sorted(_of_all(shuffler.shuffle(batch).sample_id.tolist())) == sorted(_of_all(batch.sample_id.tolist()))
 
 
