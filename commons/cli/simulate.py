@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from commons.cli.outputs import require_output
 from commons.cli.recipes import load_recipe
+from commons.cli.simulate_answer import print_answer
 from commons.cli.simulate_figure import require_picture, write_figure
+from commons.cli.simulate_gain import LengthOptions, simulate_lengths
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.perf_model.measurement import CostTarget
 from commons.perf_model.simulation import RowCosts, SimulatedSteps, simulate_steps
 from commons.perf_model.task_estimator import AttentionTask
 
+# Steps and windows, unless told; those of a config have to be read.
+_STEPS, _STEPS_OF_LENGTHS = 50, 128
+_WINDOWS_OF_LENGTHS = (2, 4, 8)
+
 
 @dataclass
 class Simulate:
-    """Read batches of a training run, deal them to ranks, and say what balancing gains.
+    """Deal rows to ranks as training would, and say what balancing gains: from their lengths, or from a config.
 
-    Nothing is trained. With a calibration the gain is that of a whole step; without one it is that of the largest load,
-    which fixed costs of a step make smaller.
+    Nothing is trained. With --lengths every way of dealing rows is compared, and one is advised; with --config the
+    batches of a training run are read. With a calibration the gain is that of a whole step; without one it is that of
+    the largest load, which fixed costs of a step make smaller.
 
     For example:
+      evenrank simulate --lengths lengths.csv --ranks 8 64 --batch-size 32
+      evenrank simulate --lengths data.parquet --column history --tokens-per-item 2 --max-length 4096
+      evenrank simulate --lengths lognormal:130:1.4:8192 --ranks 64 --json
       evenrank simulate --config hstu/configs/demo.toml
       evenrank simulate --config my.toml --ranks 16 64 256 --shuffler.calibration h200.toml --figure gain.png
       evenrank simulate --config my.toml --ranks 64 --window 1 2 4 8
     """
 
-    config: Path
+    config: Path | None = None
     """The TOML or YAML file of a training run: model, data set and batch size."""
+
+    lengths: str | None = None
+    """A parquet, csv, npy or jsonl file of lengths, a histogram with the columns length and count, or a distribution:
+    zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA, lognormal:MEDIAN:SIGMA:LONGEST."""
 
     model: str | None = None
     """Package of the model, installed or in the working directory; its module `recipe` names its Recipe, RECIPE. None:
@@ -46,12 +62,13 @@ class Simulate:
     ranks: tuple[int, ...] = (8, 16, 64)
     """Numbers of ranks to look at."""
 
-    steps: int = 50
-    """Steps to plan for each of them; fewer where the data have fewer rows, none of which counts twice."""
+    steps: int | None = None
+    """Steps to plan for each of them; fewer where the data have fewer rows, none of which counts twice. None: 50, with
+    --lengths 128."""
 
-    window: tuple[int, ...] = (1,)
+    window: tuple[int, ...] | None = None
     """Windows to look at, for each number of ranks: batches of every rank that are planned together; 1 balances every
-    batch by itself."""
+    batch by itself. None: 1, with --lengths 2, 4 and 8."""
 
     figure: Path | None = None
     """Where to draw the gain, as .png, .svg or .pdf; None for no picture."""
@@ -59,17 +76,55 @@ class Simulate:
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
     """How batches are balanced."""
 
+    of_lengths: tyro.conf.OmitArgPrefixes[LengthOptions] = field(default_factory=LengthOptions)
+    """How lengths are read, and what a row costs."""
+
     def run(self) -> None:
         """Read, plan, print, draw."""
-        if not self.ranks or min(self.ranks) < 2 or self.steps < 1:
+        if (self.config is None) == (self.lengths is None):
             raise ValueError(
-                f"ranks is {self.ranks} and steps is {self.steps}; balancing needs 2 ranks and a step: raise them"
+                "simulate needs --lengths, a file or a distribution, or --config, that of a training run: give one "
+                "of them"
             )
-        if not self.window or min(self.window) < 1 or max(self.window) > self.steps:
+        steps, windows = self.steps, self.window
+        if steps is None:
+            steps = _STEPS if self.lengths is None else _STEPS_OF_LENGTHS
+        if windows is None:
+            windows = (1,) if self.lengths is None else tuple(each for each in _WINDOWS_OF_LENGTHS if each <= steps)
+        if not self.ranks or min(self.ranks) < 2 or steps < 1:
             raise ValueError(
-                f"window is {self.window} and steps is {self.steps}; a window is planned over 1 step to all of them: "
+                f"ranks is {self.ranks} and steps is {steps}; balancing needs 2 ranks and a step: raise them"
+            )
+        if (not windows and self.lengths is None) or min(windows, default=1) < 1 or max(windows, default=1) > steps:
+            raise ValueError(
+                f"window is {windows} and steps is {steps}; a window is planned over 1 step to all of them: "
                 "lower --window or raise --steps"
             )
+        if self.config is not None:
+            self._of_config(self.config, steps, windows)
+        elif self.lengths is not None:
+            self._of_lengths(self.lengths, steps, windows)
+
+    def _of_lengths(self, lengths: str, steps: int, windows: tuple[int, ...]) -> None:
+        """From lengths alone."""
+        for flag, given in (
+            ("--model", self.model is not None),
+            ("--figure", self.figure is not None),
+            ("--shuffler", self.shuffler != ShufflerOptions()),
+        ):
+            if given:
+                raise ValueError(f"{flag} belongs to --config, and --lengths is given: leave it out")
+        answer = simulate_lengths(lengths, self.of_lengths, self.ranks, windows, steps)
+        if self.of_lengths.json:
+            sys.stdout.write(json.dumps(answer.to_dict(), indent=2) + "\n")
+        else:
+            print_answer(answer)
+
+    def _of_config(self, config: Path, steps: int, windows: tuple[int, ...]) -> None:
+        """From the batches of a training run."""
+        given = self.of_lengths.given()
+        if given:
+            raise ValueError(f"{', '.join(given)} belongs to --lengths, and --config is given: leave it out")
         if self.shuffler.mode != "balance":
             raise ValueError(
                 f"shuffler.mode is {self.shuffler.mode!r}; a simulation says what balancing would gain: leave it out"
@@ -77,29 +132,27 @@ class Simulate:
         if self.figure is not None:
             require_picture(self.figure)
             measured = None if self.shuffler.calibration is None else Path(self.shuffler.calibration)
-            inputs = {"--config": self.config, "--shuffler.calibration": measured}
+            inputs = {"--config": config, "--shuffler.calibration": measured}
             require_output(self.figure, option="--figure", inputs=inputs)
         calibration = None if self.shuffler.calibration is None else load_calibration(self.shuffler.calibration)
-        target = load_recipe(self.model, self.config, torch.device("cpu"))
+        target = load_recipe(self.model, config, torch.device("cpu"))
         cost = target.task if calibration is None else CalibratedTask(target.task, calibration)
-        batches, num_rows = _read(target, cost, max(self.ranks) * self.steps)
+        batches, num_rows = _read(target, cost, max(self.ranks) * steps)
         results = [
-            self._simulate(batches, num_ranks, window, cost)
+            self._simulate(batches[: num_ranks * steps], num_ranks, window, cost)
             for num_ranks in self.ranks
-            for window in self.window
+            for window in windows
             if num_ranks * window <= len(batches)
         ]
         if not results:
             fewest = min(self.ranks) * target.batch_size
-            of_window = (
-                "" if min(self.window) == 1 else f", a window of {min(self.window)} {fewest * min(self.window):,}"
-            )
+            of_window = "" if min(windows) == 1 else f", a window of {min(windows)} {fewest * min(windows):,}"
             raise ValueError(
                 f"the data set has {num_rows:,} rows, a step of {min(self.ranks)} ranks trains {fewest:,}{of_window}: "
                 "lower --ranks, or train_batch_size in the config"
             )
-        _print_results(results, self.config, target.batch_size, self.steps)
-        for line in [*self._shortage(len(batches), num_rows, target.batch_size), *_dominant_rows(results)]:
+        _print_results(results, config, target.batch_size, steps)
+        for line in [*self._shortage(len(batches), num_rows, target.batch_size, steps), *_dominant_rows(results)]:
             Console().print(line)
         if self.figure is not None:
             write_figure(results, self.figure)
@@ -109,20 +162,20 @@ class Simulate:
     ) -> SimulatedSteps:
         calibrated = cost if isinstance(cost, CalibratedTask) else None
         return simulate_steps(
-            batches[: num_ranks * self.steps],
+            batches,
             num_ranks,
             window=window,
             calibration=None if calibrated is None else calibrated.calibration,
             **self.shuffler.plan_arguments(None if calibrated is None else calibrated.units_per_ms),
         )
 
-    def _shortage(self, num_batches: int, num_rows: int, batch_size: int) -> list[str]:
+    def _shortage(self, num_batches: int, num_rows: int, batch_size: int, steps: int) -> list[str]:
         """What to say of numbers of ranks for which the data are too short."""
         return [
-            f"{num_ranks} ranks: {num_batches // num_ranks} of {self.steps} steps. The data set has {num_rows:,} rows, "
-            f"{self.steps} steps train {self.steps * num_ranks * batch_size:,}; no row counts twice."
+            f"{num_ranks} ranks: {num_batches // num_ranks} of {steps} steps. The data set has {num_rows:,} rows, "
+            f"{steps} steps train {steps * num_ranks * batch_size:,}; no row counts twice."
             for num_ranks in self.ranks
-            if num_batches < num_ranks * self.steps
+            if num_batches < num_ranks * steps
         ]
 
 
