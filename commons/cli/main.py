@@ -11,30 +11,39 @@ import contextlib
 import importlib
 import io
 import logging
+import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Protocol
 
-import tyro
-
 from commons.console import parser_error, print_error
+from commons.version import __version__
 
 
 class Command(Protocol):
     """A subcommand with its arguments."""
 
-    def run(self) -> None:
-        """Do the work; a user's mistake is a ValueError, KeyError or OSError."""
+    def run(self) -> int | None:
+        """Do the work; a user's mistake is a ValueError, KeyError or OSError. Returns the exit status; None for 0."""
 
 
 # The module of commons.cli and the class of every subcommand.
 _COMMANDS = {
     "calibrate": ("calibrate", "Calibrate"),
+    "doctor": ("doctor", "Doctor"),
     "make-sids": ("make_sids", "MakeSids"),
     "preprocess": ("preprocess", "Preprocess"),
     "simulate": ("simulate", "Simulate"),
 }
 
+_DESCRIPTION = """evenrank keeps data-parallel ranks evenly loaded.
+
+`evenrank --version` tells the version, `evenrank --tyro-print-completion bash` (zsh, tcsh) prints a completion."""
+
+_CLOSED_PIPE = 1
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 
@@ -46,21 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the name of the program; those of the process if not given.
 
     Returns:
-        Exit status: 0 for success and for help, 2 for a user's mistake, said in one line on stderr, 130 for Ctrl-C.
+        Exit status: 0 for success and for help, 1 where `doctor` finds that training could not start and where nobody
+        reads the output any more, 2 for a user's mistake, said in one line on stderr, 130 for Ctrl-C.
 
     """
+    status = None
     try:
-        command = _parse(sys.argv[1:] if argv is None else list(argv))
-        _quiet_torch()
-        if command is not None:
-            command.run()
+        arguments = sys.argv[1:] if argv is None else list(argv)
+        if arguments == ["--version"]:
+            sys.stdout.write(f"evenrank {__version__}\n")
+        elif (command := _parse(arguments)) is not None:
+            _quiet_torch()
+            status = command.run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The rest goes nowhere; the interpreter would flush it once more, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
     except (ValueError, KeyError, OSError) as error:
         print_error(str(error.args[0]) if isinstance(error, KeyError) else str(error))
         return _USAGE_ERROR
     except KeyboardInterrupt:
         print_error("interrupted")
         return _INTERRUPTED
-    return 0
+    return status or 0
 
 
 def _quiet_torch() -> None:
@@ -69,16 +87,41 @@ def _quiet_torch() -> None:
         handler.setLevel(logging.ERROR)
 
 
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """While modules are imported: Ctrl-C ends the process, which holds nothing yet.
+
+    Some of them take KeyboardInterrupt for an error of their own, and go on or fail with another.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"evenrank: interrupted\n")
+        os._exit(_INTERRUPTED)
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _load(names: Iterable[str]) -> dict[str, Callable[..., Command]]:
     """The classes of some subcommands."""
-    return {
-        name: getattr(importlib.import_module(f"commons.cli.{_COMMANDS[name][0]}"), _COMMANDS[name][1])
-        for name in names
-    }
+    with _ended_by_ctrl_c():
+        return {
+            name: getattr(importlib.import_module(f"commons.cli.{_COMMANDS[name][0]}"), _COMMANDS[name][1])
+            for name in names
+        }
 
 
 def _parse(argv: list[str]) -> Command | None:
     """The subcommand that the arguments name; None if they ask for help, which is then printed."""
+    with _ended_by_ctrl_c():
+        import tyro
     errors = io.StringIO()
     asked = argv[:1] if argv and argv[0] in _COMMANDS else _COMMANDS
     try:
@@ -86,7 +129,7 @@ def _parse(argv: list[str]) -> Command | None:
             return tyro.extras.subcommand_cli_from_dict(
                 _load(asked),
                 prog="evenrank",
-                description="evenrank keeps data-parallel ranks evenly loaded.",
+                description=_DESCRIPTION,
                 args=argv,
             )
     except SystemExit as stop:

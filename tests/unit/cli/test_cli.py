@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.cli.main import main
 from commons.cli.preprocess import Preprocess
 from commons.datasets.sequence_file import SequenceFile
+from commons.version import __version__
 from tests.helpers.movielens import RATINGS, write_zip
 
 
@@ -46,7 +48,7 @@ def test_help_has_examples(capsys):
 def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    for command in ("calibrate", "make-sids", "preprocess", "simulate"):
+    for command in ("calibrate", "doctor", "make-sids", "preprocess", "simulate"):
         assert f"• {command} " in printed
 
 
@@ -129,6 +131,26 @@ def test_ctrl_c(monkeypatch, capsys):
     assert capsys.readouterr().err == "evenrank: interrupted\n"
 
 
+# Ctrl-C in the midst of an import, of a module that takes it for an error of its own.
+INTERRUPTED = """
+import os, signal, sys, types
+from commons.cli import main as cli
+def load(name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("half a module")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+cli.importlib = types.SimpleNamespace(import_module=load)
+sys.exit(cli.main(["preprocess", "ml-1m"]))
+"""
+
+
+def test_ctrl_c_while_modules_are_imported():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "evenrank: interrupted\n")
+
+
 def test_as_a_program(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "commons.cli.main", "preprocess", "ml-1m", "--source", "none.zip", "--output", "data"],
@@ -140,3 +162,48 @@ def test_as_a_program(tmp_path):
     assert result.returncode == 2
     assert result.stderr.startswith("evenrank: none.zip does not exist")
     assert "Traceback" not in result.stderr
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"evenrank {__version__}\n"
+
+
+# A reader that has gone before anything is written, as `| head` has after its lines.
+CLOSED_PIPE = """
+import os, subprocess, sys
+read, write = os.pipe()
+os.close(read)
+done = subprocess.run([sys.executable, "-m", "commons.cli.main", *sys.argv[1:]], stdout=write, stderr=subprocess.PIPE)
+print(done.returncode, done.stderr.decode())
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["simulate", "--lengths", "zipf:1.2:99", "--ranks", "2", "--steps", "2", "--json"],
+        ["simulate", "--lengths", "zipf:1.2:99", "--ranks", "2", "--steps", "2"],
+    ],
+)
+def test_a_closed_pipe_is_no_error_to_tell(arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED_PIPE, *arguments], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "1"
+
+
+def test_no_color(monkeypatch, capsys):
+    """Colours are for terminals that want them."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["simulate", "--lengths", "zipf:1.2:99", "--ranks", "2", "--steps", "2"]) == 0
+    assert "\x1b[" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    for arguments in (
+        ["simulate", "--lengths", "zipf:1.2:99", "--ranks", "2", "--steps", "2"],
+        ["preprocess", "--help"],
+    ):
+        assert main(arguments) == 0
+        assert not re.search(r"\x1b\[[\d;]*3\d", capsys.readouterr().out)
