@@ -15,6 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from commons.trainer.config import load_config
 from hstu.train_config import TrainConfig
+from tests.helpers import documented_names as given
 from tests.helpers.hstu_jobs import ROOT, TINY
 
 SBATCH = ROOT / "examples/slurm.sbatch"
@@ -34,6 +35,10 @@ status=$?
 wait
 exit $status
 """
+
+
+def lines_of(run_dir):
+    return (run_dir / "log.jsonl").read_text().splitlines()
 
 
 @pytest.fixture
@@ -74,12 +79,15 @@ def test_shellcheck_has_nothing_to_say():
     assert done.returncode == 0, done.stdout
 
 
-def test_srun_starts_every_rank(sbatch, tmp_path):
-    done = sbatch("srun", *TINY, "--trainer.enable-balanced-shuffler", "--trainer.run-dir", tmp_path / "run")
+def test_srun_starts_every_rank(two_ranks, sbatch, tmp_path):
+    flags = [*TINY, "--trainer.enable-balanced-shuffler", "--trainer.run-dir"]
+    done = sbatch("srun", *flags, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 ranks on the CPU, one thread each") == 1
-    lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6]
+    two_ranks.run(given.train_in, str(tmp_path), "hstu.train", [*flags, "joined"])
+    started, joined = ([json.loads(line) for line in lines_of(tmp_path / name)] for name in ("run", "joined"))
+    assert [line["step"] for line in started if "loss" in line] == [2, 4, 6]
+    assert [line.get("loss") for line in started] == [line.get("loss") for line in joined]
     settings = json.loads((tmp_path / "run/config.json").read_text())["trainer"]
     assert (settings["launcher"], settings["shuffler"]["ranks_per_node"]) == ("slurm", 2)
 

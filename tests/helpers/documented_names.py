@@ -378,7 +378,8 @@ def tiny_config() -> dict[str, Any]:
     """Settings of a run of six steps, as a config file holds them."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
-    return {"config": asdict(load_config(TrainConfig, [*TINY, "--trainer.run-dir", folder[0]]))}
+    flags = [*TINY, "--trainer.enable-balanced-shuffler", "--trainer.run-dir", folder[0]]
+    return {"config": asdict(load_config(TrainConfig, flags))}
 
 
 def one_rank_trained(names: dict[str, Any]) -> None:

@@ -150,15 +150,6 @@ def tasks_of_srun(*arguments, tasks=2):
             process.kill()
 
 
-def test_a_run_under_srun(two_ranks, tmp_path):
-    flags = [*TINY, "--trainer.enable-balanced-shuffler", "--trainer.launcher", "slurm"]
-    results = tasks_of_srun("-m", "hstu.train", *flags, "--trainer.run-dir", tmp_path / "srun")
-    assert [status for *_, status in results] == [0, 0], results
-    assert "2 ranks on the CPU, one thread each" in results[0][0] and results[1][0] == ""
-    two_ranks.run(_train, settings(tmp_path / "joined"))
-    assert losses(tmp_path / "srun") == losses(tmp_path / "joined")
-
-
 MISTAKE = """
 from commons.trainer.errors import run_main
 from commons.trainer.launch import initialize_ranks
