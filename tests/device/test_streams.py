@@ -55,6 +55,8 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "eval fused, lookups ahead": (stock.EvalPipelineFusedSparseDist, {"enable_embedding_lookup_prefetch": True}),
     "staged": (stock.StagedTrainPipeline, {}),
 }
+if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
+    VARIANTS["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
 
 
 def hazards_of(name: str, balance: bool, mistake: str) -> tuple[int, int, dict[str, int]]:

@@ -31,7 +31,7 @@ from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_it
 from tests.helpers import cpu_pipelines, models
 from tests.helpers.models import head_of, rank_batches, rank_device, weights_of
 from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler, require_pipeline
-from tests.helpers.pretended_streams import pretended_streams
+from tests.helpers.pretended_streams import pretended_streams, with_streams
 
 STOCK = {
     "base": (TrainPipelineBase, {}),
@@ -84,7 +84,8 @@ def settings_of(name, device):
 def make_pipeline(name, device, shuffler, model, optimizer):
     stock, options = (STOCK | EVALUATIONS)[name]
     pipeline_class = ON_CPU.get(stock, stock) if device == "cpu" else stock
-    return balanced(pipeline_class)(model, optimizer, rank_device(device), batch_shuffler=shuffler, **options)
+    made = balanced(pipeline_class)(model, optimizer, rank_device(device), batch_shuffler=shuffler, **options)
+    return with_streams(made) if name.endswith("stashed") and device == "cpu" else made
 
 
 def host_batches(rank, steps, device):

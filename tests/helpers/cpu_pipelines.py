@@ -7,6 +7,7 @@ replaced. A pass here says nothing about CUDA streams: tests/gpu runs the stock 
 from __future__ import annotations
 
 import torch
+from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
 from torchrec.distributed.train_pipeline.runtime_forwards import (
     EmbeddingPipelinedForward,
     InSyncEmbeddingPipelinedForward,
@@ -63,7 +64,10 @@ class CpuSemiSync(_LookupWithoutStreams, TrainPipelineSemiSync):
 
 
 class CpuPrefetch(PrefetchTrainPipelineSparseDist):
-    def _prefetch(self, context):
+    def _prefetch(self, given):
+        if given is None:  # the end of the data, for TorchRec 1.6, which gives the batch and has one context for all
+            return
+        context = given if isinstance(given, PrefetchTrainPipelineContext) else self._context
         for module in self._pipelined_modules:
             name = module.forward._name
             context.module_input_post_prefetch[name] = context.input_dist_tensors_requests.pop(name).wait()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torchrec.distributed.memory_stashing import MemoryStashingManager
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelinePT2
 
 Clock = dict[int, int]
@@ -176,5 +177,7 @@ def with_streams(pipeline: Any) -> Any:
             setattr(pipeline, name, PretendedStream(name=name.strip("_").replace("_", " ")))
     if hasattr(pipeline, "_emb_lookup_stream"):
         pipeline._emb_lookup_stream = pipeline._data_dist_stream
+    if "Stash" in type(pipeline).__name__ or "EMS" in type(pipeline).__name__:
+        MemoryStashingManager.set_streams(pipeline._memcpy_stream, PretendedStream(name="stash stream"))
     pipeline._stream_context = on_stream
     return pipeline
