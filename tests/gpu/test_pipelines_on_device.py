@@ -22,7 +22,6 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
     TrainPipelinePT2,
     TrainPipelineSemiSync,
     TrainPipelineSparseDist,
-    TrainPipelineSparseDistCompAutograd,
     TrainPipelineSparseDistLite,
 )
 
@@ -33,6 +32,8 @@ from tests.helpers.models import head_of, rank_batches, rank_device, weights_of
 from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler, require_pipeline
 from tests.helpers.pretended_streams import pretended_streams, with_streams
 
+# Not TrainPipelineSparseDistCompAutograd, which leaves collectives and compilers otherwise for the cases that follow:
+# tests/distributed/pipeline/test_trains_like_stock.py gives it ranks of its own.
 STOCK = {
     "base": (TrainPipelineBase, {}),
     "base in place": (TrainPipelineBase, {"enable_inplace_copy_batch": True}),
@@ -45,7 +46,6 @@ STOCK = {
     "semi-sync": (TrainPipelineSemiSync, {"start_batch": 2}),
     "prefetch": (PrefetchTrainPipelineSparseDist, {}),
     "pt2": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(backend="eager", compile_on_iter=5)}),
-    "compiled autograd": (TrainPipelineSparseDistCompAutograd, {}),
     "copies on a thread": (experimental.TrainPipelineSparseDistT, {}),
     "copies on a thread in place": (experimental.TrainPipelineSparseDistT, {"enable_inplace_copy_batch": True}),
     "hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
@@ -69,10 +69,8 @@ ON_CPU = {
 
 @contextlib.contextmanager
 def settings_of(name, device):
-    """What a pipeline needs around it: compiled autograd's way to average gradients; streams, where there are none."""
+    """What TorchRec keeps of one pipeline for the next is put back; streams, where there are none."""
     with contextlib.ExitStack() as stack:
-        if name == "compiled autograd":
-            stack.enter_context(torch._dynamo.config.patch(optimize_ddp="python_reducer"))
         if name.endswith("stashed"):
             MemoryStashingManager.reset()
             stack.callback(MemoryStashingManager.reset)
@@ -112,7 +110,6 @@ def expected_ids(steps):
 def train(name, device, kind, steps=6, **options):
     with settings_of(name, device):
         model, optimizer = models.build_sharded(device=device)
-        model._compiled_autograd_options = {"backend": "eager", "dynamic": True, "fullgraph": False}
         shuffler = CubicShuffler(ShufflerOptions(**options)) if options else make_shuffler(kind)
         pipeline = make_pipeline(name, device, shuffler, model, optimizer)
         source = host_batches(dist.get_rank(), steps, device)
