@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from commons.distributed.errors import first_line
 from commons.distributed.store import StoreUnavailableError, ask_store
 from commons.distributed.worker import DaemonWorker
+from commons.trainer.ranks import is_first_task
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ def _claim_report() -> bool:
 def _claim_without_agent() -> bool:
     if not dist.is_initialized():
         # Task 0 of srun speaks first; where `srun --kill-on-bad-exit` ends the others with it, it speaks alone.
-        time.sleep(_SILENT_SECONDS if os.environ.get("SLURM_PROCID", "0") != "0" else 0)
+        time.sleep(0 if is_first_task() else _SILENT_SECONDS)
         return True
     rank = str(dist.get_rank())
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shlex
 import sys
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commons.trainer.cuda_check import device_problem, driver_problem
-from commons.trainer.ranks import Launcher, RankInfo
+from commons.trainer.ranks import Launcher, RankInfo, is_task_of_slurm
 
 DeviceType = Literal["auto", "cpu", "cuda"]
 
@@ -104,7 +103,7 @@ def _from_launcher(launcher: Launcher, world_size: int | None) -> RankInfo:
     if launcher == "slurm":
         return RankInfo.of_slurm()
     if not dist.is_torchelastic_launched():
-        under = "; under Slurm's srun, add --trainer.launcher slurm" if "SLURM_PROCID" in os.environ else ""
+        under = "; under Slurm's srun, add --trainer.launcher slurm" if is_task_of_slurm() else ""
         raise ValueError(
             "this process was not started by torchrun; every rank is a process of its own: run "
             f"`torchrun --standalone --nproc_per_node={world_size or 2} {_program()}`{under}"

@@ -103,6 +103,16 @@ class RankInfo:
         os.environ.update(told, MASTER_ADDR=host.strip("[]"), MASTER_PORT=port)
 
 
+def is_task_of_slurm() -> bool:
+    """Whether srun, or a script of Slurm's, has started this process."""
+    return "SLURM_PROCID" in os.environ
+
+
+def is_first_task() -> bool:
+    """Whether this is task 0 of srun, or no task at all."""
+    return os.environ.get("SLURM_PROCID", "0") == "0"
+
+
 def _slurm(name: str) -> str:
     value = os.environ.get(f"SLURM_{name}")
     if value is None:

@@ -169,6 +169,7 @@ def test_a_mistake_under_srun_is_one_line():
 CHECKOUT = """
 import json, sys
 from importlib import metadata
+import setuptools  # has the distutils that torchmetrics asks for; a .pth file otherwise says so
 try:
     metadata.version("evenrank")
     sys.exit("evenrank is installed here")
