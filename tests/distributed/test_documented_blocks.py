@@ -357,7 +357,7 @@ def _run_command(command: str, two_ranks: Any) -> str:
         env=os.environ | {"PATH": f"{Path.cwd() / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, f"{command}: {done.stderr}"

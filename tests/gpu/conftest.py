@@ -29,7 +29,7 @@ def device(request: pytest.FixtureRequest):
     if kind == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=300))
     yield kind
     dist.barrier()
     dist.destroy_process_group()

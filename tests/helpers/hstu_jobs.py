@@ -60,7 +60,7 @@ def start(launcher, *arguments):
 def run(launcher, *arguments):
     process = start(launcher, *arguments)
     try:
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

@@ -83,7 +83,7 @@ class RankPool:
         self._most_groups = most_groups
         self._ranks: list[_Rank] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
         """Call a module-level function on every rank and return what each returned.
 
         Raises:

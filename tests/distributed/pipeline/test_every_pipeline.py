@@ -92,7 +92,7 @@ def test_the_page_lists_every_class():
 def _subclass(pipeline_class: type, kind: str) -> tuple[dict[str, torch.Tensor], list[list[int]], int, float]:
     model, optimizer = build_sharded()
     before = weights_of(model)
-    shuffler = CubicShuffler(ShufflerOptions(mode=kind, timeout=30.0))
+    shuffler = CubicShuffler(ShufflerOptions(mode=kind, timeout=60.0))
     trainer = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler)
     source = rank_batches(dist.get_rank(), STEPS, [6])
     moved = 0
@@ -130,7 +130,7 @@ def _refused_subclass(pipeline_class: type) -> str:
 
 @pytest.mark.parametrize("pipeline_class", list(REFUSED_SUBCLASSES), ids=lambda each: each.__name__)
 def test_a_subclass_that_loses_a_batch_or_the_shuffle_is_told_so(two_ranks, pipeline_class):
-    for message in two_ranks.run(_refused_subclass, pipeline_class, timeout=60):
+    for message in two_ranks.run(_refused_subclass, pipeline_class):
         assert REFUSED_SUBCLASSES[pipeline_class] in message
 
 

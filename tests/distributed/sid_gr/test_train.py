@@ -157,7 +157,7 @@ def run(*arguments, ranks=2, **changes):
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=150)
+        output, errors = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -195,7 +195,7 @@ def test_the_demo(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )

@@ -56,7 +56,7 @@ def _train_on_a_thread(config):
     results = []
     thread = threading.Thread(target=lambda: results.append(hstu.train.train(config).steps))
     thread.start()
-    thread.join(120)
+    thread.join(280)
     return results
 
 

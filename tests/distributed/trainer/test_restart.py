@@ -74,7 +74,7 @@ def launch(arguments, *options):
     )
 
 
-def output_of(job, folder, seconds=240):
+def output_of(job, folder, seconds=300):
     """What a job has printed, once it has ended; nothing of it is left, also where it hangs."""
     try:
         return job.communicate(timeout=seconds)[0]
@@ -131,10 +131,11 @@ def test_a_job_that_loses_a_host_goes_on_with_the_other(two_ranks, data, tmp_pat
     elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=job"]
     elastic += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     arguments = flags(data, tmp_path / "lost") + size
-    # Both join while the first waits for others; when one is gone, it need not wait for long.
+    # Both join while the first waits for others; when one is gone, it need not wait for long. The one that is not the
+    # host waits for the other's store, so it may start first, and does not come too late.
     waits = "last_call_timeout=20"
-    stays = launch([step, "nobody", *arguments], *elastic, f"--rdzv-conf=is_host=1,{waits}")
     lost = launch([step, "host", *arguments], *elastic, f"--rdzv-conf=is_host=0,{waits}")
+    stays = launch([step, "nobody", *arguments], *elastic, f"--rdzv-conf=is_host=1,{waits}")
     try:
         said = output_of(stays, tmp_path)
     finally:

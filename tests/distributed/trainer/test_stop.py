@@ -32,7 +32,7 @@ def _stays_away():
 def test_a_rank_that_does_not_come_to_the_end_of_a_step_is_named():
     pool = RankPool(2)  # of its own: groups with a failed collective are not used again
     try:
-        text, seconds = pool.run(_stays_away, timeout=50)[0]
+        text, seconds = pool.run(_stays_away)[0]
     finally:
         pool.stop()
     assert text.startswith("rank 1 did not take part in the agreement to stop of step 2")
