@@ -6,6 +6,7 @@ The stock classes run, on pretended streams where they ask for some. SemiSync tr
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pytest
@@ -34,7 +35,7 @@ from commons.pipeline.hooks import BalancedPipeline
 from commons.trainer import TrainerArgs, loop
 from commons.trainer.args import OptimizationArgs
 from commons.trainer.optimization import DeferredOptimizer, StepUpdate
-from tests.helpers.models import Head, build_sharded, head_of, rank_batches, weights_of
+from tests.helpers.models import Head, build_plain, build_sharded, head_of, rank_batches, weights_of
 from tests.helpers.pipeline_classes import torchrec_pipelines
 from tests.helpers.pipelines import CubicShuffler, largest_difference, require_pipeline
 from tests.helpers.pretended_streams import (
@@ -69,7 +70,8 @@ PIPELINES: Pipelines = {
 }
 if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
     PIPELINES["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
-# With the cheapest of compilers; TorchRec changes torch's settings for good, so these have ranks of their own.
+# With the cheapest of compilers; TorchRec changes torch's settings for good, so these have ranks of their own. PT2 has
+# plain embeddings: to compile TorchRec's takes ten seconds of a processor, and nothing in there is evenrank's.
 COMPILED: Pipelines = {
     "pt2": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(backend="eager", compile_on_iter=STEPS - 1)}),
     "compiled autograd": (TrainPipelineSparseDistCompAutograd, {}),
@@ -84,8 +86,8 @@ class StatedHead(Head):
         return loss, Output(loss_sum, batch.actual_batch_size, [])
 
 
-def make_model() -> tuple[Any, Any]:
-    model, optimizer = build_sharded()
+def make_model(build: Callable[[], tuple[Any, Any]] = build_sharded) -> tuple[Any, Any]:
+    model, optimizer = build()
     head_of(model).__class__ = StatedHead
     MemoryStashingManager.reset()
     model._compiled_autograd_options = {"backend": "eager", "dynamic": True, "fullgraph": False}
@@ -96,11 +98,11 @@ def batches() -> Any:
     return rank_batches(dist.get_rank(), STEPS, [6])
 
 
-def _stock(name: str) -> dict[str, torch.Tensor]:
+def _stock(name: str, build: Callable[[], tuple[Any, Any]] = build_sharded) -> dict[str, torch.Tensor]:
     """Weights that the stock pipeline trains, each rank on its own batches."""
     pipeline_class, options = PIPELINES[name]
     with pretended_streams():
-        model, optimizer = make_model()
+        model, optimizer = make_model(build)
         pipeline = with_streams(pipeline_class(model, optimizer, CPU, **options))
         source = batches()
         with contextlib.suppress(StopIteration):
@@ -109,12 +111,14 @@ def _stock(name: str) -> dict[str, torch.Tensor]:
         return weights_of(model)
 
 
-def _balanced(name: str, pipelines: Pipelines = PIPELINES) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _balanced(
+    name: str, pipelines: Pipelines = PIPELINES, build: Callable[[], tuple[Any, Any]] = build_sharded
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights before and after balanced training with the trainer's optimizer."""
     pipeline_class, options = pipelines[name]
     shuffler = CubicShuffler()
     with pretended_streams():
-        model, optimizer = make_model()
+        model, optimizer = make_model(build)
         before = weights_of(model)
         update = StepUpdate(OptimizationArgs(), optimizer, model, STEPS, CPU)
         # That class reads the optimizer's state as soon as it has stepped, when the trainer's has not.
@@ -148,22 +152,21 @@ def test_weights_change_as_those_of_the_stock_pipeline(two_ranks, name):
     assert largest_difference(after, two_ranks.run(_stock, name)[0]) < 1e-5
 
 
-def _compiled(name: str) -> dict[str, torch.Tensor]:
+def _compiled(name: str, build: Callable[[], tuple[Any, Any]]) -> dict[str, torch.Tensor]:
     torch._dynamo.config.optimize_ddp = "python_reducer"  # what compiled autograd asks for
-    _, weights = _balanced(name, COMPILED)
+    _, weights = _balanced(name, COMPILED, build)
     assert torch._dynamo.utils.counters["frames"]["ok"] or torch._dynamo.utils.counters["compiled_autograd"]["captures"]
     return weights
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", list(COMPILED))
 def test_compiled_pipelines_train_the_same(two_ranks, name):
-    own_ranks = RankPool(2)
+    own_ranks, build = RankPool(2), build_plain if name == "pt2" else build_sharded
     try:
-        compiled = own_ranks.run(_compiled, name, timeout=500)
+        compiled = own_ranks.run(_compiled, name, build)
     finally:
         own_ranks.stop()
-    assert largest_difference(compiled[0], two_ranks.run(_stock, "native")[0]) < 1e-5
+    assert largest_difference(compiled[0], two_ranks.run(_stock, "none", build)[0]) < 1e-5
     assert largest_difference(compiled[0], compiled[1]) < 1e-6
 
 
