@@ -113,6 +113,8 @@ class DaemonWorker:
         if thread is None:
             return True
         self._jobs.put(None)
+        if thread is threading.current_thread():  # a loader of windows that aborts its shuffler
+            return False
         thread.join(timeout)
         ended = not thread.is_alive()
         if ended:

@@ -33,3 +33,9 @@ def test_threads_that_submit_at_once_share_one_thread():
         user.join(10)
     assert len(threads) == 1
     assert worker.stop(10)
+
+
+def test_a_job_that_ends_its_own_worker_does_not_wait_for_itself():
+    worker = DaemonWorker("test")
+    assert worker.submit(lambda: worker.stop(10)).result(10) is False
+    assert worker.stop(10)
