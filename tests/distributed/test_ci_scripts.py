@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(*arguments):
     return subprocess.run(
-        ["bash", "ci/test_gpu.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        ["bash", "ci/test_gpu.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=580, check=False
     )
 
 
