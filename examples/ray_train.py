@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commons.checks import require_at_least
 from commons.console import print_summary
 from commons.trainer.config import load_config
 from commons.trainer.config_file import find_config, read_config_file
@@ -41,6 +42,10 @@ class Options:
     use_gpu: bool = False
     """Give every worker a GPU."""
 
+    def __post_init__(self) -> None:
+        require_at_least("num_workers", self.num_workers, 1)
+        require_at_least("steps", self.steps, 1)
+
 
 def main() -> None:
     """Start the workers, wait for them and tell what came out."""
@@ -51,6 +56,8 @@ def main() -> None:
         from ray.train.torch import TorchTrainer
     except ImportError as error:
         raise ImportError(f"Ray Train cannot be imported ({error}): install evenrank's extra 'ray'") from None
+    import torch
+
     from hstu.train import train
 
     run_dir = options.run_dir.resolve()  # workers may run in another folder
@@ -64,7 +71,18 @@ def main() -> None:
     # Rows travel between the ranks themselves: Ray's own store may be small.
     small = {"num_cpus": options.num_workers, "object_store_memory": 100 * 2**20, "include_dashboard": False}
     cluster: dict[str, Any] = small if options.address == "local" else {}
-    ray.init(address=options.address, log_to_driver=False, **cluster)
+    if options.use_gpu and options.address == "local" and torch.cuda.device_count() < options.num_workers:
+        raise ValueError(  # Ray would wait for another machine
+            f"use_gpu is set for {options.num_workers} workers, this machine has {torch.cuda.device_count()} GPUs; "
+            "each worker has its own: start fewer workers, or leave use_gpu out"
+        )
+    try:
+        ray.init(address=options.address, log_to_driver=False, **cluster)
+    except ConnectionError as error:
+        raise ValueError(
+            f"address is {options.address!r}, where no Ray cluster answers ({error}); the workers need one: start it "
+            'with `ray start --head`, or give "local"'
+        ) from error
     result = TorchTrainer(
         train,
         train_loop_config=settings,

@@ -34,3 +34,17 @@ def test_two_workers_train_balanced(tmp_path):
     (line,) = [line for line in map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines()) if "loss" in line]
     assert line["step"] == 10 and line["imbalance_after"] < 0.1 * line["imbalance_before"]
     assert json.loads((tmp_path / "config.json").read_text())["trainer"]["enable_balanced_shuffler"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mistake"),
+    [
+        (("--num-workers", "0"), "num_workers is 0"),
+        (("--address", "auto"), "address is 'auto', where no Ray cluster answers"),
+        (("--use-gpu", "--num-workers", "1000"), "use_gpu is set for 1000 workers, this machine has "),
+    ],
+)
+def test_what_cannot_start_is_one_line(arguments, mistake):
+    done = example(*arguments)
+    assert done.returncode == 2
+    assert [mistake in line for line in done.stderr.splitlines() if "error: " in line] == [True], done.stderr[-3000:]
