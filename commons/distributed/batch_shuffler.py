@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from commons.distributed.control import ShufflerAbortedError
+from commons.distributed.control import RankMissingError, ShufflerAbortedError
 from commons.distributed.group_pool import only_device
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
@@ -368,6 +368,12 @@ class BaseTaskBalancedBatchShuffler(ABC):
             while session.steps < furthest:
                 self.start_shuffle(None, pg_group)
             time.sleep(0.001)
+
+    @property
+    def failure(self) -> RankMissingError | None:
+        """Which rank is missing, as soon as the worker thread knows; None while all is well."""
+        failures = (session.failure for session in list(self._sessions.values()))
+        return self._aborted_for or next((each for each in failures if each is not None), None)
 
     def drain(self) -> None:
         """Wait until the worker threads are idle.

@@ -86,6 +86,8 @@ class NamedCollectives:
                     if work.is_completed():  # with an error of its own, or well since then
                         work.wait()
                         return
+                    if (known := self._known_failure()) is not None:
+                        raise known from None
                     if failed.is_set():
                         raise self._missing(step, what, attendance) from None
 
@@ -98,16 +100,20 @@ class NamedCollectives:
     @contextlib.contextmanager
     def _named(self, step: int | None, what: str, attendance: Attendance) -> Iterator[None]:
         try:
-            if self._aborted_for is not None:
-                raise self._aborted_for
+            if (known := self._known_failure()) is not None:
+                raise known
             yield
         except BaseException as error:  # an interrupt too leaves the ranks at different places
             self._intact = False
-            if self._aborted_for is not None:
-                raise self._aborted_for from None
+            if (known := self._known_failure()) is not None:
+                raise known from None
             if isinstance(error, RuntimeError) and not isinstance(error, RankMissingError):
                 raise self._missing(step, what, attendance, error) from None  # whose text may bring forty lines of C++
             raise
+
+    def _known_failure(self) -> RankMissingError | None:
+        """Why no collective here can be waited for, where this rank knows it already."""
+        return self._aborted_for
 
     def _missing(
         self, step: int | None, what: str, attendance: Attendance, error: BaseException | None = None
@@ -128,8 +134,8 @@ class NamedCollectives:
                 f"the {_place(step, what)} failed on rank {dist.get_rank()} and {unavailable}"
                 f"{out_of_reach(self.members)}{said}"
             )
-        if self._aborted_for is not None:
-            return self._aborted_for
+        if (known := self._known_failure()) is not None:
+            return known
         if failure is not None:
             return RankMissingError(failure)
         advice = f"({self.description}); {self.remedy} if it was only slow"

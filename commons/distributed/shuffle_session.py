@@ -279,6 +279,11 @@ class ShuffleSession:
         """Tell the others, who may wait in the exchange of a step, that this rank failed before it."""
         self.channel.post_failure(step, _EXCHANGE, error)
 
+    @property
+    def failure(self) -> RankMissingError | None:
+        """Why nothing can be shuffled any more; None while all is well."""
+        return self._broken
+
     def abort(self, error: RankMissingError) -> None:
         """Let whatever waits in this session raise `error`, now or later; from any thread, waits for nothing."""
         self._broken = error

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from commons.distributed.named_collectives import NamedCollectives
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.named_collectives import NamedCollectives, RankMissingError
 
 
 class _TrainerCollectives(NamedCollectives):
     remedy = "see the log there, or raise the timeout of init_process_group"
 
+    def _known_failure(self) -> RankMissingError | None:
+        return failure_of(_SHUFFLERS)
+
 
 # By group, which ends with its entry.
 _BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, NamedCollectives] = weakref.WeakKeyDictionary()
+# Of the run that is under way.
+_SHUFFLERS: list[BaseTaskBalancedBatchShuffler] = []
+
+
+@contextlib.contextmanager
+def ended_with(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> Iterator[None]:
+    """Around a run: a collective is not waited for once a worker thread of its shufflers knows that a rank is missing.
+
+    The group of the ranks may have a longer timeout than the shuffler, and a rank may wait for one that stands still.
+    """
+    _SHUFFLERS.extend(shufflers)
+    try:
+        yield
+    finally:
+        _SHUFFLERS.clear()
+
+
+def failure_of(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> RankMissingError | None:
+    """Which rank is missing, if one of the shufflers knows."""
+    return next((each.failure for each in shufflers if each.failure is not None), None)
 
 
 def all_reduce(

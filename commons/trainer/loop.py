@@ -105,6 +105,7 @@ class TrainingLoop:
         self._device = device
         self._train_loader = train_loader
         self._shuffler = shuffler
+        self._shufflers = [each for each in (shuffler, eval_shuffler) if each is not None]
         self._own_time = OwnTime(layers, device)
         self._loss_scaler = loss_scaler
         # What comes out of a window needs no further shuffle.
@@ -152,7 +153,7 @@ class TrainingLoop:
             RankMissingError: a collective has failed, of the shuffler or of the model.
             Exception: an error of any rank's data or shuffler, on every rank.
         """
-        with missing_ranks_named(lambda: self._step + 1), self._stop:
+        with missing_ranks_named(lambda: self._step + 1, self._shufflers), self._stop:
             summary = self._run()
         if self._after_windows is not None:  # not after a failure, when a worker may wait for a rank that is gone
             self._after_windows.close()

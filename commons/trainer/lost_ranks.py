@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.errors import first_line
 from commons.distributed.group_pool import number_channel
 from commons.distributed.missing_ranks import Attendance, FailedChannel
 from commons.distributed.named_collectives import RankMissingError, out_of_reach
 from commons.distributed.store import StoreUnavailableError
+from commons.trainer.collectives import ended_with, failure_of
 
 # gloo's errors are plain RuntimeErrors, most of which tell the place in its sources.
 _OF_GLOO = re.compile(r"/gloo/|Timed out waiting \d+ms|caused pair closure|(closed|reset) by peer")
@@ -34,13 +36,18 @@ def limit_collectives(timeout: float) -> None:
 
 
 @contextlib.contextmanager
-def missing_ranks_named(step: Callable[[], int]) -> Iterator[None]:
+def missing_ranks_named(
+    step: Callable[[], int], shufflers: Sequence[BaseTaskBalancedBatchShuffler] = ()
+) -> Iterator[None]:
     """Around a run: if a collective of the model fails, the error names the ranks in which none has failed.
 
     These are gone or stand still; or they wait for a neighbour still, as gloo lets them where a rank has died.
 
+    A shuffler of the run that knows who is missing says it instead, and ends the trainer's own collectives.
+
     Args:
         step: number of the step that is under way, counted from 1.
+        shufflers: of the run.
 
     Raises:
         RankMissingError: instead of torch's own error, which is its cause.
@@ -48,10 +55,13 @@ def missing_ranks_named(step: Callable[[], int]) -> Iterator[None]:
     members = list(range(dist.get_world_size()))
     number = number_channel(members)  # runs and channels are made in the same order on all ranks
     try:
-        yield
+        with ended_with(shufflers):
+            yield
     except RuntimeError as error:
         if isinstance(error, RankMissingError) or not _is_of_collective(error) or len(members) == 1:
             raise
+        if (known := failure_of(shufflers)) is not None:
+            raise known from error
         failed = FailedChannel(f"evenrank/run/{number}", members)
         raise RankMissingError(_describe(error, step(), failed, members)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
@@ -9,8 +10,13 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.control import RankMissingError
+from commons.distributed.options import ShufflerOptions
 from commons.trainer.lost_ranks import limit_collectives, missing_ranks_named
+from commons.trainer.optimization import FiniteLossGuard
+from tests.helpers.faults import my_batch
+from tests.helpers.pipelines import CubicShuffler
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.stopped_ranks import fault, run_with_fault
 
 
 def _stays_away():
@@ -55,3 +61,35 @@ def _is_untouched():
     with pytest.raises(RuntimeError, match=r"^shapes differ$") as error:
         _fails_by_itself()
     return not isinstance(error.value, RankMissingError)
+
+
+def _in_the_trainer_s():
+    guard = FiniteLossGuard(torch.device("cpu"))
+    guard.look(7, torch.ones(()))
+    guard.check()
+
+
+def _in_the_model_s():
+    dist.all_reduce(torch.ones(1))
+
+
+def _waits_elsewhere(folder, collective, group_timeout):
+    """The worker thread learns that a rank stands still while the main thread waits for it in another collective."""
+    shuffler = CubicShuffler(ShufflerOptions(timeout=2.0))
+    shuffler.shuffle(my_batch())
+    limit_collectives(group_timeout)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        fault(folder, signal.SIGSTOP)
+    shuffler.start_shuffle(my_batch(1))
+    with missing_ranks_named(lambda: 7, [shuffler]):
+        collective()
+
+
+@pytest.mark.parametrize("collective, group_timeout", [(_in_the_trainer_s, 600.0), (_in_the_model_s, 4.0)])
+def test_the_main_thread_says_what_the_worker_knows(tmp_path, collective, group_timeout):
+    work = run_with_fault(
+        tmp_path, _waits_elsewhere, collective, group_timeout, waits_for=[0], limit=60.0, world_size=2
+    )
+    assert work[0].status == 1 and work[0].seconds < 45, work[0]
+    assert work[0].error.startswith("RankMissingError: rank 1 did not take part in the gather of step 1 (ranks [0, 1])")
