@@ -19,9 +19,10 @@ from tests.helpers import documented_names as given
 from tests.helpers.hstu_jobs import ROOT, TINY
 
 SBATCH = ROOT / "examples/slurm.sbatch"
-# srun on one machine: its options are left out, and every task is told what Slurm tells it.
+# srun on one machine: its options are shown, and every task is told what Slurm tells it.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do
+  echo "srun was given $1" >&2
   [[ $1 == --ntasks=* ]] && SLURM_NTASKS=${1#--ntasks=}
   shift
 done
@@ -56,6 +57,7 @@ def sbatch(tmp_path):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     job = {"JOB_ID": str(os.getpid()), "JOB_NODELIST": "localhost", "NNODES": "1", "NTASKS": "2", "GPUS_ON_NODE": "2"}
+    job["CPUS_PER_TASK"] = "3"
 
     def run(*arguments):
         return subprocess.run(
@@ -66,7 +68,7 @@ def sbatch(tmp_path):
             | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=300,
             check=False,
         )
 
@@ -83,6 +85,8 @@ def test_srun_starts_every_rank(two_ranks, sbatch, tmp_path):
     flags = [*TINY, "--trainer.enable-balanced-shuffler", "--trainer.run-dir"]
     done = sbatch("srun", *flags, tmp_path / "run")
     assert done.returncode == 0, done.stderr
+    # Since 22.05 srun takes it neither from sbatch nor from SLURM_CPUS_PER_TASK.
+    assert "srun was given --cpus-per-task=3\n" in done.stderr
     assert done.stdout.count("2 ranks on the CPU, one thread each") == 1
     two_ranks.run(given.train_in, str(tmp_path), "hstu.train", [*flags, "joined"])
     started, joined = ([json.loads(line) for line in lines_of(tmp_path / name)] for name in ("run", "joined"))
@@ -95,6 +99,7 @@ def test_srun_starts_every_rank(two_ranks, sbatch, tmp_path):
 def test_torchrun_is_started_on_every_machine(sbatch):
     done = sbatch("torchrun")
     assert done.returncode == 0, done.stderr
+    assert "srun was given --cpus-per-task=6\n" in done.stderr
     told = get_args_parser().parse_args(done.stdout.splitlines())
     assert (told.nnodes, told.nproc_per_node, told.rdzv_endpoint) == ("1", "2", "localhost:29500")
     assert told.module and told.training_script == "hstu.train"
