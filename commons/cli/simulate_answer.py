@@ -137,6 +137,11 @@ class Answer:
         ranks = f"On {result.num_ranks} ranks"
         windows = [way for way in result.ways if way.window > 1]
         best = min([refined, budget, *windows], key=lambda way: way.total)
+        if result.speed_up(best) < _WORTH <= result.possible:
+            return Advice(
+                f"{ranks} no way of dealing these rows gains 2 %, of {result.possible:.2f}× with equal ranks: leave "
+                "balancing off, or look at more rows per step (--batch-size) and longer windows (--window)."
+            )
         if result.speed_up(best) < _WORTH:
             return Advice(
                 f"{ranks} these lengths are even as they are loaded: balancing gains {result.speed_up(best):.2f}× at "

@@ -128,3 +128,12 @@ def test_the_published_case(capsys):
     lengths = ["--lengths", "zipf:1.2:4096", "--ranks", "16", "--tokens-per-item", "2"]
     refined = ways_of(asked(capsys, *lengths, *model))["refined"]
     assert refined["share_of_possible"] > 0.99 and 1.5 < refined["speed_up"] < 1.75
+
+
+def test_uneven_lengths_that_nothing_evens_are_not_called_even(tmp_path, capsys):
+    path = tmp_path / "two.csv"
+    path.write_text("1\n9\n")
+    flags = ["--ranks", "2", "--batch-size", "1", "--task", "tokens", "--json"]
+    assert main(["simulate", "--lengths", str(path), *flags]) == 0
+    advice = json.loads(capsys.readouterr().out)["advice"]
+    assert "even as" not in advice["text"] and "1.80×" in advice["text"] and advice["options"] == ""
