@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ Task = Literal["hstu", "transformer", "tokens"]
 # Rows that steps of constant cost are planned for, and at least so many steps: each is found by a search.
 _BUDGET_ROWS = 1 << 18
 _FEWEST_STEPS = 8
+# Rows of all steps together, a few arrays of which fit a host.
+_MOST_ROWS = 1 << 28
 
 
 @dataclass
@@ -192,6 +195,11 @@ def _dimensions(model: AttentionTask) -> str:
 def _load(lengths: Lengths, options: LengthOptions, num_ranks: int, steps: int) -> LoadedRows:
     """The rows of the first steps; as one loader for all ranks would deal them."""
     shape = (steps, num_ranks, options.batch_size)
+    if math.prod(shape) > _MOST_ROWS:
+        raise ValueError(
+            f"{steps} steps of {num_ranks} ranks × {options.batch_size} are {math.prod(shape):,} rows; at most "
+            f"{_MOST_ROWS:,} are looked at: lower --steps"
+        )
     tokens = options.tokens(lengths.take(int(np.prod(shape)), np.random.default_rng(options.seed))).reshape(shape)
     model = options.model()
     workloads = tokens if model is None else model.get_workloads(tokens)
