@@ -43,6 +43,9 @@ _DESCRIPTION = """evenrank keeps data-parallel ranks evenly loaded.
 
 `evenrank --version` tells the version, `evenrank --tyro-print-completion bash` (zsh, tcsh) prints a completion."""
 
+# Packages that pip does not install with evenrank, or not without an extra.
+_INSTALLED_APART = ("torchrec", "fbgemm_gpu", "megatron")
+
 _CLOSED_PIPE = 1
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
@@ -74,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _CLOSED_PIPE
     except (ValueError, KeyError, OSError) as error:
         print_error(str(error.args[0]) if isinstance(error, KeyError) else str(error))
+        return _USAGE_ERROR
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in _INSTALLED_APART:
+            raise
+        print_error(f"{error.name} cannot be imported: `evenrank doctor` says what to install")
         return _USAGE_ERROR
     except KeyboardInterrupt:
         print_error("interrupted")

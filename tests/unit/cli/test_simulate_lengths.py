@@ -142,3 +142,12 @@ def test_uneven_lengths_that_nothing_evens_are_not_called_even(tmp_path, capsys)
 def test_more_rows_than_a_host_holds_are_one_line(capsys):
     assert main(["simulate", "--lengths", "zipf:1.2:4096", "--steps", "1000000000"]) == 2
     assert "lower --steps" in capsys.readouterr().err
+
+
+def test_a_package_that_is_not_installed_is_one_line(monkeypatch, capsys):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'torchrec'", name="torchrec")
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    assert main(["simulate", "--lengths", "zipf:1.2:4096"]) == 2
+    assert "evenrank doctor" in capsys.readouterr().err
