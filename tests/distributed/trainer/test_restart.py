@@ -139,9 +139,10 @@ def test_a_job_that_loses_a_host_goes_on_with_the_other(two_ranks, data, tmp_pat
     try:
         said = output_of(stays, tmp_path)
     finally:
-        output_of(lost, tmp_path, 20)
+        said_there = output_of(lost, tmp_path, 20)
     assert stays.returncode == 0 and lost.returncode == -signal.SIGKILL, f"after step {step}: {said}"
-    assert "2 ranks on the CPU" in said and "1 rank on the CPU" in said, said
+    assert "1 rank on the CPU" in said, said
+    assert "2 ranks on the CPU" in said + said_there, said + said_there  # rank 0 says it, on either host
     assert losses(tmp_path / "lost") == pytest.approx(losses(tmp_path / "whole"), rel=2e-4), step
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "lost")
     assert expected.keys() == found.keys()
