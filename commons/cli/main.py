@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _quiet_torch() -> None:
     """Let torch's own loggers show errors alone; their hints are for developers of torch."""
     for handler in logging.getLogger("torch").handlers:
-        handler.setLevel(logging.ERROR)
+        if type(handler) is logging.StreamHandler:  # torch's own; pytest adds others, which all loggers share
+            handler.setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager

@@ -139,7 +139,7 @@ def ends_with_rank() -> int | None:
 
 def is_beside_host() -> bool:
     """Whether the process that hosts the default store runs on this rank's host; False where that is not known."""
-    if _describe_host() is None:
+    if not dist.is_initialized() or _describe_host() is None:
         return False
     try:
         return ask_store(lambda store: _LINE.is_local)

@@ -101,7 +101,8 @@ def log_to_file(run_dir: str | Path) -> None:
     logging.raiseExceptions = False  # a full disk shall not print a traceback for every line
     logging.getLogger().handlers = [handler]
     for torch_handler in logging.getLogger("torch").handlers:
-        torch_handler.setLevel(logging.ERROR)
+        if type(torch_handler) is logging.StreamHandler:  # torch's own
+            torch_handler.setLevel(logging.ERROR)
     if rank == 0:
         shown = logging.StreamHandler()
         shown.setLevel(logging.WARNING)
@@ -138,7 +139,15 @@ def _report(error: Exception) -> int:
         traceback.print_exception(error)
     with contextlib.suppress(OSError):
         _TorchrunErrorFile().write(line)
+    if _others_ask_here():
+        time.sleep(_SILENT_SECONDS)
     return status
+
+
+def _others_ask_here() -> bool:
+    """Whether this process keeps the store in which the other ranks look who was first to fail."""
+    started_alone = not dist.is_torchelastic_launched() and dist.is_initialized()
+    return started_alone and dist.get_rank() == 0 and dist.get_world_size() > 1
 
 
 def _is_of_a_collective(error: Exception) -> bool:

@@ -191,12 +191,14 @@ def test_a_checkout_that_is_not_installed_shuffles(tmp_path):
         for entry in path.iterdir():
             if "evenrank" not in entry.name:
                 (packages / entry.name).symlink_to(entry)
+    for name in ("commons", "evenrank", "hstu", "sid_gr"):  # beside which an installation may have left its record
+        (packages / name).symlink_to(ROOT / name)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     done = subprocess.run(
         [sys.executable, "-S", "-c", CHECKOUT, json.dumps(settings(tmp_path / "run")), str(port)],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{packages}"},
+        env=os.environ | {"PYTHONPATH": str(packages)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -127,7 +127,7 @@ def test_a_job_that_loses_a_host_goes_on_with_the_other(two_ranks, data, tmp_pat
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    step = random.randint(1, STEPS - 1)
+    step = random.randint(SAVED_EVERY + 1, STEPS - 1)  # before a checkpoint one rank begins anew, with its own weights
     elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=job"]
     elastic += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     arguments = flags(data, tmp_path / "lost") + size

@@ -55,7 +55,7 @@ def config(tmp_path, monkeypatch):
 
 def test_it_is_simulated(config, capsys):
     assert main(["simulate", "--config", str(config), "--ranks", "2", "--steps", "3"]) == 0
-    assert "4 rows per rank, 3 steps" in capsys.readouterr().out
+    assert "4 rows per rank, 3 steps" in " ".join(capsys.readouterr().out.split())
 
 
 def test_calibrating_says_what_is_missing(config, tmp_path, capsys):
