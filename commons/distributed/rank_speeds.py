@@ -113,7 +113,8 @@ def over_explained(time: np.ndarray, load: np.ndarray, known: np.ndarray) -> np.
     Returns:
         float64 `(n,)`; NaN where it is not known.
 
-    >>> over_explained(np.array([2.0, 3.0, 2.0, 4.0]), np.array([5.0, 5.0, 5.0, 10.0]), np.full(4, True)).round(2).tolist()
+    >>> times, loads = np.array([2.0, 3.0, 2.0, 4.0]), np.array([5.0, 5.0, 5.0, 10.0])
+    >>> over_explained(times, loads, np.full(4, True)).round(2).tolist()
     [0.67, 1.5, 0.67, 1.0]
     """
     ratios = np.full(len(time), np.nan)

@@ -265,6 +265,7 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max
     monkeypatch.setattr(group_pool, "_align_group_names", lambda group: None)
     monkeypatch.setattr(group_pool, "_collected_on_all", lambda members, group: None)
     monkeypatch.setattr(group_pool, "_any_needs", lambda rings, *needs: needs)
+    monkeypatch.setattr(group_pool, "_beside_store", lambda members, rings: [])
     monkeypatch.setattr(group_pool, "_connect", lambda group: True)
 
     idle = group_pool.acquire_groups(given, 5.0, moves_rows=False)
