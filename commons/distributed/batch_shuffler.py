@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import numbers
 import threading
 import time
 import weakref
@@ -303,12 +304,12 @@ class BaseTaskBalancedBatchShuffler(ABC):
         Raises:
             ValueError: not a positive number.
         """
-        if not (isinstance(milliseconds, (int, float)) and 0 < milliseconds < math.inf):
+        if not (isinstance(milliseconds, numbers.Real) and 0 < milliseconds < math.inf):
             raise ValueError(f"milliseconds is {milliseconds!r}; a step takes a positive number of them: correct it")
         if stats is None:
             return
         group = self._group(pg_group)
-        self._step_times.add(milliseconds, stats.loads_after[0 if group is None else dist.get_rank(group)])
+        self._step_times.add(float(milliseconds), stats.loads_after[0 if group is None else dist.get_rank(group)])
 
     def start_window(self, reader: WindowReader, pg_group: dist.ProcessGroup | None = None) -> Future[ShuffledWindow]:
         """Begin a window of host batches; returns at once, a thread of its own reads, plans and exchanges it.

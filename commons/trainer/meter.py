@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from commons.distributed.stats import ShuffleStats
 from commons.perf_model.measured_saving import MeasuredSaving
 from commons.sequence_batch.fields import real_rows
 from commons.trainer.collectives import all_reduce
+from commons.trainer.moments import milliseconds, now, wait_for
 
 # Fields of ShuffleStats with a number of every rank.
 PER_RANK = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds")
@@ -180,35 +180,26 @@ class StepClock:
     """Durations of steps: wall time on the CPU, CUDA events elsewhere, which nobody waits for until they are read."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._begin: Any = None
         self._steps: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
         """Begin a step; what has passed since the last one belongs to none."""
-        self._begin = self._now()
+        self._begin = now(self._device)
 
     def end(self) -> None:
         """End a step, and begin the next one."""
-        now = self._now()
-        self._steps.append((self._begin, now))
-        self._begin = now
+        ended = now(self._device)
+        self._steps.append((self._begin, ended))
+        self._begin = ended
 
     def take(self) -> list[float]:
         """Milliseconds of the steps since the last call."""
         steps, self._steps = self._steps, []
-        if not self._on_cuda:
-            return [(end - begin) * 1e3 for begin, end in steps]
         if steps:
-            steps[-1][1].synchronize()
-        return [begin.elapsed_time(end) for begin, end in steps]
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            wait_for(steps[-1][1])
+        return [milliseconds(begin, end) for begin, end in steps]
 
 
 class StatsMean:

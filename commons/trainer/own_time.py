@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.fx import Proxy
 
 from commons.distributed.stats import ShuffleStats
+from commons.trainer.moments import has_passed, milliseconds, now
 
 _Pairs = list[tuple[Any, Any]]
 
@@ -24,7 +24,7 @@ class OwnTime:
     """
 
     def __init__(self, module: nn.Module | None, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._begun: Any = None
         # Of the step that is under way; then of those whose end a device may not have reached.
         self._passes: _Pairs = []
@@ -46,9 +46,9 @@ class OwnTime:
     def take(self) -> list[tuple[float, ShuffleStats]]:
         """Milliseconds and stats of the steps since the last call whose end is known."""
         taken = []
-        while self._ended and self._has_passed(self._ended[0][0][-1][1]):
+        while self._ended and has_passed(self._ended[0][0][-1][1]):
             passes, stats = self._ended.popleft()
-            taken.append((sum(self._milliseconds(*each) for each in passes), stats))
+            taken.append((sum(milliseconds(*each) for each in passes), stats))
         return [each for each in taken if each[0] > 0]
 
     def close(self) -> None:
@@ -59,22 +59,9 @@ class OwnTime:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # TorchRec traces the model before its first step.
         is_trained = module.training and not any(isinstance(each, Proxy) for each in args)
-        self._begun = self._now() if is_trained else None
+        self._begun = now(self._device) if is_trained else None
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._begun is not None:
-            self._passes.append((self._begun, self._now()))
+            self._passes.append((self._begun, now(self._device)))
             self._begun = None
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _has_passed(self, moment: Any) -> bool:
-        return not self._on_cuda or moment.query()
-
-    def _milliseconds(self, begun: Any, ended: Any) -> float:
-        return begun.elapsed_time(ended) if self._on_cuda else (ended - begun) * 1e3

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -142,16 +143,15 @@ class BackgroundSink:
         self._name = name
         self._worker = DaemonWorker(f"evenrank-sink-{name}")
         self._sink: Sink | None = None
-        self._waiting = 0
+        self._room = threading.Semaphore(_MOST_WAITING)
         self._has_warned = False
         self._worker.submit(lambda: self._try(lambda: self._open(open_sink)))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """As in Sink; returns at once, and raises nothing."""
-        if self._waiting >= _MOST_WAITING:
+        if not self._room.acquire(blocking=False):
             self._warn(f"{_MOST_WAITING} records wait for it")
             return
-        self._waiting += 1
         kept = dict(record)
         self._worker.submit(lambda: self._try(lambda: self._write(kept)))
 
@@ -165,7 +165,7 @@ class BackgroundSink:
         self._sink = open_sink()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._waiting -= 1
+        self._room.release()
         if self._sink is not None:
             self._sink.write(record)
 
