@@ -15,7 +15,7 @@ from commons.perf_model.gain import SLACKS, TRAINED_SLACK, Comparison, DealtRows
 from commons.perf_model.task_estimator import training_flops
 
 # Balancing is worth its options from this speed-up on; another way is worth its price if it gains so much more.
-_WORTH = 1.02
+WORTH = 1.02
 # Width of a table that no terminal shows.
 _WIDTH = 120
 
@@ -116,7 +116,7 @@ class Answer:
             lifted = _best_of_windows(result)
             remedy = "more rows per step (--batch-size) or shorter rows (--max-length) lift it"
             most = result.ways[0].total / result.bound
-            if result.possible < _WORTH * most:
+            if result.possible < WORTH * most:
                 remedy = "it cannot be split, and costs less than 2 % of what is possible"
             elif lifted is not None:
                 remedy = (
@@ -137,19 +137,19 @@ class Answer:
         ranks = f"On {result.num_ranks} ranks"
         windows = [way for way in result.ways if way.window > 1]
         best = min([refined, budget, *windows], key=lambda way: way.total)
-        if result.speed_up(best) < _WORTH <= result.possible:
+        if result.speed_up(best) < WORTH <= result.possible:
             return Advice(
                 f"{ranks} no way of dealing these rows gains 2 %, of {result.possible:.2f}× with equal ranks: leave "
                 "balancing off, or look at more rows per step (--batch-size) and longer windows (--window)."
             )
-        if result.speed_up(best) < _WORTH:
+        if result.speed_up(best) < WORTH:
             return Advice(
                 f"{ranks} these lengths are even as they are loaded: balancing gains {result.speed_up(best):.2f}× at "
                 "most, leave it off."
             )
         found, speed_up = refined, result.speed_up(refined)
         for way in windows:  # from small to large: a longer window has to pay for itself
-            if result.speed_up(way) >= _WORTH * speed_up:
+            if result.speed_up(way) >= WORTH * speed_up:
                 found, speed_up = way, result.speed_up(way)
         gain = f"{speed_up:.2f}×, {result.share(found):.0%} of the possible {result.possible:.2f}×"
         on = "--trainer.enable-balanced-shuffler"
@@ -161,7 +161,7 @@ class Answer:
             )
         alone = result.speed_up(refined)
         text = f"{ranks} balance windows of {found.window} batches: {gain} ({alone:.2f}× batch by batch)"
-        if result.speed_up(budget) >= _WORTH * speed_up:
+        if result.speed_up(budget) >= WORTH * speed_up:
             text += f"; where lengths are known beforehand, steps of constant cost gain {result.speed_up(budget):.2f}×"
         return Advice(
             text + "; which rows share a step changes.",
@@ -218,7 +218,7 @@ def _best_of_windows(result: Comparison) -> DealtRows | None:
     if not windows:
         return None
     least = min(way.total for way in windows)
-    return next(way for way in windows if way.total <= _WORTH * least)
+    return next(way for way in windows if way.total <= WORTH * least)
 
 
 def print_answer(answer: Answer) -> None:

@@ -1,0 +1,175 @@
+"""Pictures of a command's answer: drawn once, for a page in light and dark, wide and narrow, or for a file.
+
+A picture draws on one Axes in the colours of `COLORS`. In a page these become CSS variables, so that the page's theme
+decides them; text stays text. `THEMES` has their values.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from commons.whole_folder import whole_file
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+# Told apart by all kinds of colour vision (after Okabe and Ito, Color Universal Design, 2008), darkened and lightened
+# until each has a contrast of 4.5 to 1 to the surface, which text needs (WCAG 2.2, 1.4.3).
+THEMES: Mapping[str, Mapping[str, str]] = {
+    "light": {
+        "surface": "#ffffff",
+        "raised": "#f4f5f7",
+        "ink": "#1b1d21",
+        "muted": "#5a5f68",
+        "grid": "#dfe2e7",
+        "before": "#b8460a",
+        "after": "#0b66a3",
+        "third": "#06775c",
+        "fourth": "#87478a",
+    },
+    "dark": {
+        "surface": "#15171a",
+        "raised": "#202328",
+        "ink": "#e9eaec",
+        "muted": "#a9afb8",
+        "grid": "#3a3f46",
+        "before": "#f08b4c",
+        "after": "#63b3ea",
+        "third": "#3fc5a2",
+        "fourth": "#d892d3",
+    },
+}
+# What pictures are drawn in.
+COLORS = THEMES["light"]
+
+# CSS pixels of a picture in a page; an inch has 96 of them.
+WIDE, NARROW = 760, 344
+_PIXELS_PER_INCH = 96
+# Points of text: 13 and 12 pixels.
+_TEXT, _NARROW_TEXT = 10, 9
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture.
+
+    Attributes:
+        title: what it shows, in a few words.
+        text: the same in a sentence or two: its caption, and what is read to those who do not see it.
+        draw: draws it; `is_narrow(axes)` tells where there is little room.
+        height: in pixels, where it is wide.
+    """
+
+    title: str
+    text: str
+    draw: Callable[[Axes], None]
+    height: int = 300
+
+
+def require_picture(path: Path) -> None:
+    """Raise ValueError unless the file's type is png, svg or pdf."""
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"figure is {str(path)!r}; pictures are {', '.join(SUFFIXES)}: choose one of these endings")
+
+
+def is_narrow(axes: Axes) -> bool:
+    """Whether a picture has the width of a telephone."""
+    figure = axes.get_figure()
+    return isinstance(figure, Figure) and figure.get_figwidth() * _PIXELS_PER_INCH < (WIDE + NARROW) / 2
+
+
+def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
+    """Write pictures into one file, two in a row.
+
+    Args:
+        pictures: at least one.
+        path: ends in .png, .svg or .pdf.
+
+    Raises:
+        ValueError: another file type.
+        OSError: the file cannot be written.
+    """
+    require_picture(path)
+    columns = min(2, len(pictures))
+    rows = [pictures[first : first + columns] for first in range(0, len(pictures), columns)]
+    heights = [max(picture.height for picture in row) + 40 for row in rows]
+    size = (columns * WIDE * 0.85 / _PIXELS_PER_INCH, sum(heights) / _PIXELS_PER_INCH)
+    with matplotlib.rc_context(_style(_TEXT, "evenrank", COLORS["surface"])):
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
+        for row, of_row in enumerate(rows):
+            for column, picture in enumerate(of_row):
+                whole_row = len(of_row) < columns
+                axes = figure.add_subplot(grid[row, :] if whole_row else grid[row, column])
+                picture.draw(axes)
+                axes.set_title(picture.title, loc="left", fontweight="bold")
+        with whole_file(path) as file:
+            figure.savefig(file, format=path.suffix[1:], dpi=144)
+
+
+def svg_of(picture: Picture, width: int, name: str) -> str:
+    """A picture as an element of a page, without its title.
+
+    Args:
+        picture: the picture.
+        width: `WIDE` or `NARROW` pixels; it scales from there.
+        name: tells its parts from those of other elements of the page.
+    """
+    text = _NARROW_TEXT if width == NARROW else _TEXT
+    height = picture.height if width == WIDE else max(240, 0.85 * picture.height)
+    written = io.StringIO()
+    with matplotlib.rc_context(_style(text, name, "none")):
+        figure = Figure(figsize=(width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH), layout="constrained")
+        picture.draw(figure.subplots())
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    return _as_element(written.getvalue())
+
+
+def _style(text: int, salt: str, surface: str) -> dict[Any, Any]:
+    """Settings of matplotlib; of equal salt and content are equal names within an SVG."""
+    ink, muted = COLORS["ink"], COLORS["muted"]
+    return {
+        "font.size": text,
+        "axes.titlesize": text + 1,
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": muted,
+        "axes.facecolor": surface,
+        "figure.facecolor": surface,
+        "xtick.color": muted,
+        "ytick.color": muted,
+        "xtick.labelcolor": ink,
+        "ytick.labelcolor": ink,
+        "grid.color": COLORS["grid"],
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "legend.fontsize": text,
+        "lines.linewidth": 1.8,
+    }
+
+
+def _as_element(svg: str) -> str:
+    """An SVG file as an element: scaled by the page, coloured by it, with no name that another element may have."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) (?:width="[^"]*" height="[^"]*"|height="[^"]*" width="[^"]*")', r"\1", svg, count=1)
+    svg = re.sub(r' (?:xmlns:xlink|version)="[^"]*"', "", svg, count=2)
+    referred = set(re.findall(r'(?:url\(#|href="#)([\w-]+)', svg))
+    svg = re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in referred else "", svg)
+    for name, color in COLORS.items():
+        svg = svg.replace(color, f"var(--{name})")
+    return svg.replace("<svg", '<svg aria-hidden="true"', 1)
