@@ -1,10 +1,13 @@
-"""Looking at where a command will write, before it does any work."""
+"""Looking at where a command will write, before it does any work; and how the command is typed."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from commons.whole_folder import check_replaceable, whole_file
 
@@ -47,3 +50,28 @@ def require_output(
         check_replaceable(output, lambda path: path.is_file() and may_replace(path), what)
     with contextlib.suppress(_TriedError), whole_file(output):
         raise _TriedError  # an error, so that what was made for the trial goes again
+
+
+def as_command(name: str, arguments: Any) -> str:
+    """The command line that gives a command's arguments, without what is at its default.
+
+    Args:
+        name: of the command, as it is typed.
+        arguments: a dataclass of flags, which may hold dataclasses; those called `of_...` add no prefix to theirs.
+    """
+    return shlex.join([*name.split(), *_flags(arguments, "")])
+
+
+def _flags(arguments: Any, prefix: str) -> list[str]:
+    words = []
+    for item in dataclasses.fields(arguments):
+        value, name = getattr(arguments, item.name), item.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            words += _flags(value, prefix if item.name.startswith("of_") else f"{prefix}{name}.")
+        elif value != item.default:
+            flag = f"--{prefix}{name}"
+            if isinstance(value, bool):
+                words.append(flag if value else f"--{prefix}no-{name}")
+            else:
+                words += [flag, *map(str, value if isinstance(value, (tuple, list)) else (value,))]
+    return words

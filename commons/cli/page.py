@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from commons.cli.pictures import NARROW, THEMES, WIDE, Picture, svg_of
 from commons.version import __version__
@@ -107,13 +108,20 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def _templates() -> jinja2.Environment:
-    return jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("commons.cli", package_path="templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.filters["flags"] = _flags_as_code
+    return templates
+
+
+def _flags_as_code(text: str) -> Markup:
+    """Text whose flags are code, and so not broken at their hyphens."""
+    return Markup(re.sub(r"--[a-z][\w.-]*\w", r"<code>\g<0></code>", str(escape(text))))  # noqa: S704
 
 
 def _without_blank_lines(parts: Iterator[str]) -> Iterator[str]:

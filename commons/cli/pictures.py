@@ -51,7 +51,7 @@ THEMES: Mapping[str, Mapping[str, str]] = {
 COLORS = THEMES["light"]
 
 # CSS pixels of a picture in a page; an inch has 96 of them.
-WIDE, NARROW = 760, 344
+WIDE, NARROW = 560, 344
 _PIXELS_PER_INCH = 96
 # Points of text: 13 and 12 pixels.
 _TEXT, _NARROW_TEXT = 10, 9
@@ -101,16 +101,16 @@ def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
     columns = min(2, len(pictures))
     rows = [pictures[first : first + columns] for first in range(0, len(pictures), columns)]
     heights = [max(picture.height for picture in row) + 40 for row in rows]
-    size = (columns * WIDE * 0.85 / _PIXELS_PER_INCH, sum(heights) / _PIXELS_PER_INCH)
+    size = (columns * WIDE * 1.15 / _PIXELS_PER_INCH, sum(heights) / _PIXELS_PER_INCH)
     with matplotlib.rc_context(_style(_TEXT, "evenrank", COLORS["surface"])):
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
         for row, of_row in enumerate(rows):
             for column, picture in enumerate(of_row):
                 whole_row = len(of_row) < columns
-                axes = figure.add_subplot(grid[row, :] if whole_row else grid[row, column])
-                picture.draw(axes)
-                axes.set_title(picture.title, loc="left", fontweight="bold")
+                part = figure.add_subfigure(grid[row, :] if whole_row else grid[row, column])
+                part.suptitle(picture.title, x=0.01, ha="left", fontweight="bold")
+                picture.draw(part.subplots())
         with whole_file(path) as file:
             figure.savefig(file, format=path.suffix[1:], dpi=144)
 
@@ -138,7 +138,7 @@ def _style(text: int, salt: str, surface: str) -> dict[Any, Any]:
     ink, muted = COLORS["ink"], COLORS["muted"]
     return {
         "font.size": text,
-        "axes.titlesize": text + 1,
+        "figure.titlesize": text + 1,
         "svg.fonttype": "none",
         "svg.hashsalt": salt,
         "text.color": ink,
@@ -169,7 +169,7 @@ def _as_element(svg: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) (?:width="[^"]*" height="[^"]*"|height="[^"]*" width="[^"]*")', r"\1", svg, count=1)
     svg = re.sub(r' (?:xmlns:xlink|version)="[^"]*"', "", svg, count=2)
     referred = set(re.findall(r'(?:url\(#|href="#)([\w-]+)', svg))
-    svg = re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in referred else "", svg)
+    svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in referred else "", svg)
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
     return svg.replace("<svg", '<svg aria-hidden="true"', 1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -15,11 +16,15 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from commons.cli.outputs import require_output
+from commons.cli.outputs import as_command, require_output
+from commons.cli.page import Page, require_page, write_page
+from commons.cli.pictures import Picture, require_picture, write_pictures
 from commons.cli.recipes import load_recipe
 from commons.cli.simulate_answer import print_answer
-from commons.cli.simulate_figure import require_picture, write_figure
+from commons.cli.simulate_figure import pictures_of_steps
 from commons.cli.simulate_gain import LengthOptions, simulate_lengths
+from commons.cli.simulate_page import cells_of_steps, page_of, page_of_steps
+from commons.cli.simulate_pictures import pictures_of
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.perf_model.measurement import CostTarget
@@ -42,6 +47,7 @@ class Simulate:
     For example:
       evenrank simulate --lengths lengths.csv --ranks 8 64 --batch-size 32
       evenrank simulate --lengths data.parquet --column history --tokens-per-item 2 --max-length 4096
+      evenrank simulate --lengths lognormal:130:1.4:8192 --ranks 64 256 --html gain.html
       evenrank simulate --lengths lognormal:130:1.4:8192 --ranks 64 --json
       evenrank simulate --config hstu/configs/demo.toml
       evenrank simulate --config my.toml --ranks 16 64 256 --shuffler.calibration h200.toml --figure gain.png
@@ -70,8 +76,14 @@ class Simulate:
     """Windows to look at, for each number of ranks: batches of every rank that are planned together; 1 balances every
     batch by itself. None: 1, with --lengths 2, 4 and 8."""
 
+    html: Path | None = None
+    """Where to write the answer as a page with pictures, one .html file that needs no network; None for none."""
+
     figure: Path | None = None
     """Where to draw the gain, as .png, .svg or .pdf; None for no picture."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
 
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
     """How batches are balanced."""
@@ -109,16 +121,17 @@ class Simulate:
         """From lengths alone."""
         for flag, given in (
             ("--model", self.model is not None),
-            ("--figure", self.figure is not None),
             ("--shuffler", self.shuffler != ShufflerOptions()),
         ):
             if given:
                 raise ValueError(f"{flag} belongs to --config, and --lengths is given: leave it out")
+        self._require_outputs({"--lengths": Path(lengths)})
         answer = simulate_lengths(lengths, self.of_lengths, self.ranks, windows, steps)
-        if self.of_lengths.json:
-            sys.stdout.write(json.dumps(answer.to_dict(), indent=2) + "\n")
+        if self.json:
+            _print_json(answer.to_dict())
         else:
             print_answer(answer)
+        self._write(lambda: page_of(answer, self._command()), lambda: pictures_of(answer))
 
     def _of_config(self, config: Path, steps: int, windows: tuple[int, ...]) -> None:
         """From the batches of a training run."""
@@ -129,11 +142,8 @@ class Simulate:
             raise ValueError(
                 f"shuffler.mode is {self.shuffler.mode!r}; a simulation says what balancing would gain: leave it out"
             )
-        if self.figure is not None:
-            require_picture(self.figure)
-            measured = None if self.shuffler.calibration is None else Path(self.shuffler.calibration)
-            inputs = {"--config": config, "--shuffler.calibration": measured}
-            require_output(self.figure, option="--figure", inputs=inputs)
+        measured = None if self.shuffler.calibration is None else Path(self.shuffler.calibration)
+        self._require_outputs({"--config": config, "--shuffler.calibration": measured})
         calibration = None if self.shuffler.calibration is None else load_calibration(self.shuffler.calibration)
         target = load_recipe(self.model, config, torch.device("cpu"))
         cost = target.task if calibration is None else CalibratedTask(target.task, calibration)
@@ -151,11 +161,40 @@ class Simulate:
                 f"the data set has {num_rows:,} rows, a step of {min(self.ranks)} ranks trains {fewest:,}{of_window}: "
                 "lower --ranks, or train_batch_size in the config"
             )
-        _print_results(results, config, target.batch_size, steps)
-        for line in [*self._shortage(len(batches), num_rows, target.batch_size, steps), *_dominant_rows(results)]:
-            Console().print(line)
+        notes = [*self._shortage(len(batches), num_rows, target.batch_size, steps), *_dominant_rows(results)]
+        title = f"{config}: {target.batch_size} rows per rank, {steps} steps"
+        if self.json:
+            _print_json({"config": str(config), "ranks": [each.to_dict() for each in results], "notes": notes})
+        else:
+            _print_results(results, title)
+            for line in notes:
+                Console().print(line)
+        self._write(
+            lambda: page_of_steps(results, title, notes, self._command()),
+            lambda: pictures_of_steps(results),
+        )
+
+    def _require_outputs(self, inputs: Mapping[str, Path | None]) -> None:
+        """Raise unless the page and the picture can be written."""
+        if self.html is not None:
+            require_page(self.html)
+            require_output(self.html, option="--html", inputs=inputs)
         if self.figure is not None:
-            write_figure(results, self.figure)
+            require_picture(self.figure)
+            require_output(self.figure, option="--figure", inputs=inputs)
+
+    def _write(self, page: Callable[[], Page], pictures: Callable[[], Sequence[Picture]]) -> None:
+        """Write the page and the picture that are asked for."""
+        if self.html is not None:
+            write_page(page(), self.html)
+        if self.figure is not None:
+            write_pictures(pictures(), self.figure)
+        for path in (self.html, self.figure):
+            if path is not None and not self.json:
+                Console().print(f"written: {path}", highlight=False, soft_wrap=True)
+
+    def _command(self) -> str:
+        return as_command("evenrank simulate", self)
 
     def _simulate(
         self, batches: Sequence[RowCosts], num_ranks: int, window: int, cost: AttentionTask | CalibratedTask
@@ -212,34 +251,18 @@ def _dominant_rows(results: Sequence[SimulatedSteps]) -> list[str]:
     return lines
 
 
-def _print_results(results: list[SimulatedSteps], config: Path, batch_size: int, steps: int) -> None:
+def _print_json(content: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(content, indent=2) + "\n")
+
+
+def _print_results(results: list[SimulatedSteps], title: str) -> None:
     in_ms, has_windows = results[0].in_ms, any(result.window > 1 for result in results)
-    table = Table(title=f"{config}: {batch_size} rows per rank, {steps} steps", title_justify="left")
-    for name in (
-        "ranks",
-        "window" if has_windows else "",
-        "imbalance",
-        "slowest rank" if in_ms else "",
-        "speed-up",
-        "possible",
-        "moved",
-    ):
-        if name:
-            table.add_column(name, justify="right")
-    for result in results:
-        before, after = result.cost_before.mean(), result.cost_after.mean()
-        uneven_before, uneven_after = result.imbalance_before, result.imbalance_after
-        if has_windows:
-            uneven_before, uneven_after = result.total_imbalance_before, result.total_imbalance_after
-        cells = [
-            str(result.num_ranks),
-            *([str(result.window)] if has_windows else []),
-            f"{uneven_before:.1%} → {uneven_after:.2%}",
-        ]
-        if in_ms:
-            cells.append(f"{before:.1f} → {after:.1f} ms")
-        cells += [f"{result.speed_up:.2f}×", f"{result.possible_speed_up:.2f}×", f"{result.tokens_moved:.1%}"]
-        table.add_row(*cells)
+    table = Table(title=title, title_justify="left")
+    cells = [cells_of_steps(result, has_windows=has_windows) for result in results]
+    for name in cells[0]:
+        table.add_column(name, justify="right")
+    for row in cells:
+        table.add_row(*row.values())
     console = Console()
     console.print(table)
     of_steps = "of the sums over all steps, " if has_windows else ""

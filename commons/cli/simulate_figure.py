@@ -1,102 +1,103 @@
-"""The picture of `evenrank simulate`."""
+"""The pictures of `evenrank simulate --config`: the gain by number of ranks and window, and the ranks' loads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
 
+from commons.cli.pictures import COLORS, Picture
 from commons.perf_model.simulation import SimulatedSteps
-from commons.whole_folder import whole_file
 
-_SUFFIXES = (".png", ".svg", ".pdf")
-_BEFORE, _AFTER = "#b5442e", "#2e6fb5"
-# The shade of the smallest window, where there are several.
-_LIGHT = "#bdd3ea"
 # Width of the bar of a number of ranks, and of the bars of several windows together.
 _BAR, _BARS = 0.55, 0.85
+_HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\")
+_STYLES = ("--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 
 
-def require_picture(path: Path) -> None:
-    """Raise ValueError unless the file's type is png, svg or pdf."""
-    if path.suffix not in _SUFFIXES:
-        raise ValueError(f"figure is {str(path)!r}; pictures are {', '.join(_SUFFIXES)}: choose one of these endings")
-
-
-def write_figure(results: Sequence[SimulatedSteps], path: Path) -> None:
-    """Draw the gain by number of ranks and window, and the ranks' loads in the most uneven step of the largest number.
-
-    Raises:
-        ValueError: a file type other than png, svg and pdf.
-    """
-    require_picture(path)
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    gain, loads = figure.subplots(1, 2)
-    windows = sorted({result.window for result in results})
-    colors = dict(zip(windows, _shades(len(windows))))
-    _draw_gain(gain, results, colors)
+def pictures_of_steps(results: Sequence[SimulatedSteps]) -> tuple[Picture, ...]:
+    """The gain by number of ranks and window, and the ranks' loads in the most uneven step of the largest number."""
     most_ranks = max(result.num_ranks for result in results)
-    _draw_loads(loads, [result for result in results if result.num_ranks == most_ranks], colors)
-    for axes in (gain, loads):
-        axes.spines[["top", "right"]].set_visible(False)
-    with matplotlib.rc_context({"svg.hashsalt": "evenrank"}), whole_file(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=150)
+    return (
+        Picture(
+            "Gain by number of ranks",
+            "Speed-up of the slowest rank, and the bound that no plan can exceed.",
+            _gain(results),
+            height=340,
+        ),
+        Picture(
+            f"Most uneven step of {most_ranks} ranks",
+            "Load of every rank ÷ the mean, fullest rank first, as loaded and balanced. All ranks wait for the one at "
+            "the left.",
+            _loads([result for result in results if result.num_ranks == most_ranks]),
+        ),
+    )
 
 
-def _shades(count: int) -> list[str]:
-    """Colours from light to `_AFTER`, which a single one is."""
-    light, full = (np.array(to_rgb(color)) for color in (_LIGHT, _AFTER))
-    return [to_hex(full + (light - full) * (count - 1 - place) / max(1, count - 1)) for place in range(count)]
+def _name_of(window: int, windows: Sequence[int]) -> str:
+    return "balanced" if list(windows) == [1] else f"window {window}"
 
 
-def _draw_gain(axes: Axes, results: Sequence[SimulatedSteps], colors: dict[int, str]) -> None:
+def _gain(results: Sequence[SimulatedSteps]) -> Callable[[Axes], None]:
     ranks = list(dict.fromkeys(result.num_ranks for result in results))
-    windows = list(colors)
+    windows = sorted({result.window for result in results})
     several = len(windows) > 1
     width = _BARS / len(windows) if several else _BAR
-    for place, window in enumerate(windows):
-        shown = [result for result in results if result.window == window]
-        at = np.array([ranks.index(result.num_ranks) for result in shown]) + (place - (len(windows) - 1) / 2) * width
-        bounds = [result.possible_speed_up for result in shown]
-        label = "balanced" if windows == [1] else f"window {window}"
-        axes.bar(at, [result.speed_up for result in shown], color=colors[window], width=width, label=label)
-        axes.hlines(
-            bounds, at - width * 0.4, at + width * 0.4, color=_BEFORE, label="_nolegend_" if place else "possible"
-        )
-        for x, bound, result in zip(at, bounds, shown):
-            text = f"{result.speed_up:.2f}×"
-            if several:  # a number is wider than its bar
-                axes.annotate(f" {text}", (x, bound), ha="center", va="bottom", rotation=90)
-            else:
-                axes.annotate(text, (x, result.speed_up - 0.04), ha="center", va="top", color="white")
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(xlabel="ranks", ylabel="speed-up of the slowest rank", xticks=range(len(ranks)), xticklabels=ranks)
-    if several:
-        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
-    else:
-        axes.legend(frameon=False, loc="upper left")
-    axes.margins(y=0.25 if several else 0.2)
+
+    def draw(axes: Axes) -> None:
+        for place, window in enumerate(windows):
+            shown = [result for result in results if result.window == window]
+            at = (
+                np.array([ranks.index(result.num_ranks) for result in shown]) + (place - (len(windows) - 1) / 2) * width
+            )
+            bounds = [result.possible_speed_up for result in shown]
+            axes.bar(
+                at,
+                [result.speed_up for result in shown],
+                color=COLORS["after"],
+                edgecolor=COLORS["surface"],
+                hatch=_HATCHES[place % len(_HATCHES)],
+                width=width,
+                label=_name_of(window, windows),
+            )
+            ends = at - width * 0.4, at + width * 0.4
+            axes.hlines(bounds, *ends, color=COLORS["before"], label="_nolegend_" if place else "possible")
+            for x, bound, result in zip(at, bounds, shown):
+                axes.annotate(
+                    f"{result.speed_up:.2f}×",
+                    (x, bound),
+                    (0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    rotation=90 if several else 0,
+                )
+        axes.axhline(1, color=COLORS["muted"], linewidth=0.8)
+        axes.set_xticks(range(len(ranks)), [str(each) for each in ranks])
+        axes.set(xlabel="ranks", ylabel="speed-up of the slowest rank")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+        axes.margins(y=0.25 if several else 0.12)
+
+    return draw
 
 
-def _draw_loads(axes: Axes, results: Sequence[SimulatedSteps], colors: dict[int, str]) -> None:
+def _loads(results: Sequence[SimulatedSteps]) -> Callable[[Axes], None]:
     num_ranks = results[0].num_ranks
-    drawn = [(results[0].loads_before, _BEFORE, "as loaded")]
-    for each in results:
-        label = "balanced" if list(colors) == [1] else f"window {each.window}"
-        drawn.append((each.loads_after, colors[each.window], label))
-    for values, color, label in drawn:
-        order = np.sort(values)[::-1] / max(1.0, float(values.mean()))
-        axes.step(np.arange(len(order) + 1), [*order, order[-1]], where="post", color=color, label=label)
-    axes.set(
-        xlabel="ranks, fullest first",
-        ylabel="load ÷ mean",
-        title=f"most uneven step of {num_ranks} ranks",
-        xlim=(0, num_ranks),
-        ylim=(0, None),
-    )
-    axes.legend(frameon=False)
+    windows = [each.window for each in results]
+
+    def draw(axes: Axes) -> None:
+        _draw_step(axes, results[0].loads_before, COLORS["before"], "-", "as loaded")
+        for place, each in enumerate(results):
+            style = _STYLES[place % len(_STYLES)]
+            _draw_step(axes, each.loads_after, COLORS["after"], style, _name_of(each.window, windows))
+        axes.set(xlabel="ranks, fullest first", ylabel="load ÷ mean", xlim=(0, num_ranks), ylim=(0, None))
+        axes.legend()
+
+    return draw
+
+
+def _draw_step(axes: Axes, loads: np.ndarray, color: str, style: object, label: str) -> None:
+    order = np.sort(loads)[::-1] / max(1.0, float(loads.mean()))
+    places = np.arange(len(order) + 1)
+    axes.step(places, [*order, order[-1]], where="post", color=color, linestyle=style, label=label)

@@ -84,9 +84,6 @@ class LengthOptions:
     link_gbps: float | None = None
     """With --lengths: what a rank sends per second, in 10^9 bits; gives milliseconds of the exchange."""
 
-    json: bool = False
-    """With --lengths: print JSON instead of a table."""
-
     def given(self) -> list[str]:
         """Flags of the options that are not at their default."""
         default = LengthOptions()

@@ -1,11 +1,15 @@
-"""The page of `evenrank simulate --lengths --html`."""
+"""The pages of `evenrank simulate --html`: from lengths, and from the batches of a config."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from commons.cli.page import Page, PageTable, Section
-from commons.cli.simulate_answer import Answer, cells_of
+from commons.cli.simulate_answer import WORTH, Answer, cells_of
+from commons.cli.simulate_figure import pictures_of_steps
 from commons.cli.simulate_pictures import pictures_of
 from commons.perf_model.gain import SLACKS, TRAINED_SLACK
+from commons.perf_model.simulation import SimulatedSteps
 
 _COLUMNS = (
     ("mean, p99", "over steps, the largest load of a rank ÷ the mean."),
@@ -81,3 +85,78 @@ def _table(answer: Answer, place: int) -> PageTable:
         f"{result.num_ranks} ranks × {result.rows.batch_size} rows, {result.rows.num_steps} steps",
         marked=best,
     )
+
+
+def page_of_steps(results: Sequence[SimulatedSteps], title: str, notes: Sequence[str], command: str) -> Page:
+    """What a config's batches would gain, as a page.
+
+    Args:
+        results: of every number of ranks and window.
+        title: what was looked at.
+        notes: what to know of it.
+        command: how it was made, for the page's end.
+    """
+    most = max(result.speed_up for result in results)
+    best = next(result for result in sorted(results, key=lambda each: each.window) if WORTH * result.speed_up > most)
+    has_windows = any(result.window > 1 for result in results)
+    cells = [cells_of_steps(result, has_windows=has_windows) for result in results]
+    together = f" in windows of {best.window} batches" if best.window > 1 else ""
+    of_what = (
+        "of a whole step, by the calibration"
+        if best.in_ms
+        else "in operations of the slowest rank: a step's fixed costs make it less"
+    )
+    return Page(
+        title="What balancing would gain",
+        subtitle=title,
+        answer=(
+            f"On {best.num_ranks} ranks balancing{together} gains {best.speed_up:.2f}×, of "
+            f"{best.possible_speed_up:.2f}× possible, {of_what}."
+        ),
+        copy=("--trainer.enable-balanced-shuffler" + (f" --trainer.shuffle-window {best.window}" * (best.window > 1)),),
+        figures=(
+            (f"{best.speed_up:.2f}×", f"speed-up on {best.num_ranks} ranks"),
+            (f"{best.possible_speed_up:.2f}×", "possible: no plan gains more"),
+            (f"{best.tokens_moved:.0%}", "of the tokens change rank"),
+        ),
+        sections=(
+            Section(
+                "Ranks and windows",
+                paragraphs=tuple(notes),
+                pictures=pictures_of_steps(results),
+                tables=(
+                    PageTable(
+                        tuple(cells[0]), tuple(tuple(row.values()) for row in cells), marked=list(results).index(best)
+                    ),
+                ),
+                terms=(
+                    (
+                        "imbalance",
+                        ("of the sums over all steps, " if has_windows else "")
+                        + "largest ÷ mean − 1, as loaded → balanced.",
+                    ),
+                    ("possible", "the speed-up at the planner's lower bound: no plan gains more."),
+                    ("moved", "tokens that change rank, of all."),
+                ),
+            ),
+        ),
+        command=command,
+    )
+
+
+def cells_of_steps(result: SimulatedSteps, *, has_windows: bool) -> dict[str, str]:
+    """A row of the table, by column."""
+    uneven = result.imbalance_before, result.imbalance_after
+    if has_windows:
+        uneven = result.total_imbalance_before, result.total_imbalance_after
+    cells = {"ranks": str(result.num_ranks)}
+    if has_windows:
+        cells["window"] = str(result.window)
+    cells["imbalance"] = f"{uneven[0]:.1%} → {uneven[1]:.2%}"
+    if result.in_ms:
+        cells["slowest rank"] = f"{result.cost_before.mean():.1f} → {result.cost_after.mean():.1f} ms"
+    return cells | {
+        "speed-up": f"{result.speed_up:.2f}×",
+        "possible": f"{result.possible_speed_up:.2f}×",
+        "moved": f"{result.tokens_moved:.1%}",
+    }

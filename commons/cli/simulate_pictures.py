@@ -96,7 +96,7 @@ def _bands(answer: Answer) -> Callable[[Axes], None]:
             axes.bar(
                 places + shift, share, width=0.4, color=color, label=label, hatch=hatch, edgecolor=COLORS["surface"]
             )
-        every = 1 + (len(names) - 1) // (5 if is_narrow(axes) else 14)
+        every = 1 + (len(names) - 1) // (5 if is_narrow(axes) else 8)
         axes.set_xticks(places[::every], names[::every], rotation=35, ha="right", rotation_mode="anchor")
         axes.set(xlabel="tokens of a row", ylabel="share")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -199,6 +199,6 @@ def _steps(result: Comparison, ways: list[DealtRows]) -> Callable[[Axes], None]:
         axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8)
         axes.set(xlabel="step", ylabel="largest load ÷ mean")
         axes.margins(x=0.01)
-        axes.legend(loc="upper right")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2)
 
     return draw

@@ -96,6 +96,26 @@ class SimulatedSteps:
         """The same at the planner's lower bound: no plan gains more."""
         return float(self.cost_before.sum() / self.cost_bound.sum())
 
+    def to_dict(self) -> dict[str, Any]:
+        """What came out, JSON-ready; costs are means over steps, of the slowest rank."""
+        return {
+            "ranks": self.num_ranks,
+            "window": self.window,
+            "steps": len(self.cost_before),
+            "unit": "ms" if self.in_ms else "load",
+            "cost_before": float(self.cost_before.mean()),
+            "cost_after": float(self.cost_after.mean()),
+            "imbalance_before": self.imbalance_before,
+            "imbalance_after": self.imbalance_after,
+            "total_imbalance_before": self.total_imbalance_before,
+            "total_imbalance_after": self.total_imbalance_after,
+            "speed_up": self.speed_up,
+            "possible_speed_up": self.possible_speed_up,
+            "tokens_moved": self.tokens_moved,
+            "dominated_steps": int((self.largest_share > 1).sum()),
+            "largest_share": float(self.largest_share.max()),
+        }
+
 
 def simulate_steps(
     batches: Sequence[RowCosts],

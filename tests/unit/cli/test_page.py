@@ -1,0 +1,197 @@
+"""Pages and pictures: what `--html` and `--figure` write."""
+
+from __future__ import annotations
+
+import html.parser
+import itertools
+import json
+import re
+import shlex
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.cli.main import _parse, main
+from commons.cli.page import Page, PageTable, Section, write_page
+from commons.cli.pictures import COLORS, NARROW, THEMES, WIDE, Picture, svg_of
+from commons.cli.simulate_pictures import band_edges
+from tests.helpers.training_configs import CONFIG
+
+LENGTHS = ["simulate", "--lengths", "lognormal:130:1.4:8192", "--ranks", "4", "8", "--steps", "8", "--batch-size", "4"]
+VOID = {"meta", "link", "br"}
+# Of an inline SVG, as matplotlib closes them.
+SHAPES = {"path", "use"}
+
+
+class Tags(html.parser.HTMLParser):
+    """Elements that are opened and closed, their names for others, and what they load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.loaded, self.text = [], [], [], []
+        self.tags = set()
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self._note(tag, attributes)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self._note(tag, attributes)
+
+    def _note(self, tag, attributes):
+        self.tags.add(tag)
+        values = dict(attributes)
+        self.ids += [values["id"]] if "id" in values else []
+        self.loaded += [values[name] for name in ("src", "href", "xlink:href") if name in values]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(path):
+    text = path.read_text(encoding="utf-8")
+    tags = Tags(text)
+    assert tags.open == [] and len(tags.ids) == len(set(tags.ids))
+    assert "script" not in tags.tags
+    references = re.findall(r"url\(([^)]*)\)", text) + tags.loaded
+    assert all(each.startswith(("#", "data:")) for each in references)
+    assert {each[1:] for each in references if each.startswith("#")} <= set(tags.ids)
+    assert not re.search(r"https?://(?!www\.w3\.org/)", text)
+    return text, " ".join(" ".join(tags.text).split())
+
+
+def test_a_page_of_lengths_is_one_file_with_all_of_the_answer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*LENGTHS, "--html", "gain.html", "--figure", "gain.png"]) == 0, capsys.readouterr().err
+    assert "written: gain.html" in capsys.readouterr().out
+    assert (tmp_path / "gain.png").stat().st_size > 20_000
+    text, words = read(tmp_path / "gain.html")
+    assert main([*LENGTHS, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["advice"]["text"] in words and answer["advice"]["options"].split()[0] in words
+    for of_ranks, way in itertools.product(answer["ranks"], range(8)):
+        assert f"{of_ranks['ways'][way]['speed_up']:.2f}×" in words
+    assert text.count("<svg") == 8  # four pictures, wide and narrow
+    assert "--steps 8 --html gain.html --figure gain.png --batch-size 4" in words
+
+
+def test_a_page_of_a_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG.format(candidates=3))
+    argv = ["simulate", "--config", "run.toml", "--ranks", "2", "4", "--steps", "3", "--window", "1", "3"]
+    assert main([*argv, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [(each["ranks"], each["window"]) for each in answer["ranks"]] == [(2, 1), (2, 3), (4, 1), (4, 3)]
+    assert main([*argv, "--html", "gain.html", "--figure", "gain.svg"]) == 0
+    _, words = read(tmp_path / "gain.html")
+    for each in answer["ranks"]:
+        assert each["possible_speed_up"] >= each["speed_up"] >= 1
+        assert f"{each['speed_up']:.2f}×" in words
+
+
+def test_one_number_of_ranks_and_even_lengths(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("even.npy", np.full(64, 7))
+    assert main(["simulate", "--lengths", "even.npy", "--ranks", "2", "--batch-size", "4", "--html", "e.html"]) == 0
+    assert "leave it off" in read(tmp_path / "e.html")[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--html", "lengths.npy"], "a page is an .html file"),
+        (["--html", "folder.html"], "is a folder"),
+        (["--figure", "lengths.npy"], "choose one of these endings"),
+        (["--html", "missing\0.html"], "null"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", np.arange(1, 65))
+    (tmp_path / "folder.html").mkdir()
+    assert main(["simulate", "--lengths", "lengths.npy", "--ranks", "2", *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1
+
+
+def test_what_is_read_is_not_overwritten(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", np.arange(1, 65))
+    (tmp_path / "page.html").symlink_to("lengths.npy")
+    assert main(["simulate", "--lengths", "lengths.npy", "--ranks", "2", "--html", "page.html"]) == 2
+    assert "no command overwrites what it reads" in capsys.readouterr().err
+
+
+def drawn(axes):
+    axes.plot([0, 1], [1, 2], color=COLORS["after"], label="a < b & c")
+    axes.legend()
+
+
+def test_text_is_escaped_and_nothing_has_a_name_twice(tmp_path):
+    evil = '<script>alert("x")</script> --flag & </p>'
+    picture = Picture(evil, evil, drawn)
+    table = PageTable((evil, "b"), ((evil, "1"), ("x", evil)), evil, marked=1)
+    section = Section(evil, (evil,), (picture, picture), (table,), ((evil, evil),), (evil,))
+    page = Page(evil, evil, evil, (evil,), ((evil, evil),), (section,), evil)
+    write_page(page, tmp_path / "p.html")
+    text, words = read(tmp_path / "p.html")
+    assert text.count("<svg") == 4 and '<script>alert("x")</script>' in words and "a < b & c" in words
+    assert "<code>--flag</code>" in text
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_pictures_take_their_colours_from_the_page(width):
+    svg = svg_of(Picture("t", "t", drawn), width, "p0")
+    assert not re.search(r"#[0-9a-f]{6}", svg) and "var(--after)" in svg and "var(--ink)" in svg
+    assert svg == svg_of(Picture("t", "t", drawn), width, "p0")
+
+
+def contrast(one, other):
+    """Of two colours, by WCAG 2.2."""
+
+    def luminance(color):
+        parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_text_and_marks_stand_out(theme):
+    colors = THEMES[theme]
+    assert colors.keys() == COLORS.keys() and len(set(colors.values())) == len(colors)
+    for surface, name in itertools.product(
+        ("surface", "raised"), ("ink", "muted", "before", "after", "third", "fourth")
+    ):
+        assert contrast(colors[surface], colors[name]) >= 4.5, (surface, name)
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=50))
+def test_bands_hold_every_length_once(tokens):
+    tokens = np.array(tokens)
+    edges = band_edges(tokens)
+    assert (np.diff(edges) > 0).all() and 2 <= len(edges) <= 15
+    assert edges[0] == tokens.min() and edges[-1] == tokens.max() + 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*LENGTHS, "--in-order", "--peak-tflops", "989.0", "--window", "2", "4", "--html", "a b.html"],
+        ["simulate", "--config", "a.toml", "--shuffler.slack", "0.05", "--shuffler.no-equal-size", "--figure", "x.png"],
+    ],
+)
+def test_the_command_at_the_end_of_a_page_is_the_one_that_was_typed(argv):
+    command = _parse(argv)
+    words = shlex.split(command._command())
+    assert words[0] == "evenrank" and _parse(words[1:]) == command
