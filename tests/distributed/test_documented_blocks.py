@@ -148,7 +148,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("README.md", "A shuffler for your own model", 0): Python(dict, given.mine_is_registered),
     ("README.md", "A shuffler for your own model", 1): Python(dict, given.mine_is_registered),
     ("README.md", "Pipelines", 0): Python(given.torchrec_script, given.pipeline_trains),
-    ("README.md", "Options", 0): Python(dict, given.options_are_those_of_the_shuffler),
+    ("docs/options.md", "Options", 0): Python(dict, given.options_are_those_of_the_shuffler),
     ("README.md", "What is it worth to you?", 0): Shell(
         more={SIMULATE_LENGTHS: ("--steps 8", "128 steps take ten seconds")},
         shows=r"64 ranks × 32 rows[\s\S]*constant cost",
@@ -165,17 +165,17 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ),
     ("README.md", "Beyond one batch", 0): Python(given.hstu_batches, given.windows_hold_every_row),
     ("README.md", "Beyond one batch", 1): Python(given.rows_of_known_length, given.every_row_is_read_once),
-    ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 0): Python(given.padded_rows, given.predictions_in_order),
-    ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 1): Python(given.rows_of_ranks, given.results_came_home),
-    ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 2): Python(given.language_model, given.whole_gradient),
-    ("README.md", "Beyond TorchRec: LLM fine-tuning and RL", 3): Python(given.rows_to_pack, given.even_by_index),
-    ("README.md", "Train on your data", 0): Shell(
+    ("docs/llm.md", "Chunks of a batch", 0): Python(given.padded_rows, given.predictions_in_order),
+    ("docs/llm.md", "Between ranks", 0): Python(given.rows_of_ranks, given.results_came_home),
+    ("docs/llm.md", "Micro-batches under a token budget", 0): Python(given.language_model, given.whole_gradient),
+    ("docs/llm.md", "One plan for ranks and micro-batches", 0): Python(given.rows_to_pack, given.even_by_index),
+    ("docs/data.md", "The public data sets", 0): Shell(
         # In the place of the published archive.
         prepare=("python -m benchmarks.raw_data ml-1m --output ml-1m.zip --num-users 80",),
         more={TRAIN: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "an epoch takes minutes")},
         files=("data/ml-1m.parquet/_manifest.json", "runs/train/log.jsonl"),
     ),
-    ("README.md", "Train on your data", 1): Shell(
+    ("docs/data.md", "Parquet files of your own", 0): Shell(
         more={TRAIN_PARQUET: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "an epoch takes a while")},
         files=("data/parquet.parquet/_manifest.json",),
     ),
