@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What README's Install section says works: the sdist and from it the wheel are built and installed in a clean
-# environment outside the checkout; the evenrank command and README's script run there, in an empty folder.
+# environment outside the checkout; the evenrank command and the example script run there, in an empty folder.
 #
 #   ci/test_wheel.sh                    with the Python of .venv; the packages come from the index
 #   ci/test_wheel.sh --packages .venv   the packages are those of this environment: nothing is downloaded

@@ -27,6 +27,7 @@ from commons.cli.main import main as evenrank_main
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model import measurement
 from tests.helpers import documented_names as given
+from tests.helpers import documented_training as training
 from tests.helpers.documented import ROOT, Block, blocks_in, commands_in, documented_blocks, is_excerpt
 
 
@@ -86,6 +87,14 @@ TRAIN_PARQUET = (
 
 SHUFFLED = "--config hstu/configs/random.toml --trainer.enable-balanced-shuffler"
 TRAIN_RANDOM = f"torchrun --standalone --nproc_per_node=2 -m hstu.train {SHUFFLED}"
+FIRST_RUNS = [
+    "torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/random.toml "
+    f"--trainer.max-train-iters 40 {flags}"
+    for flags in (
+        "--trainer.run-dir runs/as-loaded",
+        "--trainer.enable-balanced-shuffler --trainer.run-dir runs/balanced",
+    )
+]
 TRAIN_FAR = (
     "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=gpu01:29500 --rdzv-id=evenrank "
     f"-m hstu.train {SHUFFLED} --trainer.shuffler.ranks-per-node 8 --trainer.run-dir /shared/runs/evenrank"
@@ -124,36 +133,55 @@ ELASTIC = (
 
 BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("README.md", "evenrank", 0): Picture(),
-    ("README.md", "Tree", 0): Picture(),
-    ("README.md", "Try it", 0): Shell(
+    ("README.md", "Install", 0): Shell(
+        instead={
+            "pip install '.[cpu]'": (f"{DRY_RUN} '.[cpu]'", INSTALLED_ELSEWHERE),
+            "pip install --no-deps torchrec==1.8.0": (f"{DRY_RUN} torchrec==1.8.0", INSTALLED_ELSEWHERE),
+        },
+        shows="torchrec",
+    ),
+    ("README.md", "Use it in your TorchRec script", 0): Python(
+        given.torchrec_script, training.every_step_was_evened_out
+    ),
+    ("README.md", "A shuffler for your own model", 0): Python(dict, training.costs_are_those_of_a_transformer),
+    ("README.md", "What it gains", 0): Shell(
+        more={SIMULATE_LENGTHS: ("--steps 8", "128 steps take ten seconds")},
+        shows=r"64 ranks × 32 rows[\s\S]*constant cost",
+    ),
+    ("docs/quickstart.md", "Try it", 0): Shell(
         instead={
             "make demo": ("make -n demo", "trains for two minutes; test_demo_report.py runs its parts"),
             "make test": ("make -n test", "is this suite"),
         },
         shows=r"ci/demo\.sh [\s\S]*-m pytest",
     ),
-    ("README.md", "Install", 0): Shell(
+    ("docs/quickstart.md", "Install", 0): Shell(
         instead={"pip install '.[cuda]'": (f"{DRY_RUN} '.[cuda]'", INSTALLED_ELSEWHERE)}
     ),
-    ("README.md", "Install", 1): Shell(
+    ("docs/quickstart.md", "Install", 1): Shell(
         instead={
             "pip install '.[cpu]'": (f"{DRY_RUN} '.[cpu]'", INSTALLED_ELSEWHERE),
             "pip install --no-deps torchrec==1.8.0": (f"{DRY_RUN} torchrec==1.8.0", INSTALLED_ELSEWHERE),
         },
     ),
-    ("README.md", "Use it in your own TorchRec script", 0): Python(
+    ("docs/quickstart.md", "A first run", 0): Shell(
+        more=dict.fromkeys(
+            FIRST_RUNS, ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "forty take a while")
+        ),
+        files=("runs/as-loaded/summary.json", "runs/balanced/log.jsonl"),
+    ),
+    ("docs/torchrec_model.md", "The pipeline", 0): Python(
         given.torchrec_script, given.all_rows_were_trained, excerpt_of="examples/torchrec_dlrm.py"
     ),
-    ("README.md", "Use it in your own TorchRec script", 1): Excerpt("examples/torchrec_dlrm.py"),
-    ("README.md", "A shuffler for your own model", 0): Python(dict, given.mine_is_registered),
-    ("README.md", "A shuffler for your own model", 1): Python(dict, given.mine_is_registered),
-    ("README.md", "Pipelines", 0): Python(given.torchrec_script, given.pipeline_trains),
-    ("docs/options.md", "Options", 0): Python(dict, given.options_are_those_of_the_shuffler),
-    ("README.md", "What is it worth to you?", 0): Shell(
-        more={SIMULATE_LENGTHS: ("--steps 8", "128 steps take ten seconds")},
-        shows=r"64 ranks × 32 rows[\s\S]*constant cost",
+    ("docs/torchrec_model.md", "The loss", 0): Excerpt("examples/torchrec_dlrm.py"),
+    ("docs/torchrec_model.md", "Evaluation and checkpoints", 0): Python(
+        training.script_with_evaluation, training.segments_were_evaluated
     ),
-    ("README.md", "What is it worth to you?", 1): Shell(
+    ("docs/torchrec_model.md", "Other pipelines", 0): Python(given.torchrec_script, given.pipeline_trains),
+    ("docs/own_shuffler.md", "A shuffler for your own model", 0): Python(dict, given.mine_is_registered),
+    ("docs/own_shuffler.md", "Cost from the model's dimensions", 0): Python(dict, given.mine_is_registered),
+    ("docs/options.md", "Options", 0): Python(dict, given.options_are_those_of_the_shuffler),
+    ("docs/cost_model.md", "From a training config", 0): Shell(
         more={
             f"{SIMULATE} --ranks 8 16 64": ("--steps 2", "fifty steps take ten seconds"),
             CALIBRATE: ("--num-mixes 24 --repeats 1", "measures for half a minute"),
@@ -163,8 +191,10 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         files=("my-gpu.toml", "gain.png"),
         shows=r"speed-up[\s\S]*held-out error[\s\S]*ms",
     ),
-    ("README.md", "Beyond one batch", 0): Python(given.hstu_batches, given.windows_hold_every_row),
-    ("README.md", "Beyond one batch", 1): Python(given.rows_of_known_length, given.every_row_is_read_once),
+    ("docs/beyond_one_batch.md", "A window", 0): Python(given.hstu_batches, given.windows_hold_every_row),
+    ("docs/beyond_one_batch.md", "Lengths known beforehand", 0): Python(
+        given.rows_of_known_length, given.every_row_is_read_once
+    ),
     ("docs/llm.md", "Chunks of a batch", 0): Python(given.padded_rows, given.predictions_in_order),
     ("docs/llm.md", "Between ranks", 0): Python(given.rows_of_ranks, given.results_came_home),
     ("docs/llm.md", "Micro-batches under a token budget", 0): Python(given.language_model, given.whole_gradient),
@@ -179,6 +209,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         more={TRAIN_PARQUET: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "an epoch takes a while")},
         files=("data/parquet.parquet/_manifest.json",),
     ),
+    ("docs/architecture.md", "The tree", 0): Picture(),
     ("docs/architecture.md", "Who may know whom", 0): Picture(),
     ("docs/launch.md", "torchrun", 0): Shell(
         more={TRAIN_RANDOM: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "a hundred steps take minutes")},

@@ -146,7 +146,7 @@ def test_the_same_pythons_and_releases_are_named_everywhere():
         assert (ROOT / "requirements" / f"{stack}.txt").exists()
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     torchrec = f"torchrec=={pins('cpu.txt', '3.11')['torchrec']}"
-    for file in ("README.md", "pyproject.toml", "ci/test_wheel.sh"):
+    for file in ("README.md", "docs/quickstart.md", "pyproject.toml", "ci/test_wheel.sh"):
         assert set(re.findall(r"torchrec==[\d.]+", (ROOT / file).read_text())) == {torchrec}, file
 
 
