@@ -28,6 +28,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model import measurement
 from tests.helpers import documented_names as given
 from tests.helpers import documented_training as training
+from tests.helpers import documented_pages as pages
 from tests.helpers.documented import ROOT, Block, blocks_in, commands_in, documented_blocks, is_excerpt
 
 
@@ -211,6 +212,27 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ),
     ("docs/architecture.md", "The tree", 0): Picture(),
     ("docs/architecture.md", "Who may know whom", 0): Picture(),
+    ("docs/dlrm.md", "Does it pay?", 0): Shell(
+        files=("fixed.csv",), shows=r"as they are loaded: [^.]*1\.00× at most, leave"
+    ),
+    ("docs/dlrm.md", "Does it pay?", 1): Shell(
+        shows=r"windows of 2 batches: 2\.08×.* \(1\.90× batch by batch\)[\s\S]*balance each batch: [^.]*1\.10×"
+    ),
+    ("docs/dlrm.md", "The script", 0): Shell(
+        instead={
+            "torchrun --standalone --nproc_per_node=2 examples/torchrec_dlrm.py": (
+                "ls examples/torchrec_dlrm.py",
+                "dispatch/test_examples.py runs it",
+            )
+        }
+    ),
+    ("docs/dlrm.md", "The script", 1): Picture(),
+    ("docs/dlrm.md", "The script", 2): Excerpt("examples/torchrec_dlrm.py"),
+    ("docs/dlrm.md", "The script", 3): Excerpt("examples/torchrec_dlrm.py"),
+    ("docs/dlrm.md", "The script", 4): Excerpt("examples/torchrec_dlrm.py"),
+    ("docs/dlrm.md", "What a row costs", 0): Python(dict, pages.lookups_are_balanced),
+    ("docs/dlrm.md", "What it cannot state", 0): Picture(),
+    ("docs/dlrm.md", "What it cannot state", 1): Python(dict, pages.padding_is_stated),
     ("docs/launch.md", "torchrun", 0): Shell(
         more={TRAIN_RANDOM: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "a hundred steps take minutes")},
         files=("runs/random/summary.json",),

@@ -1,0 +1,73 @@
+"""The example on TorchRec's own Batch trains the same with the shuffler and without."""
+
+from __future__ import annotations
+
+import itertools
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
+from commons.pipeline import balanced
+from tests.helpers.models import weights_of
+
+CPU = torch.device("cpu")
+EXAMPLE = Path(__file__).parents[3] / "examples" / "torchrec_dlrm.py"
+
+
+def _example() -> Any:
+    spec = spec_from_file_location("torchrec_dlrm", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _train(shuffler: TokensBalancedBatchShuffler | None) -> tuple[list[float], Any, Any, float]:
+    """The mean loss of every step over the ranks, the weights before and after, and the worst imbalance trained."""
+    example = _example()
+    torch.manual_seed(0)
+    model = example.DLRMTrain(example.DLRM(CPU))
+    # SGD, not the example's Adagrad, whose first step would make as much of a gradient of rounding errors as of any. An
+    # item is in few of the rows and gets little of the mean's gradient.
+    apply_optimizer_in_backward(torch.optim.SGD, model.model.embeddings.parameters(), {"lr": 2000.0})
+    model = DistributedModelParallel(model, device=CPU)
+    dense = [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())]
+    arguments = model, torch.optim.SGD(dense, lr=0.5), CPU
+    stock = TrainPipelineSparseDist
+    pipeline: Any = stock(*arguments) if shuffler is None else balanced(stock)(*arguments, batch_shuffler=shuffler)
+    before = weights_of(model)
+    steps = example.STEPS - 1  # as many on both ranks, which the stock pipeline needs
+    batches = itertools.islice(example.draw_batches(dist.get_rank()), steps)
+    losses, imbalance = [], 0.0
+    for _ in range(steps):
+        loss = pipeline.progress(batches)
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+        if shuffler is not None:
+            imbalance = max(imbalance, pipeline.last_stats.imbalance_after)
+    return losses, before, weights_of(model), imbalance
+
+
+def _train_both() -> Any:
+    shuffler = TokensBalancedBatchShuffler()
+    results = _train(None), _train(shuffler)
+    shuffler.close()
+    return results
+
+
+def test_the_example_trains_the_same_with_the_shuffler_and_without(two_ranks):
+    for (stock_losses, before, stock, _), (losses, _, weights, imbalance) in two_ranks.run(_train_both):
+        torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=1e-6)
+        assert losses[-1] < losses[0] and 0 < imbalance <= 0.02
+        for name, start in before.items():
+            trained = (stock[name] - start).abs().max()
+            assert trained > 0, name
+            assert (weights[name] - stock[name]).abs().max() <= 1e-3 * trained, name
