@@ -233,6 +233,12 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("docs/dlrm.md", "What a row costs", 0): Python(dict, pages.lookups_are_balanced),
     ("docs/dlrm.md", "What it cannot state", 0): Picture(),
     ("docs/dlrm.md", "What it cannot state", 1): Python(dict, pages.padding_is_stated),
+    ("docs/from_verl.md", "The batch of a step", 0): Python(pages.rows_of_prompts, pages.partitions_are_even),
+    ("docs/from_verl.md", "Micro-batches under a token budget", 0): Python(pages.six_answers, pages.the_budget_is_kept),
+    ("docs/from_areal.md", "Allocators", 0): Python(dict, pages.groups_are_as_printed),
+    ("docs/from_areal.md", "Allocators", 1): Picture(),
+    ("docs/from_areal.md", "Micro-batches", 0): Python(pages.preference_pairs, pages.pairs_stayed_together),
+    ("docs/from_areal.md", "Rollouts of all ranks", 0): Python(pages.uneven_rollouts, pages.rewards_came_home),
     ("docs/launch.md", "torchrun", 0): Shell(
         more={TRAIN_RANDOM: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "a hundred steps take minutes")},
         files=("runs/random/summary.json",),
