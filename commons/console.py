@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
-
-from rich.console import Console
-from rich.table import Table
 
 
 def print_summary(title: str, rows: Mapping[str, str]) -> None:
     """Print a table of names and values."""
+    from rich.console import Console  # here: errors are told where nothing is installed, too
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -51,3 +53,25 @@ def parser_error(text: str) -> str:
     line = re.sub(r"__tyro[-_]dummy[-_]inner__\.?", "", line)  # its name for what has none, such as a subcommand
     line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)
     return re.sub(r"^(Unrecognized options): \1:", r"\1:", line)
+
+
+def wrapped_help(text: str, width: int | None = None) -> str:
+    """Wrap the description in help of tyro, which leaves it in lines of any length, at the width of the terminal.
+
+    What is indented there, such as an example, stays as it is.
+
+    >>> print(wrapped_help("Looks at what is installed, and says what mends it.\\n\\n  evenrank doctor\\n╭─", 40))
+    Looks at what is installed, and says
+    what mends it.
+    <BLANKLINE>
+      evenrank doctor
+    ╭─
+
+    """
+    width = shutil.get_terminal_size().columns if width is None else width
+    description, box, rest = text.partition("╭")
+    lines = []
+    for line in description.split("\n"):
+        fits = len(line) <= width or line.startswith((" ", "\x1b"))
+        lines += [line] if fits else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + box + rest

@@ -7,6 +7,7 @@ seconds, and reading an archive needs none of it.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import io
@@ -16,10 +17,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from commons.console import parser_error, print_error
+from commons.console import parser_error, print_error, wrapped_help
 from commons.version import __version__
 
 
@@ -41,10 +43,12 @@ _COMMANDS = {
 
 _DESCRIPTION = """evenrank keeps data-parallel ranks evenly loaded.
 
-`evenrank --version` tells the version, `evenrank --tyro-print-completion bash` (zsh, tcsh) prints a completion."""
+`evenrank SUBCOMMAND --help` tells its options, with examples; `evenrank --version` the version.
 
-# Packages that pip does not install with evenrank, or not without an extra.
-_INSTALLED_APART = ("torchrec", "fbgemm_gpu", "megatron")
+`source <(evenrank --tyro-print-completion bash)` completes subcommands and options in this shell (zsh likewise)."""
+
+# Our own packages: one of these that cannot be imported is our mistake; any other has to be installed.
+_OURS = ("commons", "evenrank", "hstu", "sid_gr")
 
 _CLOSED_PIPE = 1
 _USAGE_ERROR = 2
@@ -78,10 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, KeyError, OSError) as error:
         print_error(str(error.args[0]) if isinstance(error, KeyError) else str(error))
         return _USAGE_ERROR
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in _INSTALLED_APART:
+    except ImportError as error:
+        if (error.name or "").split(".")[0] in _OURS:
             raise
-        print_error(f"{error.name} cannot be imported: `evenrank doctor` says what to install")
+        named = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
+        print_error(f"{error.name or 'a library'} cannot be imported{named}: `evenrank doctor` says what to install")
         return _USAGE_ERROR
     except KeyboardInterrupt:
         print_error("interrupted")
@@ -131,20 +136,57 @@ def _parse(argv: list[str]) -> Command | None:
     """The subcommand that the arguments name; None if they ask for help, which is then printed."""
     with _ended_by_ctrl_c():
         import tyro
-    errors = io.StringIO()
-    asked = argv[:1] if argv and argv[0] in _COMMANDS else _COMMANDS
+    if argv[:1] and argv[0] in _COMMANDS:
+        commands = _load(argv[:1])
+    elif any(argument.startswith("--tyro-") for argument in argv):  # a completion knows the options of all
+        commands = _load(_COMMANDS)
+    else:
+        commands = {name: _outline(name) for name in _COMMANDS}
+    output, errors = _Output(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             return tyro.extras.subcommand_cli_from_dict(
-                _load(asked),
+                commands,
                 prog="evenrank",
                 description=_DESCRIPTION,
                 args=argv,
             )
     except SystemExit as stop:
-        if stop.code in (0, None):
-            return None
-        raise ValueError(parser_error(errors.getvalue())) from None
+        if stop.code not in (0, None):
+            raise ValueError(parser_error(errors.getvalue())) from None
+    text = output.getvalue()
+    sys.stdout.write(wrapped_help(text) if {"-h", "--help"} & set(argv) else text)
+    return None
+
+
+class _Output(io.StringIO):
+    """Stands for stdout while tyro prints, which asks whether that is a terminal, and for its encoding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stdout = sys.stdout
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """That of stdout."""
+        return self._stdout.encoding
+
+    def isatty(self) -> bool:
+        """Whether stdout is a terminal."""
+        return self._stdout.isatty()
+
+
+def _outline(name: str) -> Callable[..., Command]:
+    """A subcommand without its arguments, for the list of all: its module, which may need torch, is not imported."""
+    module, class_name = _COMMANDS[name]
+    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    described = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+
+    def outline() -> Command:
+        return _load([name])[name]()
+
+    outline.__doc__ = (ast.get_docstring(described) or "").split("\n\n")[0]
+    return outline
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -38,58 +38,61 @@ _WINDOWS_OF_LENGTHS = (2, 4, 8)
 
 @dataclass
 class Simulate:
-    """Deal rows to ranks as training would, and say what balancing gains: from their lengths, or from a config.
+    r"""Say what balancing would gain, from the lengths of rows or from a config; nothing is trained.
 
-    Nothing is trained. With --lengths every way of dealing rows is compared, and one is advised; with --config the
-    batches of a training run are read. With a calibration the gain is that of a whole step; without one it is that of
-    the largest load, which fixed costs of a step make smaller.
+    With --lengths every way of dealing rows to ranks is compared, and one is advised; with --config the batches of a
+    training run are read. With a calibration the gain is that of a whole step; without one it is that of the largest
+    load, which fixed costs of a step make smaller.
 
     For example:
       evenrank simulate --lengths lengths.csv --ranks 8 64 --batch-size 32
-      evenrank simulate --lengths data.parquet --column history --tokens-per-item 2 --max-length 4096
       evenrank simulate --lengths lognormal:130:1.4:8192 --ranks 64 256 --html gain.html
       evenrank simulate --lengths lognormal:130:1.4:8192 --ranks 64 --json
+      evenrank simulate --lengths data.parquet --column history --max-length 4096
       evenrank simulate --config hstu/configs/demo.toml
-      evenrank simulate --config my.toml --ranks 16 64 256 --shuffler.calibration h200.toml --figure gain.png
       evenrank simulate --config my.toml --ranks 64 --window 1 2 4 8
+      evenrank simulate --config my.toml --ranks 16 64 256 --figure gain.png \
+          --shuffler.calibration h200.toml
     """
 
     config: Path | None = None
     """The TOML or YAML file of a training run: model, data set and batch size."""
 
     lengths: str | None = None
-    """A parquet, csv, npy or jsonl file of lengths, a histogram with the columns length and count, or a distribution:
-    zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA, lognormal:MEDIAN:SIGMA:LONGEST."""
+    """A parquet, csv, npy or jsonl file of lengths or of a histogram (columns length and count), or a distribution.
+    Distributions: zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA, lognormal:MEDIAN:SIGMA:LONGEST."""
 
     model: str | None = None
-    """Package of the model, installed or in the working directory; its module `recipe` names its Recipe, RECIPE. None:
-    hstu, or sid_gr where the data set of the config has semantic IDs."""
+    """With --config: package of the model; its module `recipe` names its Recipe, RECIPE.
+    None: hstu, or sid_gr where the data set of the config has semantic IDs."""
 
     ranks: tuple[int, ...] = (8, 16, 64)
     """Numbers of ranks to look at."""
 
     steps: int | None = None
-    """Steps to plan for each of them; fewer where the data have fewer rows, none of which counts twice. None: 50, with
-    --lengths 128."""
+    """Steps to plan for each of them; fewer where the data have fewer rows, none of which counts twice.
+    None: 50, with --lengths 128."""
 
     window: tuple[int, ...] | None = None
-    """Windows to look at, for each number of ranks: batches of every rank that are planned together; 1 balances every
-    batch by itself. None: 1, with --lengths 2, 4 and 8."""
+    """Batches of every rank that are planned together, one number or several to compare; 1: each by itself.
+    None: 1, with --lengths 2, 4 and 8."""
 
     html: Path | None = None
     """Where to write the answer as a page with pictures, one .html file that needs no network; None for none."""
 
     figure: Path | None = None
-    """Where to draw the gain, as .png, .svg or .pdf; None for no picture."""
+    """Where to draw the gain, as .png, .svg or .pdf."""
 
     json: bool = False
     """Print JSON instead of a table."""
 
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
-    """How batches are balanced."""
+    """With --config: how batches are balanced."""
 
-    of_lengths: tyro.conf.OmitArgPrefixes[LengthOptions] = field(default_factory=LengthOptions)
-    """How lengths are read, and what a row costs."""
+    of_lengths: Annotated[LengthOptions, tyro.conf.arg(name="--lengths"), tyro.conf.OmitArgPrefixes] = field(
+        default_factory=LengthOptions
+    )
+    """With --lengths: how they are read, and what a row costs."""
 
     def run(self) -> None:
         """Read, plan, print, draw."""

@@ -30,59 +30,58 @@ _MOST_ROWS = 1 << 28
 
 @dataclass
 class LengthOptions:
-    """What `--lengths` is read with."""
+    """What belongs to `--lengths`."""
 
     column: str | None = None
-    """With --lengths: the column of lengths, or of lists whose lengths count; None where there is one column."""
+    """The column of lengths, or of lists whose items count; None where there is one column."""
 
     batch_size: int = 32
-    """With --lengths: rows of a rank in a step."""
+    """Rows of a rank in a step."""
 
     task: Task = "hstu"
-    """With --lengths: what a row costs: operations of HSTU or of transformer layers (SID-GR, language models), or
-    tokens."""
+    """What a row costs: operations of HSTU or transformer layers (SID-GR, language models), or tokens."""
 
     hidden_size: int = 256
-    """With --lengths: width of the model."""
+    """Width of the model."""
 
     num_heads: int = 4
-    """With --lengths: attention heads."""
+    """Attention heads."""
 
     head_dim: int = 64
-    """With --lengths: width of a head."""
+    """Width of a head."""
 
     num_layers: int = 8
-    """With --lengths: layers."""
+    """Layers."""
 
     tokens_per_item: int = 1
-    """With --lengths: tokens that the model computes per unit of length; 2 for HSTU with interleaved actions."""
+    """Tokens that the model computes per unit of length; 2 for HSTU with interleaved actions."""
 
     extra_tokens: int = 0
-    """With --lengths: tokens of every row besides, such as its context."""
+    """Tokens of every row besides, such as its context."""
 
     max_length: int | None = None
-    """With --lengths: longer rows are cut to it; None for no limit."""
+    """Longer rows are cut to it; None for no limit."""
 
     in_order: bool = False
-    """With --lengths: rows are loaded as they lie in the file, not in a random order."""
+    """Rows are loaded as they lie in the file, not in a random order."""
 
     with_replacement: bool = False
-    """With --lengths: rows are drawn as often as needed, where the file is a sample of more data."""
+    """Rows are drawn as often as needed, where the file is a sample of more data."""
 
     seed: int = 0
-    """With --lengths: of the random order, and of draws."""
+    """Of the random order, and of draws."""
 
     bytes_per_token: int = 8
-    """With --lengths: what a token takes on the wire: 8 for an ID, 16 with an action or a time."""
+    """What a token takes on the wire: 8 for an ID, 16 with an action or a time."""
 
     peak_tflops: float | None = None
-    """With --lengths: operations per second of a device at most, in 10^12; gives milliseconds."""
+    """Operations per second of a device at most, in 10^12; gives milliseconds."""
 
     mfu: float = 0.4
-    """With --lengths: the part of --peak-tflops that training reaches, above 0 and at most 1."""
+    """The part of --peak-tflops that training reaches, above 0 and at most 1."""
 
     link_gbps: float | None = None
-    """With --lengths: what a rank sends per second, in 10^9 bits; gives milliseconds of the exchange."""
+    """What a rank sends per second, in 10^9 bits; gives milliseconds of the exchange."""
 
     def given(self) -> list[str]:
         """Flags of the options that are not at their default."""

@@ -50,6 +50,26 @@ def test_help_lists_the_commands(capsys):
     printed = capsys.readouterr().out
     for command in ("calibrate", "doctor", "make-sids", "preprocess", "simulate"):
         assert f"• {command} " in printed
+    assert "For example" not in printed  # one sentence each
+
+
+def test_the_list_of_commands_needs_none_of_their_libraries(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.import_module", None)
+    assert main(["--help"]) == 0
+    assert "• simulate " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["calibrate", "doctor", "make-sids", "preprocess", "simulate"])
+def test_help_fits_a_terminal(monkeypatch, capsys, command):
+    """Descriptions are wrapped between words, examples have a line each."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in ([command, "--help"], ["--help"]):
+        assert main(arguments) == 0
+        printed = capsys.readouterr().out
+        examples = [line for line in printed.splitlines() if line.startswith("  evenrank")]
+        assert all(len(line) <= 80 for line in printed.splitlines() if line not in examples)
+        assert len(examples) == len(set(examples)) and (examples or arguments == ["--help"])
+    assert "of-lengths" not in printed
 
 
 @pytest.mark.parametrize(
