@@ -17,6 +17,7 @@ from commons.cli.simulate_answer import Answer, StepTime
 from commons.cli.simulate_lengths import Lengths, find_lengths
 from commons.datasets.budget_sampler import BudgetBatchSampler
 from commons.perf_model.gain import Comparison, DealtRows, LoadedRows, compare_ways, compared, dealt_steps
+from commons.perf_model.partitioner.inputs import MOST_LOAD
 from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask, SelfAttentionTask
 
 Task = Literal["hstu", "transformer", "tokens"]
@@ -129,6 +130,19 @@ class LengthOptions:
             raise ValueError(f"a row of {longest} tokens fits no device; check the lengths, or set --max-length")
         return lengths * self.tokens_per_item + self.extra_tokens
 
+    def costs(self, tokens: np.ndarray) -> np.ndarray:
+        """What rows of so many tokens cost, int64 as the tokens."""
+        model = self.model()
+        if model is None:
+            return tokens
+        try:
+            return model.get_workloads(tokens)
+        except ValueError:
+            raise ValueError(
+                f"a row of {int(tokens.max()):,} tokens can cost more than 2**63 operations, which no plan counts: "
+                "check the lengths, or cut rows by --max-length"
+            ) from None
+
 
 def simulate_lengths(
     source: str, options: LengthOptions, ranks: tuple[int, ...], windows: tuple[int, ...], steps: int
@@ -159,8 +173,8 @@ def simulate_lengths(
                 "sample."
             )
         if possible:
-            rows = _load(lengths, options, num_ranks, possible)
-            comparisons.append(_compare(rows, [window for window in windows if window > 1]))
+            longer = [window for window in windows if 1 < window <= possible]
+            comparisons.append(_compare(_load(lengths, options, num_ranks, possible, longer), longer))
     if not comparisons:
         raise ValueError(
             f"{source} has {lengths.num_rows:,} rows, a step of {min(ranks)} ranks trains "
@@ -175,7 +189,7 @@ def simulate_lengths(
         source=source,
         num_rows=lengths.num_rows,
         tokens=summary,
-        costs=summary if model is None else model.get_workloads(summary),
+        costs=options.costs(summary),
         task="tokens" if model is None else f"{options.task}, {_dimensions(model)}",
         comparisons=tuple(comparisons),
         bytes_per_token=options.bytes_per_token,
@@ -188,7 +202,7 @@ def _dimensions(model: AttentionTask) -> str:
     return f"hidden {model.hidden_size}, {model.num_layers} layers, {model.num_heads} heads × {model.head_dim}"
 
 
-def _load(lengths: Lengths, options: LengthOptions, num_ranks: int, steps: int) -> LoadedRows:
+def _load(lengths: Lengths, options: LengthOptions, num_ranks: int, steps: int, windows: list[int]) -> LoadedRows:
     """The rows of the first steps; as one loader for all ranks would deal them."""
     shape = (steps, num_ranks, options.batch_size)
     if math.prod(shape) > _MOST_ROWS:
@@ -197,11 +211,19 @@ def _load(lengths: Lengths, options: LengthOptions, num_ranks: int, steps: int) 
             f"{_MOST_ROWS:,} are looked at: lower --steps"
         )
     tokens = options.tokens(lengths.take(int(np.prod(shape)), np.random.default_rng(options.seed))).reshape(shape)
-    model = options.model()
-    workloads = tokens if model is None else model.get_workloads(tokens)
+    workloads = options.costs(tokens)
     if not workloads.any():
         raise ValueError("all rows have length 0; there is nothing to balance: check the lengths")
-    return LoadedRows(workloads, tokens)
+    rows = LoadedRows(workloads, tokens)
+    together = max([1, *windows])
+    if together > _countable_steps(rows):
+        heaviest = float(workloads.sum(axis=(1, 2), dtype=np.float64).max())
+        raise ValueError(
+            f"a step of {num_ranks} ranks × {options.batch_size} rows can cost {heaviest:.2g} operations, a window of "
+            f"{together} as many times that; a plan counts to {MOST_LOAD:.2g}: lower --num-layers, which changes no "
+            "ratio, or --batch-size"
+        )
+    return rows
 
 
 def _compare(rows: LoadedRows, windows: list[int]) -> Comparison:
@@ -219,10 +241,15 @@ def _all_ways(rows: LoadedRows, windows: list[int]) -> Iterator[DealtRows]:
     yield _constant_cost(rows)
 
 
+def _countable_steps(rows: LoadedRows) -> int:
+    """Steps whose costs a plan can add up."""
+    return int(MOST_LOAD / max(1.0, float(rows.workloads.sum(axis=(1, 2), dtype=np.float64).max())) * (1 - 1e-9))
+
+
 def _constant_cost(rows: LoadedRows) -> DealtRows:
     """Steps of a sampler that fills them to a budget: that of a batch's average rows, at least the costliest row."""
     per_step = rows.num_ranks * rows.batch_size
-    steps = min(rows.num_steps, max(_FEWEST_STEPS, _BUDGET_ROWS // per_step))
+    steps = min(rows.num_steps, max(_FEWEST_STEPS, _BUDGET_ROWS // per_step), _countable_steps(rows))
     workloads, tokens = (values[:steps].ravel() for values in (rows.workloads, rows.tokens))
     budget = max(int(workloads.max()), round(rows.batch_size * float(workloads.mean())))
     sampler = BudgetBatchSampler(workloads, budget_per_rank=budget, num_ranks=rows.num_ranks, rank=0, shuffle=False)

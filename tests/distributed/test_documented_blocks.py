@@ -27,8 +27,8 @@ from commons.cli.main import main as evenrank_main
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model import measurement
 from tests.helpers import documented_names as given
-from tests.helpers import documented_training as training
 from tests.helpers import documented_pages as pages
+from tests.helpers import documented_training as training
 from tests.helpers.documented import ROOT, Block, blocks_in, commands_in, documented_blocks, is_excerpt
 
 

@@ -87,16 +87,22 @@ MISTAKES = [
     (["--lengths", "zipf:1.2:9", "--column", "n"], "belong to a file"),
     (["--lengths", "a.csv"], "has the columns user, n; lengths are one of them: name it by --column"),
     (["--lengths", "a.csv", "--column", "m"], "has no column 'm'; it has user, n"),
-    (["--lengths", "a.csv", "--column", "user"], "column 'user' of a.csv holds string; lengths are integers"),
+    (
+        ["--lengths", "a.csv", "--column", "user"],
+        "column 'user' of a.csv holds text, such as 'a'; lengths are",
+    ),
     (["--lengths", "empty.csv"], "empty.csv is empty"),
     (["--lengths", "header.csv"], "header.csv has no row"),
     (["--lengths", "empty.jsonl"], "empty.jsonl is empty"),
     (["--lengths", "broken.jsonl"], "does not begin with a line of JSON"),
-    (["--lengths", "later.jsonl", "--column", "n"], "later.jsonl cannot be read"),
-    (["--lengths", "negative.csv"], "holds -4 in row 1; a length is an integer of at least 0"),
-    (["--lengths", "fraction.csv"], "holds 2.5 in row 1"),
-    (["--lengths", "nan.npy"], "holds nan in row 0"),
-    (["--lengths", "null.parquet"], "has no value in row 1"),
+    (
+        ["--lengths", "later.jsonl", "--column", "n"],
+        "later.jsonl line 2 has 'n' \"x\"; it is a number in the lines before",
+    ),
+    (["--lengths", "negative.csv"], "holds -4 in line 3; a length is an integer of at least 0"),
+    (["--lengths", "fraction.csv"], "holds 2.5 in line 3"),
+    (["--lengths", "nan.npy"], "holds nan in row 1"),
+    (["--lengths", "null.parquet"], "has no value in row 2"),
     (["--lengths", "no.parquet"], "no.parquet cannot be read"),
     (["--lengths", "text.npy"], "text.npy cannot be read"),
     (["--lengths", "square.npy"], "has shape (2, 2)"),
@@ -116,7 +122,10 @@ MISTAKES = [
     (["--lengths", "zipf:1.2:9", "--window", "64", "--steps", "8"], "window is (64,) and steps is 8"),
     (["--lengths", "zipf:1.2:9", "--figure", "a.gif"], "choose one of these endings"),
     (["--lengths", "zipf:1.2:9", "--html", "a.pdf"], "a page is an .html file"),
-    (["--lengths", "huge.csv"], "operations; workloads are int64"),
+    (
+        ["--lengths", "huge.csv"],
+        "can cost more than 2**63 operations, which no plan counts: check the",
+    ),
     (["--lengths", "zipf:1.2:9", "--config", "run.toml"], "give one of them"),
     ([], "simulate needs --lengths"),
     (["--config", "run.toml", "--batch-size", "8"], "--batch-size belongs to --lengths"),
@@ -142,6 +151,105 @@ def wrong(here):
     np.save("square.npy", np.ones((2, 2), np.int64))
     pq.write_table(pa.table({"n": [1, None]}), "null.parquet")
     (here / "nothing").mkdir()
+
+
+# A file of a newcomer, by name, and what is said of it.
+FILES = [
+    ("one.csv", b"n\n3\nabc\n5\n", "column 'n' of one.csv holds 'abc' in line 3; a length is an integer"),
+    ("blank.csv", b"n\n3\n\n\nabc\n", "holds 'abc' in line 5"),
+    ("quoted.csv", b'"a","n"\n"x\ny",3\n"z",-1\n', "holds -1 in line 4", "n"),
+    ("bare.csv", b"3\n4\nx\n", "column 'column 1' of bare.csv holds 'x' in line 3"),
+    ("gap.csv", b"n\n3\nNA\n", "has no value in line 3"),
+    ("lists.csv", b'n\n"[1, 2]"\n', "holds text, such as '[1, 2]'"),
+    ("long.csv", b"n\n" + b"z" * 99 + b"\n", "such as '" + "z" * 39 + "…'"),
+    ("bare2.csv", b"u1,5\nu2,6\n", "has the columns u1, 5 (its first line: the columns have no names); lengths are"),
+    ("three.csv", b"1,2,3\n", "has the columns column 1, column 2, column 3; lengths are one of them"),
+    ("ragged.csv", b"a,n\n1,2\n1,2,3\n", "ragged.csv cannot be read", "n"),
+    ("huge.csv", b"n\n99999999999999999999\n", "holds 1e+20 in line 2; a length is at most 9007199254740992"),
+    ("infinite.csv", b"n\n3\ninf\n", "holds inf in line 3; a length is at most"),
+    ("zipped.csv", b"\x1f\x8b\x08\x00", "zipped.csv is compressed: unpack it"),
+    ("excel.csv", "n\n3\n".encode("utf-16"), "excel.csv is no text in UTF-8: convert it"),
+    ("a.csv.gz", b"", "a.csv.gz is none of .parquet, .csv, .npy, .jsonl and no folder of parquet files: unpack it"),
+    ("a.json", b"[3]", "a.json is none of .parquet"),
+    ("text.parquet", b"n\n3\n", "text.parquet cannot be read"),
+    ("many.csv", b"length,count\n3,9223372036854775807\n4,9\n", "add up to 9223372036854775816; there are fewer"),
+    ("more.csv", b"length,count\n3,x\n4,9\n", "column 'count' of more.csv holds 'x' in line 2"),
+    ("words.jsonl", b"hello\n", "does not begin with a line of JSON"),
+    ("half.jsonl", b'{"n": 3}\n\n{"n":\n', "half.jsonl line 3 is no JSON"),
+    ("mixed.jsonl", b'{"n": 3}\n4\n', "mixed.jsonl line 2 is '4'; the first is an object"),
+    ("list.jsonl", b'{"n": [3]}\n{"n": 4}\n', "list.jsonl line 2 has 'n' 4; it is a list in the lines before"),
+    ("less.jsonl", b'{"n": 3}\n\n{"m": 4}\n', "has no value in line 3"),
+    ("minus.jsonl", b'\xef\xbb\xbf{"n": 3}\n{"n": -4}\n', "holds -4 in line 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message", "column"), [(*file, None)[:4] for file in FILES])
+def test_files_of_newcomers(here, capsys, name, content, message, column):
+    (here / name).write_bytes(content)
+    flags = [] if column is None else ["--column", column]
+    assert main(["simulate", "--lengths", name, "--ranks", "2", *flags]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.startswith("evenrank: ") and printed.err.count("\n") == 1
+
+
+def test_columns_of_another_kind(here, capsys):
+    day = pa.array([1], pa.date32())
+    for name, values, message in (
+        ("flags", [True], "holds bool; lengths are integers: choose another"),
+        ("days", day, "holds date32[day]"),
+        (
+            "large",
+            pa.array([2**63], pa.uint64()),
+            "holds 9223372036854775808 in row 1; a length is at most 92",
+        ),
+    ):
+        pq.write_table(pa.table({name: values}), "a.parquet")
+        assert main(["simulate", "--lengths", "a.parquet", "--ranks", "2"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_file_of_a_folder_is_named(here, capsys):
+    (here / "shards").mkdir()
+    pq.write_table(pa.table({"n": [3, 4]}), "shards/0.parquet")
+    for content, message in (
+        (b"PAR1 not", "shards/1.parquet cannot be read"),
+        (pa.table({"n": [3, -4]}), "column 'n' of shards/1.parquet holds -4 in row 2"),
+        (pa.table({"m": [3]}), "shards/1.parquet has lengths in m, shards/0.parquet in n; all files of a folder"),
+        (pa.table({"n": [3], "m": [3]}), "shards/1.parquet has the columns n, m"),
+    ):
+        path = here / "shards" / "1.parquet"
+        path.write_bytes(content) if isinstance(content, bytes) else pq.write_table(content, path)
+        assert main(["simulate", "--lengths", "shards", "--ranks", "2"]) == 2
+        printed = capsys.readouterr().err
+        assert message in printed and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column"),
+    [
+        ("semicolons.csv", "user;n\na;5\nb;0\nc;17\nd;300\n", "n"),
+        ("tabs.csv", "user\tn\na\t5\nb\t0\nc\t17\nd\t300\n", "n"),
+        ("marked.csv", "\ufeffn\r\n5\r\n0\r\n17\r\n300\r\n", None),
+        ("bare.csv", "\ufeff5\n0\n17\n300\n", None),
+        ("quotes.csv", '"a, b","n"\n"1","5"\n"1","0"\n"1","17"\n"1","300"', "n"),
+        ("marked.jsonl", '\ufeff{"n": 5}\n{"n": 0}\n{"n": 17}\n{"n": 300}\n', None),
+    ],
+)
+def test_files_of_other_programs(here, name, content, column):
+    (here / name).write_text(content, encoding="utf-8", newline="")
+    assert find_lengths(name, column, in_order=True).take(4, np.random.default_rng(0)).tolist() == VALUES
+
+
+def test_lengths_that_cost_more_than_a_plan_counts(capsys):
+    wide = ["--task", "transformer", "--hidden-size", "4096", "--num-layers", "32", "--steps", "8"]
+    assert main(["simulate", "--lengths", "lognormal:100000:0.5", "--ranks", "64", *wide]) == 2
+    said = capsys.readouterr().err
+    assert "a plan counts to 4.6e+18: lower --num-layers, which changes no ratio" in said and said.count("\n") == 1
+    assert main(["simulate", "--lengths", "lognormal:130:9", "--ranks", "2"]) == 2
+    assert "check the lengths, or cut rows by --max-length" in capsys.readouterr().err
+    # Fewer steps are filled to a budget where all of them could not be added up.
+    wide[-1] = "64"
+    assert main(["simulate", "--lengths", "lognormal:100000:0.5", "--ranks", "64", "--batch-size", "1", *wide]) == 0
 
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda value: "" if isinstance(value, str) else None)
