@@ -76,6 +76,8 @@ def read_lengths(path: Path, column: str | None) -> dict[str, np.ndarray]:
             )
     if not any(len(part.columns[names[0]]) for part in parts):
         raise ValueError(f"{path} has no row; balancing needs some: check the file")
+    if len(parts) == 1:
+        return {name: _counts(parts[0], name) for name in names}
     return {name: np.concatenate([_counts(part, name) for part in parts]) for name in names}
 
 
