@@ -309,7 +309,7 @@ class TrainingLoop:
         self._guard.check()
         if numbers := self._meter.take():
             scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.value()}
-            self._log.line({"step": self._step, **numbers, **scale})
+            self._log.line({"step": self._step, **numbers, **scale}, self._meter.details())
 
     def _save(self) -> None:
         """Save a checkpoint, unless this step has one; no batch is in flight here."""

@@ -24,7 +24,8 @@ from commons.trainer.collectives import all_reduce
 from commons.trainer.moments import milliseconds, now, wait_for
 
 # Fields of ShuffleStats with a number of every rank.
-PER_RANK = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds")
+SNAPSHOTS = ("loads_before", "loads_after", "lookups_before", "lookups_after")
+PER_RANK = (*SNAPSHOTS, "rank_speeds")
 # Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
 AVERAGED = [
     field.name for field in dataclasses.fields(ShuffleStats) if field.name not in ("step", "step_ms", *PER_RANK)
@@ -73,10 +74,13 @@ class StepMeter:
         # Rows, tokens and operations of batches that are loaded but not trained.
         self._loaded: deque[tuple[int, int, int]] = deque()
         self._saving = MeasuredSaving()
+        self._ms_per_load: float | None = None
         # Of the steps since the last line; None among the stats for a step that was not balanced.
         self._sums = StepSums()
         self._stats: list[ShuffleStats | None] = []
         self._step_flops: list[int] = []
+        # Of the last line.
+        self._details: dict[str, Any] = {}
         # Of all steps.
         self._loss = 0.0
         self._tokens = 0
@@ -120,11 +124,32 @@ class StepMeter:
             **self._shuffle(step_ms),
             **self._rank_speeds(),
         }
+        self._details = self._describe(step_ms)
         self._sums, self._stats, self._step_flops = StepSums(), [], []
         self._loss = sums.mean_loss
         self._tokens += sums.tokens
         self._step_ms += step_ms
         return numbers
+
+    def details(self) -> dict[str, Any]:
+        """What the numbers of the last `take` are of, for readers of the log; no series of it would say anything.
+
+        `ranks` that share the data; `steps`, and `total_ms` of them; `ms_per_load`, where it is known; and of the last
+        step, if it was looked at, `loads_before`, `loads_after`, `lookups_before` and `lookups_after` of every rank:
+        means over steps would hide how uneven they are.
+        """
+        return self._details
+
+    def _describe(self, step_ms: list[float]) -> dict[str, Any]:
+        ms_per_load = self._ms_per_load
+        last = self._stats[-1]
+        return {
+            "ranks": dist.get_world_size(resolve_process_group()),
+            "steps": len(step_ms),
+            "total_ms": sum(step_ms),
+            **({} if ms_per_load is None else {"ms_per_load": ms_per_load}),
+            **({} if last is None else {name: list(getattr(last, name)) for name in SNAPSHOTS}),
+        }
 
     def totals(self) -> dict[str, Any]:
         """Numbers of all steps that were taken, as TrainSummary has them; without the times, if there are none."""
@@ -159,7 +184,8 @@ class StepMeter:
         timed = [dataclasses.replace(stats, step_ms=ms) for stats, ms in zip(self._stats, step_ms) if stats is not None]
         for stats in timed:
             self._saving.add(stats.largest_load_trained, stats.step_ms or 0.0)
-        ms_per_load = self._saving.ms_per_load() if dist.get_rank() == 0 else None  # rank 0 writes the log
+        # Rank 0 writes the log.
+        self._ms_per_load = ms_per_load = self._saving.ms_per_load() if dist.get_rank() == 0 else None
         mean = StatsMean()
         for stats in timed:
             if ms_per_load is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commons.trainer.args import TrainerArgs
-from commons.trainer.broadcast import broadcast_text
-from commons.trainer.checkpoint_folder import holds_checkpoint
-from commons.trainer.errors import log_to_file
-from commons.trainer.run_files import (
+from commons.run_log.files import (
     CONFIG_FILE,
     LOG_FILE,
     SUMMARY_FILE,
     TENSORBOARD_FOLDER,
     TRACKERS_FILE,
-    write_config,
+    write_whole,
 )
+from commons.trainer.args import TrainerArgs
+from commons.trainer.broadcast import broadcast_text
+from commons.trainer.checkpoint_folder import holds_checkpoint
+from commons.trainer.errors import log_to_file
 from commons.trainer.sinks import require_sinks
 
 
@@ -41,6 +42,15 @@ def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) ->
     if logs_to_file:
         log_to_file(config.trainer.run_dir)
     write_config(config, config.trainer.run_dir)
+
+
+def write_config(config: Any, run_dir: str | Path) -> None:
+    """Write a dataclass to `<run_dir>/config.json`, which is a config too; rank 0 does."""
+    if dist.get_rank() != 0:
+        return
+    path = Path(run_dir) / CONFIG_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
 def require_run_folder(args: TrainerArgs, device: torch.device) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from commons.distributed.worker import DaemonWorker
+from commons.run_log.files import CONFIG_FILE, TENSORBOARD_FOLDER, without_nan
 from commons.trainer.args import SinkName, TrainerArgs
 from commons.trainer.meter import AVERAGED, PER_RANK
-from commons.trainer.run_files import CONFIG_FILE, TENSORBOARD_FOLDER, without_nan
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from commons.trainer.run_files import TRACKERS_FILE, write_whole
+from commons.run_log.files import TRACKERS_FILE, write_whole
 from commons.trainer.sinks import figures_of
 
 # How long Weights & Biases may take to begin a run.

@@ -21,15 +21,16 @@ from rich.table import Table
 from tqdm import tqdm
 
 from commons.distributed.stats import ShuffleStats
-from commons.trainer.args import TrainerArgs
-from commons.trainer.run_files import (
+from commons.run_log.files import (
     LOG_FILE,
+    LOG_SCHEMA,
     SUMMARY_FILE,
     evaluation_in,
     keep_lines_until,
     without_nan,
     write_summary,
 )
+from commons.trainer.args import TrainerArgs
 from commons.trainer.sinks import JsonLines, Sink, open_sinks, tensorboard_of
 
 logger = logging.getLogger(__name__)
@@ -98,16 +99,17 @@ class TrainLog:
         )
         self._shown: dict[str, str] = {}
         self.evaluated: dict[str, float] = {}
-        self._files: list[Sink] = []
+        self._lines: JsonLines | None = None
+        self._scalars: Sink | None = None
         self._sinks: list[Sink] = []
         if self._enabled:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             path = self.run_dir / LOG_FILE
             if first_step and path.exists():
                 self.evaluated = evaluation_in(keep_lines_until(path, first_step), first_step)
-            self._files.append(JsonLines(path, append=first_step > 0))
+            self._lines = JsonLines(path, append=first_step > 0)
             if args.tensorboard:
-                self._files.append(tensorboard_of(self.run_dir, first_step))
+                self._scalars = tensorboard_of(self.run_dir, first_step)
             self._sinks = open_sinks(args, first_step)
         self._has_failed = False
 
@@ -121,13 +123,20 @@ class TrainLog:
             self._show(imbalance=f"{stats.imbalance_before:.2f}→{stats.imbalance_after:.2f}")
         self._bar.update()
 
-    def line(self, record: Mapping[str, Any]) -> None:
-        """Write a line and show its loss and rate."""
-        if not self._enabled:
+    def line(self, record: Mapping[str, Any], details: Mapping[str, Any] | None = None) -> None:
+        """Write a line and show its loss and rate.
+
+        Args:
+            record: numbers of a step, `step` among them.
+            details: what only log.jsonl gets, where a series of every rank costs nothing.
+        """
+        if self._lines is None:
             return
-        for file in self._files:
+        with self._unless_disk_full():
+            self._lines.write({"schema": LOG_SCHEMA, **record, **(details or {})})
+        if self._scalars is not None:
             with self._unless_disk_full():
-                file.write(record)
+                self._scalars.write(record)
         for sink in self._sinks:
             sink.write(record)
         if "loss" in record:
@@ -147,9 +156,10 @@ class TrainLog:
     def close(self) -> None:
         """End the bar and all sinks."""
         self._bar.close()
-        for file in self._files:
-            with self._unless_disk_full():
-                file.close()
+        for file in (self._lines, self._scalars):
+            if file is not None:
+                with self._unless_disk_full():
+                    file.close()
         for sink in self._sinks:
             sink.close()
 

@@ -12,8 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from commons.trainer.config import load_config
 from commons.trainer.run import run_training
-from commons.trainer.run_files import write_config
-from commons.trainer.run_folder import require_run_folder
+from commons.trainer.run_folder import require_run_folder, write_config
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 

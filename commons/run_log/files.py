@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from commons.whole_folder import whole_file
 
 CONFIG_FILE, LOG_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER = "config.json", "log.jsonl", "summary.json", "tensorboard"
 # How trackers call the run, by their names.
 TRACKERS_FILE = "trackers.json"
-
-
-def write_config(config: Any, run_dir: str | Path) -> None:
-    """Write a dataclass to `<run_dir>/config.json`, which is a config too; rank 0 does."""
-    if dist.get_rank() != 0:
-        return
-    path = Path(run_dir) / CONFIG_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+# What a line of the log means; every line says it, so that a log that is continued by another release tells so.
+LOG_SCHEMA = 1
 
 
 def write_summary(path: Path, summary: Mapping[str, Any], *, trained: bool) -> None:
