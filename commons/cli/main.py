@@ -38,6 +38,7 @@ _COMMANDS = {
     "doctor": ("doctor", "Doctor"),
     "make-sids": ("make_sids", "MakeSids"),
     "preprocess": ("preprocess", "Preprocess"),
+    "report": ("report", "Report"),
     "simulate": ("simulate", "Simulate"),
 }
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from commons.perf_model.loads import median_of_others
+
 logger = logging.getLogger(__name__)
 
 # Steps of which the median is taken, how many of them a rank may miss, and how often that is done.
@@ -119,19 +121,6 @@ def over_explained(time: np.ndarray, load: np.ndarray, known: np.ndarray) -> np.
     """
     ratios = np.full(len(time), np.nan)
     time, load = time[known], load[known]
-    explained = np.maximum(_median_of_others(time), load * _median_of_others(time / load))
+    explained = np.maximum(median_of_others(time), load * median_of_others(time / load))
     ratios[known] = time / explained
     return ratios
-
-
-def _median_of_others(values: np.ndarray) -> np.ndarray:
-    """For every value the median of the rest; at least two.
-
-    >>> _median_of_others(np.array([1.0, 9.0, 3.0])).tolist()
-    [6.0, 2.0, 5.0]
-    """
-    count, order = len(values), np.argsort(values)
-    in_order, place = values[order], np.empty_like(order)
-    place[order] = np.arange(count)
-    lower, upper = (count - 2) // 2, (count - 1) // 2
-    return (in_order[lower + (lower >= place)] + in_order[upper + (upper >= place)]) / 2

@@ -17,3 +17,16 @@ def imbalance(loads: np.ndarray | list[int]) -> float:
     of_ranks: list[int] = loads if isinstance(loads, list) else loads.tolist()
     total = sum(of_ranks)
     return max(of_ranks) * len(of_ranks) / total - 1.0 if total else 0.0
+
+
+def median_of_others(values: np.ndarray) -> np.ndarray:
+    """For every value the median of the rest; at least two.
+
+    >>> median_of_others(np.array([1.0, 9.0, 3.0])).tolist()
+    [6.0, 2.0, 5.0]
+    """
+    count, order = len(values), np.argsort(values)
+    in_order, place = values[order], np.empty_like(order)
+    place[order] = np.arange(count)
+    lower, upper = (count - 2) // 2, (count - 1) // 2
+    return (in_order[lower + (lower >= place)] + in_order[upper + (upper >= place)]) / 2

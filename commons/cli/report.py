@@ -1,0 +1,51 @@
+"""`evenrank report`: what balancing gained in a run, and where the time went, from the log that the run has left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from commons.cli.report_table import advice_lines, notes_of, print_report
+from commons.run_log.comparison import compare_runs
+from commons.run_log.folders import read_runs
+from commons.run_log.report import RunReport
+
+
+@dataclass
+class Report:
+    """Say what balancing gained in a run and where its time went; runs beside each other are compared with the first.
+
+    Reads log.jsonl of a run's folder (trainer.run_dir), also while the run goes on; the folder of a demo has two runs.
+
+    For example:
+      evenrank report runs/train
+      evenrank report runs/unbalanced runs/balanced
+      evenrank report runs/train --json
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, the one to compare with first."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def run(self) -> None:
+        """Read, compute, print."""
+        if not self.runs:
+            raise ValueError("no run is given; report reads the folders of runs (trainer.run_dir): give one or more")
+        reports = [RunReport.of(log) for log in read_runs(self.runs)]
+        against = compare_runs(reports)
+        if self.json:
+            content = {
+                "runs": [report.to_dict() for report in reports],
+                "beside_the_first": [each.to_dict() for each in against],
+                "notes": notes_of(reports, against),
+                "advice": advice_lines(reports, against),
+            }
+            sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        else:
+            print_report(reports, against)

@@ -1,0 +1,190 @@
+"""Runs beside each other: how much faster than the first, the same losses, and whether they compare at all."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from commons.run_log.reading import RunLog
+from commons.run_log.report import RunReport
+
+# Settings that change neither the model nor its data: how it is balanced, and what is written where.
+_FREE = (
+    "trainer.enable_balanced_shuffler",
+    "trainer.shuffle_eval",
+    "trainer.shuffler.*",
+    "trainer.shuffle_window",
+    "trainer.balance_*",
+    "trainer.budget_per_rank",
+    "trainer.single_rank_load",
+    "trainer.run_dir",
+    "trainer.overwrite",
+    "trainer.ckpt_*",
+    "trainer.log_interval",
+    "trainer.eval_interval",
+    "trainer.max_train_iters",
+    "trainer.num_epochs",
+    "trainer.tensorboard",
+    "trainer.sinks",
+    "trainer.sink_options.*",
+    "trainer.profile*",
+    "trainer.peak_tflops",
+    "trainer.world_size",
+    "trainer.launcher",
+    "shuffler_type",
+    "imports",
+)
+# Settings that a note names.
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class LossDifference:
+    """Of lines that both runs have, of the same steps.
+
+    Attributes:
+        largest: of all lines.
+        at_end: of the last one.
+        step: that line's.
+        lines: how many there are.
+    """
+
+    largest: float
+    at_end: float
+    step: int
+    lines: int
+
+
+@dataclass(frozen=True)
+class Against:
+    """A run beside the first one; None for what is not known.
+
+    Attributes:
+        run: its name.
+        base: that of the first.
+        rows_per_s: rows per second ÷ those of the first: the speed-up.
+        step_ms: median step of the first ÷ its own.
+        work: the slowest rank's load in the first ÷ its own, per step: what the loads predict. Where nobody has looked
+            at the rows of the first, they count as those of this one were loaded.
+        loss: how far the losses differ.
+        evaluation: metric minus that of the first, after the last step that both were evaluated at.
+        evaluated_at: that step.
+        differences: why the two do not compare, a sentence each.
+    """
+
+    run: str
+    base: str
+    rows_per_s: float | None
+    step_ms: float | None
+    work: float | None
+    loss: LossDifference | None
+    evaluation: Mapping[str, float]
+    evaluated_at: int | None
+    differences: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def compare_runs(reports: Sequence[RunReport]) -> list[Against]:
+    """Every run but the first beside the first."""
+    return [_against(reports[0], other) for other in reports[1:]]
+
+
+def _against(base: RunReport, other: RunReport) -> Against:
+    step, evaluation = _evaluations(base.log, other.log)
+    differences = tuple(_differences(base, other))
+    work = _ratio(_largest_trained(base), _largest_trained(other))
+    if work is None and base.balancing == "off" and other.balancing == "balanced" and not differences:
+        work = other.gain.work
+    return Against(
+        run=other.log.name,
+        base=base.log.name,
+        rows_per_s=_ratio(other.speed.rows_per_s, base.speed.rows_per_s),
+        step_ms=_ratio(base.speed.step_ms, other.speed.step_ms),
+        work=work,
+        loss=_loss_difference(base.log, other.log),
+        evaluation=evaluation,
+        evaluated_at=step,
+        differences=differences,
+    )
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return None if over is None or not under else over / under
+
+
+def _largest_trained(report: RunReport) -> float | None:
+    return report.log.mean(f"largest_load_{'after' if report.balancing == 'balanced' else 'before'}")
+
+
+def _loss_difference(base: RunLog, other: RunLog) -> LossDifference | None:
+    """Means over other steps do not compare."""
+    _, first, second = np.intersect1d(base.step, other.step, return_indices=True)
+    same = base.steps[first] == other.steps[second]
+    step, first, second = base.step[first[same]], first[same], second[same]
+    apart = np.abs(base.column("loss")[first] - other.column("loss")[second])
+    known = np.isfinite(apart)
+    if not known.any():
+        return None
+    apart, step = apart[known], step[known]
+    return LossDifference(float(apart.max()), float(apart[-1]), int(step[-1]), len(apart))
+
+
+def _evaluations(base: RunLog, other: RunLog) -> tuple[int | None, dict[str, float]]:
+    """The last step that both were evaluated at, and by metric the difference there."""
+    first, second = dict(base.evaluations), dict(other.evaluations)
+    common = sorted(set(first) & set(second))
+    if not common:
+        return None, {}
+    before, after = first[common[-1]], second[common[-1]]
+    apart = {name: after[name] - before[name] for name in before if name in after and name != "rows"}
+    return common[-1], {name: value for name, value in apart.items() if np.isfinite(value)}
+
+
+def _differences(base: RunReport, other: RunReport) -> Iterator[str]:
+    """What keeps two runs from being compared."""
+    for what, first, second in (
+        ("ranks", base.ranks, other.ranks),
+        ("rows per step", base.rows_per_step, other.rows_per_step),
+    ):
+        if first is not None and second is not None and abs(first - second) > 0.01 * max(first, second):
+            yield f"{what}: {_number(first)} and {_number(second)}"
+    if not (base.log.config and other.log.config):
+        yield "the settings of one are not known"
+        return
+    first_settings, second_settings = dict(_flat(base.log.config)), dict(_flat(other.log.config))
+    named = [
+        f"{name}: {_shown(first_settings[name])} and {_shown(second_settings[name])}"
+        for name in first_settings  # releases have different ones
+        if name in second_settings
+        and first_settings[name] != second_settings[name]
+        and not any(fnmatch.fnmatchcase(name, each) for each in _FREE)
+    ]
+    yield from named[:_MOST_NAMED]
+    if len(named) > _MOST_NAMED:
+        yield f"{len(named) - _MOST_NAMED} more settings"
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their full names."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + str(name), value
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
