@@ -25,6 +25,7 @@ def main() -> None:
     expect(found == packages, f"the wheel installs {sorted(found)} instead of {sorted(packages)}")
     wanted = [path for package in packages for path in (checkout / package).rglob("*.py*") if path.suffix != ".pyc"]
     wanted += [path for package in packages for path in (checkout / package).rglob("*.toml")]
+    wanted += [path for package in packages for path in (checkout / package).rglob("*.jinja")]
     lacking = {str(path.relative_to(checkout)) for path in wanted} | {f"{package}/py.typed" for package in packages}
     lacking -= files
     expect(not lacking, f"the wheel lacks {sorted(lacking)}")

@@ -48,6 +48,10 @@ echo "== contents"
 echo "== evenrank"
 grep -q simulate <<< "$("$bin/evenrank" --help)"
 "$bin/evenrank" simulate --config hstu/configs/random.toml --ranks 2 8 --steps 3
+# From nothing but a csv of lengths to the page.
+seq 1 7 1800 | shuf --random-source=<(yes) > lengths.csv
+"$bin/evenrank" simulate --lengths lengths.csv --ranks 2 8 --batch-size 4 --html gain.html
+grep -q "</html>" gain.html
 echo "== $(basename "$script")"
 "$bin/python" -m torch.distributed.run --standalone --nproc_per_node=2 "$script"
 echo "the installed wheel works"
