@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,26 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 
 from commons.cli.outputs import as_command, require_output
 from commons.cli.page import Page, require_page, write_page
 from commons.cli.pictures import Picture, require_picture, write_pictures
-from commons.cli.recipes import load_recipe
 from commons.cli.simulate_answer import print_answer
 from commons.cli.simulate_figure import pictures_of_steps
 from commons.cli.simulate_gain import LengthOptions, simulate_lengths
-from commons.cli.simulate_page import cells_of_steps, page_of, page_of_steps
+from commons.cli.simulate_page import page_of, page_of_steps
 from commons.cli.simulate_pictures import pictures_of
 from commons.distributed.options import ShufflerOptions
-from commons.perf_model.calibration import CalibratedTask, load_calibration
-from commons.perf_model.measurement import CostTarget
-from commons.perf_model.simulation import RowCosts, SimulatedSteps, simulate_steps
-from commons.perf_model.task_estimator import AttentionTask
 
 # Steps and windows, unless told; those of a config have to be read.
 _STEPS, _STEPS_OF_LENGTHS = 50, 128
@@ -147,34 +138,17 @@ class Simulate:
             )
         measured = None if self.shuffler.calibration is None else Path(self.shuffler.calibration)
         self._require_outputs({"--config": config, "--shuffler.calibration": measured})
-        calibration = None if self.shuffler.calibration is None else load_calibration(self.shuffler.calibration)
-        target = load_recipe(self.model, config, torch.device("cpu"))
-        cost = target.task if calibration is None else CalibratedTask(target.task, calibration)
-        batches, num_rows = _read(target, cost, max(self.ranks) * steps)
-        results = [
-            self._simulate(batches[: num_ranks * steps], num_ranks, window, cost)
-            for num_ranks in self.ranks
-            for window in windows
-            if num_ranks * window <= len(batches)
-        ]
-        if not results:
-            fewest = min(self.ranks) * target.batch_size
-            of_window = "" if min(windows) == 1 else f", a window of {min(windows)} {fewest * min(windows):,}"
-            raise ValueError(
-                f"the data set has {num_rows:,} rows, a step of {min(self.ranks)} ranks trains {fewest:,}{of_window}: "
-                "lower --ranks, or train_batch_size in the config"
-            )
-        notes = [*self._shortage(len(batches), num_rows, target.batch_size, steps), *_dominant_rows(results)]
-        title = f"{config}: {target.batch_size} rows per rank, {steps} steps"
+        # Imported here: it needs TorchRec, and lengths alone do not.
+        from commons.cli.simulate_config import print_config_answer, simulate_config
+
+        answer = simulate_config(config, self.model, self.shuffler, self.ranks, windows, steps)
         if self.json:
-            _print_json({"config": str(config), "ranks": [each.to_dict() for each in results], "notes": notes})
+            _print_json(answer.to_dict())
         else:
-            _print_results(results, title)
-            for line in notes:
-                Console().print(line)
+            print_config_answer(answer)
         self._write(
-            lambda: page_of_steps(results, title, notes, self._command()),
-            lambda: pictures_of_steps(results),
+            lambda: page_of_steps(answer.results, answer.title, answer.notes, self._command()),
+            lambda: pictures_of_steps(answer.results),
         )
 
     def _require_outputs(self, inputs: Mapping[str, Path | None]) -> None:
@@ -199,78 +173,6 @@ class Simulate:
     def _command(self) -> str:
         return as_command("evenrank simulate", self)
 
-    def _simulate(
-        self, batches: Sequence[RowCosts], num_ranks: int, window: int, cost: AttentionTask | CalibratedTask
-    ) -> SimulatedSteps:
-        calibrated = cost if isinstance(cost, CalibratedTask) else None
-        return simulate_steps(
-            batches,
-            num_ranks,
-            window=window,
-            calibration=None if calibrated is None else calibrated.calibration,
-            **self.shuffler.plan_arguments(None if calibrated is None else calibrated.units_per_ms),
-        )
-
-    def _shortage(self, num_batches: int, num_rows: int, batch_size: int, steps: int) -> list[str]:
-        """What to say of numbers of ranks for which the data are too short."""
-        return [
-            f"{num_ranks} ranks: {num_batches // num_ranks} of {steps} steps. The data set has {num_rows:,} rows, "
-            f"{steps} steps train {steps * num_ranks * batch_size:,}; no row counts twice."
-            for num_ranks in self.ranks
-            if num_batches < num_ranks * steps
-        ]
-
-
-def _read(target: CostTarget, cost: AttentionTask | CalibratedTask, num_batches: int) -> tuple[list[RowCosts], int]:
-    """The first batches of the data, fewer where the data end, and their rows.
-
-    An incomplete batch at the end is left out, its rows are counted: in training every rank ends with as few rows, here
-    one rank alone would.
-    """
-    wanted = itertools.islice(target.host_batches(), num_batches)
-    batches = []
-    for batch in tqdm(wanted, "read", num_batches, unit="batch", leave=False, disable=not sys.stderr.isatty()):
-        rows = target.row_tokens(batch)
-        tokens, pairs = target.task.tokens_and_pairs(*rows)
-        batches.append(RowCosts(cost.get_workloads(*rows).numpy(), tokens.numpy(), pairs.numpy()))
-    num_rows = sum(len(batch.workloads) for batch in batches)
-    if batches and len(batches) < num_batches and len(batches[-1].workloads) < target.batch_size:
-        del batches[-1]
-    return batches, num_rows
-
-
-def _dominant_rows(results: Sequence[SimulatedSteps]) -> list[str]:
-    """What to say of steps in which one row is more than an even share, so that no plan can be even."""
-    lines = []
-    for result in results:
-        dominated = result.largest_share > 1
-        if result.window == 1 and dominated.any():
-            lines.append(
-                f"{result.num_ranks} ranks: in {dominated.sum()} of {len(dominated)} steps one sample alone is more "
-                f"than an even share of the work, up to {result.largest_share.max():.2f}×. It cannot be split: a "
-                "window of several batches (--window 2 4), a larger train_batch_size or a shorter max_history_seqlen "
-                "makes more possible."
-            )
-    return lines
-
 
 def _print_json(content: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(content, indent=2) + "\n")
-
-
-def _print_results(results: list[SimulatedSteps], title: str) -> None:
-    in_ms, has_windows = results[0].in_ms, any(result.window > 1 for result in results)
-    table = Table(title=title, title_justify="left")
-    cells = [cells_of_steps(result, has_windows=has_windows) for result in results]
-    for name in cells[0]:
-        table.add_column(name, justify="right")
-    for row in cells:
-        table.add_row(*row.values())
-    console = Console()
-    console.print(table)
-    of_steps = "of the sums over all steps, " if has_windows else ""
-    console.print(f"imbalance: {of_steps}largest ÷ mean − 1; possible: no plan gains more; moved: of all tokens")
-    if has_windows:
-        console.print("window: batches of every rank that are planned together; which rows share a step changes")
-    if not in_ms:
-        console.print("Of the slowest rank's operations; --shuffler.calibration gives a whole step in milliseconds.")

@@ -7,6 +7,8 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -195,3 +197,15 @@ def test_the_command_at_the_end_of_a_page_is_the_one_that_was_typed(argv):
     command = _parse(argv)
     words = shlex.split(command._command())
     assert words[0] == "evenrank" and _parse(words[1:]) == command
+
+
+def test_lengths_need_neither_torchrec_nor_fbgemm(tmp_path):
+    program = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('torchrec', 'fbgemm_gpu', 'megatron')))\n"  # importing one of them fails
+        "from commons.cli.main import main\n"
+        f"sys.exit(main({[*LENGTHS, '--html', 'gain.html']!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "gain.html").is_file()
