@@ -22,7 +22,7 @@ class PageTable:
 
     Attributes:
         columns: headings.
-        rows: cells, as many per row as there are columns.
+        rows: cells, as many per row as there are columns; a row of one cell is a heading of those that follow.
         title: above it; "" for none.
         marked: number of the row that the page is about; None for none.
     """

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
+from commons.cli.outputs import require_output
 from commons.cli.report_table import advice_lines, notes_of, print_report
-from commons.run_log.comparison import compare_runs
+from commons.run_log.comparison import Against, compare_runs
+from commons.run_log.files import LOG_FILE
 from commons.run_log.folders import read_runs
 from commons.run_log.report import RunReport
 
@@ -23,7 +26,8 @@ class Report:
 
     For example:
       evenrank report runs/train
-      evenrank report runs/unbalanced runs/balanced
+      evenrank report runs/unbalanced runs/balanced --html report.html
+      evenrank report runs/train --figure report.png
       evenrank report runs/train --json
     """
 
@@ -33,10 +37,17 @@ class Report:
     json: bool = False
     """Print JSON instead of a table."""
 
+    html: Path | None = None
+    """Where to write the report as a page that needs no network, as .html; None for no page."""
+
+    figure: Path | None = None
+    """Where to draw its pictures, as .png, .svg or .pdf; None for no picture."""
+
     def run(self) -> None:
-        """Read, compute, print."""
+        """Read, compute, print, draw."""
         if not self.runs:
             raise ValueError("no run is given; report reads the folders of runs (trainer.run_dir): give one or more")
+        self._check_outputs()
         reports = [RunReport.of(log) for log in read_runs(self.runs)]
         against = compare_runs(reports)
         if self.json:
@@ -49,3 +60,38 @@ class Report:
             sys.stdout.write(json.dumps(content, indent=2) + "\n")
         else:
             print_report(reports, against)
+        self._draw(reports, against)
+
+    def _check_outputs(self) -> None:
+        """Before anything is read: whether page and pictures can be written. What draws them is imported if needed."""
+        if self.html is not None:
+            from commons.cli.page import require_page
+
+            require_page(self.html)
+        if self.figure is not None:
+            from commons.cli.pictures import require_picture
+
+            require_picture(self.figure)
+        logs: dict[str, Path | None] = {f"the log of {run}": run / LOG_FILE for run in self.runs}
+        for option, output in (("--html", self.html), ("--figure", self.figure)):
+            if output is not None:
+                require_output(output, option=option, inputs=logs)
+        if self.html is not None and self.figure is not None and self.html.resolve() == self.figure.resolve():
+            raise ValueError(f"--html and --figure are both {self.html}; each is a file: give two names")
+
+    def _draw(self, reports: list[RunReport], against: list[Against]) -> None:
+        """Write the page and the pictures, if asked for."""
+        if self.html is not None:
+            from commons.cli.page import write_page
+            from commons.cli.report_page import page_of
+
+            write_page(page_of(reports, against, shlex.join(["evenrank", *sys.argv[1:]])), self.html)
+            sys.stderr.write(f"page: {self.html}\n")
+        if self.figure is not None:
+            from commons.cli.pictures import write_pictures
+            from commons.cli.report_pictures import pictures_of_run, pictures_of_runs
+
+            names = [report.log.name if len(reports) > 1 else "" for report in reports]
+            of_runs = [picture for each in zip(reports, names) for picture in pictures_of_run(*each)]
+            write_pictures([*of_runs, *pictures_of_runs(reports)], self.figure)
+            sys.stderr.write(f"picture: {self.figure}\n")

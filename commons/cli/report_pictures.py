@@ -1,0 +1,215 @@
+"""The pictures of `evenrank report`: imbalance and loads of each run; steps, their time and loss of all together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from commons.cli.pictures import COLORS, Picture, is_narrow
+from commons.run_log.reading import RunLog
+from commons.run_log.report import RunReport
+from commons.run_log.step_time import PARTS
+
+# Ranks that are shown one by one; of more, the fullest first.
+_MOST_RANKS = 64
+# Colours and line styles of runs, told apart by both.
+_RUN_COLORS = ("before", "after", "third", "fourth")
+_RUN_STYLES = ("-", "--", "-.", ":")
+# Of the parts of a step, their colour and hatch.
+_PART_LOOKS = dict(
+    zip(PARTS, (("after", ""), ("before", "////"), ("third", "\\\\\\\\"), ("fourth", "xx"), ("muted", "")))
+)
+
+
+def pictures_of_run(report: RunReport, of: str = "") -> tuple[Picture, ...]:
+    """Of one run: imbalance over its steps, and load and keys of every rank; as far as its log knows.
+
+    Args:
+        report: of the run.
+        of: what tells it from other runs in a title.
+    """
+    log, pictures = report.log, []
+    of = f": {of}" if of else ""
+    carried_out = report.balancing == "balanced"
+    if report.gain.imbalance_before is not None:
+        after = "" if report.gain.imbalance_after is None else f", and {'after' if carried_out else 'as planned'}"
+        pictures.append(
+            Picture(
+                f"Imbalance{of}",
+                f"Largest load ÷ mean − 1 of the ranks, as the rows were loaded{after}: mean of each line's steps. 0 % "
+                "is a step in which nobody waits.",
+                _imbalance(log, "balanced" if carried_out else "planned"),
+            )
+        )
+    for what, title, meaning in (
+        ("loads", "Load of each rank", "work"),
+        ("lookups", "Keys of each rank", "embedding lookups that it brings"),
+    ):
+        before, after = (_relative(log, f"{what}_{when}") for when in ("before", "after"))
+        if before is None or after is None:
+            continue
+        shown = {"as loaded": before} | ({"balanced": after} if carried_out else {})
+        each = "Each rank's" if before.shape[1] <= _MOST_RANKS else "The fullest rank's, the next one's, and so on,"
+        pictures.append(
+            Picture(
+                f"{title}{of}",
+                f"{each} {meaning} ÷ the mean of the ranks, in the last step of each of {len(before)} lines: the mean "
+                f"over the lines, and from the least to the most. {', '.join(shown).capitalize()}.",
+                _ranks(shown),
+            )
+        )
+    return tuple(pictures)
+
+
+def pictures_of_runs(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
+    """Of all runs: time of steps, where it goes, and loss; as far as their logs know."""
+    pictures = []
+    if any(report.speed.step_ms is not None for report in reports):
+        pictures.append(
+            Picture(
+                "Time of a step",
+                "Median of each line's steps, in milliseconds.",
+                _over_steps(reports, "step_ms", "ms"),
+            )
+        )
+    split = [report for report in reports if report.step_time is not None and len(report.step_time.parts()) > 1]
+    if split:
+        pictures.append(
+            Picture(
+                "Where a mean step's time goes",
+                "Work at the bound is the slowest rank's if the plan were as even as can be. What balancing takes off "
+                "is outlined.",
+                _parts(split),
+                height=150 + 60 * len(split),
+            )
+        )
+    if any(report.loss is not None for report in reports):
+        pictures.append(Picture("Loss", "Mean of each line's steps.", _over_steps(reports, "loss", "loss")))
+    return tuple(pictures)
+
+
+def _imbalance(log: RunLog, after: str) -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
+        for name, label, color, style in (
+            ("imbalance_before", "as loaded", COLORS["before"], "-"),
+            ("imbalance_after", after, COLORS["after"], "--"),
+        ):
+            values = log.column(name)
+            if np.isfinite(values).any():
+                axes.plot(log.step, values, color=color, linestyle=style, marker=_marker(values), label=label)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set(xlabel="step", ylabel="largest ÷ mean − 1", ylim=(0, None))
+        _finish(axes, columns=2)
+
+    return draw
+
+
+def _relative(log: RunLog, name: str) -> np.ndarray | None:
+    """float64 `(lines, ranks)`, each rank's number ÷ the mean of the ranks, of lines with as many ranks as the last."""
+    told = [values for values in log.of_ranks.get(name, ()) if values is not None and len(values) > 1]
+    same = [values for values in told if len(values) == len(told[-1]) and np.nanmean(values) > 0]
+    return np.stack([values / np.nanmean(values) for values in same]) if same else None
+
+
+def _ranks(shown: dict[str, np.ndarray]) -> Callable[[Axes], None]:
+    """A dot for the mean and a line for the range of every rank; of many ranks, bands over ranks in order."""
+
+    def draw(axes: Axes) -> None:
+        for place, (label, values) in enumerate(shown.items()):
+            color = COLORS[("before", "after")[place]]
+            if values.shape[1] > _MOST_RANKS:
+                ordered = -np.sort(-values, axis=1)
+                ranks = np.arange(values.shape[1])
+                axes.fill_between(ranks, ordered.min(axis=0), ordered.max(axis=0), color=color, alpha=0.3, linewidth=0)
+                axes.plot(ranks, ordered.mean(axis=0), ("-", "--")[place], color=color, label=label)
+                continue
+            ranks = np.arange(values.shape[1]) + (place - (len(shown) - 1) / 2) * 0.3
+            axes.vlines(ranks, values.min(axis=0), values.max(axis=0), color=color, linewidth=1.8)
+            axes.plot(ranks, values.mean(axis=0), "os"[place], color=color, markersize=5, label=label)
+        count = next(iter(shown.values())).shape[1]
+        axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8, zorder=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6 if is_narrow(axes) else 12))
+        axes.set(
+            xlabel="rank" if count <= _MOST_RANKS else "ranks, fullest first", ylabel="÷ mean", xlim=(-0.6, count - 0.4)
+        )
+        _finish(axes, columns=2)
+
+    return draw
+
+
+def _over_steps(reports: Sequence[RunReport], name: str, label: str) -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
+        for place, report in enumerate(reports):
+            values = report.log.column(name)
+            color, style = COLORS[_RUN_COLORS[place % 4]], _RUN_STYLES[(place + place // 4) % 4]
+            axes.plot(
+                report.log.step,
+                values,
+                color=color,
+                linestyle=style,
+                marker=_marker(values),
+                label=_short(report.log.name, 24 if is_narrow(axes) else 40),
+            )
+        axes.set(xlabel="step", ylabel=label)
+        if name == "step_ms":
+            axes.set_ylim(0, None)
+        _finish(axes, columns=1 if is_narrow(axes) else 2)
+
+    return draw
+
+
+def _parts(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
+        places = np.arange(len(reports))[::-1]
+        begins, labelled = np.zeros(len(reports)), False
+        times = [report.step_time.parts() if report.step_time else {} for report in reports]
+        for part in (part for part in PARTS if any(part in time for time in times)):
+            color, hatch = _PART_LOOKS[part]
+            widths = np.array([time.get(part, 0.0) for time in times])
+            axes.barh(
+                places,
+                widths,
+                left=begins,
+                height=0.55,
+                color=COLORS[color],
+                hatch=hatch,
+                edgecolor=COLORS["surface"],
+                linewidth=0.5,
+                label=part,
+            )
+            begins += widths
+        for place, end, report in zip(places, begins, reports):
+            saved = report.step_time.saved if report.step_time and report.balancing == "balanced" else None
+            if saved is not None and saved > 0:
+                label = "" if labelled else "taken off by balancing"
+                axes.barh(
+                    place, saved, left=end, height=0.55, fill=False, edgecolor=COLORS["ink"], linestyle=":", label=label
+                )
+                labelled = True
+        longest = 14 if is_narrow(axes) else 28
+        axes.set_yticks(places, [_short(report.log.name, longest) for report in reports])
+        axes.set(xlabel="ms of a mean step", ylim=(-0.5, len(reports) - 0.5))
+        axes.grid(visible=True, axis="x")
+        axes.grid(visible=False, axis="y")
+        _finish(axes, columns=1 if is_narrow(axes) else 3)
+
+    return draw
+
+
+def _finish(axes: Axes, columns: int) -> None:
+    """The legend above, where it hides nothing."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2)
+
+
+def _marker(values: np.ndarray) -> str:
+    """A dot for every line where there are few; one alone would not be seen as a curve."""
+    return "o" if np.isfinite(values).sum() <= 20 else ""
+
+
+def _short(name: str, longest: int) -> str:
+    """The end of a name, which tells runs apart; no text of a picture is mathematics."""
+    short = name if len(name) <= longest else f"…{name[1 - longest :]}"
+    return short.replace("$", r"\$")
