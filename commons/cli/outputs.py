@@ -52,19 +52,23 @@ def require_output(
         raise _TriedError  # an error, so that what was made for the trial goes again
 
 
-def as_command(name: str, arguments: Any) -> str:
+def as_command(name: str, arguments: Any, *, positional: str = "") -> str:
     """The command line that gives a command's arguments, without what is at its default.
 
     Args:
         name: of the command, as it is typed.
         arguments: a dataclass of flags, which may hold dataclasses; those called `of_...` add no prefix to theirs.
+        positional: the field that comes first, without a flag; "" for none.
     """
-    return shlex.join([*name.split(), *_flags(arguments, "")])
+    first = map(str, getattr(arguments, positional)) if positional else ()
+    return shlex.join([*name.split(), *first, *_flags(arguments, "", but=positional)])
 
 
-def _flags(arguments: Any, prefix: str) -> list[str]:
+def _flags(arguments: Any, prefix: str, but: str = "") -> list[str]:
     words = []
     for item in dataclasses.fields(arguments):
+        if item.name == but:
+            continue
         value, name = getattr(arguments, item.name), item.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
             words += _flags(value, prefix if item.name.startswith("of_") else f"{prefix}{name}.")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from rich.console import Console
 
-from commons.cli.outputs import require_output
+from commons.cli.outputs import as_command, require_output
 from commons.cli.report_table import advice_lines, notes_of, print_report
 from commons.run_log.comparison import Against, compare_runs
 from commons.run_log.files import LOG_FILE
@@ -38,10 +38,10 @@ class Report:
     """Print JSON instead of a table."""
 
     html: Path | None = None
-    """Where to write the report as a page that needs no network, as .html; None for no page."""
+    """Where to write the report as a page with pictures, one .html file that needs no network; None for none."""
 
     figure: Path | None = None
-    """Where to draw its pictures, as .png, .svg or .pdf; None for no picture."""
+    """Where to draw its pictures, as .png, .svg or .pdf."""
 
     def run(self) -> None:
         """Read, compute, print, draw."""
@@ -85,8 +85,8 @@ class Report:
             from commons.cli.page import write_page
             from commons.cli.report_page import page_of
 
-            write_page(page_of(reports, against, shlex.join(["evenrank", *sys.argv[1:]])), self.html)
-            sys.stderr.write(f"page: {self.html}\n")
+            command = as_command("evenrank report", self, positional="runs")
+            write_page(page_of(reports, against, command), self.html)
         if self.figure is not None:
             from commons.cli.pictures import write_pictures
             from commons.cli.report_pictures import pictures_of_run, pictures_of_runs
@@ -94,4 +94,6 @@ class Report:
             names = [report.log.name if len(reports) > 1 else "" for report in reports]
             of_runs = [picture for each in zip(reports, names) for picture in pictures_of_run(*each)]
             write_pictures([*of_runs, *pictures_of_runs(reports)], self.figure)
-            sys.stderr.write(f"picture: {self.figure}\n")
+        for path in (self.html, self.figure):
+            if path is not None and not self.json:
+                Console().print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)

@@ -74,12 +74,13 @@ def _figures(reports: Sequence[RunReport], against: Sequence[Against]) -> list[t
     report = reports[-1]
     gain, last = report.gain, against[-1] if against else None
     would = "" if report.balancing == "balanced" else " if balanced"
+    of = f", {report.log.name}" if against else ""
     figures = [
-        (gain.imbalance_before, "{:.1%}", "imbalance as loaded"),
-        (gain.imbalance_after, "{:.1%}", f"imbalance{would or ' as balanced'}"),
-        (gain.work, "{:.2f}×", f"speed-up of the slowest rank{would}"),
-        (gain.step, "{:.2f}×", f"speed-up of a step{would}, measured"),
+        (gain.imbalance_before, "{:.1%}", f"imbalance as loaded{of}"),
+        (gain.imbalance_after, "{:.1%}", f"imbalance{would or ' as balanced'}{of}"),
+        (gain.work, "{:.2f}×", f"speed-up of the slowest rank{would}{of}"),
+        (gain.step, "{:.2f}×", f"speed-up of a step{would}, measured{of}"),
     ]
     if last is not None:
-        figures.append((last.rows_per_s, "{:.2f}×", f"rows per second beside {last.base}"))
+        figures.append((last.rows_per_s, "{:.2f}×", f"rows per second of {last.run} ÷ {last.base}"))
     return [(pattern.format(value), name) for value, pattern, name in figures if value is not None]

@@ -46,7 +46,7 @@ def pictures_of_run(report: RunReport, of: str = "") -> tuple[Picture, ...]:
         )
     for what, title, meaning in (
         ("loads", "Load of each rank", "work"),
-        ("lookups", "Keys of each rank", "embedding lookups that it brings"),
+        ("lookups", "Keys of each rank", "embedding lookups"),
     ):
         before, after = (_relative(log, f"{what}_{when}") for when in ("before", "after"))
         if before is None or after is None:
