@@ -37,7 +37,7 @@ def page_of(reports: Sequence[RunReport], against: Sequence[Against], command: s
     """
     advice, names = advice_lines(reports, against), [report.log.name for report in reports]
     together, several = pictures_of_runs(reports), len(reports) > 1
-    sections = [Section("Beside each other", advice[:-1], together)] if several else []
+    sections = [Section("Beside each other", tuple(advice[:-1]), together)] if several else []
     alone = [pictures_of_run(report, report.log.name if several else "") for report in reports]
     pictures = tuple(picture for each in alone for picture in each) + (() if several else together)
     if pictures:

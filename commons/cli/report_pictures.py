@@ -15,9 +15,12 @@ from commons.run_log.step_time import PARTS
 
 # Ranks that are shown one by one; of more, the fullest first.
 _MOST_RANKS = 64
-# Colours and line styles of runs, told apart by both.
+# Points of a curve; of a longer log so many means of lines.
+_MOST_POINTS = 300
+# Colours, line styles and markers of runs, told apart by all.
 _RUN_COLORS = ("before", "after", "third", "fourth")
 _RUN_STYLES = ("-", "--", "-.", ":")
+_RUN_MARKERS = "os^D"
 # Of the parts of a step, their colour and hatch.
 _PART_LOOKS = dict(
     zip(PARTS, (("after", ""), ("before", "////"), ("third", "\\\\\\\\"), ("fourth", "xx"), ("muted", "")))
@@ -39,8 +42,8 @@ def pictures_of_run(report: RunReport, of: str = "") -> tuple[Picture, ...]:
         pictures.append(
             Picture(
                 f"Imbalance{of}",
-                f"Largest load ÷ mean − 1 of the ranks, as the rows were loaded{after}: mean of each line's steps. 0 % "
-                "is a step in which nobody waits.",
+                f"Largest load ÷ mean − 1 of the ranks, as the rows were loaded{after}: mean of the steps of each "
+                "line of the log. 0 % is a step in which nobody waits.",
                 _imbalance(log, "balanced" if carried_out else "planned"),
             )
         )
@@ -48,20 +51,24 @@ def pictures_of_run(report: RunReport, of: str = "") -> tuple[Picture, ...]:
         ("loads", "Load of each rank", "work"),
         ("lookups", "Keys of each rank", "embedding lookups"),
     ):
-        before, after = (_relative(log, f"{what}_{when}") for when in ("before", "after"))
-        if before is None or after is None:
-            continue
-        shown = {"as loaded": before} | ({"balanced": after} if carried_out else {})
-        each = "Each rank's" if before.shape[1] <= _MOST_RANKS else "The fullest rank's, the next one's, and so on,"
-        pictures.append(
-            Picture(
-                f"{title}{of}",
-                f"{each} {meaning} ÷ the mean of the ranks, in the last step of each of {len(before)} lines: the mean "
-                f"over the lines, and from the least to the most. {', '.join(shown).capitalize()}.",
-                _ranks(shown),
-            )
-        )
+        shown = {"as loaded": _relative(log, f"{what}_before")}
+        if carried_out:
+            shown["balanced"] = _relative(log, f"{what}_after")
+        known = {name: values for name, values in shown.items() if values is not None}
+        if known:
+            pictures.append(_picture_of_ranks(f"{title}{of}", meaning, known))
     return tuple(pictures)
+
+
+def _picture_of_ranks(title: str, meaning: str, shown: dict[str, np.ndarray]) -> Picture:
+    lines, ranks = next(iter(shown.values())).shape
+    each = "Each rank's" if ranks <= _MOST_RANKS else "The fullest rank's, the next one's, and so on,"
+    return Picture(
+        title,
+        f"{each} {meaning} ÷ the mean of the ranks, in the last step of each of {lines} lines of the log: mean, and "
+        f"range. {', '.join(shown).capitalize()}.",
+        _ranks(shown),
+    )
 
 
 def pictures_of_runs(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
@@ -71,7 +78,7 @@ def pictures_of_runs(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
         pictures.append(
             Picture(
                 "Time of a step",
-                "Median of each line's steps, in milliseconds.",
+                "Median of the steps of each line of the log, in milliseconds.",
                 _over_steps(reports, "step_ms", "ms"),
             )
         )
@@ -87,7 +94,8 @@ def pictures_of_runs(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
             )
         )
     if any(report.loss is not None for report in reports):
-        pictures.append(Picture("Loss", "Mean of each line's steps.", _over_steps(reports, "loss", "loss")))
+        said = "Mean of the steps of each line of the log."
+        pictures.append(Picture("Loss", said, _over_steps(reports, "loss", "loss")))
     return tuple(pictures)
 
 
@@ -97,9 +105,9 @@ def _imbalance(log: RunLog, after: str) -> Callable[[Axes], None]:
             ("imbalance_before", "as loaded", COLORS["before"], "-"),
             ("imbalance_after", after, COLORS["after"], "--"),
         ):
-            values = log.column(name)
-            if np.isfinite(values).any():
-                axes.plot(log.step, values, color=color, linestyle=style, marker=_marker(values), label=label)
+            steps, values = curve_of(log, name)
+            if len(values):
+                axes.plot(steps, values, color=color, linestyle=style, marker=_marker(values), label=label)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set(xlabel="step", ylabel="largest ÷ mean − 1", ylim=(0, None))
         _finish(axes, columns=2)
@@ -126,9 +134,9 @@ def _ranks(shown: dict[str, np.ndarray]) -> Callable[[Axes], None]:
                 axes.fill_between(ranks, ordered.min(axis=0), ordered.max(axis=0), color=color, alpha=0.3, linewidth=0)
                 axes.plot(ranks, ordered.mean(axis=0), ("-", "--")[place], color=color, label=label)
                 continue
-            ranks = np.arange(values.shape[1]) + (place - (len(shown) - 1) / 2) * 0.3
-            axes.vlines(ranks, values.min(axis=0), values.max(axis=0), color=color, linewidth=1.8)
-            axes.plot(ranks, values.mean(axis=0), "os"[place], color=color, markersize=5, label=label)
+            places = np.arange(values.shape[1]) + (place - (len(shown) - 1) / 2) * 0.3
+            axes.vlines(places, values.min(axis=0), values.max(axis=0), color=color, linewidth=1.8)
+            axes.plot(places, values.mean(axis=0), "os"[place], color=color, markersize=5, label=label)
         count = next(iter(shown.values())).shape[1]
         axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8, zorder=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6 if is_narrow(axes) else 12))
@@ -143,14 +151,16 @@ def _ranks(shown: dict[str, np.ndarray]) -> Callable[[Axes], None]:
 def _over_steps(reports: Sequence[RunReport], name: str, label: str) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         for place, report in enumerate(reports):
-            values = report.log.column(name)
-            color, style = COLORS[_RUN_COLORS[place % 4]], _RUN_STYLES[(place + place // 4) % 4]
+            steps, values = curve_of(report.log, name)
             axes.plot(
-                report.log.step,
+                steps,
                 values,
-                color=color,
-                linestyle=style,
-                marker=_marker(values),
+                color=COLORS[_RUN_COLORS[place % 4]],
+                linestyle=_RUN_STYLES[(place + place // 4) % 4],
+                # The first is seen where another one covers it.
+                linewidth=3.2 if place == 0 and len(reports) > 1 else 1.8,
+                marker=_marker(values) and _RUN_MARKERS[place % 4],
+                markersize=5,
                 label=_short(report.log.name, 24 if is_narrow(axes) else 40),
             )
         axes.set(xlabel="step", ylabel=label)
@@ -199,6 +209,19 @@ def _parts(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
     return draw
 
 
+def curve_of(log: RunLog, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a column where it is known, each float64 `(points,)`; of many lines means of a few."""
+    values = log.column(name)
+    known = np.isfinite(values)
+    steps, values = log.step[known].astype(np.float64), values[known]
+    together = -(-len(values) // _MOST_POINTS)
+    if together <= 1:
+        return steps, values
+    begins = np.arange(0, len(values), together)
+    counts = np.diff(begins, append=len(values))
+    return np.add.reduceat(steps, begins) / counts, np.add.reduceat(values, begins) / counts
+
+
 def _finish(axes: Axes, columns: int) -> None:
     """The legend above, where it hides nothing."""
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2)
@@ -206,7 +229,7 @@ def _finish(axes: Axes, columns: int) -> None:
 
 def _marker(values: np.ndarray) -> str:
     """A dot for every line where there are few; one alone would not be seen as a curve."""
-    return "o" if np.isfinite(values).sum() <= 20 else ""
+    return "o" if len(values) <= 20 else ""
 
 
 def _short(name: str, longest: int) -> str:
