@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -56,11 +56,15 @@ class Advice:
         text: one sentence.
         options: flags of our trainers, to copy; empty for none.
         code: the same in Python.
+        way: the name of the way that is advised; None where nothing gains.
+        speed_up: of that way.
     """
 
     text: str
     options: str = ""
     code: str = ""
+    way: str | None = None
+    speed_up: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +122,7 @@ class Answer:
             most = result.ways[0].total / result.bound
             if result.possible < WORTH * most:
                 remedy = "it cannot be split, and costs less than 2 % of what is possible"
-            elif lifted is not None:
+            elif lifted is not None and result.speed_up(lifted) >= WORTH * most:
                 remedy = (
                     f"it cannot be split, so that single batches gain {most:.2f}× at most; --trainer.shuffle-window "
                     f"{lifted.window} lifts that to {result.speed_up(lifted):.2f}×, a shorter --max-length too"
@@ -130,44 +134,33 @@ class Answer:
         return lines
 
     def advice(self) -> Advice:
-        """One sentence, for the largest number of ranks."""
+        """One sentence, for the largest number of ranks: the least change that gains, and a further one that pays."""
         result = self.comparisons[-1]
         ways = {way.name: way for way in result.ways}
         refined, budget = ways["refined"], ways["constant cost"]
-        ranks = f"On {result.num_ranks} ranks"
-        windows = [way for way in result.ways if way.window > 1]
-        best = min([refined, budget, *windows], key=lambda way: way.total)
-        if result.speed_up(best) < WORTH <= result.possible:
-            return Advice(
-                f"{ranks} no way of dealing these rows gains 2 %, of {result.possible:.2f}× with equal ranks: leave "
-                "balancing off, or look at more rows per step (--batch-size) and longer windows (--window)."
+        found, gained = None, 1.0
+        # From small changes to large: a larger one has to pay for itself.
+        for way in [refined, ways["free counts"], *(way for way in result.ways if way.window > 1)]:
+            if result.speed_up(way) >= WORTH * gained:
+                found, gained = way, result.speed_up(way)
+        further = result.speed_up(budget) >= WORTH * gained
+        if found is None and not further:
+            return _nothing_gains(result)
+        advised = found or budget
+        what, changes, options, code = _how(advised)
+        parts = [
+            f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}×, {result.share(advised):.0%} of the "
+            f"possible {result.possible:.2f}×"
+        ]
+        if advised is not refined:
+            parts.append(f" ({result.speed_up(refined):.2f}× batch by batch, with equal counts)")
+        parts.append(changes)
+        if advised is not budget and further:
+            parts.append(
+                "; where lengths are known beforehand, steps of constant cost (BudgetBatchSampler) gain "
+                f"{result.speed_up(budget):.2f}×"
             )
-        if result.speed_up(best) < WORTH:
-            return Advice(
-                f"{ranks} these lengths are even as they are loaded: balancing gains {result.speed_up(best):.2f}× at "
-                "most, leave it off."
-            )
-        found, speed_up = refined, result.speed_up(refined)
-        for way in windows:  # from small to large: a longer window has to pay for itself
-            if result.speed_up(way) >= WORTH * speed_up:
-                found, speed_up = way, result.speed_up(way)
-        gain = f"{speed_up:.2f}×, {result.share(found):.0%} of the possible {result.possible:.2f}×"
-        on = "--trainer.enable-balanced-shuffler"
-        if found is refined:
-            return Advice(
-                f"{ranks} balance each batch: the slowest rank then has that much less to do: {gain}.",
-                on,
-                "balanced(TrainPipelineSparseDist)(..., batch_shuffler=shuffler)",
-            )
-        alone = result.speed_up(refined)
-        text = f"{ranks} balance windows of {found.window} batches: {gain} ({alone:.2f}× batch by batch)"
-        if result.speed_up(budget) >= WORTH * speed_up:
-            text += f"; where lengths are known beforehand, steps of constant cost gain {result.speed_up(budget):.2f}×"
-        return Advice(
-            text + "; which rows share a step changes.",
-            f"{on} --trainer.shuffle-window {found.window}",
-            f"windowed_iter(iter(dataloader), shuffler, window={found.window})",
-        )
+        return Advice("".join([*parts, "."]), options, code, advised.name, result.speed_up(advised))
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
@@ -177,7 +170,7 @@ class Answer:
             "task": self.task,
             "ranks": [self._of_ranks(result) for result in self.comparisons],
             "notes": [*self.notes, *self.dominant()],
-            "advice": {"text": advice.text, "options": advice.options, "code": advice.code},
+            "advice": asdict(advice),
         }
 
     def _of_ranks(self, result: Comparison) -> dict[str, Any]:
@@ -210,6 +203,50 @@ class Answer:
             "step_ms": self.step_ms(way),
             "exchange_ms": self.exchange_ms(way),
         }
+
+
+def _nothing_gains(result: Comparison) -> Advice:
+    """Advice for where no way gains enough, whether one could or not."""
+    ranks = f"On {result.num_ranks} ranks"
+    if result.possible >= WORTH:
+        return Advice(
+            f"{ranks} no way of dealing these rows gains 2 %, of {result.possible:.2f}× with equal ranks: leave "
+            "balancing off, or look at more rows per step (--batch-size) and longer windows (--window)."
+        )
+    most = max(1.0, *(result.speed_up(way) for way in result.ways))
+    return Advice(
+        f"{ranks} these lengths are even as they are loaded: balancing gains {most:.2f}× at most, leave it off."
+    )
+
+
+def _how(way: DealtRows) -> tuple[str, str, str, str]:
+    """What to do to have a way, what it changes besides where rows are trained, flags of our trainers, and code."""
+    on = "--trainer.enable-balanced-shuffler"
+    pipeline = "balanced(TrainPipelineSparseDist)(..., batch_shuffler=shuffler)"
+    if way.budget is not None:
+        rows, most = way.budget.rows, way.budget.most_rows
+        return (
+            f"fill steps to the cost of {rows} average rows per rank, where lengths are known beforehand",
+            "; how many rows a step has varies",
+            f"--trainer.balance-sampler --trainer.budget-per-rank {rows} --trainer.train-batch-size {most} "
+            "--trainer.shuffler.no-equal-size",
+            f"BudgetBatchSampler(workloads, budget_per_rank=round({rows} * workloads.mean()), num_ranks=..., rank=...)",
+        )
+    if way.window > 1:
+        return (
+            f"balance windows of {way.window} batches",
+            "; which rows share a step changes",
+            f"{on} --trainer.shuffle-window {way.window}",
+            f"windowed_iter(iter(dataloader), shuffler, window={way.window})",
+        )
+    if way.name == "free counts":
+        return (
+            "balance each batch, with any number of rows per rank",
+            "; how many rows a rank has varies",
+            f"{on} --trainer.shuffler.no-equal-size",
+            f"{pipeline}  # ShufflerOptions(equal_size=False)",
+        )
+    return "balance each batch", "", on, pipeline
 
 
 def _best_of_windows(result: Comparison) -> DealtRows | None:

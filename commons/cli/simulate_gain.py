@@ -16,7 +16,7 @@ from commons.checks import require_at_least
 from commons.cli.simulate_answer import Answer, StepTime
 from commons.cli.simulate_lengths import Lengths, find_lengths
 from commons.datasets.budget_sampler import BudgetBatchSampler
-from commons.perf_model.gain import Comparison, DealtRows, LoadedRows, compare_ways, compared, dealt_steps
+from commons.perf_model.gain import Budget, Comparison, DealtRows, LoadedRows, compare_ways, compared, dealt_steps
 from commons.perf_model.partitioner.inputs import MOST_LOAD
 from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask, SelfAttentionTask
 
@@ -250,10 +250,14 @@ def _constant_cost(rows: LoadedRows) -> DealtRows:
     """Steps of a sampler that fills them to a budget: that of a batch's average rows, at least the costliest row."""
     per_step = rows.num_ranks * rows.batch_size
     steps = min(rows.num_steps, max(_FEWEST_STEPS, _BUDGET_ROWS // per_step), _countable_steps(rows))
+    steps = steps if rows.workloads[:steps].any() else rows.num_steps
     workloads, tokens = (values[:steps].ravel() for values in (rows.workloads, rows.tokens))
-    budget = max(int(workloads.max()), round(rows.batch_size * float(workloads.mean())))
-    sampler = BudgetBatchSampler(workloads, budget_per_rank=budget, num_ranks=rows.num_ranks, rank=0, shuffle=False)
-    dealt = []
+    mean = float(workloads.mean())
+    average_rows = max(rows.batch_size, math.ceil(int(workloads.max()) / mean))
+    sampler = BudgetBatchSampler(
+        workloads, budget_per_rank=math.ceil(average_rows * mean), num_ranks=rows.num_ranks, rank=0, shuffle=False
+    )
+    dealt, most_rows = [], 1
     begin = time.thread_time()
     planned = list(sampler.plan(epoch=0))
     spent = time.thread_time() - begin
@@ -263,4 +267,5 @@ def _constant_cost(rows: LoadedRows) -> DealtRows:
         np.add.at(loads, of_ranks, workloads[of_rows])
         np.add.at(sums, of_ranks, tokens[of_rows])
         dealt.append((loads, sums))
-    return dealt_steps("constant cost", dealt, 1e3 * spent / len(planned))
+        most_rows = max(most_rows, int(np.bincount(of_ranks).max()))
+    return dealt_steps("constant cost", dealt, 1e3 * spent / len(planned), Budget(average_rows, most_rows))

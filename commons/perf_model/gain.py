@@ -72,6 +72,19 @@ class LoadedRows:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """What steps of constant cost are filled to.
+
+    Attributes:
+        rows: a rank's rows of a step cost as much as this many average rows, at most.
+        most_rows: rows of a rank in a step, at most.
+    """
+
+    rows: int
+    most_rows: int
+
+
+@dataclass(frozen=True)
 class DealtRows:
     """What ranks hold when rows are dealt in one way.
 
@@ -85,6 +98,7 @@ class DealtRows:
         planning_ms: processor time of a step's plan, as in training; None where nothing is planned.
         window: batches of every rank that are planned together.
         same_steps: whether a step has the rows that it has as loaded.
+        budget: of steps of constant cost; None for steps of equally many rows.
     """
 
     name: str
@@ -95,6 +109,7 @@ class DealtRows:
     planning_ms: float | None = None
     window: int = 1
     same_steps: bool = True
+    budget: Budget | None = None
 
     @property
     def largest_to_mean(self) -> np.ndarray:
@@ -278,13 +293,16 @@ def _traffic(gathered: GatheredRows, home: np.ndarray, destination: np.ndarray) 
     return int(tokens.sum()), int(max(end.max() for end in ends))
 
 
-def dealt_steps(name: str, steps: Sequence[tuple[np.ndarray, np.ndarray]], planning_ms: float | None) -> DealtRows:
+def dealt_steps(
+    name: str, steps: Sequence[tuple[np.ndarray, np.ndarray]], planning_ms: float | None, budget: Budget
+) -> DealtRows:
     """What ranks hold when a sampler has read the rows where they are trained.
 
     Args:
         name: of the way.
         steps: loads and tokens `(num_ranks,)` of every step.
         planning_ms: of a step.
+        budget: that steps are filled to.
     """
     loads, tokens = (np.stack(values) for values in zip(*steps))
-    return DealtRows(name, loads, tokens, planning_ms=planning_ms, same_steps=False)
+    return DealtRows(name, loads, tokens, planning_ms=planning_ms, same_steps=False, budget=budget)
