@@ -19,7 +19,7 @@ PIP_ARGS ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP  := $(VENV)/.installed-$(STACK)
 
-.PHONY: help install demo demo-sid test test-extras coverage bench lint format clean
+.PHONY: help install demo demo-sid test test-extras coverage bench lint format docs clean
 help: ## What can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t13
 
@@ -70,5 +70,16 @@ lint: $(STAMP) ## ruff and mypy
 format: $(STAMP) ## Format the code and mend what ruff can
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-clean: ## Remove .venv, caches and run folders
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+DOCS := $(VENV)/.installed-docs
+$(DOCS): $(STAMP) requirements/docs.txt
+	@echo "installing what builds the documentation"
+	@$(PIP) install $(PIP_ARGS) --no-deps -r requirements/docs.txt
+	@touch $@
+
+docs: $(DOCS) ## Build the documentation; a link that leads nowhere is an error
+	@# The variable is of the theme: it keeps it from advertising at every start.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict $(ARGS)
+	@echo "open $(CURDIR)/site/index.html"
+
+clean: ## Remove .venv, caches, run folders and the built documentation
+	rm -rf $(VENV) runs build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

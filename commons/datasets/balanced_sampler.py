@@ -44,11 +44,11 @@ class BalancedBatchSampler(PlannedSampler):
     Raises:
         ValueError: an argument out of its range or of another length, or a row that breaks `max_tokens` alone.
 
-    >>> work = [9, 9, 8, 8, 2, 2, 1, 1]
-    >>> samplers = [BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, window=2) for rank in range(2)]
-    >>> [[sum(work[row] for row in batch) for batch in sampler] for sampler in samplers]
-    [[10, 10], [10, 10]]
-
+    Examples:
+        >>> work = [9, 9, 8, 8, 2, 2, 1, 1]
+        >>> samplers = [BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, window=2) for rank in range(2)]
+        >>> [[sum(work[row] for row in batch) for batch in sampler] for sampler in samplers]
+        [[10, 10], [10, 10]]
     """
 
     def __init__(

@@ -50,12 +50,12 @@ class BudgetBatchSampler(PlannedSampler):
         ValueError: an argument out of its range or of another length, a budget below every row, or a row that breaks
             `max_tokens` alone.
 
-    >>> work = [9, 1, 1, 8, 2, 2, 1, 8]
-    >>> for rank in range(2):
-    ...     print(list(BudgetBatchSampler(work, budget_per_rank=10, num_ranks=2, rank=rank, shuffle=False)))
-    [[0, 2], [7]]
-    [[1, 3], [4, 5, 6]]
-
+    Examples:
+        >>> work = [9, 1, 1, 8, 2, 2, 1, 8]
+        >>> for rank in range(2):
+        ...     print(list(BudgetBatchSampler(work, budget_per_rank=10, num_ranks=2, rank=rank, shuffle=False)))
+        [[0, 2], [7]]
+        [[1, 3], [4, 5, 6]]
     """
 
     def __init__(

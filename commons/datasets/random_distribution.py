@@ -43,10 +43,10 @@ class RandomDistribution:
     Raises:
         ValueError: an unknown distribution, a number that is missing or out of range.
 
-    >>> lengths = RandomDistribution("uniform", low=2, high=4).sample(5, generator=torch.Generator().manual_seed(0))
-    >>> lengths.dtype, bool(((lengths >= 2) & (lengths <= 4)).all())
-    (torch.int64, True)
-
+    Examples:
+        >>> lengths = RandomDistribution("uniform", low=2, high=4).sample(5, generator=torch.Generator().manual_seed(0))
+        >>> lengths.dtype, bool(((lengths >= 2) & (lengths <= 4)).all())
+        (torch.int64, True)
     """
 
     dist_type: str
@@ -110,9 +110,9 @@ class LengthDistribution:
     Raises:
         ValueError: as `RandomDistribution`; a number that the distribution does not take.
 
-    >>> LengthDistribution("zipf", alpha=1.2).within(4096).high
-    4096
-
+    Examples:
+        >>> LengthDistribution("zipf", alpha=1.2).within(4096).high
+        4096
     """
 
     dist_type: Literal["lognormal", "zipf", "normal", "uniform"] = "lognormal"

@@ -119,12 +119,12 @@ def split_balanced(
         ValueError: a batch without rows or with fields of different numbers of rows; workloads or ids of the wrong
             length; negative or fractional workloads; more chunks than rows (or groups), unless `pad` is set.
 
-    >>> halves = split_balanced({"ids": torch.tensor([7, 1, 2, 6])}, 2, [7, 1, 2, 6])
-    >>> [chunk["ids"].tolist() for chunk in halves.chunks], halves.loads.tolist()
-    ([[7, 1], [2, 6]], [8, 8])
-    >>> halves.restore([chunk["ids"] * 10 for chunk in halves.chunks]).tolist()
-    [70, 10, 20, 60]
-
+    Examples:
+        >>> halves = split_balanced({"ids": torch.tensor([7, 1, 2, 6])}, 2, [7, 1, 2, 6])
+        >>> [chunk["ids"].tolist() for chunk in halves.chunks], halves.loads.tolist()
+        ([[7, 1], [2, 6]], [8, 8])
+        >>> halves.restore([chunk["ids"] * 10 for chunk in halves.chunks]).tolist()
+        [70, 10, 20, 60]
     """
     rows = Rows.of(batch)
     plan = split_rows(

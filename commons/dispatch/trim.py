@@ -141,11 +141,11 @@ def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
         KeyError: a field that the batch does not have.
         ValueError: a mask or lengths of the wrong shape, or a field of another width.
 
-    >>> batch = {"ids": torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), "mask": torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])}
-    >>> trim_batch(batch, Trim("mask"))[0]["ids"]
-    tensor([[5, 6],
-            [7, 0]])
-
+    Examples:
+        >>> ids, mask = torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+        >>> trim_batch({"ids": ids, "mask": mask}, Trim("mask"))[0]["ids"]
+        tensor([[5, 6],
+                [7, 0]])
     """
     trimmed, windows = trim_rows(Rows.of(batch), as_trims(trim))
     return trimmed.batch, windows

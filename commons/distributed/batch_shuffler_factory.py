@@ -22,8 +22,9 @@ class BatchShufflerFactory:
     "identity" and "tokens" are built in; "hstu" and "sid_gr" appear when those packages are imported, those of
     other installed packages, entry points of the group "evenrank.shufflers", when they are looked up.
 
-    >>> BatchShufflerFactory.is_registered("tokens")
-    True
+    Examples:
+        >>> BatchShufflerFactory.is_registered("tokens")
+        True
     """
 
     _registry: dict[str, type[BaseTaskBalancedBatchShuffler]] = {}
@@ -115,14 +116,15 @@ class BatchShufflerFactory:
     def clear_registry(cls) -> None:
         """Remove every name, those of the built-in shufflers and of imported packages too, as a test may want to.
 
-        Importing them again registers nothing. What `list_available` returned before brings them back:
+        Importing them again registers nothing. What `list_available` returned before brings them back.
 
-        >>> before = BatchShufflerFactory.list_available()
-        >>> BatchShufflerFactory.clear_registry()
-        >>> BatchShufflerFactory.list_available()
-        {}
-        >>> for name, shuffler_class in before.items():
-        ...     BatchShufflerFactory.register(name, shuffler_class)
+        Examples:
+            >>> before = BatchShufflerFactory.list_available()
+            >>> BatchShufflerFactory.clear_registry()
+            >>> BatchShufflerFactory.list_available()
+            {}
+            >>> for name, shuffler_class in before.items():
+            ...     BatchShufflerFactory.register(name, shuffler_class)
         """
         cls._registry.clear()
 

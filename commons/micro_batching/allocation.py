@@ -53,11 +53,11 @@ def ffd_allocate(
         ValueError: no values; values that are negative, no integers or above the capacity, which are named; or groups
             that cannot be made, and why.
 
-    >>> ffd_allocate([7, 5, 4, 4, 3, 1], capacity=16)  # loads 16 and 8
-    [[0, 1, 2], [3, 4, 5]]
-    >>> ffd_allocate([7, 5, 4, 4, 3, 1], capacity=16, n_groups_divisor=4)
-    [[0], [2, 4], [1, 5], [3]]
-
+    Examples:
+        >>> ffd_allocate([7, 5, 4, 4, 3, 1], capacity=16)  # loads 16 and 8
+        [[0, 1, 2], [3, 4, 5]]
+        >>> ffd_allocate([7, 5, 4, 4, 3, 1], capacity=16, n_groups_divisor=4)
+        [[0], [2, 4], [1, 5], [3]]
     """
     return _allocate("ffd", values, capacity, min_groups, n_groups_divisor, equal_size)
 
@@ -74,9 +74,9 @@ def kk_allocate(
 
     Args, Returns, Raises: as `ffd_allocate`.
 
-    >>> kk_allocate([7, 5, 4, 4, 3, 1], capacity=16)  # loads 12 and 12
-    [[0, 3, 5], [1, 2, 4]]
-
+    Examples:
+        >>> kk_allocate([7, 5, 4, 4, 3, 1], capacity=16)  # loads 12 and 12
+        [[0, 3, 5], [1, 2, 4]]
     """
     return _allocate("kk", values, capacity, min_groups, n_groups_divisor, equal_size)
 
@@ -96,9 +96,9 @@ def refined_allocate(
 
     Args, Returns, Raises: as `ffd_allocate`.
 
-    >>> refined_allocate([8, 7, 6, 5, 4], capacity=15)  # Karmarkar-Karp's 16 and 14 would need a third group
-    [[0, 1], [2, 3, 4]]
-
+    Examples:
+        >>> refined_allocate([8, 7, 6, 5, 4], capacity=15)  # Karmarkar-Karp's 16 and 14 would need a third group
+        [[0, 1], [2, 3, 4]]
     """
     return _allocate("refined", values, capacity, min_groups, n_groups_divisor, equal_size)
 
@@ -112,9 +112,9 @@ def get_allocate_fn(algorithm: str = "ffd") -> AllocateFn:
     Raises:
         ValueError: an unknown name; lists the names.
 
-    >>> get_allocate_fn().__name__, get_allocate_fn("refined").__name__
-    ('ffd_allocate', 'refined_allocate')
-
+    Examples:
+        >>> get_allocate_fn().__name__, get_allocate_fn("refined").__name__
+        ('ffd_allocate', 'refined_allocate')
     """
     if not isinstance(algorithm, str) or algorithm not in ALLOCATORS:
         names = ", ".join(map(repr, ALLOCATORS))

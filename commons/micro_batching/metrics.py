@@ -61,10 +61,10 @@ def packing_metrics(
         ValueError: no values or groups, values that are negative or no integers, a capacity below 1, groups that do
             not hold every index once, or costs of another number of groups.
 
-    >>> metrics = packing_metrics([7, 5, 4, 4], [[0, 1], [2, 3]], capacity=14)
-    >>> metrics["spread"], metrics["mean_load"], metrics["wasted_tokens"], metrics["lower_bound"]
-    (4, 10.0, 8, 2)
-
+    Examples:
+        >>> metrics = packing_metrics([7, 5, 4, 4], [[0, 1], [2, 3]], capacity=14)
+        >>> metrics["spread"], metrics["mean_load"], metrics["wasted_tokens"], metrics["lower_bound"]
+        (4, 10.0, 8, 2)
     """
     array = as_int64_workloads(values, "values")
     capacity = as_count(capacity, "capacity", 1)

@@ -97,11 +97,11 @@ def pack_rows(
         ValueError: neither an attention mask nor nested tensors, nested tensors of different lengths, a mask that is
             not `(rows, width)`, no token at all, an unknown kind of mask, or a multiple below 1.
 
-    >>> ids, mask = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
-    >>> packed = pack_rows({"input_ids": ids, "attention_mask": mask})
-    >>> packed.inputs["input_ids"].tolist(), packed.inputs["position_ids"].tolist(), packed.cu_seqlens.tolist()
-    ([[5, 6, 7, 8, 9]], [[0, 1, 0, 1, 2]], [0, 2, 5])
-
+    Examples:
+        >>> ids, mask = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
+        >>> packed = pack_rows({"input_ids": ids, "attention_mask": mask})
+        >>> packed.inputs["input_ids"].tolist(), packed.inputs["position_ids"].tolist(), packed.cu_seqlens.tolist()
+        ([[5, 6, 7, 8, 9]], [[0, 1, 0, 1, 2]], [0, 2, 5])
     """
     if mask not in (None, "block_diagonal", "causal"):
         raise ValueError(f"mask is {mask!r}; it must be 'block_diagonal', 'causal' or None: choose one")
@@ -163,9 +163,9 @@ def count_loss_tokens(
     Raises:
         ValueError: shapes that differ.
 
-    >>> count_loss_tokens(torch.tensor([[5, 6, 7, -100], [5, -100, 7, 8]])).tolist()
-    [2, 2]
-
+    Examples:
+        >>> count_loss_tokens(torch.tensor([[5, 6, 7, -100], [5, -100, 7, 8]])).tolist()
+        [2, 2]
     """
     tokens = torch.ones_like(labels, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if tokens.dim() != 2 or tokens.shape != labels.shape:

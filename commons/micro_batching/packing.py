@@ -89,13 +89,13 @@ def pack_micro_batches(
         TypeError: `spec` is no MicroBatchSpec, or a batch that `select_rows` does not know.
         RankMissingError: a rank did not take part in time.
 
-    >>> import torch
-    >>> batch = {"ids": torch.arange(4)}
-    >>> spec = MicroBatchSpec(max_tokens_per_mb=8, packing_algorithm="refined")
-    >>> micro_batches = pack_micro_batches(batch, spec, [2, 6, 5, 3])
-    >>> [each["ids"].tolist() for each in micro_batches], micro_batches.num_tokens
-    ([[0, 1], [2, 3]], [8, 8])
-
+    Examples:
+        >>> import torch
+        >>> batch = {"ids": torch.arange(4)}
+        >>> spec = MicroBatchSpec(max_tokens_per_mb=8, packing_algorithm="refined")
+        >>> micro_batches = pack_micro_batches(batch, spec, [2, 6, 5, 3])
+        >>> [each["ids"].tolist() for each in micro_batches], micro_batches.num_tokens
+        ([[0, 1], [2, 3]], [8, 8])
     """
     options: dict[str, Any] = {"joint": joint, "spec": type(spec).__name__, "trim": repr(trim)}
     # In a joint plan a rank without rows has none, whatever the others do: it is told from the rows' own table.

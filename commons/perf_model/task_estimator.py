@@ -238,8 +238,9 @@ class HSTUAttentionTask(AttentionTask):
     Raises:
         ValueError: a dimension below 1.
 
-    >>> HSTUAttentionTask(hidden_size=4, num_heads=2, head_dim=2).get_workloads([0, 1, 2])
-    array([  0, 176, 368])
+    Examples:
+        >>> HSTUAttentionTask(hidden_size=4, num_heads=2, head_dim=2).get_workloads([0, 1, 2])
+        array([  0, 176, 368])
     """
 
     causal: bool = field(default=True, kw_only=True)
@@ -277,8 +278,9 @@ class SelfAttentionTask(AttentionTask):
     Raises:
         ValueError: a dimension below 1, query groups that do not divide the heads, or more active experts than experts.
 
-    >>> SelfAttentionTask(hidden_size=4, num_heads=2, head_dim=2).get_workloads(2)
-    816
+    Examples:
+        >>> SelfAttentionTask(hidden_size=4, num_heads=2, head_dim=2).get_workloads(2)
+        816
     """
 
     ffn_hidden_size: int | None = field(default=None, kw_only=True)

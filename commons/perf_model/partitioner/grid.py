@@ -109,13 +109,13 @@ def partition_grid(
         ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
             keeps, with the sample that breaks it alone or by how much the best plan found exceeds it.
 
-    >>> grid = partition_grid([9, 1, 1, 1, 9, 1, 1, 1], 2, 2)  # both nines in one step
-    >>> grid.sum_of_largest, grid.lower_bound, sorted(grid.loads.max(axis=1).tolist())
-    (12, 12, [2, 10])
-    >>> batch = [0, 0, 0, 0, 1, 1, 1, 1]
-    >>> partition_grid([9, 1, 1, 1, 3, 3, 3, 3], 2, 2, home_step=batch).sum_of_largest
-    14
-
+    Examples:
+        >>> grid = partition_grid([9, 1, 1, 1, 9, 1, 1, 1], 2, 2)  # both nines in one step
+        >>> grid.sum_of_largest, grid.lower_bound, sorted(grid.loads.max(axis=1).tolist())
+        (12, 12, [2, 10])
+        >>> batch = [0, 0, 0, 0, 1, 1, 1, 1]
+        >>> partition_grid([9, 1, 1, 1, 3, 3, 3, 3], 2, 2, home_step=batch).sum_of_largest
+        14
     """
     request = as_request(
         workloads,

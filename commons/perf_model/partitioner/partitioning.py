@@ -52,12 +52,12 @@ def partition(
         ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
             keeps, with the sample that breaks it alone or by how much the best plan found exceeds it.
 
-    >>> plan = partition([7, 5, 4, 4, 3, 1], 2)
-    >>> plan.assignment.tolist(), plan.loads.tolist(), plan.lower_bound
-    ([0, 1, 1, 0, 1, 0], [12, 12], 12)
-    >>> partition([7, 5, 4, 4, 3, 1], 2, home=[0, 0, 0, 1, 1, 1]).assignment.tolist()
-    [0, 1, 0, 1, 1, 0]
-
+    Examples:
+        >>> plan = partition([7, 5, 4, 4, 3, 1], 2)
+        >>> plan.assignment.tolist(), plan.loads.tolist(), plan.lower_bound
+        ([0, 1, 1, 0, 1, 0], [12, 12], 12)
+        >>> partition([7, 5, 4, 4, 3, 1], 2, home=[0, 0, 0, 1, 1, 1]).assignment.tolist()
+        [0, 1, 0, 1, 1, 0]
     """
     request = as_request(
         workloads,
@@ -95,9 +95,9 @@ def karmarkar_karp(workloads: Any, k_partitions: int, equal_size: bool) -> list[
     Raises:
         ValueError: as for `partition`.
 
-    >>> karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=False)
-    [[1, 3, 4], [0, 2]]
-
+    Examples:
+        >>> karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=False)
+        [[1, 3, 4], [0, 2]]
     """
     return partition(workloads, k_partitions, method="karmarkar_karp", equal_size=equal_size).groups()
 
@@ -111,9 +111,9 @@ def lower_bound(workloads: Any, k_partitions: int, equal_size: bool = True) -> i
     Raises:
         ValueError: as for `partition`.
 
-    >>> lower_bound([9, 9, 9, 1], 2)  # one partition holds two of the nines
-    18
-
+    Examples:
+        >>> lower_bound([9, 9, 9, 1], 2)  # one partition holds two of the nines
+        18
     """
     weights = as_int64_workloads(workloads)
     k = as_count(k_partitions, "k_partitions", 1)
