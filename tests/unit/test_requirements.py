@@ -98,6 +98,16 @@ def test_pins_of_the_extras_keep_to_their_ranges(python):
         assert pinned[canonicalize_name(need.name)] in need.specifier, need
 
 
+@pytest.mark.parametrize("python", PYTHONS)
+def test_pins_of_the_documentation_keep_to_their_ranges_and_to_the_other_pins(python):
+    others, pinned = pins("cpu.txt", python) | pins("dev.txt", python), pins("docs.txt", python)
+    assert not others.keys() & pinned.keys()
+    extras = pins("extras.txt", python)
+    assert {name: extras[name] for name in extras.keys() & pinned.keys()}.items() <= pinned.items()
+    for need in map(Requirement, PROJECT["optional-dependencies"]["docs"]):
+        assert pinned[canonicalize_name(need.name)] in need.specifier, need
+
+
 def test_the_oldest_pins_are_the_oldest_that_pip_takes():
     pinned = pins("oldest.txt", "3.11") | pins("dev.txt", "3.11")
     for need in map(Requirement, PROJECT["dependencies"]):
@@ -109,10 +119,12 @@ def test_the_oldest_pins_are_the_oldest_that_pip_takes():
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("files", [[], ["extras.txt"]], ids=["without extras", "with extras"])
+@pytest.mark.parametrize("files", [[], ["extras.txt"], ["docs.txt"]], ids=["without extras", "with extras", "docs"])
 def test_pins_hold_what_pinned_packages_need(python, files):
-    if files and installed("ray") is None:
+    if files == ["extras.txt"] and installed("ray") is None:
         pytest.skip("needs the extras: make test-extras")
+    if files == ["docs.txt"] and installed("mkdocs") is None:
+        pytest.skip("needs what builds the documentation: make docs")
     pinned = {name: version for file in ["cpu.txt", "dev.txt", *files] for name, version in pins(file, python).items()}
     provided = with_torch(python)
     # A package whose version differs on another Python says nothing about that one.

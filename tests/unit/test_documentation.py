@@ -1,0 +1,133 @@
+"""The pages lead somewhere, wherever they are read: in the repository and as a site."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+import evenrank
+from tests.helpers.documented import PAGES, ROOT
+
+DOCS = ROOT / "docs"
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+PATHS = sorted({page.relative_to(ROOT).as_posix() for pattern in PAGES for page in ROOT.glob(pattern)})
+MOST_LINES_OF_README = 120
+
+
+def tokens_of(page: Path) -> list[Token]:
+    """The page as the repository shows it: CommonMark, with tables."""
+    return MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+
+
+def links_of(page: Path) -> Iterator[str]:
+    for token in tokens_of(page):
+        for part in token.children or ():
+            address = part.attrs.get("href") or part.attrs.get("src")
+            if isinstance(address, str) and not re.match(r"[a-z]+:", address):
+                yield address
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """Of the headings, by the rule of code forges: lower case, spaces to hyphens, and no punctuation."""
+    tokens, anchors = tokens_of(page), set()
+    for opening, heading in itertools.pairwise(tokens):
+        if opening.type == "heading_open":
+            text = "".join(part.content for part in heading.children or () if part.type in ("text", "code_inline"))
+            anchors.add(re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-"))
+    return anchors
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_links_lead_to_files_and_headings(path):
+    page = ROOT / path
+    for link in links_of(page):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists() and target.is_relative_to(ROOT), f"{path}: {link}"
+        assert not anchor or anchor in anchors_of(target), f"{path}: {link} has no such heading"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_list_begins_behind_an_empty_line_or_a_heading(path):
+    """The site's Markdown takes it for text otherwise."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    for token in tokens_of(ROOT / path):
+        if token.type in ("bullet_list_open", "ordered_list_open") and token.map and token.map[0]:
+            before = lines[token.map[0] - 1].strip()
+            assert not before or before.startswith("#"), f"{path}:{token.map[0] + 1}"
+
+
+def test_every_page_is_in_the_navigation_of_the_site_once():
+    def pages_in(entry: object) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        for part in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+            yield from pages_in(part)
+
+    listed = list(pages_in(SITE["nav"]))
+    assert len(set(listed)) == len(listed)
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert sorted(pages - set(listed)) == []
+    # The others are made from what lies elsewhere, README among them.
+    elsewhere = {"index.md": "README.md", "LICENSE.md": "LICENSE", "benchmarks/results/index.md": "benchmarks/results"}
+    for page in set(listed) - pages:
+        assert (ROOT / elsewhere.get(page, page)).exists(), page
+
+
+def test_every_public_name_has_its_place_in_the_api():
+    shown = [
+        name
+        for page in sorted((DOCS / "api").glob("*.md"))
+        for name in re.findall(r"^::: evenrank\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert sorted(shown) == sorted(set(evenrank.__all__) - {"__version__"})
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_README
+
+
+@pytest.fixture(scope="module")
+def hook():
+    pytest.importorskip("mkdocs", reason="make docs installs what builds the site")
+    spec = importlib.util.spec_from_file_location("docs_hook", ROOT / "ci/docs_hook.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "led"),
+    [
+        ("index.md", "docs/launch.md#restart", "launch.md#restart"),
+        ("index.md", "docs/balance.png", "balance.png"),
+        ("launch.md", "../README.md#install", "index.md#install"),
+        ("launch.md", "../examples/ray_train.py", "examples/ray_train.py.md"),
+        ("measured.md", "../benchmarks/results", "benchmarks/results/index.md"),
+        ("benchmarks/results/scale.md", "../../docs/scale.md", "../../scale.md"),
+        ("api/shuffler.md", "../options.md", "../options.md"),
+        ("launch.md", "no-such-page.md", "no-such-page.md"),
+        ("launch.md", "https://example.org/docs/launch.md", "https://example.org/docs/launch.md"),
+    ],
+)
+def test_links_are_led_to_where_the_site_has_them(hook, page, link, led):
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import File, Files
+    from mkdocs.structure.pages import Page
+
+    config = MkDocsConfig()
+    file = File(page, str(DOCS), str(ROOT / "site"), use_directory_urls=False)
+    code = f"`[code]({link})`\n\n```text\n[block]({link})\n```\n"
+    text = hook.on_page_markdown(f"See [it]({link}), {code}", Page(None, file, config), config, Files([]))
+    assert text == f"See [it]({led}), {code}"
