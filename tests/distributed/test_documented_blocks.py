@@ -233,6 +233,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("docs/dlrm.md", "What a row costs", 0): Python(dict, pages.lookups_are_balanced),
     ("docs/dlrm.md", "What it cannot state", 0): Picture(),
     ("docs/dlrm.md", "What it cannot state", 1): Python(dict, pages.padding_is_stated),
+    ("docs/from_recsys_examples.md", "In Python", 0): Python(pages.an_hstu_batch, pages.rows_with_their_workloads),
     ("docs/from_verl.md", "The batch of a step", 0): Python(pages.rows_of_prompts, pages.partitions_are_even),
     ("docs/from_verl.md", "Micro-batches under a token budget", 0): Python(pages.six_answers, pages.the_budget_is_kept),
     ("docs/from_areal.md", "Allocators", 0): Python(dict, pages.groups_are_as_printed),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from typing import Any
 
 import torch
@@ -155,3 +156,23 @@ def rewards_came_home(names: dict[str, Any]) -> None:
     """In the order of the rank's own rows, after some have moved."""
     assert names["rewards"].tolist() == _score(names["rollouts"]).tolist()
     assert names["moved"].num_moved > 0 and "largest load" in names["printed"]
+
+
+def an_hstu_batch() -> dict[str, Any]:
+    """Users with long histories on rank 0, with short ones on rank 1."""
+    longest = [200, 10][dist.get_rank()]
+    lengths = evenrank.RandomDistribution("uniform", longest // 2, longest)
+    feature = evenrank.FeatureConfig(["item", "action"], [50, 5], 200, True, lengths)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batch = evenrank.HSTUBatch.random(
+        4, [feature], "item", action_feature_name="action", device=torch.device("cpu"), generator=generator
+    )
+    return {"batch": batch}
+
+
+def rows_with_their_workloads(names: dict[str, Any]) -> None:
+    """Every row of the global batch once, with the cost of the rows that are there; loads are nearly even."""
+    assert sorted(of_all(names["indices"].tolist())) == list(range(8))
+    assert names["shuffler"].get_workloads(names["batch"]).tolist() == names["workloads"].tolist()
+    before, after = map(float, re.findall(r"([\d.]+)%", names["printed"]))
+    assert before > 50 > 20 > after
