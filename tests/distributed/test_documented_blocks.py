@@ -100,6 +100,7 @@ TRAIN_FAR = (
     "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=gpu01:29500 --rdzv-id=evenrank "
     f"-m hstu.train {SHUFFLED} --trainer.shuffler.ranks-per-node 8 --trainer.run-dir /shared/runs/evenrank"
 )
+TIMED = f"{TRAIN_RANDOM} --trainer.shuffler.timeout 30 --trainer.run-dir runs/short-timeout"
 SBATCH = f"examples/slurm.sbatch srun {SHUFFLED}"
 TRAINJOB = "examples/trainjob.yaml"
 TORCHX = commands_in(documented_blocks()["docs/launch.md", "TorchX", 0].text)
@@ -305,6 +306,21 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         ),
         shows=r'"way": "refined"[^{]*"speed_up_median": 1\.',
     ),
+    ("docs/troubleshooting.md", "Troubleshooting", 0): Shell(shows="fbgemm"),
+    ("docs/troubleshooting.md", "It hangs", 0): Picture(),
+    ("docs/troubleshooting.md", "It hangs", 1): Shell(
+        more={TIMED: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "a hundred steps take minutes")},
+        files=("runs/short-timeout/summary.json",),
+    ),
+    ("docs/troubleshooting.md", "It hangs", 2): Picture(),
+    ("docs/troubleshooting.md", "It hangs", 3): Picture(),
+    ("docs/troubleshooting.md", "Nothing is gained", 0): Shell(shows="one sample alone is more than an even share"),
+    ("docs/troubleshooting.md", "Out of memory", 0): Picture(),
+    ("docs/troubleshooting.md", "Out of memory", 1): Picture(),
+    ("docs/troubleshooting.md", "Slower than before", 0): Picture(),
+    ("docs/troubleshooting.md", "It does not start", 0): Picture(),
+    ("docs/troubleshooting.md", "It does not start", 1): Picture(),
+    ("docs/troubleshooting.md", "Installation", 0): Picture(),
     ("CONTRIBUTING.md", "Run", 0): Shell(
         instead={
             "pip install -e '.[cpu,megatron,dev]'": (f"{DRY_RUN} -e '.[cpu,megatron,dev]'", INSTALLED_ELSEWHERE),

@@ -1,0 +1,96 @@
+"""Messages that the documentation quotes are in the source, and the numbers that it names are those of the stats."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from commons.distributed.stats import ShuffleStats
+from tests.helpers.documented import ROOT, documented_blocks
+
+PAGES = ("docs/troubleshooting.md", "docs/dlrm.md", "docs/faq.md")
+SOURCES = ("commons", "hstu", "sid_gr", "evenrank")
+# What a program puts in front of a message.
+PREFIX = re.compile(r"^(error: |ValueError: |rank \d+: )*")
+# A value in a message; %-style of logging, whose template is one literal.
+VALUE = r".+?"
+FORMATTED = re.compile(r"%(?:\.\d+)?[sdgf]")
+# Of a quoted message so much has to be fixed text of the source, and so much may be in no string of it: values, or a
+# command that was put in. Strings with less fixed text are no messages.
+LEAST_FIXED, MOST_LEFT, LEAST_CHARACTERS = 0.3, 0.3, 12
+
+
+def _pattern(node: ast.expr) -> tuple[str, int]:
+    """A string of the source as a regular expression, and how many of its characters are fixed."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    pattern, fixed = "", 0
+    for part in parts:
+        if not (isinstance(part, ast.Constant) and isinstance(part.value, str)):
+            pattern += VALUE
+            continue
+        pieces = FORMATTED.split(part.value)
+        fixed += sum(map(len, pieces))
+        pattern += VALUE.join(map(re.escape, pieces))
+    return pattern, fixed
+
+
+def _strings(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            yield node
+
+
+@pytest.fixture(scope="module")
+def patterns() -> list[tuple[re.Pattern[str], int]]:
+    files = (path for source in SOURCES for path in sorted((ROOT / source).rglob("*.py")))
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in files)
+    found = {_pattern(node) for tree in trees for node in _strings(tree)}
+    longest_first = sorted(found, key=lambda each: (-each[1], each[0]))
+    return [(re.compile(pattern), fixed) for pattern, fixed in longest_first if fixed >= LEAST_CHARACTERS]
+
+
+def _quoted() -> list[str]:
+    blocks = [block for key, block in documented_blocks().items() if key[0] in PAGES and block.language == "text"]
+    lines = [line for block in blocks for line in block.text.splitlines()]
+    return [PREFIX.sub("", line) for line in lines if not line.startswith("loss ")]
+
+
+def test_there_are_quoted_messages():
+    assert len(_quoted()) >= 15
+
+
+@pytest.mark.parametrize("message", _quoted(), ids=lambda message: message[:40])
+def test_a_quoted_message_is_in_the_source(patterns, message):
+    rest, fixed = message, 0
+    for pattern, length in patterns:  # a message may be put together of a few strings
+        if len(rest) >= length and (match := pattern.search(rest)):
+            fixed += length
+            rest = rest[: match.start()] + rest[match.end() :]
+    assert fixed >= LEAST_FIXED * len(message) and len(rest) <= MOST_LEFT * len(message), f"not in the source: {rest!r}"
+
+
+@pytest.mark.parametrize(
+    ("word", "other"), [("exceeds it by", "exceeds that by"), ("give a", "give an"), ("ended within", "ended in")]
+)
+def test_another_message_is_not_in_the_source(patterns, word, other):
+    changed = [message.replace(word, other) for message in _quoted() if word in message]
+    assert changed
+    for message in changed:
+        with pytest.raises(AssertionError, match="not in the source"):
+            test_a_quoted_message_is_in_the_source(patterns, message)
+
+
+def test_the_numbers_that_explain_a_symptom_are_there():
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    numbers = {
+        name for name in named if re.search(r"_(ms|before|after|gap|fraction|saving|moved)$|^(moved|gated)$", name)
+    }
+    fields = set(ShuffleStats.__dataclass_fields__) | {
+        name for name in dir(ShuffleStats) if isinstance(getattr(ShuffleStats, name), property)
+    }
+    assert len(numbers) >= 10 and numbers <= fields, numbers - fields
