@@ -36,11 +36,13 @@ def page_of(answer: Answer, command: str) -> Page:
         command: how, for the page's end.
     """
     advice, largest = answer.advice(), answer.comparisons[-1]
-    refined = next(way for way in largest.ways if way.name == "refined")
+    ways = {way.name: way for way in largest.ways}
+    advised = ways[advice.way or "refined"]
     best = max(largest.ways, key=largest.speed_up)
+    shown_ways = {way.name: way for way in (ways["refined"], advised, best)}
     rows = "drawn from it" if answer.num_rows is None else f"{answer.num_rows:,} rows"
     tokens = ", ".join(f"{name} {value:,.0f}" for name, value in answer.quantiles().items())
-    tables = tuple(_table(answer, place) for place in range(len(answer.comparisons)))
+    tables = tuple(_table(answer, place, advice.way) for place in range(len(answer.comparisons)))
     shown = set(tables[0].columns)
     on_ranks = f"on {largest.num_ranks} ranks"
     return Page(
@@ -50,8 +52,7 @@ def page_of(answer: Answer, command: str) -> Page:
         copy=tuple(line for line in (advice.options, advice.code) if line),
         figures=(
             (f"{largest.ways[0].total:.2f}", f"largest load ÷ mean as loaded, {on_ranks}"),
-            (f"{largest.speed_up(refined):.2f}×", "speed-up, each batch balanced"),
-            (f"{largest.speed_up(best):.2f}×", f"speed-up, {best.name}"),
+            *((f"{largest.speed_up(way):.2f}×", f"speed-up, {_in_words(name)}") for name, way in shown_ways.items()),
             (f"{largest.possible:.2f}×", "possible with equal ranks"),
         ),
         sections=(
@@ -75,15 +76,19 @@ def page_of(answer: Answer, command: str) -> Page:
     )
 
 
-def _table(answer: Answer, place: int) -> PageTable:
+def _in_words(way: str) -> str:
+    return "each batch balanced" if way == "refined" else way
+
+
+def _table(answer: Answer, place: int, advised: str | None) -> PageTable:
     result = answer.comparisons[place]
     cells = [cells_of(answer, result, way) for way in result.ways]
-    best = max(range(len(result.ways)), key=lambda number: result.speed_up(result.ways[number]))
+    names = [way.name for way in result.ways]
     return PageTable(
         tuple(cells[0]),
         tuple(tuple(row.values()) for row in cells),
         f"{result.num_ranks} ranks × {result.rows.batch_size} rows, {result.rows.num_steps} steps",
-        marked=best,
+        marked=names.index(advised) if advised in names else None,
     )
 
 
