@@ -79,7 +79,7 @@ $(DOCS): $(STAMP) requirements/docs.txt
 docs: $(DOCS) ## Build the documentation; a link that leads nowhere is an error
 	@# The variable is the theme's: it speaks of other matters at every start. With --quiet, warnings would not count.
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
-	@echo "open $(CURDIR)/site/index.html; its search needs a server: $(BIN)/python -m http.server -d site"
+	@echo "open $(CURDIR)/site/index.html"
 
 clean: ## Remove .venv, caches, run folders and the built documentation
 	rm -rf $(VENV) runs build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
