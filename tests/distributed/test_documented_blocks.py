@@ -147,7 +147,8 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ),
     ("README.md", "A shuffler for your own model", 0): Python(dict, training.costs_are_those_of_a_transformer),
     ("README.md", "What it gains", 0): Shell(
-        more={SIMULATE_LENGTHS: ("--steps 8", "128 steps take ten seconds")},
+        more={f"{SIMULATE_LENGTHS} --html gain.html": ("--steps 8", "128 steps take ten seconds")},
+        files=("gain.html",),
         shows=r"64 ranks × 32 rows[\s\S]*constant cost",
     ),
     ("docs/quickstart.md", "Try it", 0): Shell(
@@ -171,6 +172,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
             FIRST_RUNS, ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "forty take a while")
         ),
         files=("runs/as-loaded/summary.json", "runs/balanced/log.jsonl"),
+        shows=r"runs/as-loaded +runs/balanced",
     ),
     ("docs/torchrec_model.md", "The pipeline", 0): Python(
         given.torchrec_script, given.all_rows_were_trained, excerpt_of="examples/torchrec_dlrm.py"
