@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 HOME = "README.md"
 _DOCS = "docs/"
 _PICTURES = (".png", ".svg")
+# What was brought along, such as results and sources, comes behind the pages of docs/ in a search.
+_BOOST_OF_OTHERS = 0.1
 _LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 # Code holds no links: fenced blocks, and spans within a line.
 _CODE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1 *$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
@@ -51,6 +53,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links lead to where the site has what they mean."""
     origin = _origin(page.file.src_uri)
+    if page.file.inclusion is InclusionLevel.NOT_IN_NAV and origin != HOME:
+        page.meta.setdefault("search", {"boost": _BOOST_OF_OTHERS})
     if origin is None:
         return markdown
 
