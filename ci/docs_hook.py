@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from pygments.lexers import get_lexer_for_filename
@@ -25,6 +26,7 @@ _PICTURES = (".png", ".svg")
 # What was brought along, such as results and sources, comes behind the pages of docs/ in a search.
 _BOOST_OF_OTHERS = 0.1
 _LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
+_TAGS_THAT_LOAD = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*=\"?(?:https?:)?//[^>]*>")
 # Code holds no links: fenced blocks, and spans within a line.
 _CODE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1 *$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
@@ -65,6 +67,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(_place(target), posixpath.dirname(page.file.src_uri) or ".") + anchor
 
     return _with_links(markdown, to_site)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Stop if a page loads something from the network.
+
+    Raises:
+        PluginError: it does; names it.
+    """
+    loaded = [tag for tag in _TAGS_THAT_LOAD.findall(output) if "canonical" not in tag]
+    if loaded:
+        raise PluginError(f"{page.file.src_uri} loads {loaded[0]}; the site needs no network: bring it along in docs/")
+    return output
 
 
 def _targets_of(path: str) -> Iterator[tuple[str, str]]:

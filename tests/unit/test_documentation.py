@@ -131,3 +131,29 @@ def test_links_are_led_to_where_the_site_has_them(hook, page, link, led):
     code = f"`[code]({link})`\n\n```text\n[block]({link})\n```\n"
     text = hook.on_page_markdown(f"See [it]({link}), {code}", Page(None, file, config), config, Files([]))
     assert text == f"See [it]({led}), {code}"
+
+
+@pytest.mark.parametrize(
+    ("tag", "stops"),
+    [
+        ('<script src="https://unpkg.com/x"></script>', True),
+        ('<link rel="stylesheet" href="//fonts.googleapis.com/css">', True),
+        ('<img alt="" src=http://example.org/x.png>', True),
+        ('<script src="assets/x.js"></script>', False),
+        ('<a href="https://example.org">x</a> <svg xmlns="http://www.w3.org/2000/svg">', False),
+        ('<link rel="canonical" href="https://example.org/x.html">', False),
+    ],
+)
+def test_a_page_that_loads_from_the_network_stops_the_build(hook, tag, stops):
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.exceptions import PluginError
+    from mkdocs.structure.files import File
+    from mkdocs.structure.pages import Page
+
+    config = MkDocsConfig()
+    page = Page(None, File("llm.md", str(DOCS), str(ROOT / "site"), use_directory_urls=False), config)
+    if not stops:
+        assert hook.on_post_page(tag, page, config) == tag
+        return
+    with pytest.raises(PluginError, match=r"llm\.md loads .*; the site needs no network"):
+        hook.on_post_page(tag, page, config)
