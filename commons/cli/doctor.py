@@ -1,48 +1,26 @@
-"""`evenrank doctor`: what is installed, whether it fits together, and what mends it."""
+"""`evenrank doctor`: what is installed, whether it fits together, and what mends it.
+
+It runs where nothing is: no package is imported but to see whether it can be.
+"""
 
 from __future__ import annotations
 
+import importlib
 import platform
+import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from commons.perf_model.partitioner.native_core import PLANS
-from commons.perf_model.peak_rates import peak_flops
-from commons.trainer.cuda_check import device_problem, driver_problem
+from commons.cli.doctor_packages import Packages
+from commons.cli.findings import NOTE, OK, WRONG, Finding, print_findings
 from commons.version import __version__
 
-# torch, torchrec and fbgemm are released together: those of a torch, and of any other the newest.
-_RELEASES = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
-_NEWEST = "1.8"
-_MEGATRON = 'pip install "megatron-core>=0.16,<0.17"'
-_FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly")
-_OK, _NOTE, _WRONG = "ok", "note", "wrong"
-_STYLES = {_OK: "green", _NOTE: "yellow", _WRONG: "bold red"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the answer.
-
-    Attributes:
-        name: what was looked at.
-        state: "ok"; "note": training starts all the same; "wrong": it does not.
-        found: what there is.
-        remedy: what mends it, a command where there is one; empty if nothing needs to be.
-    """
-
-    name: str
-    state: str
-    found: str
-    remedy: str = ""
+_NATIVE = "commons.perf_model.partitioner._native"
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 
 @dataclass
@@ -59,176 +37,138 @@ class Doctor:
         """Look, and print; returns the exit status."""
         findings = examine()
         print_findings(findings)
-        return int(any(finding.state == _WRONG for finding in findings))
+        return int(any(finding.state == WRONG for finding in findings))
 
 
 def examine() -> list[Finding]:
     """All findings, in the order in which things depend on each other."""
-    looks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _python,
-        _torch,
-        _torchrec,
-        _megatron,
-        _native_core,
-        _backends,
-        _driver,
-        _devices,
-    )
-    return [finding for look in looks for finding in look()]
-
-
-def print_findings(findings: list[Finding]) -> None:
-    """Print a table, and the remedies below it, each on lines of its own to copy."""
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for finding in findings:
-        table.add_row(Text(finding.name), Text(finding.state, style=_STYLES[finding.state]), Text(finding.found))
-    console.print(table)
-    for finding in findings:
-        if finding.remedy:
-            console.print(Text(f"{finding.name}: {finding.remedy}"), soft_wrap=True)
-
-
-def _python() -> Iterator[Finding]:
-    yield Finding("evenrank", _OK, f"{__version__} on Python {platform.python_version()}, {platform.system()}")
-
-
-def _torch() -> Iterator[Finding]:
-    built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
-    yield Finding("torch", _OK, f"{torch.__version__}, built {built}")
-
-
-def _torchrec() -> Iterator[Finding]:
-    """Whether TorchRec and fbgemm are there, import, and are of the torch that is installed."""
-    of_torch = _minor(torch.__version__)
-    wanted = _RELEASES.get(of_torch, _NEWEST)
-    build = "fbgemm-gpu-cpu" if torch.version.cuda is None else "fbgemm-gpu"
-    builds = [name for name in _FBGEMM if _version(name) is not None]
-    found = ", ".join(f"{name} {_version(name)}" for name in builds) or "not installed"
-    mended = f"pip install --force-reinstall --no-deps {build}=={wanted}.*"
-    if not builds:
-        yield Finding("fbgemm", _WRONG, found, mended)
-    elif len(builds) > 1:  # they share one folder
-        yield Finding("fbgemm", _WRONG, found, f"pip uninstall -y {' '.join(builds)} && {mended}")
-    else:
-        yield _imported("fbgemm", "fbgemm_gpu", found, mended)
-    version = _version("torchrec")
-    mended = f"pip install --force-reinstall --no-deps torchrec=={wanted}.*"
-    if version is None:
-        yield Finding("torchrec", _WRONG, "not installed", mended)
-        return
-    yield _imported("torchrec", "torchrec", version, mended)
-    releases = {_minor(str(_version(name))) for name in ("torchrec", *builds)}
-    if releases != {wanted} or of_torch not in _RELEASES:
-        yield Finding(
-            "releases",
-            _NOTE,
-            f"torch {of_torch} was not released with torchrec and fbgemm {' and '.join(sorted(releases))}",
-            f"pip install --no-deps torchrec=={wanted}.* {build}=={wanted}.*",
-        )
-
-
-def _imported(name: str, module: str, found: str, remedy: str) -> Finding:
-    """Whether a module can be imported: a build for another torch fails only then."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what else could be installed
-            import_module(module)
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return Finding(name, _WRONG, f"{found}, cannot be imported ({reason})", remedy)
-    return Finding(name, _OK, found)
-
-
-def _megatron() -> Iterator[Finding]:
-    version = _version("megatron-core")
-    if version is None:
-        yield Finding("megatron-core", _NOTE, "not installed; SID-GR needs it", _MEGATRON)
-    else:
-        yield _imported("megatron-core", "megatron.core", version, _MEGATRON)
+    packages = Packages()
+    looked_at = list(packages.look())
+    torch = packages.torch
+    return [
+        Finding("evenrank", OK, f"{__version__} on Python {platform.python_version()}, {platform.system()}"),
+        *looked_at,
+        *_native_core(),
+        *([] if torch is None else _backends(torch)),
+        *_driver(torch),
+        *([] if torch is None else _devices(torch)),
+    ]
 
 
 def _native_core() -> Iterator[Finding]:
+    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    found = "none; it is needed to build the native core" if compiler is None else _compiler_version(compiler)
+    yield Finding("compiler", NOTE if compiler is None else OK, found)
     try:
-        from commons.perf_model.partitioner import _native
+        plans = importlib.import_module("commons.perf_model.partitioner.native_core").PLANS
+    except ImportError as error:  # of what the planner needs, said above
+        yield Finding("native core", NOTE, f"not looked into ({error})")
+        return
+    try:
+        native = importlib.import_module(_NATIVE)
     except ImportError:
-        compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
         first = "" if compiler else "install a C++ compiler, such as g++; then "
         yield Finding(
             "native core",
-            _NOTE,
-            f"not built; plans are made in numpy, the same ones, slower. Compiler: {compiler or 'none'}",
+            NOTE,
+            "not built; plans are made in numpy, the same ones, slower",
             f"{first}install evenrank again, in a checkout: pip install --no-deps -e .",
         )
         return
-    if _native.PLANS != PLANS:
+    if plans != native.PLANS:
         yield Finding(
             "native core",
-            _NOTE,
-            f"built for plans {_native.PLANS}, the sources make plans {PLANS}; numpy plans instead, slower",
+            NOTE,
+            f"built for plans {native.PLANS}, the sources make plans {plans}; numpy plans instead, slower",
             "pip install --no-deps --no-build-isolation -e .",
         )
     else:
-        yield Finding("native core", _OK, "built")
+        yield Finding("native core", OK, "built")
 
 
-def _backends() -> Iterator[Finding]:
+def _compiler_version(name: str) -> str:
+    """The first line of what a compiler says of itself."""
+    try:
+        told = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=10)  # noqa: S603  found in PATH
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{name}, which does not tell its version ({error})"
+    return next(iter(told.stdout.splitlines()), name)
+
+
+def _backends(torch: Any) -> Iterator[Finding]:
     if not torch.distributed.is_available():
-        yield Finding("torch.distributed", _WRONG, "this build of torch has none", "install a build that has it")
+        yield Finding("torch.distributed", WRONG, "this build of torch has none", "install a build that has it")
         return
     there = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
     found = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in there.items())
     if not there["gloo"]:
-        yield Finding("backends", _WRONG, found, "ranks agree over gloo: install a build of torch that has it")
+        yield Finding("backends", WRONG, found, "ranks agree over gloo: install a build of torch that has it")
     elif torch.version.cuda is not None and not there["nccl"]:
-        yield Finding("backends", _WRONG, found, "GPUs exchange over NCCL: install a build of torch that has it")
+        yield Finding("backends", WRONG, found, "GPUs exchange over NCCL: install a build of torch that has it")
     else:
-        yield Finding("backends", _OK, found)
+        yield Finding("backends", OK, found)
 
 
-def _driver() -> Iterator[Finding]:
-    problem = driver_problem()
+def _driver(torch: Any) -> Iterator[Finding]:
+    version = _driver_version()
+    here = "no NVIDIA driver" if version is None else f"NVIDIA {version}"
+    if torch is None:
+        yield Finding("driver", OK, here)
+        return
+    check = _cuda_check()
+    problem = None if check is None else check.driver_problem()
     if problem is not None:
-        yield Finding("driver", _WRONG, "too old for this torch", problem)
+        yield Finding("driver", WRONG, f"{here}, too old for this torch", problem)
     elif torch.cuda.is_available():
-        yield Finding("driver", _OK, f"serves CUDA {torch.version.cuda}")
-    elif shutil.which("nvidia-smi") is not None and torch.version.cuda is None:
+        yield Finding("driver", OK, f"{here}, serves CUDA {torch.version.cuda}")
+    elif version is None and shutil.which("nvidia-smi") is None:
+        yield Finding("driver", OK, f"{here}; training runs on the CPU, over gloo")
+    elif torch.version.cuda is None:
         yield Finding(
             "driver",
-            _NOTE,
-            "nvidia-smi is here, and torch is built without CUDA",
+            NOTE,
+            f"{here}, and torch is built without CUDA; training runs on the CPU",
             "install the CUDA builds of torch and fbgemm-gpu, or train on the CPU",
         )
     else:
-        yield Finding("driver", _OK, "no GPU; training runs on the CPU, over gloo")
+        yield Finding(
+            "driver",
+            NOTE,
+            f"{here}, and torch sees no GPU; training runs on the CPU",
+            "nvidia-smi -L lists the GPUs of this machine; CUDA_VISIBLE_DEVICES may hide them, and a container has "
+            "those that it was started with",
+        )
 
 
-def _devices() -> Iterator[Finding]:
+def _driver_version() -> str | None:
+    """That of the NVIDIA driver which the kernel has loaded; None for none."""
+    try:
+        found = re.search(r"Module.*?\s(\d+\.[\d.]+)\s", _KERNEL_MODULE.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return "driver of unknown version" if found is None else found[1]
+
+
+def _devices(torch: Any) -> Iterator[Finding]:
+    check = _cuda_check()
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.device("cuda", index)
         name = torch.cuda.get_device_name(device)
-        problem = device_problem(device)
+        problem = None if check is None else check.device_problem(device)
         if problem is not None:
-            yield Finding(f"GPU {index}", _WRONG, name, problem)
-        elif (peak := peak_flops(name, torch.bfloat16)) is None:
-            remedy = "MFU is not reported; commons/perf_model/peak_rates.py lists the peaks that are known"
-            yield Finding(f"GPU {index}", _NOTE, f"{name}, peak unknown", remedy)
+            yield Finding(f"GPU {index}", WRONG, name, problem)
+            continue
+        peak = importlib.import_module("commons.perf_model.peak_rates").peak_flops(name, torch.bfloat16)
+        if peak is None:
+            remedy = "MFU is not reported; --trainer.peak-tflops gives the peak of its data sheet"
+            yield Finding(f"GPU {index}", NOTE, f"{name}, peak unknown", remedy)
         else:
-            yield Finding(f"GPU {index}", _OK, f"{name}, {peak / 1e12:,.0f} TFLOPS in bf16")
+            yield Finding(f"GPU {index}", OK, f"{name}, {peak / 1e12:,.0f} TFLOPS in bf16")
 
 
-def _version(package: str) -> str | None:
+def _cuda_check() -> Any:
+    """The checks that the trainer makes, too; None where a package is missing that the trainer needs."""
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
+        return importlib.import_module("commons.trainer.cuda_check")
+    except ImportError:
         return None
-
-
-def _minor(version: str) -> str:
-    """The first two numbers of a version.
-
-    >>> _minor("2.13.0+cpu")
-    '2.13'
-
-    """
-    return ".".join(version.split("+")[0].split(".")[:2])

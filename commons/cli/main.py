@@ -135,8 +135,13 @@ def _load(names: Iterable[str]) -> dict[str, Callable[..., Command]]:
 
 def _parse(argv: list[str]) -> Command | None:
     """The subcommand that the arguments name; None if they ask for help, which is then printed."""
-    with _ended_by_ctrl_c():
-        import tyro
+    try:
+        with _ended_by_ctrl_c():
+            import tyro
+    except ImportError:
+        if argv == ["doctor"]:  # it has no options, and tells what is missing
+            return _load(argv)["doctor"]()
+        raise
     if argv[:1] and argv[0] in _COMMANDS:
         commands = _load(argv[:1])
     elif any(argument.startswith("--tyro-") for argument in argv):  # a completion knows the options of all

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import types
 
 import pytest
 import torch
 
-from commons.cli import doctor
+from commons.cli import doctor, doctor_packages
 from commons.cli.main import main
 from commons.perf_model import partitioner
+from commons.perf_model.partitioner.native_core import PLANS
+from commons.trainer import cuda_check
 
 
 @pytest.fixture
 def versions(monkeypatch):
     """Packages that are pretended to be installed; nothing is imported."""
-    installed = {"torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0+cpu", "megatron-core": "0.16.1"}
-    monkeypatch.setattr(doctor, "_version", installed.get)
-    monkeypatch.setattr(doctor, "import_module", lambda name: None)
+    installed = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0+cpu", "megatron-core": "0.16.1"}
+    installed |= {"numpy": "2.4.6", "pyyaml": "6.0.3", "pyarrow": "26.0.1"}
+    needs = {
+        "evenrank": ["torch<2.14,>=2.11", "numpy>=2.0", "PyYAML>=6", 'tomli>=2; python_version < "3.11"', "pyarrow"]
+    }
+    needs["torchrec"] = ["fbgemm-gpu", "tensordict", "torchmetrics==1.0.3", "pyre-extensions"]
+    monkeypatch.setattr(doctor_packages, "installed", lambda name: installed.get(name.lower()))
+    monkeypatch.setattr(doctor_packages.metadata, "requires", needs.get)
+    load(monkeypatch, {})
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(doctor, "driver_problem", lambda: None)
-    pretend_core(monkeypatch, types.SimpleNamespace(PLANS=doctor.PLANS))
+    monkeypatch.setattr(cuda_check, "driver_problem", lambda: None)
+    monkeypatch.setattr(doctor, "_driver_version", lambda: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/c++" if name == "c++" else None)
+    monkeypatch.setattr(doctor, "_compiler_version", lambda name: f"{name} 12.2")
+    pretend_core(monkeypatch, types.SimpleNamespace(PLANS=PLANS))
     return installed
+
+
+def load(monkeypatch, errors):
+    """Let packages be imported, or fail with these errors, by the name of the module."""
+
+    def import_module(name):
+        if name in errors:
+            raise errors[name]
+        return torch
+
+    monkeypatch.setattr(doctor_packages, "import_module", import_module)
 
 
 def pretend_core(monkeypatch, core):
@@ -57,10 +80,26 @@ def test_all_is_well(versions, capsys):
 @pytest.mark.parametrize(
     ("change", "status", "parts"),
     [
-        ({"torchrec": None}, 1, ("torchrec wrong not installed", "--no-deps torchrec==1.8.*")),
-        ({"fbgemm-gpu-cpu": None}, 1, ("fbgemm wrong not installed", "--no-deps fbgemm-gpu-cpu==1.8.*")),
+        (
+            {"torch": None},
+            1,
+            ("torch wrong not installed", 'pip install "torch==2.13.*"', "torchrec note 1.8.0; not"),
+        ),
+        (
+            {"numpy": None, "pyarrow": None},
+            1,
+            ("dependencies wrong not installed: numpy, pyarrow", '>=2.0" "pyarrow"'),
+        ),
+        (
+            {"numpy": "1.26.4"},
+            0,
+            ("numpy note 1.26.4; evenrank asks for numpy>=2.0", 'pip install "numpy>=2.0"'),
+        ),
+        ({"torchrec": None}, 1, ("torchrec wrong not installed", '--no-deps "torchrec==1.8.*"')),
+        ({"fbgemm-gpu-cpu": None}, 1, ("fbgemm wrong not installed", '--no-deps "fbgemm-gpu-cpu==1.8.*"')),
+        ({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, 0, ("fbgemm ok fbgemm-gpu 1.8.0",)),
         ({"fbgemm-gpu": "1.8.0"}, 1, ("fbgemm wrong", "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install")),
-        ({"torchrec": "1.7.0"}, 0, ("releases note", "torch 2.13 was not released with", "torchrec==1.8.*")),
+        ({"torchrec": "1.7.0"}, 0, ("releases note", "torch 2.13 was not released with", '"torchrec==1.8.*"')),
         ({"megatron-core": None}, 0, ("megatron-core note not installed; SID-GR needs it", "pip install")),
     ],
 )
@@ -70,29 +109,133 @@ def test_packages_that_do_not_fit(versions, capsys, change, status, parts):
     assert all(part in said for part in parts), said
 
 
-def test_a_library_that_cannot_be_loaded(versions, monkeypatch, capsys):
-    def load(name):
-        if name == "fbgemm_gpu":
-            raise OSError("libcudart.so.12: cannot open shared object file\nmore")
+@pytest.mark.parametrize(
+    ("number", "release", "parts"),
+    [
+        ("2.11.0", "1.6.1", ("torch ok 2.11.0",)),
+        ("2.12.1", "1.7.0", ("torch ok 2.12.1",)),
+        ("2.12.0", "1.8.0", ("torch 2.12 was not released with torchrec and fbgemm 1.8", '"torchrec==1.7.*"')),
+        (
+            "2.14.1",
+            "1.8.0",
+            ("note 2.14.1, built without CUDA; evenrank is made for 2.11 to 2.13", '"torch==2.13.*"'),
+        ),
+        ("2.10.0", "1.5.0", ("torch note 2.10.0", '"torchrec==1.8.*"')),
+    ],
+)
+def test_releases_that_belong_together(versions, monkeypatch, capsys, number, release, parts):
+    monkeypatch.setattr(torch, "__version__", number)
+    versions.update({"torch": number, "torchrec": release, "fbgemm-gpu-cpu": release})
+    said = told(capsys, 0)
+    assert all(part in said for part in parts), said
+    assert ("pip" in said) == (len(parts) > 1)
 
-    monkeypatch.setattr(doctor, "import_module", load)
+
+LIBRARY = "libcudart.so.12: cannot open shared object file"
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "parts"),
+    [
+        (
+            "fbgemm_gpu",
+            OSError(f"{LIBRARY}\nmore"),
+            (f"fbgemm wrong fbgemm-gpu-cpu 1.8.0+cpu, cannot be imported ({LIBRARY}",),
+        ),
+        ("torch", OSError(f"{LIBRARY}\nmore"), (f"torch wrong 2.13.0, cannot be imported ({LIBRARY})", "driver ok")),
+        ("torch", ValueError(), ("torch wrong 2.13.0, cannot be imported (ValueError)",)),
+        ("pyarrow", ImportError("libarrow.so"), ("pyarrow wrong 26.0.1, cannot be imported (libarrow.so)",)),
+    ],
+)
+def test_a_library_that_cannot_be_loaded(versions, monkeypatch, capsys, module, error, parts):
+    load(monkeypatch, {module: error})
     said = told(capsys, 1)
-    assert "fbgemm wrong fbgemm-gpu-cpu 1.8.0+cpu, cannot be imported (libcudart.so.12: cannot open" in said
+    assert all(part in said for part in parts), said
     assert "more" not in said and "--force-reinstall" in said
 
 
+def test_what_a_package_needs_itself(versions, monkeypatch, capsys):
+    load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'torchmetrics.aggregation'")})
+    assert 'torchrec: pip install "torchmetrics==1.0.3"' in told(capsys, 1)
+    load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'pyre_extensions'")})
+    assert 'torchrec: pip install "pyre-extensions"' in told(capsys, 1)
+    load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'torchrec.types'")})
+    assert 'torchrec: pip install --force-reinstall --no-deps "torchrec==1.8.*"' in told(capsys, 1)
+
+
+# Modules that nobody can import.
+WITHOUT = """
+import sys
+
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name in sys.argv[1:]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Nowhere())
+from commons.cli.main import main
+assert not {"torch", "numpy", "rich"} & set(sys.modules)
+sys.exit(main(["doctor"]))
+"""
+
+
+@pytest.mark.parametrize("missing", [["torch"], ["numpy", "pyarrow"], ["torch", "numpy", "rich", "tyro"]])
+def test_it_runs_without(missing, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *missing], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    said = " ".join(done.stdout.split())
+    assert (done.returncode, done.stderr) == (1, ""), done
+    for name in missing:
+        assert re.search(rf"{name} wrong [\w.+]+, cannot be imported", said), said
+        assert f"{name}: pip install --force-reinstall" in said
+
+
 def test_a_driver_and_gpus(versions, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "driver_problem", lambda: "the NVIDIA driver serves CUDA 11.4; update it")
+    monkeypatch.setattr(cuda_check, "driver_problem", lambda: "the NVIDIA driver serves CUDA 11.4; update it")
     assert "driver: the NVIDIA driver serves CUDA 11.4; update it" in told(capsys, 1)
-    monkeypatch.setattr(doctor, "driver_problem", lambda: None)
+    monkeypatch.setattr(cuda_check, "driver_problem", lambda: None)
+    monkeypatch.setattr(doctor, "_driver_version", lambda: "580.65.06")
     names = ["NVIDIA H200", "NVIDIA Unheard-of", "NVIDIA T4"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
-    monkeypatch.setattr(doctor, "device_problem", lambda device: "no code for it" if device.index == 2 else None)
+    monkeypatch.setattr(cuda_check, "device_problem", lambda device: "no code for it" if device.index == 2 else None)
     said = told(capsys, 1)
+    assert "driver ok NVIDIA 580.65.06, serves CUDA" in said
     assert "GPU 0 ok NVIDIA H200, 989 TFLOPS in bf16" in said
     assert "GPU 1 note NVIDIA Unheard-of, peak unknown" in said and "GPU 2: no code for it" in said
+
+
+def test_gpus_that_torch_does_not_see(versions, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "_driver_version", lambda: "580.65.06")
+    assert "driver note NVIDIA 580.65.06, and torch is built without CUDA" in told(capsys, 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    said = told(capsys, 0)
+    assert "torch sees no GPU" in said and "CUDA_VISIBLE_DEVICES may hide them" in said
+
+
+def test_the_version_of_the_driver(tmp_path, monkeypatch):
+    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: 12\n"
+    for text, version in (
+        (line, "580.65.06"),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.12  Wed Sep 20\n", "535.104.12"),
+        ("?", "driver of unknown version"),
+        (None, None),
+    ):
+        path = tmp_path / "version"
+        path.unlink(missing_ok=True) if text is None else path.write_text(text)
+        monkeypatch.setattr(doctor, "_KERNEL_MODULE", path)
+        assert doctor._driver_version() == version
+
+
+def test_no_compiler(versions, monkeypatch, capsys):
+    pretend_core(monkeypatch, None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    said = told(capsys, 0)
+    assert "compiler note none" in said and "native core: install a C++ compiler, such as g++; then install" in said
 
 
 @pytest.mark.parametrize(
