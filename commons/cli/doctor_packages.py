@@ -137,7 +137,7 @@ class Packages:
             return Finding(name, NOTE, f"{found}; not looked into without {needed}")
         self._absent.add(module.split(".")[0])
         if needed != module.split(".")[0]:
-            remedy = f'pip install "{_need_of(name, needed)}"'
+            remedy = f"pip install {_missing_needs(name, needed)}"
         return Finding(name, WRONG, f"{found}, cannot be imported ({problem})", remedy)
 
 
@@ -172,10 +172,11 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _need_of(package: str, module: str) -> str:
-    """The requirement of an installed package that a module belongs to; the module's name where there is none."""
-    names = {_module(name): requirement for name, requirement in _requirements(package)}
-    return names.get(module, module.replace("_", "-"))
+def _missing_needs(package: str, module: str) -> str:
+    """The requirements of an installed package that are missing, for a command: that of a module and all others."""
+    needs = {name: need for name, need in _requirements(package) if name not in _FBGEMM}
+    found = [name for name in needs if _module(name) == module or installed(name) is None]
+    return " ".join(f'"{needs[name]}"' for name in found) or module.replace("_", "-")
 
 
 def _requirements(package: str) -> list[tuple[str, str]]:

@@ -46,7 +46,10 @@ _DESCRIPTION = """evenrank keeps data-parallel ranks evenly loaded.
 
 `evenrank SUBCOMMAND --help` tells its options, with examples; `evenrank --version` the version.
 
-`source <(evenrank --tyro-print-completion bash)` completes subcommands and options in this shell (zsh likewise)."""
+In bash, `source <(evenrank --tyro-print-completion bash)` lets Tab complete subcommands and options."""
+
+# The shells that tyro writes completions for by itself.
+_COMPLETION, _SHELLS = "--tyro-print-completion", ("bash", "zsh", "fish")
 
 # Our own packages: one of these that cannot be imported is our mistake; any other has to be installed.
 _OURS = ("commons", "evenrank", "hstu", "sid_gr")
@@ -144,8 +147,10 @@ def _parse(argv: list[str]) -> Command | None:
         raise
     if argv[:1] and argv[0] in _COMMANDS:
         commands = _load(argv[:1])
-    elif any(argument.startswith("--tyro-") for argument in argv):  # a completion knows the options of all
-        commands = _load(_COMMANDS)
+    elif argv[:1] == [_COMPLETION]:
+        if argv[1:] not in ([shell] for shell in _SHELLS):
+            raise ValueError(f"{_COMPLETION} is given {argv[1:]}; it names a shell, {', '.join(_SHELLS)}: give one")
+        commands = _load(_COMMANDS)  # their options are completed, too
     else:
         commands = {name: _outline(name) for name in _COMMANDS}
     output, errors = _Output(), io.StringIO()
@@ -160,9 +165,17 @@ def _parse(argv: list[str]) -> Command | None:
     except SystemExit as stop:
         if stop.code not in (0, None):
             raise ValueError(parser_error(errors.getvalue())) from None
-    text = output.getvalue()
-    sys.stdout.write(wrapped_help(text) if {"-h", "--help"} & set(argv) else text)
+    if argv[:1] == [_COMPLETION]:
+        sys.stdout.write(_one_line_descriptions(output.getvalue()))
+    else:
+        sys.stdout.write(wrapped_help(output.getvalue()))
     return None
+
+
+def _one_line_descriptions(completion: str) -> str:
+    """A completion without line ends in the descriptions of options, each of which the shell takes for a completion."""
+    lines = completion.split("\n")
+    return "\n".join(line.replace(r"\n", " ") if line.startswith("COMPLETION_SPEC = ") else line for line in lines)
 
 
 class _Output(io.StringIO):

@@ -35,6 +35,8 @@ class Simulate:
     training run are read. With a calibration the gain is that of a whole step; without one it is that of the largest
     load, which fixed costs of a step make smaller.
 
+    Distributions are zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA and lognormal:MEDIAN:SIGMA:LONGEST.
+
     For example:
       evenrank simulate --lengths lengths.csv --ranks 8 64 --batch-size 32
       evenrank simulate --lengths lognormal:130:1.4:8192 --ranks 64 256 --html gain.html
@@ -50,23 +52,19 @@ class Simulate:
     """The TOML or YAML file of a training run: model, data set and batch size."""
 
     lengths: str | None = None
-    """A parquet, csv, npy or jsonl file of lengths or of a histogram (columns length and count), or a distribution.
-    Distributions: zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA, lognormal:MEDIAN:SIGMA:LONGEST."""
+    """A parquet, csv, npy or jsonl file of lengths or of a histogram (columns length and count), or a distribution."""
 
     model: str | None = None
-    """With --config: package of the model; its module `recipe` names its Recipe, RECIPE.
-    None: hstu, or sid_gr where the data set of the config has semantic IDs."""
+    """With --config: package whose module `recipe` names a Recipe, RECIPE. None: hstu, or sid_gr for semantic IDs."""
 
     ranks: tuple[int, ...] = (8, 16, 64)
     """Numbers of ranks to look at."""
 
     steps: int | None = None
-    """Steps to plan for each of them; fewer where the data have fewer rows, none of which counts twice.
-    None: 50, with --lengths 128."""
+    """Steps to plan for each of them; fewer where the data are shorter. None: 50, with --lengths 128."""
 
     window: tuple[int, ...] | None = None
-    """Batches of every rank that are planned together, one number or several to compare; 1: each by itself.
-    None: 1, with --lengths 2, 4 and 8."""
+    """Batches of every rank that are planned together, one or several numbers. None: 1, with --lengths 2, 4 and 8."""
 
     html: Path | None = None
     """Where to write the answer as a page with pictures, one .html file that needs no network; None for none."""

@@ -156,9 +156,13 @@ def test_a_library_that_cannot_be_loaded(versions, monkeypatch, capsys, module, 
 
 def test_what_a_package_needs_itself(versions, monkeypatch, capsys):
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'torchmetrics.aggregation'")})
-    assert 'torchrec: pip install "torchmetrics==1.0.3"' in told(capsys, 1)
+    assert 'torchrec: pip install "tensordict" "torchmetrics==1.0.3" "pyre-extensions"' in told(capsys, 1)
+    versions.update({"tensordict": "0.15", "torchmetrics": "1.0.3"})
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'pyre_extensions'")})
     assert 'torchrec: pip install "pyre-extensions"' in told(capsys, 1)
+    load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'some_thing'")})
+    versions["pyre-extensions"] = "0.0.32"
+    assert "torchrec: pip install some-thing" in told(capsys, 1)
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'torchrec.types'")})
     assert 'torchrec: pip install --force-reinstall --no-deps "torchrec==1.8.*"' in told(capsys, 1)
 
