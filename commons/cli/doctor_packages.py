@@ -115,6 +115,10 @@ class Packages:
             yield Finding("torchrec", WRONG, "not installed", mended)
             return
         yield self._imported("torchrec", "torchrec", version, mended)
+        for name, requirement in _requirements("torchrec"):
+            other = installed(name)
+            if other is not None and not _satisfies(other, requirement):
+                yield Finding(name, NOTE, f"{other}; torchrec asks for {requirement}", f'pip install "{requirement}"')
         releases = {_minor(str(installed(name))) for name in ("torchrec", *builds)}
         if releases != {wanted}:
             yield Finding(

@@ -100,6 +100,11 @@ def test_all_is_well(versions, capsys):
         ({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, 0, ("fbgemm ok fbgemm-gpu 1.8.0",)),
         ({"fbgemm-gpu": "1.8.0"}, 1, ("fbgemm wrong", "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install")),
         ({"torchrec": "1.7.0"}, 0, ("releases note", "torch 2.13 was not released with", '"torchrec==1.8.*"')),
+        (
+            {"torchmetrics": "1.9.0"},
+            0,
+            ("torchmetrics note 1.9.0; torchrec asks for torchmetrics==1.0.3", "pip install"),
+        ),
         ({"megatron-core": None}, 0, ("megatron-core note not installed; SID-GR needs it", "pip install")),
     ],
 )
