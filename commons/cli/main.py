@@ -191,8 +191,8 @@ class _Output(io.StringIO):
         return self._stdout.encoding
 
     def isatty(self) -> bool:
-        """Whether stdout is a terminal."""
-        return self._stdout.isatty()
+        """Whether stdout is a terminal that wants colours; tyro does not know of NO_COLOR."""
+        return self._stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _outline(name: str) -> Callable[..., Command]:

@@ -103,7 +103,7 @@ def test_all_is_well(versions, capsys):
         (
             {"torchmetrics": "1.9.0"},
             0,
-            ("torchmetrics note 1.9.0; torchrec asks for torchmetrics==1.0.3", "pip install"),
+            ("note 1.9.0; torchrec asks for torchmetrics==1.0.3", "pip install"),
         ),
         ({"megatron-core": None}, 0, ("megatron-core note not installed; SID-GR needs it", "pip install")),
     ],
