@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,11 +22,13 @@ def read_runs(folders: Sequence[Path]) -> list[RunLog]:
         FileNotFoundError: no such folder.
         OSError: a log cannot be read.
     """
-    seen: dict[Path, Path] = {}
+    seen: dict[str, Path] = {}
     for folder in folders:
-        if (first := seen.setdefault(folder.resolve(), folder)) is not folder:
-            again = f"{folder}, which is {first}" if str(first) != str(folder) else folder
+        place = os.path.realpath(folder)  # unlike Path.resolve, it raises nothing for links that lead to themselves
+        if place in seen:
+            again = f"{folder}, which is {seen[place]}," if str(seen[place]) != str(folder) else folder
             raise ValueError(f"{again} is given twice; a run beside itself says nothing: leave one out")
+        seen[place] = folder
     return [run for folder in folders for run in _read_folder(folder)]
 
 

@@ -70,8 +70,12 @@ class RunLog:
     @property
     def total_ms(self) -> np.ndarray:
         """float64 `(lines,)`, milliseconds of the steps of a line."""
-        told = self.column("total_ms")
-        return np.where(np.isnan(told), self.column("step_ms") * self.steps, told)
+        told, rate = self.column("total_ms"), self.column("rows_per_s")
+        # The first releases did not write it: by rows and their rate, or else by the median.
+        rows = self.column("num_rows") * self.steps
+        by_rate = np.divide(rows * 1e3, rate, out=np.full(len(rows), np.nan), where=rate > 0)
+        guessed = np.where(np.isnan(by_rate), self.column("step_ms") * self.steps, by_rate)
+        return np.where(np.isnan(told), guessed, told)
 
     def mean_step_ms(self, lines: np.ndarray) -> float | None:
         """Mean milliseconds of a step of those lines."""

@@ -1,0 +1,127 @@
+"""Folders of runs that have not been trained: steps whose times follow from their loads, and the log of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+
+import numpy as np
+
+from commons.perf_model.loads import imbalance
+from commons.perf_model.partitioner import partition
+
+MS_PER_LOAD, FIXED_MS, EXCHANGE_MS, WAIT_MS = 2e-6, 30.0, 4.0, 0.5
+CONFIG = {
+    "trainer": {
+        "train_batch_size": 8,
+        "enable_balanced_shuffler": True,
+        "run_dir": "x",
+        "seed": 1,
+        "shuffler": {"mode": "balance", "slack": 0.01},
+        "balance_sampler": False,
+        "log_interval": 5,
+    },
+    "model": {"hidden_size": 64},
+}
+
+
+def make_steps(count=60, ranks=4, rows=8, seed=0, balances=True, speeds=None, sigma=1.2):
+    """One dictionary per step, with what ShuffleStats knows and how long the step took."""
+    rng = np.random.default_rng(seed)
+    steps = []
+    for number in range(1, count + 1):
+        tokens = np.exp(rng.normal(4, sigma, (ranks, rows))).astype(np.int64) + 1
+        costs = tokens * 20_000 + tokens**2 * 40
+        plan = partition(costs.ravel().tolist(), ranks)
+        before, after = costs.sum(axis=1).tolist(), plan.loads.tolist()
+        trained = after if balances else before
+        overhead = EXCHANGE_MS + WAIT_MS if balances else 0.0
+        steps.append(
+            {
+                "step": number,
+                "loss": 0.7 - number * 1e-3,
+                "step_ms": FIXED_MS + overhead + MS_PER_LOAD * max(trained),
+                "num_rows": ranks * rows,
+                "num_tokens": int(tokens.sum()),
+                "window": 1,
+                "imbalance_before": imbalance(before),
+                "imbalance_after": imbalance(after),
+                "largest_load_before": max(before),
+                "largest_load_after": max(after),
+                "lower_bound": plan.lower_bound,
+                "optimality_gap": plan.optimality_gap,
+                "moved": float(balances),
+                "gated": 0.0,
+                "tokens_moved": 100.0 * balances,
+                "token_fraction_moved": 0.1 * balances,
+                "bytes_sent": 2000.0 * balances,
+                "gather_ms": 1.5,
+                "plan_ms": 0.5,
+                "wait_ms": WAIT_MS if balances else 0.0,
+                "hidden_fraction": 0.75,
+                "exchange_ms": EXCHANGE_MS if balances else 0.0,
+                "lookup_imbalance_before": imbalance(tokens.sum(axis=1)),
+                "lookup_imbalance_after": imbalance(tokens.sum(axis=1)),
+                "loads_before": before,
+                "loads_after": trained,
+                "lookups_before": tokens.sum(axis=1).tolist(),
+                "lookups_after": tokens.sum(axis=1).tolist(),
+                **({} if speeds is None else {"rank_speeds": list(speeds)}),
+            }
+        )
+    return steps
+
+
+LISTS = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds")
+
+
+def line_of(steps, knows_slope=True):
+    """The line of the log that some steps make."""
+    last, total_ms = steps[-1], sum(step["step_ms"] for step in steps)
+    line = {
+        name: statistics.fmean(step[name] for step in steps) for name in last if name not in ("step", "step_ms", *LISTS)
+    }
+    return {
+        "schema": 1,
+        "step": last["step"],
+        "tokens_per_s": sum(step["num_tokens"] for step in steps) / total_ms * 1e3,
+        "rows_per_s": sum(step["num_rows"] for step in steps) / total_ms * 1e3,
+        "step_ms": statistics.median(step["step_ms"] for step in steps),
+        **line,
+        "ranks": len(last["loads_before"]),
+        "steps": len(steps),
+        "total_ms": total_ms,
+        **({"ms_per_load": MS_PER_LOAD} if knows_slope else {}),
+        **{name: last[name] for name in LISTS if name in last},
+    }
+
+
+def lines_of(steps, sizes=()):
+    """Lines of so many steps each, and one of the rest."""
+    ends = [end for end in np.cumsum(sizes, dtype=int).tolist() if end < len(steps)]
+    return [line_of(steps[first:last]) for first, last in zip([0, *ends], [*ends, len(steps)])]
+
+
+def config_of(**trainer):
+    config = copy.deepcopy(CONFIG)
+    config["trainer"] |= trainer
+    return config
+
+
+def write_run(folder, lines, config=CONFIG, summary=True):
+    """The folder of a run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    if summary:
+        (folder / "summary.json").write_text('{"steps": 60}\n')
+    return folder
+
+
+def write_unlooked(folder, steps, sizes):
+    """A run without a shuffler: its log has the imbalance alone."""
+    known = ("schema", "step", "loss", "tokens_per_s", "rows_per_s", "step_ms", "imbalance_before", "ranks", "steps")
+    lines = [{name: line[name] for name in (*known, "total_ms")} for line in lines_of(steps, sizes)]
+    return write_run(folder, lines, config_of(enable_balanced_shuffler=False))

@@ -1,0 +1,226 @@
+"""What a report says of a run, against what its steps were made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from commons.run_log.advice import advice_of, verdict_on
+from commons.run_log.comparison import compare_runs
+from commons.run_log.folders import read_runs
+from commons.run_log.reading import read_log
+from commons.run_log.report import RunReport
+from commons.run_log.step_time import PARTS
+from tests.helpers.run_logs import (
+    EXCHANGE_MS,
+    FIXED_MS,
+    MS_PER_LOAD,
+    WAIT_MS,
+    config_of,
+    lines_of,
+    make_steps,
+    write_run,
+    write_unlooked,
+)
+
+SIZES = [7, 3, 10, 1, 9, 12, 8]
+BALANCED, AS_LOADED = make_steps(), make_steps(balances=False)
+
+
+def report_of(folder, steps=BALANCED, sizes=SIZES, config=None, **changes):
+    lines = [line | changes for line in lines_of(steps, sizes)]
+    return RunReport.of(read_log(write_run(folder, lines, config_of() if config is None else config)))
+
+
+def sums(name, steps=BALANCED):
+    return sum(step[name] for step in steps)
+
+
+def test_a_balanced_run(tmp_path):
+    report, timed = report_of(tmp_path), BALANCED[SIZES[0] :]
+    assert (report.steps, report.ranks, report.rows_per_step, report.balancing) == (60, 4, 32, "balanced")
+    gain = report.gain
+    assert gain.work == pytest.approx(sums("largest_load_before") / sums("largest_load_after"))
+    assert gain.possible == pytest.approx(sums("largest_load_before") / sums("lower_bound"))
+    assert gain.worst_before >= gain.imbalance_before > gain.imbalance_after
+
+    # A step without balancing would have had the time of AS_LOADED, whose rows are the same.
+    unbalanced, balanced = sums("step_ms", AS_LOADED[SIZES[0] :]), sums("step_ms", timed)
+    assert gain.step == pytest.approx(unbalanced / balanced)
+    time = report.step_time
+    assert time.total == pytest.approx(balanced / len(timed))
+    assert list(time.parts()) == list(PARTS) and sum(time.parts().values()) == pytest.approx(time.total)
+    assert time.work == pytest.approx(MS_PER_LOAD * sums("lower_bound", timed) / len(timed))
+    assert (time.exchange, time.waiting, time.rest) == pytest.approx((EXCHANGE_MS, WAIT_MS, FIXED_MS))
+    assert report.background.hidden == 0.75 and report.background.exchange_ms is None
+    assert f"makes the slowest rank {gain.work:.2f}× faster" in advice_of(report)
+
+
+def test_a_run_that_observes(tmp_path):
+    report = report_of(tmp_path, AS_LOADED, config=config_of(shuffler={"mode": "observe"}))
+    assert report.balancing == "observed"
+    saved = MS_PER_LOAD * (sums("largest_load_before") - sums("largest_load_after")) / 60
+    timed = AS_LOADED[SIZES[0] :]
+    whole = sums("step_ms", timed) / len(timed)
+    assert report.gain.step == pytest.approx(whole / (whole - saved), rel=0.05)
+    assert report.step_time.rest == pytest.approx(FIXED_MS) and report.step_time.exchange is None
+    assert "leave --trainer.shuffler.mode observe out" in advice_of(report)
+
+
+def test_a_run_without_a_shuffler(tmp_path):
+    report = RunReport.of(read_log(write_unlooked(tmp_path, AS_LOADED, SIZES)))
+    assert report.balancing == "off" and report.gain.work is None and report.background is None
+    assert report.gain.imbalance_before == pytest.approx(np.mean([step["imbalance_before"] for step in AS_LOADED]))
+    assert list(report.step_time.parts()) == ["the rest"]
+    assert "turn on --trainer.enable-balanced-shuffler" in advice_of(report)
+
+
+def test_windows_are_exchanged_beside_the_steps(tmp_path):
+    report = report_of(tmp_path, window=4)
+    assert report.window == 4 and report.step_time.exchange is None
+    assert report.background.exchange_ms == pytest.approx(EXCHANGE_MS)
+
+
+def test_a_slope_that_is_steeper_than_the_step_gains_no_more_than_the_loads(tmp_path):
+    report = report_of(tmp_path, ms_per_load=1.0)
+    assert report.step_time.rest == 0 and sum(report.step_time.parts().values()) == pytest.approx(
+        report.step_time.total
+    )
+    assert 1 < report.gain.step <= report.gain.work
+
+
+def test_without_a_slope_a_step_has_only_what_was_measured(tmp_path):
+    report = report_of(tmp_path, ms_per_load=None)
+    assert list(report.step_time.parts()) == list(PARTS[2:]) and report.gain.step is None
+
+
+def test_the_prediction_of_a_calibration(tmp_path):
+    report = report_of(tmp_path, predicted_saving_ms=20.0)
+    total = report.step_time.total
+    assert report.gain.predicted_step == pytest.approx((total + 20 - EXCHANGE_MS - WAIT_MS) / total)
+
+
+def test_slow_ranks_are_named_by_the_others(tmp_path):
+    speeds = [100.0, 110.0, 60.0, None, 79.0, 105.0, 100.0]
+    report = report_of(tmp_path, make_steps(ranks=7, speeds=speeds))
+    assert [each.rank for each in report.slow_ranks] == [2, 4]
+    assert report.slow_ranks[0].speed == pytest.approx(0.6)
+    assert report_of(tmp_path, make_steps(count=19, ranks=7, speeds=speeds), [5]).slow_ranks == ()
+    assert report_of(tmp_path, make_steps(ranks=2, speeds=[1.0, None])).slow_ranks == ()
+
+
+def test_a_run_whose_ranks_have_changed(tmp_path):
+    later = [step | {"step": step["step"] + 60} for step in make_steps(ranks=2, speeds=[3.0, 1.0])]
+    report = report_of(tmp_path, [*make_steps(speeds=[1.0] * 4), *later], [10] * 11)
+    assert report.log.num_ranks == (4, 2) and report.ranks == 2
+    assert [each.rank for each in report.slow_ranks] == [1]
+
+
+REASONS = [
+    ({"largest_load_after": 5e8, "largest_load_before": 5e8, "gated": 0.9}, "in 90% of the steps the gain was below"),
+    ({"largest_load_after": 5e8, "largest_load_before": 5e8, "imbalance_before": 0.01}, "the ranks are even"),
+    (
+        {"largest_load_after": 5e8, "largest_load_before": 5e8, "lower_bound": 5e8, "imbalance_before": 1.2},
+        "one row, or few, that no plan can split: a window",
+    ),
+    (
+        {"largest_load_after": 5e8, "largest_load_before": 5e8, "lower_bound": 3e8, "imbalance_before": 1.2},
+        "no plan that",
+    ),
+    ({"exchange_ms": 400.0, "step_ms": 900.0, "total_ms": 9000.0}, "Balancing costs more than it saves: 400.5 ms"),
+    ({"imbalance_after": 0.3, "optimality_gap": 0.0}, "30% that are left are rows that no plan can split"),
+    ({"imbalance_after": 0.3, "optimality_gap": 0.3}, "30% are left: a smaller --trainer.shuffler.slack"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), REASONS)
+def test_why_a_run_gains_less(tmp_path, changes, said):
+    assert said in advice_of(report_of(tmp_path, **changes))
+
+
+def test_a_single_rank_and_even_ranks_have_nothing_to_gain(tmp_path):
+    assert "single rank" in advice_of(report_of(tmp_path, make_steps(ranks=1)))
+    even = [step | {"imbalance_before": 0.001} for step in AS_LOADED]
+    assert "leave it off" in advice_of(RunReport.of(read_log(write_unlooked(tmp_path, even, SIZES))))
+
+
+def test_runs_beside_each_other(tmp_path):
+    base = RunReport.of(read_log(write_unlooked(tmp_path / "a", AS_LOADED, SIZES)))
+    shifted = [step | {"loss": step["loss"] + 1e-3 * (step["step"] == 60)} for step in BALANCED]
+    other = report_of(tmp_path / "b", shifted, config=config_of(run_dir="y", seed=1))
+    (against,) = compare_runs([base, other])
+    assert against.differences == () and against.work == other.gain.work
+    timed = slice(SIZES[0], None)
+    assert against.rows_per_s == pytest.approx(sums("step_ms", AS_LOADED[timed]) / sums("step_ms", BALANCED[timed]))
+    assert against.step_ms == pytest.approx(base.speed.step_ms / other.speed.step_ms)
+    assert against.loss.lines == 8 and against.loss.step == 60
+    assert against.loss.largest == against.loss.at_end == pytest.approx(1e-4)
+    assert verdict_on(against, other).endswith(
+        f"trains {against.rows_per_s:.2f}× the rows per second of {base.log.name}."
+    )
+    slower = dataclasses.replace(against, rows_per_s=0.8)
+    assert "while its own steps say" in verdict_on(slower, other)
+    json.dumps(against.to_dict())
+
+
+def test_runs_that_do_not_compare_say_why(tmp_path):
+    base = report_of(tmp_path / "a")
+    config = config_of(seed=2, train_batch_size=4, shuffle_window=2) | {"model": {"hidden_size": 32, "new": 1}}
+    other = report_of(tmp_path / "b", make_steps(ranks=2, rows=4), [5, 5], config=config)
+    (against,) = compare_runs([base, other])
+    assert against.differences == (
+        "ranks: 4 and 2",
+        "rows per step: 32 and 8",
+        "trainer.train_batch_size: 8 and 4",
+        "trainer.seed: 1 and 2",
+        "model.hidden_size: 64 and 32",
+    )
+    assert against.loss is None  # no line is of the same steps
+    assert compare_runs([base, report_of(tmp_path / "c", config={})])[0].differences == (
+        "the settings of one are not known",
+    )
+
+
+def demo(path, count=40):
+    slow, fast = make_steps(count, balances=False), make_steps(count)
+    hidden = ("loss", "step_ms")
+    content = {
+        "num_ranks": 4,
+        "batch_size": 8,
+        "max_history_seqlen": 64,
+        "num_layers": 1,
+        "warmup_steps": 2,
+        "stats": [{name: value for name, value in step.items() if name not in hidden} for step in fast],
+    }
+    for side, steps in (("unbalanced", slow), ("balanced", fast)):
+        times, losses = ([step[name] for step in steps] for name in ("step_ms", "loss"))
+        content[side] = {"step_ms": times, "losses": [1.0, 1.0, *losses], "evaluation": {"auc": 0.5}}
+    path.mkdir()
+    (path / "demo.json").write_text(json.dumps(content))
+    return content
+
+
+def test_a_demo_has_two_runs(tmp_path):
+    demo(tmp_path / "demo")
+    base, other = (RunReport.of(log) for log in read_runs([tmp_path / "demo"]))
+    assert (base.balancing, other.balancing) == ("off", "balanced")
+    (against,) = compare_runs([base, other])
+    assert against.differences == () and against.loss.largest == 0 and against.evaluation == {"auc": 0.0}
+    # The fixed time of both ways is the same, so that the slope and what follows from it are exact but for that.
+    assert against.rows_per_s == pytest.approx(other.gain.step, rel=0.05)
+    assert len(base.log.step) == 40 and base.log.step[0] == 3
+
+
+@pytest.mark.parametrize(
+    "changes", [{"stats": []}, {"balanced": {}}, {"stats": [7]}, {"balanced": None}, {"warmup_steps": "x"}]
+)
+def test_a_damaged_demo_is_refused_in_one_line(tmp_path, changes):
+    content = demo(tmp_path / "demo") | changes
+    for damaged in (json.dumps(content), "[]", "{"):
+        (tmp_path / "demo" / "demo.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"demo.json is no result of a demo \(.*: run it again$") as caught:
+            read_runs([tmp_path / "demo"])
+        assert "\n" not in str(caught.value)
