@@ -85,8 +85,7 @@ class Report:
             from commons.cli.page import write_page
             from commons.cli.report_page import page_of
 
-            command = as_command("evenrank report", self, positional="runs")
-            write_page(page_of(reports, against, command), self.html)
+            write_page(page_of(reports, against, self._command()), self.html)
         if self.figure is not None:
             from commons.cli.pictures import write_pictures
             from commons.cli.report_pictures import pictures_of_run, pictures_of_runs
@@ -97,3 +96,6 @@ class Report:
         for path in (self.html, self.figure):
             if path is not None and not self.json:
                 Console().print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+
+    def _command(self) -> str:
+        return as_command("evenrank report", self, positional="runs")

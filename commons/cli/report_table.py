@@ -80,7 +80,7 @@ def print_report(reports: Sequence[RunReport], against: Sequence[Against]) -> No
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     for report in reports:
-        table.add_column(report.log.name, justify="right", overflow="fold")
+        table.add_column(Text(report.log.name), justify="right", overflow="fold")
     for title, rows in sections_of(reports, against):
         if title:
             table.add_row(Text(title, style="bold"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import itertools
 import json
 import re
@@ -19,55 +18,10 @@ from commons.cli.main import _parse, main
 from commons.cli.page import Page, PageTable, Section, write_page
 from commons.cli.pictures import COLORS, NARROW, THEMES, WIDE, Picture, svg_of
 from commons.cli.simulate_pictures import band_edges
+from tests.helpers.pages import read_page
 from tests.helpers.training_configs import CONFIG
 
 LENGTHS = ["simulate", "--lengths", "lognormal:130:1.4:8192", "--ranks", "4", "8", "--steps", "8", "--batch-size", "4"]
-VOID = {"meta", "link", "br"}
-# Of an inline SVG, as matplotlib closes them.
-SHAPES = {"path", "use"}
-
-
-class Tags(html.parser.HTMLParser):
-    """Elements that are opened and closed, their names for others, and what they load."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.ids, self.loaded, self.text = [], [], [], []
-        self.tags = set()
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self._note(tag, attributes)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self._note(tag, attributes)
-
-    def _note(self, tag, attributes):
-        self.tags.add(tag)
-        values = dict(attributes)
-        self.ids += [values["id"]] if "id" in values else []
-        self.loaded += [values[name] for name in ("src", "href", "xlink:href") if name in values]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-def read(path):
-    text = path.read_text(encoding="utf-8")
-    tags = Tags(text)
-    assert tags.open == [] and len(tags.ids) == len(set(tags.ids))
-    assert "script" not in tags.tags
-    references = re.findall(r"url\(([^)]*)\)", text) + tags.loaded
-    assert all(each.startswith(("#", "data:")) for each in references)
-    assert {each[1:] for each in references if each.startswith("#")} <= set(tags.ids)
-    assert not re.search(r"https?://(?!www\.w3\.org/)", text)
-    return text, " ".join(" ".join(tags.text).split())
 
 
 def test_a_page_of_lengths_is_one_file_with_all_of_the_answer(tmp_path, monkeypatch, capsys):
@@ -75,7 +29,7 @@ def test_a_page_of_lengths_is_one_file_with_all_of_the_answer(tmp_path, monkeypa
     assert main([*LENGTHS, "--html", "gain.html", "--figure", "gain.png"]) == 0, capsys.readouterr().err
     assert "written: gain.html" in capsys.readouterr().out
     assert (tmp_path / "gain.png").stat().st_size > 20_000
-    text, words = read(tmp_path / "gain.html")
+    text, words = read_page(tmp_path / "gain.html")
     assert main([*LENGTHS, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["advice"]["text"] in words and answer["advice"]["options"].split()[0] in words
@@ -93,7 +47,7 @@ def test_a_page_of_a_config(tmp_path, monkeypatch, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert [(each["ranks"], each["window"]) for each in answer["ranks"]] == [(2, 1), (2, 3), (4, 1), (4, 3)]
     assert main([*argv, "--html", "gain.html", "--figure", "gain.svg"]) == 0
-    _, words = read(tmp_path / "gain.html")
+    _, words = read_page(tmp_path / "gain.html")
     for each in answer["ranks"]:
         assert each["possible_speed_up"] >= each["speed_up"] >= 1
         assert f"{each['speed_up']:.2f}×" in words
@@ -103,7 +57,7 @@ def test_one_number_of_ranks_and_even_lengths(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     np.save("even.npy", np.full(64, 7))
     assert main(["simulate", "--lengths", "even.npy", "--ranks", "2", "--batch-size", "4", "--html", "e.html"]) == 0
-    assert "leave it off" in read(tmp_path / "e.html")[1]
+    assert "leave it off" in read_page(tmp_path / "e.html")[1]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +98,7 @@ def test_text_is_escaped_and_nothing_has_a_name_twice(tmp_path):
     section = Section(evil, (evil,), (picture, picture), (table,), ((evil, evil),), (evil,))
     page = Page(evil, evil, evil, (evil,), ((evil, evil),), (section,), evil)
     write_page(page, tmp_path / "p.html")
-    text, words = read(tmp_path / "p.html")
+    text, words = read_page(tmp_path / "p.html")
     assert text.count("<svg") == 4 and '<script>alert("x")</script>' in words and "a < b & c" in words
     assert "<code>--flag</code>" in text
 

@@ -164,7 +164,10 @@ def test_a_damaged_log_is_reported_or_refused_in_one_line(tmp_path, seed):
 
 
 def test_numbers_that_are_not_known_are_null(tmp_path):
-    lines = [line | {"loss": None, "step_ms": None, "total_ms": None} for line in map(line_of, [STEPS[:5], STEPS[5:]])]
+    lines = [
+        line | {"loss": None, "step_ms": None, "total_ms": None, "rows_per_s": None}
+        for line in map(line_of, [STEPS[:5], STEPS[5:]])
+    ]
     report = RunReport.of(read_log(write_run(tmp_path, lines)))
     assert report.loss is None and report.speed.step_ms is None and report.step_time is None
     assert report.gain.work is not None and report.gain.step is None

@@ -1,0 +1,154 @@
+"""`evenrank report`: its table, JSON, page and pictures, and what it says of folders that are no runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from commons.cli.main import _parse, main
+from commons.cli.report_pictures import curve_of, pictures_of_run
+from commons.run_log.reading import read_log
+from commons.run_log.report import RunReport
+from tests.helpers.pages import read_page
+from tests.helpers.run_logs import config_of, line_of, lines_of, make_steps, write_run, write_unlooked
+
+SIZES = [10] * 5
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Two runs of the same rows in the working directory, without and with balancing."""
+    monkeypatch.chdir(tmp_path)
+    write_unlooked(tmp_path / "runs" / "a", make_steps(balances=False), SIZES)
+    lines = [*lines_of(make_steps(), SIZES), {"schema": 1, "step": 60, "eval_auc": 0.75, "eval_none": None}]
+    write_run(tmp_path / "runs" / "b", lines)
+    return tmp_path / "runs"
+
+
+def test_one_run(runs, capsys):
+    assert main(["report", "runs/b"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "" and max(map(len, printed.out.splitlines())) <= 120
+    for shown in ("runs/b", "each batch", "ranks", "work at the bound", "hidden", "75.0%", "eval auc", "0.7500"):
+        assert shown in printed.out
+    assert "beside" not in printed.out.replace("beside the steps", "") and "eval none" not in printed.out
+    assert main(["report", "runs/b", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    (run,) = content["runs"]
+    assert run["run"] == "runs/b" and run["gain"]["work"] > 1.2 and content["beside_the_first"] == []
+    assert run["evaluation"] == {"step": 60, "auc": 0.75, "none": None}
+    assert f"{run['gain']['work']:.2f}×" in printed.out and f"{run['gain']['step']:.2f}×" in printed.out
+
+
+def test_runs_beside_each_other(runs, capsys):
+    write_run(runs / "c", lines_of(make_steps(ranks=2), SIZES), config_of(seed=7))
+    assert main(["report", "runs/a", "runs/b", "runs/c"]) == 0
+    printed = capsys.readouterr().out
+    assert "beside runs/a" in printed and "speed-up, rows per second" in printed
+    assert "runs/c beside runs/a differs in ranks: 4 and 2; rows per step: 32 and 16; trainer.seed: 1 and 7: not" in (
+        " ".join(printed.split())
+    )
+    assert main(["report", "runs/a", "runs/b", "runs/c", "--json"]) == 0
+    beside = json.loads(capsys.readouterr().out)["beside_the_first"]
+    assert [each["run"] for each in beside] == ["runs/b", "runs/c"] and beside[0]["loss"]["largest"] == 0
+    assert f"{beside[0]['rows_per_s']:.2f}×" in printed
+
+
+def test_notes_say_what_is_missing(runs, capsys):
+    (runs / "b" / "summary.json").unlink()
+    (runs / "b" / "config.json").unlink()
+    with (runs / "b" / "log.jsonl").open("a") as log:
+        log.write('{"schema": 1, "st')
+    assert main(["report", "runs/b"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for note in ("the last line of the log is not whole", "no readable config.json", "no readable summary.json"):
+        assert f"runs/b: {note}" in printed
+
+
+@pytest.mark.parametrize("names", [["runs/a"], ["runs/b"], ["runs/a", "runs/b"]])
+def test_a_page_and_pictures(runs, capsys, names):
+    assert main(["report", *names, "--html", "r.html", "--figure", "r.png"]) == 0
+    printed = capsys.readouterr()
+    assert "written: r.html\nwritten: r.png\n" in printed.out and printed.err == ""
+    assert (runs.parent / "r.png").stat().st_size > 20_000
+    text, words = read_page(runs.parent / "r.html")
+    of_runs = {"runs/a": 1, "runs/b": 3}
+    together = 2 if names == ["runs/a"] else 3
+    assert text.count("<svg") == 2 * (sum(of_runs[name] for name in names) + together)
+    assert f"evenrank report {' '.join(names)} --html r.html --figure r.png" in words
+    assert main(["report", *names, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert all(line in words for line in content["advice"])
+    for run in content["runs"]:
+        assert f"{run['speed']['rows_per_s']:,.1f}" in words
+
+
+def test_a_name_is_no_markup(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name = "[red]$x_1$ <b> & runs"
+    write_run(tmp_path / name, lines_of(make_steps(), SIZES))
+    assert main(["report", name, "--html", "r.html", "--figure", "r.svg"]) == 0
+    assert name in capsys.readouterr().out
+    assert name in read_page(tmp_path / "r.html")[1] and "$x_1$ &lt;b&gt;" in (tmp_path / "r.svg").read_text()
+
+
+def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
+    steps = make_steps(count=20, ranks=80, rows=2)
+    log = read_log(write_run(tmp_path, [line_of([step]) for step in steps]))
+    loads = next(each for each in pictures_of_run(RunReport.of(log)) if each.title == "Load of each rank")
+    assert loads.text.startswith("The fullest rank's, the next one's, and so on,")
+    lines = [line_of([steps[0]]) | {"step": number, "loss": number % 2} for number in range(1, 1001)]
+    drawn, losses = curve_of(read_log(write_run(tmp_path, lines)), "loss")
+    assert 200 <= len(drawn) <= 300 and losses.mean() == pytest.approx(0.5, abs=0.01)
+    assert drawn.min() >= 1 and drawn.max() <= 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no run is given"),
+        (
+            ["runs/none"],
+            "runs/none does not exist; report reads the folder of a run (trainer.run_dir): there are runs/a",
+        ),
+        (["runs"], "runs has no log.jsonl; a run writes it to its run_dir, on rank 0: there are runs/a, runs/b"),
+        (["runs/a/log.jsonl"], "give runs/a"),
+        (["runs/a", "runs/../runs/a"], "is given twice"),
+        (["runs/a", "--html", "r.txt"], "a page is an .html file"),
+        (["runs/a", "--figure", "r.txt"], "choose one of these endings"),
+        (["runs/a", "--html", "runs"], "a page is an .html file"),
+        (["runs/a", "--figure", "linked.png"], "no command overwrites what it reads"),
+        (["runs/a", "--json", "--html", "no/such\0.html"], "null"),
+    ],
+)
+def test_mistakes_are_one_line(runs, capsys, arguments, message):
+    (runs.parent / "linked.png").symlink_to(runs / "a" / "log.jsonl")
+    before = sorted(runs.parent.rglob("*"))
+    assert main(["report", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and message in printed.err
+    assert sorted(runs.parent.rglob("*")) == before
+
+
+def test_the_command_of_a_page_is_the_one_that_was_typed():
+    command = _parse(["report", "a b", "c", "--html", "r.html"])
+    words = command._command()
+    assert words == "evenrank report 'a b' c --html r.html"
+
+
+def test_a_report_waits_neither_for_torch_nor_for_scipy(runs):
+    program = """
+import sys
+from commons.cli.main import main
+assert main(["report", "runs/a", "runs/b"]) == 0
+assert not {"torch", "scipy", "matplotlib", "jinja2", "pandas"} & set(sys.modules)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=runs.parent, env=environment
+    )
+    assert done.returncode == 0, done.stderr
