@@ -10,6 +10,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from commons.run_log.comparison import compare_runs
+from commons.run_log.folders import read_runs
+from commons.run_log.report import RunReport
 from commons.trainer.config import load_config
 from commons.trainer.run import run_training
 from commons.trainer.run_folder import require_run_folder, write_config
@@ -73,6 +76,21 @@ def test_a_command_given_twice(two_ranks, tmp_path):
     assert written["shuffle"]["imbalance_before"] == pytest.approx(balanced["shuffle"]["imbalance_before"])
     assert json.loads((other / "summary.json").read_text())["shuffle"]["moved"] > 0
 
+    require_snapshots(other)
+
+    # What a report says of the two is what their summaries say.
+    unbalanced, told = (RunReport.of(log) for log in read_runs([folder, other]))
+    assert (unbalanced.balancing, told.balancing) == ("off", "balanced") and told.ranks == unbalanced.ranks == 2
+    assert unbalanced.rows_per_step == told.rows_per_step == pytest.approx(8)
+    shuffle = balanced["shuffle"]
+    assert told.gain.imbalance_before == pytest.approx(shuffle["imbalance_before"])
+    assert told.gain.imbalance_after == pytest.approx(shuffle["imbalance_after"])
+    assert told.gain.work == pytest.approx(shuffle["largest_load_before"] / shuffle["largest_load_after"])
+    assert 1 < told.gain.work <= told.gain.possible and told.log.notes == ()
+    (beside,) = compare_runs([unbalanced, told])
+    assert beside.differences == () and beside.work == told.gain.work and beside.evaluated_at == 6
+    assert beside.loss.lines == 6 and beside.loss.largest < 1e-4 and abs(beside.evaluation["loss"]) < 1e-4
+
     (folder / "mine.txt").write_text("not of the run")
     for name in ("rank3.log", "trace-rank1.json", "rank_of_mine.log"):
         (folder / name).touch()
@@ -89,6 +107,23 @@ def test_a_command_given_twice(two_ranks, tmp_path):
     assert json.loads((folder / "config.json").read_text())["trainer"]["seed"] == 5
 
 
+def require_snapshots(folder):
+    """Of lines of one step each: every rank's load and lookups, which log.jsonl alone has."""
+    trained = [line for line in lines(folder) if "loss" in line]
+    for line in trained:
+        assert (line["schema"], line["ranks"], line["steps"]) == (1, 2, 1) and line["total_ms"] == line["step_ms"]
+        for what in ("loads", "lookups"):
+            before, after = line[f"{what}_before"], line[f"{what}_after"]
+            assert len(before) == 2 and sum(before) == sum(after) > 0
+        assert max(line["loads_before"]) == line["largest_load_before"]
+        assert max(line["loads_after"]) == line["largest_load_after"]
+    assert any(line["loads_before"] != line["loads_after"] for line in trained)
+    tags = EventAccumulator(str(folder / "tensorboard")).Reload().Tags()["scalars"]
+    assert "shuffle/imbalance_before" in tags and "train/loss" in tags
+    details = ("schema", "ranks", "steps", "total_ms", "loads_before", "lookups_after")
+    assert not [tag for tag in tags for name in details if tag.split("/")[1] == name]
+
+
 def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
     folder, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
     flags = ["--trainer.run-dir", str(folder), "--trainer.ckpt-save-interval", "2"]
@@ -100,6 +135,8 @@ def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
     assert steps_of(folder, "loss") == [1, 2, 3] and steps_of(folder, "eval_loss") == [2, 3]
     two_ranks.run(command, *flags)
     assert steps_of(folder, "loss") == [1, 2, 3, 4, 5, 6] and steps_of(folder, "eval_loss") == [2, 3, 4, 6]
+    (log,) = read_runs([folder])
+    assert log.steps.tolist() == [1] * 6 and [step for step, _ in log.evaluations] == [2, 3, 4, 6]
     # Once more, though it is complete: nothing is trained and nothing evaluated, and the results stay.
     log, summary = (folder / "log.jsonl").read_bytes(), json.loads((folder / "summary.json").read_text())
     again = two_ranks.run(command, *flags)[0]
