@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 
 from commons.cli.main import main
+from tests.helpers.run_logs import lines_of, make_steps, write_run, write_unlooked
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 pytestmark = [
@@ -61,16 +63,26 @@ def browser():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The page of lengths with as much on it as there can be, and that of a single number of ranks."""
+    """Of lengths with as much on it as there can be, and of a single number of ranks; of three runs, and of one."""
     folder = tmp_path_factory.mktemp("pages")
     many = ["--lengths", "lognormal:130:1.4:8192", "--ranks", "8", "64", "--steps", "16", "--peak-tflops", "989"]
     one = ["--lengths", "zipf:1.2:4096", "--ranks", "4", "--steps", "16"]
     for name, argv in (("many", many), ("one", one)):
         assert main(["simulate", *argv, "--link-gbps", "400", "--html", str(folder / f"{name}.html")]) == 0
+    write_unlooked(folder / "as-loaded", make_steps(balances=False), [5] * 11)
+    write_run(folder / "of-many-ranks", lines_of(make_steps(ranks=70, rows=4), [10] * 5))
+    write_run(folder / "balanced-with-a-name-of-many-words", lines_of(make_steps(), [5] * 11))
+    runs = [str(folder / name) for name in ("as-loaded", "of-many-ranks", "balanced-with-a-name-of-many-words")]
+    for name, folders in (("runs", runs), ("run", runs[2:])):
+        assert main(["report", *folders, "--html", str(folder / f"{name}.html")]) == 0
     return folder
 
 
-@pytest.fixture(params=["many", "one"])
+# Pages, and their pictures.
+PICTURES = {"many": 4, "one": 4, "runs": 10, "run": 6}
+
+
+@pytest.fixture(params=PICTURES)
 def address(pages, request):
     return (pages / f"{request.param}.html").as_uri()
 
@@ -92,8 +104,8 @@ def test_a_page_fits_and_is_read(browser, address, tmp_path, width, scheme):
         assert [each for each in contrasts if each[1] < 4.5] == []
         assert min(size for _, _, size in contrasts) >= 11.5  # CSS pixels
         pictures = page.locator("figure svg:visible")
-        assert pictures.count() == 4
-        for number in range(4):
+        assert pictures.count() == PICTURES[Path(address).stem]
+        for number in range(pictures.count()):
             box = pictures.nth(number).bounding_box()
             assert box["width"] > 300 and box["x"] >= 0 and box["x"] + box["width"] <= width
         page.screenshot(path=tmp_path / "page.png", full_page=True)
