@@ -100,6 +100,7 @@ TRAIN_FAR = (
     "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=gpu01:29500 --rdzv-id=evenrank "
     f"-m hstu.train {SHUFFLED} --trainer.shuffler.ranks-per-node 8 --trainer.run-dir /shared/runs/evenrank"
 )
+OBSERVED_FIRST = f"{TRAIN_RANDOM} --trainer.shuffler.mode observe --trainer.run-dir runs/observed"
 TIMED = f"{TRAIN_RANDOM} --trainer.shuffler.timeout 30 --trainer.run-dir runs/short-timeout"
 SBATCH = f"examples/slurm.sbatch srun {SHUFFLED}"
 TRAINJOB = "examples/trainjob.yaml"
@@ -184,7 +185,16 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("docs/torchrec_model.md", "Other pipelines", 0): Python(given.torchrec_script, given.pipeline_trains),
     ("docs/own_shuffler.md", "A shuffler for your own model", 0): Python(dict, given.mine_is_registered),
     ("docs/own_shuffler.md", "Cost from the model's dimensions", 0): Python(dict, given.mine_is_registered),
-    ("docs/options.md", "Options", 0): Python(dict, given.options_are_those_of_the_shuffler),
+    ("docs/options.md", "Look first", 0): Shell(
+        more={
+            OBSERVED_FIRST: (
+                "--trainer.max-train-iters 4 --trainer.log-interval 2 --trainer.max-eval-iters 1",
+                "as above",
+            )
+        },
+        shows="would make the slowest rank",
+    ),
+    ("docs/options.md", "What a shuffler can be told", 0): Python(dict, given.options_are_those_of_the_shuffler),
     ("docs/cost_model.md", "From a training config", 0): Shell(
         more={
             f"{SIMULATE} --ranks 8 16 64": ("--steps 2", "fifty steps take ten seconds"),
