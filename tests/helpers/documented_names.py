@@ -45,7 +45,7 @@ def all_rows_were_trained(names: dict[str, Any]) -> None:
     """Every row of every rank, once."""
     seen = [row for step in models.head_of(names["model"]).seen for row in step]
     own = [row for batch in names["dataloader"] for row in batch.sample_id[: batch.actual_batch_size].tolist()]
-    assert sorted(_of_all(seen)) == sorted(_of_all(own))
+    assert sorted(of_all(seen)) == sorted(of_all(own))
     steps = re.findall(r"imbalance ([\d.]+)% → ([\d.]+)%", names["printed"])
     assert len(steps) == (5 if dist.get_rank() == 0 else 0)
     assert dist.get_rank() or any(float(after) < float(before) for before, after in steps)
@@ -54,7 +54,7 @@ def all_rows_were_trained(names: dict[str, Any]) -> None:
 def pipeline_trains(names: dict[str, Any]) -> None:
     """The pipeline that the block has made trains a batch."""
     names["pipeline"].progress(iter(names["dataloader"]))
-    assert names["pipeline"].last_stats.num_rows == sum(_of_all([names["dataloader"][0].actual_batch_size]))
+    assert names["pipeline"].last_stats.num_rows == sum(of_all([names["dataloader"][0].actual_batch_size]))
 
 
 def hstu_batches() -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _items(batch: Any) -> list[int]:
 def windows_hold_every_row(names: dict[str, Any]) -> None:
     """The items of all ranks have been trained, in as many steps on both, whose loads are nearly even."""
     own = [item for batch in names["dataloader"] for item in _items(batch)]
-    assert sorted(_of_all(names["trained"])) == sorted(_of_all(own))
+    assert sorted(of_all(names["trained"])) == sorted(of_all(own))
     window = names["batches"].last_window
     assert (window.window, window.steps) == (1, 3) and window.imbalance_after < window.imbalance_before
     assert names["stats"].window == 3
@@ -97,9 +97,9 @@ def rows_of_known_length() -> dict[str, Any]:
 def every_row_is_read_once(names: dict[str, Any]) -> None:
     """The ranks read every row once, in steps of equal cost."""
     steps = [batch.tolist() for batch in names["loader"]]
-    assert sorted(_of_all([row for batch in steps for row in batch])) == list(range(40))
+    assert sorted(of_all([row for batch in steps for row in batch])) == list(range(40))
     work = [sum(int(names["workloads"][row]) for row in batch) for batch in steps]
-    both = _of_all(work)
+    both = of_all(work)
     assert all(abs(a - b) <= 0.02 * a for a, b in zip(both[: len(work)], both[len(work) :]))
 
 
@@ -108,7 +108,7 @@ def options_are_those_of_the_shuffler(names: dict[str, Any]) -> None:
     shuffler = names["shuffler"]
     assert (shuffler.options.slack, shuffler.options.min_gain) == (0.05, 0.02)
     batch = models.make_batch([1 + dist.get_rank(), 3], 2)
-    assert sorted(_of_all(shuffler.shuffle(batch).sample_id.tolist())) == sorted(_of_all(batch.sample_id.tolist()))
+    assert sorted(of_all(shuffler.shuffle(batch).sample_id.tolist())) == sorted(of_all(batch.sample_id.tolist()))
 
 
 def mine_is_registered(names: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def mine_is_registered(names: dict[str, Any]) -> None:
     assert workloads.argsort().tolist() == lengths.argsort().tolist()
     try:
         rows = shuffler.shuffle(batch).sample_id.tolist()
-        assert sorted(_of_all(rows)) == sorted(_of_all(ids))
+        assert sorted(of_all(rows)) == sorted(of_all(ids))
     finally:
         shuffler.close()
 
@@ -216,7 +216,7 @@ class _Ranks:
     world_size: int
 
     def run(self, function: Any) -> list[Any]:
-        return _of_all([function()])
+        return of_all([function()])
 
 
 def ranks_add_up(names: dict[str, Any]) -> None:
@@ -225,14 +225,14 @@ def ranks_add_up(names: dict[str, Any]) -> None:
     assert names["_sum_of_ranks"]() == 1
 
 
-def _token_rows(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
+def token_rows(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
     """Token ids padded on the right to the longest row, and their mask."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
     ids = torch.randint(1, 5, mask.shape, generator=torch.Generator().manual_seed(seed)) * mask
     return {"input_ids": ids, "attention_mask": mask.long()}
 
 
-def _score(rows: dict[str, torch.Tensor]) -> torch.Tensor:
+def score_rows(rows: dict[str, torch.Tensor]) -> torch.Tensor:
     """A number per row that does not depend on its padding, and differs between rows."""
     places = torch.arange(1, rows["input_ids"].shape[1] + 1)
     return (rows["input_ids"] * places * rows["attention_mask"]).sum(1)
@@ -240,12 +240,12 @@ def _score(rows: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def padded_rows() -> dict[str, Any]:
     """A batch of padded rows, and a model that scores them."""
-    return {"batch": _token_rows([3, 40, 5, 7, 30, 2, 9, 12, 1, 25, 8, 6], seed=1), "model": _score}
+    return {"batch": token_rows([3, 40, 5, 7, 30, 2, 9, 12, 1, 25, 8, 6], seed=1), "model": score_rows}
 
 
 def predictions_in_order(names: dict[str, Any]) -> None:
     """One prediction per row, in the order of the batch."""
-    assert names["predictions"].tolist() == _score(names["batch"]).tolist()
+    assert names["predictions"].tolist() == score_rows(names["batch"]).tolist()
     assert len(names["chunks"]) == 8 and names["chunks"].imbalance < 2
 
 
@@ -257,10 +257,10 @@ def rows_of_ranks() -> dict[str, Any]:
     lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][rank]
     return {
         "task": task,
-        "model": _score,
+        "model": score_rows,
         "batch_or_none": whole["batch"] if rank == 0 else None,
         "workloads_or_none": task.get_workloads(whole["batch"]["attention_mask"].sum(1)) if rank == 0 else None,
-        "rollouts": _token_rows(lengths, seed=2 + rank),
+        "rollouts": token_rows(lengths, seed=2 + rank),
     }
 
 
@@ -269,8 +269,8 @@ def results_came_home(names: dict[str, Any]) -> None:
     if names["batch_or_none"] is None:
         assert names["results"] is None
     else:
-        assert names["results"].tolist() == _score(names["batch_or_none"]).tolist()
-    assert names["rewards"].tolist() == _score(names["rollouts"]).tolist()
+        assert names["results"].tolist() == score_rows(names["batch_or_none"]).tolist()
+    assert names["rewards"].tolist() == score_rows(names["rollouts"]).tolist()
     assert names["moved"].num_moved > 0
     for batch in (names["share"].batch, names["moved"].batch):
         assert batch["input_ids"].shape[1] == int(batch["attention_mask"].sum(1).max())
@@ -290,7 +290,7 @@ class _LanguageModel(nn.Module):
 def language_model() -> dict[str, Any]:
     """A model, and rows of which the longest fills a micro-batch and has no label."""
     torch.manual_seed(0)
-    batch = _token_rows([16000, 3000, 5000, 200][dist.get_rank() :], seed=dist.get_rank())
+    batch = token_rows([16000, 3000, 5000, 200][dist.get_rank() :], seed=dist.get_rank())
     batch["labels"] = torch.where(batch["attention_mask"] != 0, batch["input_ids"], -100)
     batch["labels"][0] = -100
     return {"model": _LanguageModel(), "batch": batch}
@@ -317,14 +317,14 @@ def rows_to_pack() -> dict[str, Any]:
         "lengths": lengths,
         "terms": evenrank.count_loss_tokens(given["batch"]["labels"]),
         "loss_sum": loss_sum,
-        "score": _score,
+        "score": score_rows,
     }
 
 
 def even_by_index(names: dict[str, Any]) -> None:
     """The gradient is that of all rows, scores are back where their rows are, and both ranks know how even it was."""
     _gradient_is_of_all_rows(names)
-    assert names["scores"].tolist() == _score(names["batch"]).tolist()
+    assert names["scores"].tolist() == score_rows(names["batch"]).tolist()
     assert max(names["micro_batches"].num_tokens) <= 16384
     assert len(names["evenness"]) == len(names["micro_batches"]) and min(names["evenness"]) >= 1
 
@@ -336,10 +336,10 @@ def _gradient_is_of_all_rows(names: dict[str, Any]) -> None:
     reached /= dist.get_world_size()
     model.zero_grad()
     losses = []
-    for rows in _of_all([names["batch"]]):
+    for rows in of_all([names["batch"]]):
         labels = rows["labels"][:, 1:].flatten()
         losses.append(cross_entropy(model(rows)[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="none"))
-    terms = sum(int((rows["labels"][:, 1:] != -100).sum()) for rows in _of_all([names["batch"]]))
+    terms = sum(int((rows["labels"][:, 1:] != -100).sum()) for rows in of_all([names["batch"]]))
     (torch.cat(losses).sum() / terms).backward()
     assert bool(reached.isfinite().all()) and float(model.tokens.weight.grad.abs().max()) > 1e-3
     assert float((reached - model.tokens.weight.grad).abs().max()) < 1e-12
@@ -398,7 +398,7 @@ def train_in(folder: str, script: str, arguments: list[str]) -> None:
         os.chdir(before)
 
 
-def _of_all(items: list[Any]) -> list[Any]:
+def of_all(items: list[Any]) -> list[Any]:
     """The items of all ranks, in the order of the ranks."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, items)

@@ -16,13 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import evenrank
 from benchmarks.plain_karmarkar_karp import plain_karmarkar_karp
 from tests.helpers.documented import ROOT, documented_blocks
-
-
-def of_all(items: list[Any]) -> list[Any]:
-    """The items of all ranks, in the order of the ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, items)
-    return [item for part in gathered for item in part]
+from tests.helpers.documented_names import of_all, score_rows, token_rows
 
 
 def _sparse(lengths: dict[str, list[int]]) -> KeyedJaggedTensor:
@@ -67,23 +61,11 @@ def padding_is_stated(names: dict[str, Any]) -> None:
     assert counts == [(1, 1, 2.0), (1, 0, 0.0)]
 
 
-def _token_rows(lengths: list[int]) -> TensorDict:
-    """Token ids padded on the right, and their mask."""
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-    ids = torch.randint(1, 5, mask.shape, generator=torch.Generator().manual_seed(1)) * mask
-    return TensorDict({"input_ids": ids, "attention_mask": mask.long()}, batch_size=[len(lengths)])
-
-
-def _score(rows: Any) -> torch.Tensor:
-    """A number per row that differs between rows and does not depend on padding."""
-    places = torch.arange(1, rows["input_ids"].shape[1] + 1)
-    return (rows["input_ids"] * places * rows["attention_mask"]).sum(1)
-
-
 def rows_of_prompts() -> dict[str, Any]:
     """Answers to sixteen prompts, two each, not beside each other."""
     lengths = [int(3 + 1.25**row) for row in range(32)]
-    return {"batch": _token_rows(lengths), "uids": [f"prompt-{row % 16}" for row in range(32)], "critic": _score}
+    batch = TensorDict(token_rows(lengths, seed=1), batch_size=[32])
+    return {"batch": batch, "uids": [f"prompt-{row % 16}" for row in range(32)], "critic": score_rows}
 
 
 def partitions_are_even(names: dict[str, Any]) -> None:
@@ -97,14 +79,14 @@ def partitions_are_even(names: dict[str, Any]) -> None:
     assert sorted(names["global_idx"].tolist()) == list(range(32)) and len(chunks) == 8
     prompts = [{names["uids"][row] for row in rows.tolist()} for rows in chunks.indices]
     assert sum(map(len, prompts)) == 16
-    assert names["values"].tolist() == _score(names["batch"]).tolist()
+    assert names["values"].tolist() == score_rows(names["batch"]).tolist()
 
 
 def six_answers() -> dict[str, Any]:
     """Those of the text, and the task of the block before."""
     lengths = [10000, 7000, 4000, 4000, 3000, 2000]
     task = evenrank.SelfAttentionTask(hidden_size=4096, num_heads=32, head_dim=128, num_layers=32, vocab_size=32000)
-    return {"batch": _token_rows(lengths), "lengths": lengths, "task": task, "actor": _score}
+    return {"batch": token_rows(lengths, seed=1), "lengths": lengths, "task": task, "actor": score_rows}
 
 
 def the_budget_is_kept(names: dict[str, Any]) -> None:
@@ -113,7 +95,7 @@ def the_budget_is_kept(names: dict[str, Any]) -> None:
     two = evenrank.karmarkar_karp([24576 * each + each**2 for each in lengths], 2, equal_size=False)
     assert [sum(lengths[row] for row in part) for part in two] == [16000, 14000]
     assert names["printed"].strip() == "[15000, 15000]" and "# [15000, 15000]" in _text("from_verl.md", 1)
-    assert names["log_probs"].tolist() == _score(names["batch"]).tolist()
+    assert names["log_probs"].tolist() == score_rows(names["batch"]).tolist()
 
 
 def _text(page: str, number: int) -> str:
@@ -135,26 +117,25 @@ def preference_pairs() -> dict[str, Any]:
         ids, places = packed.inputs["input_ids"][0], packed.inputs["position_ids"][0] + 1
         return torch.stack([(ids * places)[start:end].sum() for start, end in itertools.pairwise(ends)])
 
-    batch = _token_rows([4000, 3500, 10, 20, 5000, 100, 700, 800])
-    return {"batch": dict(batch.items()), "model": model}
+    return {"batch": token_rows([4000, 3500, 10, 20, 5000, 100, 700, 800], seed=1), "model": model}
 
 
 def pairs_stayed_together(names: dict[str, Any]) -> None:
     """Scores are in the order of the batch, and neighbours share a micro-batch within the budget."""
-    assert names["logprobs"].tolist() == _score(names["batch"]).tolist()
+    assert names["logprobs"].tolist() == score_rows(names["batch"]).tolist()
     assert all({row ^ 1 for row in group} == set(group) for group in names["micro_batches"].groups)
     assert max(names["micro_batches"].num_tokens) <= 9000 and len(names["micro_batches"]) == 2
 
 
 def uneven_rollouts() -> dict[str, Any]:
     """Long ones on rank 0, short ones on rank 1."""
-    rollouts = _token_rows([[90, 80, 70, 60, 50], [3, 2, 4]][dist.get_rank()])
-    return {"rollouts": rollouts, "reward_model": _score}
+    lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][dist.get_rank()]
+    return {"rollouts": token_rows(lengths, seed=1), "reward_model": score_rows}
 
 
 def rewards_came_home(names: dict[str, Any]) -> None:
     """In the order of the rank's own rows, after some have moved."""
-    assert names["rewards"].tolist() == _score(names["rollouts"]).tolist()
+    assert names["rewards"].tolist() == score_rows(names["rollouts"]).tolist()
     assert names["moved"].num_moved > 0 and "largest load" in names["printed"]
 
 
