@@ -88,11 +88,9 @@ class Report:
             write_page(page_of(reports, against, self._command()), self.html)
         if self.figure is not None:
             from commons.cli.pictures import write_pictures
-            from commons.cli.report_pictures import pictures_of_run, pictures_of_runs
+            from commons.cli.report_pictures import pictures_of_each, pictures_of_runs
 
-            names = [report.log.name if len(reports) > 1 else "" for report in reports]
-            of_runs = [picture for each in zip(reports, names) for picture in pictures_of_run(*each)]
-            write_pictures([*of_runs, *pictures_of_runs(reports)], self.figure)
+            write_pictures([*pictures_of_each(reports), *pictures_of_runs(reports)], self.figure)
         for path in (self.html, self.figure):
             if path is not None and not self.json:
                 Console().print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)

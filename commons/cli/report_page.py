@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commons.cli.page import Page, PageTable, Section
-from commons.cli.report_pictures import pictures_of_run, pictures_of_runs
+from commons.cli.report_pictures import pictures_of_each, pictures_of_runs, short_names
 from commons.cli.report_table import advice_lines, notes_of, sections_of
 from commons.run_log.comparison import Against
 from commons.run_log.report import RunReport
@@ -38,8 +38,7 @@ def page_of(reports: Sequence[RunReport], against: Sequence[Against], command: s
     advice, names = advice_lines(reports, against), [report.log.name for report in reports]
     together, several = pictures_of_runs(reports), len(reports) > 1
     sections = [Section("Beside each other", tuple(advice[:-1]), together)] if several else []
-    alone = [pictures_of_run(report, report.log.name if several else "") for report in reports]
-    pictures = tuple(picture for each in alone for picture in each) + (() if several else together)
+    pictures = pictures_of_each(reports) + (() if several else together)
     if pictures:
         sections.append(Section("Balance over the run", pictures=pictures))
     rows: list[tuple[str, ...]] = []
@@ -71,10 +70,10 @@ def _describe(report: RunReport) -> str:
 
 def _figures(reports: Sequence[RunReport], against: Sequence[Against]) -> list[tuple[str, str]]:
     """The numbers to see first: of the last run, and of it beside the first."""
-    report = reports[-1]
+    report, names = reports[-1], short_names(reports)
     gain, last = report.gain, against[-1] if against else None
     would = "" if report.balancing == "balanced" else " if balanced"
-    of = f", {report.log.name}" if against else ""
+    of = f", {names[-1]}" if against else ""
     figures = [
         (gain.imbalance_before, "{:.1%}", f"imbalance as loaded{of}"),
         (gain.imbalance_after, "{:.1%}", f"imbalance{would or ' as balanced'}{of}"),
@@ -82,5 +81,5 @@ def _figures(reports: Sequence[RunReport], against: Sequence[Against]) -> list[t
         (gain.step, "{:.2f}×", f"speed-up of a step{would}, measured{of}"),
     ]
     if last is not None:
-        figures.append((last.rows_per_s, "{:.2f}×", f"rows per second of {last.run} ÷ {last.base}"))
+        figures.append((last.rows_per_s, "{:.2f}×", f"rows per second of {names[-1]} ÷ {names[0]}"))
     return [(pattern.format(value), name) for value, pattern, name in figures if value is not None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -27,16 +29,25 @@ _PART_LOOKS = dict(
 )
 
 
-def pictures_of_run(report: RunReport, of: str = "") -> tuple[Picture, ...]:
-    """Of one run: imbalance over its steps, and load and keys of every rank; as far as its log knows.
+def short_names(reports: Sequence[RunReport]) -> list[str]:
+    """The names of runs without the folder that they share."""
+    names = [Path(report.log.name) for report in reports]
+    if len({name.is_absolute() for name in names}) > 1:
+        return list(map(str, names))
+    shared = os.path.commonpath([name.parent for name in names])
+    return [str(name.relative_to(shared)) for name in names]
 
-    Args:
-        report: of the run.
-        of: what tells it from other runs in a title.
-    """
+
+def pictures_of_each(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
+    """Of every run: imbalance over its steps, and load and keys of every rank; as far as its log knows."""
+    names = short_names(reports) if len(reports) > 1 else [""]
+    return tuple(picture for report, name in zip(reports, names) for picture in _pictures_of(report, name))
+
+
+def _pictures_of(report: RunReport, name: str) -> list[Picture]:
     log, pictures = report.log, []
-    of = f": {of}" if of else ""
-    carried_out = report.balancing == "balanced"
+    of = f": {name}" if name else ""
+    carried_out = _moves(report)
     if report.gain.imbalance_before is not None:
         after = "" if report.gain.imbalance_after is None else f", and {'after' if carried_out else 'as planned'}"
         pictures.append(
@@ -57,7 +68,7 @@ def pictures_of_run(report: RunReport, of: str = "") -> tuple[Picture, ...]:
         known = {name: values for name, values in shown.items() if values is not None}
         if known:
             pictures.append(_picture_of_ranks(f"{title}{of}", meaning, known))
-    return tuple(pictures)
+    return pictures
 
 
 def _picture_of_ranks(title: str, meaning: str, shown: dict[str, np.ndarray]) -> Picture:
@@ -90,7 +101,7 @@ def pictures_of_runs(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
                 "Work at the bound is the slowest rank's if the plan were as even as can be. What balancing takes off "
                 "is outlined.",
                 _parts(split),
-                height=150 + 70 * len(split),
+                height=190 + 80 * len(split),
             )
         )
     if any(report.loss is not None for report in reports):
@@ -149,6 +160,8 @@ def _ranks(shown: dict[str, np.ndarray]) -> Callable[[Axes], None]:
 
 
 def _over_steps(reports: Sequence[RunReport], name: str, label: str) -> Callable[[Axes], None]:
+    names = short_names(reports)
+
     def draw(axes: Axes) -> None:
         for place, report in enumerate(reports):
             steps, values = curve_of(report.log, name)
@@ -161,7 +174,7 @@ def _over_steps(reports: Sequence[RunReport], name: str, label: str) -> Callable
                 linewidth=3.2 if place == 0 and len(reports) > 1 else 1.8,
                 marker=_marker(values) and _RUN_MARKERS[place % 4],
                 markersize=5,
-                label=_short(report.log.name, 24 if is_narrow(axes) else 40),
+                label=_short(names[place], 24),
             )
         axes.set(xlabel="step", ylabel=label)
         if name == "step_ms":
@@ -172,10 +185,14 @@ def _over_steps(reports: Sequence[RunReport], name: str, label: str) -> Callable
 
 
 def _parts(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
+    times = [report.step_time.parts() if report.step_time else {} for report in reports]
+    saved = np.array(
+        [(report.step_time.saved if report.step_time and _moves(report) else None) or 0.0 for report in reports]
+    )
+    names, places = short_names(reports), np.arange(len(reports))[::-1]
+
     def draw(axes: Axes) -> None:
-        places = np.arange(len(reports))[::-1]
-        begins, labelled = np.zeros(len(reports)), False
-        times = [report.step_time.parts() if report.step_time else {} for report in reports]
+        begins = np.zeros(len(reports))
         for part in (part for part in PARTS if any(part in time for time in times)):
             color, hatch = _PART_LOOKS[part]
             widths = np.array([time.get(part, 0.0) for time in times])
@@ -191,21 +208,24 @@ def _parts(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
                 label=part,
             )
             begins += widths
-        for place, end, report in zip(places, begins, reports):
-            saved = report.step_time.saved if report.step_time and report.balancing == "balanced" else None
-            if saved is not None and saved > 0:
-                label = "" if labelled else "taken off by balancing"
-                axes.barh(
-                    place, saved, left=end, height=0.55, fill=False, edgecolor=COLORS["ink"], linestyle=":", label=label
-                )
-                labelled = True
+        if (taken := saved > 0).any():
+            axes.barh(
+                places[taken],
+                saved[taken],
+                left=begins[taken],
+                height=0.55,
+                fill=False,
+                edgecolor=COLORS["ink"],
+                linestyle=":",
+                label="taken off by balancing",
+            )
         # A name stands above its bar, where it takes no width from it.
-        for place, report in zip(places, reports):
-            axes.annotate(_short(report.log.name, 40), (0, place + 0.32), va="bottom")
+        for place, name in zip(places, names):
+            axes.annotate(_short(name, 36), (0, place + 0.3), va="bottom")
         axes.set(xlabel="ms of a mean step", yticks=[], ylim=(-0.5, len(reports) - 0.3))
         axes.grid(visible=True, axis="x")
         axes.grid(visible=False, axis="y")
-        _finish(axes, columns=1 if is_narrow(axes) else 3)
+        _finish(axes, columns=1 if is_narrow(axes) else 2)
 
     return draw
 
@@ -221,6 +241,10 @@ def curve_of(log: RunLog, name: str) -> tuple[np.ndarray, np.ndarray]:
     begins = np.arange(0, len(values), together)
     counts = np.diff(begins, append=len(values))
     return np.add.reduceat(steps, begins) / counts, np.add.reduceat(values, begins) / counts
+
+
+def _moves(report: RunReport) -> bool:
+    return report.balancing == "balanced"
 
 
 def _finish(axes: Axes, columns: int) -> None:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from commons.cli.main import _parse, main
-from commons.cli.report_pictures import curve_of, pictures_of_run
+from commons.cli.report_pictures import curve_of, pictures_of_each
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
 from tests.helpers.pages import read_page
@@ -99,7 +99,7 @@ def test_a_name_is_no_markup(tmp_path, monkeypatch, capsys):
 def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
     steps = make_steps(count=20, ranks=80, rows=2)
     log = read_log(write_run(tmp_path, [line_of([step]) for step in steps]))
-    loads = next(each for each in pictures_of_run(RunReport.of(log)) if each.title == "Load of each rank")
+    loads = next(each for each in pictures_of_each([RunReport.of(log)]) if each.title == "Load of each rank")
     assert loads.text.startswith("The fullest rank's, the next one's, and so on,")
     lines = [line_of([steps[0]]) | {"step": number, "loss": number % 2} for number in range(1, 1001)]
     drawn, losses = curve_of(read_log(write_run(tmp_path, lines)), "loss")
