@@ -17,6 +17,7 @@ from typing import Any
 
 from commons.cli.doctor_packages import Packages
 from commons.cli.findings import NOTE, OK, WRONG, Finding, print_findings
+from commons.cli.interrupts import ended_by_ctrl_c
 from commons.version import __version__
 
 _NATIVE = "commons.perf_model.partitioner._native"
@@ -35,7 +36,8 @@ class Doctor:
 
     def run(self) -> int:
         """Look, and print; returns the exit status."""
-        findings = examine()
+        with ended_by_ctrl_c():  # which some packages take for being broken
+            findings = examine()
         print_findings(findings)
         return int(any(finding.state == WRONG for finding in findings))
 

@@ -13,14 +13,12 @@ import importlib
 import io
 import logging
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
+from commons.cli.interrupts import INTERRUPTED, ended_by_ctrl_c
 from commons.console import parser_error, print_error, wrapped_help
 from commons.version import __version__
 
@@ -56,7 +54,6 @@ _OURS = ("commons", "evenrank", "hstu", "sid_gr")
 
 _CLOSED_PIPE = 1
 _USAGE_ERROR = 2
-_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE_ERROR
     except KeyboardInterrupt:
         print_error("interrupted")
-        return _INTERRUPTED
+        return INTERRUPTED
     return status or 0
 
 
@@ -105,31 +102,9 @@ def _quiet_torch() -> None:
             handler.setLevel(logging.ERROR)
 
 
-@contextlib.contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    """While modules are imported: Ctrl-C ends the process, which holds nothing yet.
-
-    Some of them take KeyboardInterrupt for an error of their own, and go on or fail with another.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"evenrank: interrupted\n")
-        os._exit(_INTERRUPTED)
-
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def _load(names: Iterable[str]) -> dict[str, Callable[..., Command]]:
     """The classes of some subcommands."""
-    with _ended_by_ctrl_c():
+    with ended_by_ctrl_c():
         return {
             name: getattr(importlib.import_module(f"commons.cli.{_COMMANDS[name][0]}"), _COMMANDS[name][1])
             for name in names
@@ -139,7 +114,7 @@ def _load(names: Iterable[str]) -> dict[str, Callable[..., Command]]:
 def _parse(argv: list[str]) -> Command | None:
     """The subcommand that the arguments name; None if they ask for help, which is then printed."""
     try:
-        with _ended_by_ctrl_c():
+        with ended_by_ctrl_c():
             import tyro
     except ImportError:
         if argv == ["doctor"]:  # it has no options, and tells what is missing

@@ -48,7 +48,7 @@ def test_help_has_examples(capsys):
 def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    for command in ("calibrate", "doctor", "make-sids", "preprocess", "simulate"):
+    for command in ("calibrate", "doctor", "make-sids", "preprocess", "report", "simulate"):
         assert f"• {command} " in printed
     assert "For example" not in printed  # one sentence each
 
@@ -59,7 +59,7 @@ def test_the_list_of_commands_needs_none_of_their_libraries(monkeypatch, capsys)
     assert "• simulate " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["calibrate", "doctor", "make-sids", "preprocess", "simulate"])
+@pytest.mark.parametrize("command", ["calibrate", "doctor", "make-sids", "preprocess", "report", "simulate"])
 def test_help_fits_a_terminal(monkeypatch, capsys, command):
     """Descriptions are wrapped between words, examples have a line each."""
     monkeypatch.setenv("COLUMNS", "80")

@@ -21,7 +21,7 @@ $function evenrank "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
-COMMANDS = {"calibrate", "doctor", "make-sids", "preprocess", "simulate"}
+COMMANDS = {"calibrate", "doctor", "make-sids", "preprocess", "report", "simulate"}
 
 
 @pytest.fixture(scope="module")

@@ -200,6 +200,27 @@ def test_it_runs_without(missing, tmp_path):
         assert f"{name}: pip install --force-reinstall" in said
 
 
+# Ctrl-C in the midst of an import, of a module that takes it for an error of its own.
+INTERRUPTED = """
+import os, signal, sys
+from commons.cli import doctor_packages
+from commons.cli.main import main
+def load(name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("half a module")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+doctor_packages.import_module = load
+sys.exit(main(["doctor"]))
+"""
+
+
+def test_ctrl_c_is_not_taken_for_a_broken_package():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "evenrank: interrupted\n")
+
+
 def test_a_driver_and_gpus(versions, monkeypatch, capsys):
     monkeypatch.setattr(cuda_check, "driver_problem", lambda: "the NVIDIA driver serves CUDA 11.4; update it")
     assert "driver: the NVIDIA driver serves CUDA 11.4; update it" in told(capsys, 1)
