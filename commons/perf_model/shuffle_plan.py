@@ -173,8 +173,8 @@ def plan_shuffle(
     """Plan the shuffle of one global batch, or of a window of them; never worse than leaving every row where it is.
 
     If no assignment lowers the largest load (of a window, the sum of the largest over its steps), or the gain is below
-    the gate, nobody moves, even when counts are unequal. Only a token cap that the present assignment breaks can move
-    rows at the price of a larger load.
+    the gate, nobody moves, even when counts are unequal. Only a token cap that the present assignment breaks, and a
+    rank that may not be padded and has no row of its own, can move rows at the price of a larger load.
 
     The steps of a window come in an order that is drawn from its workloads: the same on every rank and whenever the
     same rows are planned again, and heavy steps are not always first.
@@ -194,25 +194,25 @@ def plan_shuffle(
     if gathered.num_ranks == 1 or len(gathered.workloads) == 0:
         home, bound = gathered.home, int(gathered.workloads.sum())
         return ShufflePlan(gathered, home, home, bound, False, _excess_tokens(gathered, home, max_tokens), pads)
+    constraints: dict[str, Any] = {"tokens": gathered.tokens, "max_tokens": max_tokens, "best_effort": True}
     planned, loads, bound = _assign(
-        gathered,
-        method=method,
-        equal_size=equal_size,
-        tokens=gathered.tokens,
-        max_tokens=max_tokens,
-        ranks_per_node=ranks_per_node,
-        slack=slack,
-        best_effort=True,
+        gathered, method=method, equal_size=equal_size, ranks_per_node=ranks_per_node, slack=slack, **constraints
     )
+    if not pads and gathered.steps == 1 and not _has_rows_everywhere(gathered, planned):
+        # Near home a rank may stay without rows; of equal counts none does, as long as there are enough.
+        anew = partition(gathered.workloads, gathered.num_ranks, method=method, equal_size=True, **constraints)
+        planned, loads, bound = np.asarray(anew.assignment, dtype=np.int64), anew.loads, anew.lower_bound
     before, after = (_time(each, gathered.steps) for each in (gathered.loads, loads))
     excess_before = _excess_tokens(gathered, gathered.home, max_tokens)
     excess_after = _excess_tokens(gathered, planned, max_tokens)
     relieves_memory = excess_after < excess_before
-    if not relieves_memory and (after >= before or excess_after > excess_before):
+    fills = not (pads or _has_rows_everywhere(gathered, gathered.home)) and _has_rows_everywhere(gathered, planned)
+    must_move = relieves_memory or fills
+    if not must_move and (after >= before or excess_after > excess_before):
         planned = gathered.home
     gain = before - after
     too_small = gain > 0 and (gain / before < min_gain or gain < min_gain_load * gathered.steps)
-    gated = not relieves_memory and too_small
+    gated = not must_move and too_small
     moves = carry_out and not gated
     destination = planned if moves else gathered.home
     return ShufflePlan(
@@ -243,6 +243,10 @@ def _assign(gathered: GatheredRows, **options: Any) -> tuple[np.ndarray, np.ndar
         **options,
     )
     return grid.assignment * gathered.steps + grid.step, grid.loads.T, grid.lower_bound
+
+
+def _has_rows_everywhere(gathered: GatheredRows, place: np.ndarray) -> bool:
+    return bool(sum_at(place, None, gathered.num_places).all())
 
 
 def _time(loads: np.ndarray, steps: int) -> int:

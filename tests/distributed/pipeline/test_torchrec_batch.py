@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced
 from tests.helpers.models import weights_of
@@ -71,3 +74,19 @@ def test_the_example_trains_the_same_with_the_shuffler_and_without(two_ranks):
             trained = (stock[name] - start).abs().max()
             assert trained > 0, name
             assert (weights[name] - stock[name]).abs().max() <= 1e-3 * trained, name
+
+
+def _rows_of_a_gated_batch() -> int:
+    rows = 4 * (dist.get_rank() == 0)
+    features = KeyedJaggedTensor(
+        ["history"], torch.arange(rows), lengths=torch.ones(rows, dtype=torch.long), stride=rows
+    )
+    batch = Batch(torch.zeros(rows, 2), features, torch.zeros(rows, dtype=torch.int32))
+    shuffler = TokensBalancedBatchShuffler(options=ShufflerOptions(min_gain=1.0))
+    received = shuffler.shuffle(batch)
+    shuffler.close()
+    return len(received.labels)
+
+
+def test_a_rank_without_rows_gets_some_whatever_the_gate_says(two_ranks):
+    assert two_ranks.run(_rows_of_a_gated_batch) == [2, 2]

@@ -227,6 +227,21 @@ def test_a_cap_is_kept_or_exceeded_no_more_than_at_home(gathered, cap):
     assert plan.excess_tokens <= max(0, int(home.max(initial=0)) - cap)
 
 
+@given(gathered_rows(), st.booleans(), st.sampled_from([0.0, 0.01, 0.5]), st.sampled_from([0.0, 1.0]))
+def test_without_padding_every_rank_has_a_row_if_there_are_enough(gathered, equal_size, slack, min_gain):
+    plan = plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain, pads=False)
+    if len(gathered.workloads) >= gathered.num_ranks:
+        assert plan.result_real_rows.min() >= 1
+    if gathered.real_rows.all():
+        assert (
+            np.array_equal(
+                plan.destination,
+                plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain).destination,
+            )
+            or not equal_size
+        )
+
+
 def test_the_loss_of_a_single_process_is_the_mean():
     terms = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
     loss = global_mean_loss(terms.sum(), 3)
