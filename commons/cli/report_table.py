@@ -97,7 +97,9 @@ def advice_lines(reports: Sequence[RunReport], against: Sequence[Against]) -> li
     """What to make of every run, and of each beside the first."""
     if not against:
         return [advice_of(report) for report in reports]
-    of_runs = [f"{report.log.name}: {advice_of(report)}" for report in reports]
+    # Beside a run that is balanced, nobody has to be told to turn that on.
+    told = [report for report in reports if report.balancing != "off"] or reports
+    of_runs = [f"{report.log.name}: {advice_of(report)}" for report in told]
     return of_runs + list(filter(None, map(verdict_on, against, reports[1:])))
 
 

@@ -15,7 +15,7 @@ DEMO_FILE = "demo.json"
 
 # What the shuffler's stats say of a batch, whoever trains it.
 _AS_LOADED = ("num_rows", "num_tokens", "imbalance_before", "largest_load_before", "lookup_imbalance_before")
-_WARM = "a demo: a step is measured from barrier to barrier, the shuffler's background work included"
+_MEASURED = "a demo: a step is measured from barrier to barrier, the shuffler's background work included"
 
 
 def read_demo(folder: Path) -> list[RunLog]:
@@ -78,7 +78,8 @@ def _sides(folder: str, content: Mapping[str, Any]) -> list[RunLog]:
                 columns=columns,
                 of_ranks=of_ranks,
                 evaluations=((int(step[-1]), evaluation),) if evaluation else (),
-                notes=(_WARM,) if side == "balanced" else (),
+                notes=(_MEASURED,) if side == "balanced" else (),
+                is_warm=True,
             )
         )
     return runs

@@ -36,6 +36,7 @@ class RunLog:
         of_ranks: by name float64 `(ranks,)` of each line, NaN for a rank that is not known; None where a line has none.
         evaluations: of a step its metrics, without `eval_`; ascending.
         notes: what to know of the log, a sentence each.
+        is_warm: whether the first line has no warm-up in it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class RunLog:
     of_ranks: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)
     evaluations: tuple[tuple[int, Mapping[str, float]], ...] = ()
     notes: tuple[str, ...] = ()
+    is_warm: bool = False
 
     def column(self, name: str) -> np.ndarray:
         """float64 `(lines,)`; NaN where a line does not know, or none does."""
@@ -65,7 +67,8 @@ class RunLog:
     @property
     def timed(self) -> np.ndarray:
         """Lines whose times count: all but the first, which has the warm-up, where there are three: bool `(lines,)`."""
-        return np.arange(len(self.step)) >= (len(self.step) >= _LINES_WITH_WARM_UP)
+        leaves_out = len(self.step) >= _LINES_WITH_WARM_UP and not self.is_warm
+        return np.arange(len(self.step)) >= leaves_out
 
     @property
     def total_ms(self) -> np.ndarray:

@@ -86,6 +86,7 @@ TRAIN_PARQUET = (
     "--dataset.dataset-path data"
 )
 
+FEW_STEPS = "--trainer.max-train-iters 2 --trainer.max-eval-iters 1"
 SHUFFLED = "--config hstu/configs/random.toml --trainer.enable-balanced-shuffler"
 TRAIN_RANDOM = f"torchrun --standalone --nproc_per_node=2 -m hstu.train {SHUFFLED}"
 FIRST_RUNS = [
@@ -318,6 +319,12 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         ),
         shows=r'"way": "refined"[^{]*"speed_up_median": 1\.',
     ),
+    ("docs/report.md", "What balancing gained, from a run's log", 0): Shell(
+        prepare=tuple(f"{command} {FEW_STEPS}" for command in FIRST_RUNS),
+        files=("report.html",),
+        shows=r"each batch[\s\S]*possible[\s\S]*beside runs/as-loaded[\s\S]*written: report\.html",
+    ),
+    ("docs/report.md", "What balancing gained, from a run's log", 1): Picture(),
     ("docs/troubleshooting.md", "Troubleshooting", 0): Shell(shows="fbgemm"),
     ("docs/troubleshooting.md", "It hangs", 0): Picture(),
     ("docs/troubleshooting.md", "It hangs", 1): Shell(

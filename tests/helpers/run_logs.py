@@ -125,3 +125,27 @@ def write_unlooked(folder, steps, sizes):
     known = ("schema", "step", "loss", "tokens_per_s", "rows_per_s", "step_ms", "imbalance_before", "ranks", "steps")
     lines = [{name: line[name] for name in (*known, "total_ms")} for line in lines_of(steps, sizes)]
     return write_run(folder, lines, config_of(enable_balanced_shuffler=False))
+
+
+def write_demo(path, count=40):
+    """The folder of a demo, which has trained every batch both ways."""
+    slow, fast = make_steps(count, balances=False), make_steps(count)
+    hidden = ("loss", "step_ms")
+    content = {
+        "num_ranks": 4,
+        "batch_size": 8,
+        "max_history_seqlen": 64,
+        "num_layers": 1,
+        "warmup_steps": 2,
+        "stats": [{name: value for name, value in step.items() if name not in hidden} for step in fast],
+    }
+    for side, steps in (("unbalanced", slow), ("balanced", fast)):
+        times, losses = ([step[name] for step in steps] for name in ("step_ms", "loss"))
+        content[side] = {
+            "step_ms": times,
+            "losses": [1.0, 1.0, *losses],
+            "evaluation": {"loss": 0.5, "rows": 9, "auc_task_0": 0.5},
+        }
+    path.mkdir(parents=True)
+    (path / "demo.json").write_text(json.dumps(content))
+    return content

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -13,8 +14,9 @@ from commons.cli.main import _parse, main
 from commons.cli.report_pictures import curve_of, pictures_of_each
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
+from tests.helpers.documented import ROOT
 from tests.helpers.pages import read_page
-from tests.helpers.run_logs import config_of, line_of, lines_of, make_steps, write_run, write_unlooked
+from tests.helpers.run_logs import config_of, line_of, lines_of, make_steps, write_demo, write_run, write_unlooked
 
 SIZES = [10] * 5
 
@@ -132,6 +134,19 @@ def test_mistakes_are_one_line(runs, capsys, arguments, message):
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and message in printed.err
     assert sorted(runs.parent.rglob("*")) == before
+
+
+def test_the_documented_example_has_the_rows_of_the_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/report.md").read_text(encoding="utf-8")
+    printed = re.search(r"```text\n\$ evenrank (report runs/demo)\n(.*?)```", page, re.DOTALL)
+    write_demo(tmp_path / "runs/demo")
+    assert main(printed[1].split()) == 0
+    made, documented = (
+        [line.split("  ")[:2] for line in text.splitlines()] for text in (capsys.readouterr().out, printed[2])
+    )
+    labels = [[each for each in lines if each[0] == "" and len(each) > 1] for lines in (made, documented)]
+    assert labels[0] == labels[1] and len(labels[0]) > 25
 
 
 def test_the_command_of_a_page_is_the_one_that_was_typed():

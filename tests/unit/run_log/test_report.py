@@ -22,6 +22,7 @@ from tests.helpers.run_logs import (
     config_of,
     lines_of,
     make_steps,
+    write_demo,
     write_run,
     write_unlooked,
 )
@@ -184,31 +185,16 @@ def test_runs_that_do_not_compare_say_why(tmp_path):
     )
 
 
-def demo(path, count=40):
-    slow, fast = make_steps(count, balances=False), make_steps(count)
-    hidden = ("loss", "step_ms")
-    content = {
-        "num_ranks": 4,
-        "batch_size": 8,
-        "max_history_seqlen": 64,
-        "num_layers": 1,
-        "warmup_steps": 2,
-        "stats": [{name: value for name, value in step.items() if name not in hidden} for step in fast],
-    }
-    for side, steps in (("unbalanced", slow), ("balanced", fast)):
-        times, losses = ([step[name] for step in steps] for name in ("step_ms", "loss"))
-        content[side] = {"step_ms": times, "losses": [1.0, 1.0, *losses], "evaluation": {"auc": 0.5}}
-    path.mkdir()
-    (path / "demo.json").write_text(json.dumps(content))
-    return content
-
-
 def test_a_demo_has_two_runs(tmp_path):
-    demo(tmp_path / "demo")
+    write_demo(tmp_path / "demo")
     base, other = (RunReport.of(log) for log in read_runs([tmp_path / "demo"]))
     assert (base.balancing, other.balancing) == ("off", "balanced")
     (against,) = compare_runs([base, other])
-    assert against.differences == () and against.loss.largest == 0 and against.evaluation == {"auc": 0.0}
+    assert (
+        against.differences == ()
+        and against.loss.largest == 0
+        and against.evaluation == {"loss": 0.0, "auc_task_0": 0.0}
+    )
     # The fixed time of both ways is the same, so that the slope and what follows from it are exact but for that.
     assert against.rows_per_s == pytest.approx(other.gain.step, rel=0.05)
     assert len(base.log.step) == 40 and base.log.step[0] == 3
@@ -218,7 +204,7 @@ def test_a_demo_has_two_runs(tmp_path):
     "changes", [{"stats": []}, {"balanced": {}}, {"stats": [7]}, {"balanced": None}, {"warmup_steps": "x"}]
 )
 def test_a_damaged_demo_is_refused_in_one_line(tmp_path, changes):
-    content = demo(tmp_path / "demo") | changes
+    content = write_demo(tmp_path / "demo") | changes
     for damaged in (json.dumps(content), "[]", "{"):
         (tmp_path / "demo" / "demo.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"demo.json is no result of a demo \(.*: run it again$") as caught:
