@@ -120,6 +120,11 @@ SMALLER = (
     "steps of 32 rows take a second",
 )
 
+RUN_BRIEFLY = (
+    "torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/random.toml "
+    "--trainer.max-train-iters 4 --trainer.log-interval 2 --trainer.max-eval-iters 1"
+)
+
 DRY_RUN = "pip install --quiet --no-index --no-deps --no-build-isolation --dry-run"
 INSTALLED_ELSEWHERE = "downloads for minutes; ci/test_wheel.sh installs so in a clean environment"
 
@@ -206,6 +211,20 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         files=("my-gpu.toml", "gain.png"),
         shows=r"speed-up[\s\S]*held-out error[\s\S]*ms",
     ),
+    ("docs/command_line.md", "The command line", 0): Shell(
+        prepare=(
+            "python -m benchmarks.raw_data ml-1m --output ml-1m.zip --num-users 80",
+            f"{RUN_BRIEFLY} --trainer.run-dir runs/as-loaded",
+            f"{RUN_BRIEFLY} --trainer.enable-balanced-shuffler --trainer.run-dir runs/balanced",
+        ),
+        more={
+            "evenrank simulate --lengths lognormal:130:1.4:8192 --ranks 8 64": ("--steps 8", "ten seconds less"),
+            CALIBRATE: ("--num-mixes 24 --repeats 1", "measures for half a minute"),
+        },
+        files=("my-gpu.toml", "data/sids.parquet"),
+        shows=r"torchrec +ok[\s\S]*On 64 ranks[\s\S]*different codes[\s\S]*as-loaded",
+    ),
+    ("docs/command_line.md", "Completion", 0): Shell(),
     ("docs/beyond_one_batch.md", "A window", 0): Python(given.hstu_batches, given.windows_hold_every_row),
     ("docs/beyond_one_batch.md", "Lengths known beforehand", 0): Python(
         given.rows_of_known_length, given.every_row_is_read_once

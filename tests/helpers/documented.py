@@ -89,10 +89,12 @@ def is_excerpt(text: str, source: str) -> bool:
 
 
 def commands_in(text: str) -> list[str]:
-    """The commands of a shell block: continued lines as one, without comments and blank lines; <<'END' as it stands.
+    """The commands of a shell block: continued lines as one, without comments and blank lines; <<'END' and <(…) as is.
 
     >>> commands_in('make demo   # a table\\n\\nevenrank simulate \\\\\\n    --ranks 8')
     ['make demo', 'evenrank simulate --ranks 8']
+    >>> commands_in("source <(evenrank --help)")
+    ['source <(evenrank --help)']
 
     """
     commands = []
@@ -102,6 +104,8 @@ def commands_in(text: str) -> list[str]:
         if here:
             inside = itertools.takewhile(lambda each: each != here[1], lines)
             commands.append("\n".join([line, *inside, here[1]]))
+        elif "<(" in line:
+            commands.append(line.strip())
         elif words := shlex.split(line, comments=True):
             commands.append(shlex.join(words))
     return commands
