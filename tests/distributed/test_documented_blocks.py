@@ -73,7 +73,7 @@ class Shell:
 
 
 SIMULATE_LENGTHS = "evenrank simulate --lengths lognormal:130:1.4:8192 --ranks 8 64 --batch-size 32"
-SIMULATE_PAGE = "evenrank simulate --lengths lognormal:130:1.4:8192 --ranks 8 64 256 --html gain.html"
+SIMULATE_PAGE = "evenrank simulate --lengths lengths.csv --ranks 8 64 256 --html gain.html"
 SIMULATE = "evenrank simulate --config hstu/configs/random.toml"
 CALIBRATE = "evenrank calibrate --config hstu/configs/random.toml --output my-gpu.toml"
 TRAIN = (
@@ -327,7 +327,11 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         shows=r"64 ranks × 32 rows[\s\S]*constant cost[\s\S]*--trainer\.shuffle-window",
     ),
     ("docs/simulate.md", "What balancing would gain, from lengths alone", 1): Shell(
-        more={SIMULATE_PAGE: ("--steps 8 --window 2", "as above")}, files=("gain.html",), shows="written: gain.html"
+        prepare=("seq 1 7 60000 > lengths.csv",),  # the user's
+        more={SIMULATE_PAGE: ("--steps 8 --window 2", "as above")},
+        instead={"pip install .": (f"{DRY_RUN} .", INSTALLED_ELSEWHERE)},
+        files=("gain.html",),
+        shows="written: gain.html",
     ),
     ("docs/simulate.md", "The published case", 0): Shell(shows=r"refined +1\.00\d +\S+ +1\.63×"),
     ("docs/simulate.md", "Against a measured run", 0): Shell(
