@@ -1,15 +1,21 @@
-"""Looking at where a command will write, before it does any work; and how the command is typed."""
+"""What commands write: looked at before any work; the pages and pictures of answers; and how a command is typed."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from commons.whole_folder import check_replaceable, whole_file
+
+if TYPE_CHECKING:
+    from commons.cli.page import Page
+    from commons.cli.pictures import Picture
 
 
 class _TriedError(Exception):
@@ -50,6 +56,65 @@ def require_output(
         check_replaceable(output, lambda path: path.is_file() and may_replace(path), what)
     with contextlib.suppress(_TriedError), whole_file(output):
         raise _TriedError  # an error, so that what was made for the trial goes again
+
+
+def require_answer_outputs(html: Path | None, figure: Path | None, inputs: Mapping[str, Path | None]) -> None:
+    """Raise unless the page and the pictures of an answer can be written, before any work is done for it.
+
+    Args:
+        html: `--html`; None for no page.
+        figure: `--figure`; None for no pictures.
+        inputs: what the command reads, by what names it on the command line.
+
+    Raises:
+        ValueError: a file type of neither a page nor a picture, or one of the inputs.
+        OSError: one cannot be written.
+    """
+    # Imported here, in both functions: they take a second, and a table needs none of it.
+    if html is not None:
+        from commons.cli.page import require_page
+
+        require_page(html)
+    if figure is not None:
+        from commons.cli.pictures import require_picture
+
+        require_picture(figure)
+    for option, output in (("--html", html), ("--figure", figure)):
+        if output is not None:
+            require_output(output, option=option, inputs=inputs)
+
+
+def write_answer_outputs(
+    html: Path | None,
+    figure: Path | None,
+    page: Callable[[], Page],
+    pictures: Callable[[], Sequence[Picture]],
+    *,
+    quiet: bool,
+) -> None:
+    """Write the page and the pictures that are asked for.
+
+    Args:
+        html: `--html`; None for no page.
+        figure: `--figure`; None for no pictures.
+        page: makes the page.
+        pictures: makes the pictures.
+        quiet: say nothing of it, as beside JSON.
+
+    Raises:
+        OSError: one cannot be written.
+    """
+    if html is not None:
+        from commons.cli.page import write_page
+
+        write_page(page(), html)
+    if figure is not None:
+        from commons.cli.pictures import write_pictures
+
+        write_pictures(pictures(), figure)
+    for path in (html, figure):
+        if path is not None and not quiet:
+            Console().print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def as_command(name: str, arguments: Any, *, positional: str = "") -> str:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 
-from commons.cli.outputs import as_command, require_output
+from commons.cli.outputs import as_command, require_answer_outputs, write_answer_outputs
 from commons.cli.report_table import advice_lines, notes_of, print_report
-from commons.run_log.comparison import Against, compare_runs
+from commons.run_log.comparison import compare_runs
 from commons.run_log.files import LOG_FILE
 from commons.run_log.folders import read_runs
 from commons.run_log.report import RunReport
@@ -47,7 +46,8 @@ class Report:
         """Read, compute, print, draw."""
         if not self.runs:
             raise ValueError("no run is given; report reads the folders of runs (trainer.run_dir): give one or more")
-        self._check_outputs()
+        logs: dict[str, Path | None] = {f"the log of {run}": run / LOG_FILE for run in self.runs}
+        require_answer_outputs(self.html, self.figure, logs)
         reports = [RunReport.of(log) for log in read_runs(self.runs)]
         against = compare_runs(reports)
         if self.json:
@@ -60,40 +60,18 @@ class Report:
             sys.stdout.write(json.dumps(content, indent=2) + "\n")
         else:
             print_report(reports, against)
-        self._draw(reports, against)
-
-    def _check_outputs(self) -> None:
-        """Before anything is read: whether page and pictures can be written. What draws them is imported if needed."""
-        if self.html is not None:
-            from commons.cli.page import require_page
-
-            require_page(self.html)
-        if self.figure is not None:
-            from commons.cli.pictures import require_picture
-
-            require_picture(self.figure)
-        logs: dict[str, Path | None] = {f"the log of {run}": run / LOG_FILE for run in self.runs}
-        for option, output in (("--html", self.html), ("--figure", self.figure)):
-            if output is not None:
-                require_output(output, option=option, inputs=logs)
-        if self.html is not None and self.figure is not None and self.html.resolve() == self.figure.resolve():
-            raise ValueError(f"--html and --figure are both {self.html}; each is a file: give two names")
-
-    def _draw(self, reports: list[RunReport], against: list[Against]) -> None:
-        """Write the page and the pictures, if asked for."""
-        if self.html is not None:
-            from commons.cli.page import write_page
+        if self.html is not None or self.figure is not None:
+            # Imported here: what draws takes a second, and a table needs none of it.
             from commons.cli.report_page import page_of
-
-            write_page(page_of(reports, against, self._command()), self.html)
-        if self.figure is not None:
-            from commons.cli.pictures import write_pictures
             from commons.cli.report_pictures import pictures_of_each, pictures_of_runs
 
-            write_pictures([*pictures_of_each(reports), *pictures_of_runs(reports)], self.figure)
-        for path in (self.html, self.figure):
-            if path is not None and not self.json:
-                Console().print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+            write_answer_outputs(
+                self.html,
+                self.figure,
+                lambda: page_of(reports, against, self._command()),
+                lambda: [*pictures_of_each(reports), *pictures_of_runs(reports)],
+                quiet=self.json,
+            )
 
     def _command(self) -> str:
         return as_command("evenrank report", self, positional="runs")

@@ -7,20 +7,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
 
-from commons.cli.outputs import as_command, require_output
-from commons.cli.page import Page, require_page, write_page
-from commons.cli.pictures import Picture, require_picture, write_pictures
+from commons.cli.outputs import as_command, require_answer_outputs, write_answer_outputs
 from commons.cli.simulate_answer import print_answer
-from commons.cli.simulate_figure import pictures_of_steps
 from commons.cli.simulate_gain import LengthOptions, simulate_lengths
-from commons.cli.simulate_page import page_of, page_of_steps
-from commons.cli.simulate_pictures import pictures_of
 from commons.distributed.options import ShufflerOptions
+
+if TYPE_CHECKING:
+    from commons.cli.page import Page
+    from commons.cli.pictures import Picture
 
 # Steps and windows, unless told; those of a config have to be read.
 _STEPS, _STEPS_OF_LENGTHS = 50, 128
@@ -117,13 +115,18 @@ class Simulate:
         ):
             if given:
                 raise ValueError(f"{flag} belongs to --config, and --lengths is given: leave it out")
-        self._require_outputs({"--lengths": Path(lengths)})
+        require_answer_outputs(self.html, self.figure, {"--lengths": Path(lengths)})
         answer = simulate_lengths(lengths, self.of_lengths, self.ranks, windows, steps)
         if self.json:
             _print_json(answer.to_dict())
         else:
             print_answer(answer)
-        self._write(lambda: page_of(answer, self._command()), lambda: pictures_of(answer))
+        if self.html is not None or self.figure is not None:
+            # Imported here: what draws takes a second, and a table needs none of it.
+            from commons.cli.simulate_page import page_of
+            from commons.cli.simulate_pictures import pictures_of
+
+            self._write(lambda: page_of(answer, self._command()), lambda: pictures_of(answer))
 
     def _of_config(self, config: Path, steps: int, windows: tuple[int, ...]) -> None:
         """From the batches of a training run."""
@@ -135,9 +138,11 @@ class Simulate:
                 f"shuffler.mode is {self.shuffler.mode!r}; a simulation says what balancing would gain: leave it out"
             )
         measured = None if self.shuffler.calibration is None else Path(self.shuffler.calibration)
-        self._require_outputs({"--config": config, "--shuffler.calibration": measured})
+        require_answer_outputs(self.html, self.figure, {"--config": config, "--shuffler.calibration": measured})
         # Imported here: it needs TorchRec, and lengths alone do not.
         from commons.cli.simulate_config import print_config_answer, simulate_config
+        from commons.cli.simulate_figure import pictures_of_steps
+        from commons.cli.simulate_page import page_of_steps
 
         answer = simulate_config(config, self.model, self.shuffler, self.ranks, windows, steps)
         if self.json:
@@ -149,24 +154,8 @@ class Simulate:
             lambda: pictures_of_steps(answer.results),
         )
 
-    def _require_outputs(self, inputs: Mapping[str, Path | None]) -> None:
-        """Raise unless the page and the picture can be written."""
-        if self.html is not None:
-            require_page(self.html)
-            require_output(self.html, option="--html", inputs=inputs)
-        if self.figure is not None:
-            require_picture(self.figure)
-            require_output(self.figure, option="--figure", inputs=inputs)
-
     def _write(self, page: Callable[[], Page], pictures: Callable[[], Sequence[Picture]]) -> None:
-        """Write the page and the picture that are asked for."""
-        if self.html is not None:
-            write_page(page(), self.html)
-        if self.figure is not None:
-            write_pictures(pictures(), self.figure)
-        for path in (self.html, self.figure):
-            if path is not None and not self.json:
-                Console().print(f"written: {path}", highlight=False, soft_wrap=True)
+        write_answer_outputs(self.html, self.figure, page, pictures, quiet=self.json)
 
     def _command(self) -> str:
         return as_command("evenrank simulate", self)
