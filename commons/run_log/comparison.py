@@ -70,7 +70,8 @@ class Against:
         rows_per_s: rows per second ÷ those of the first: the speed-up.
         step_ms: median step of the first ÷ its own.
         work: the slowest rank's load in the first ÷ its own, per step: what the loads predict. Where nobody has looked
-            at the rows of the first, they count as those of this one were loaded.
+            at the rows of the first, they count as those of this one were loaded. Loads of other rows or another model
+            do not compare.
         loss: how far the losses differ.
         evaluation: metric minus that of the first, after the last step that both were evaluated at.
         evaluated_at: that step.
@@ -100,7 +101,7 @@ def compare_runs(reports: Sequence[RunReport]) -> list[Against]:
 def _against(base: RunReport, other: RunReport) -> Against:
     step, evaluation = _evaluations(base.log, other.log)
     differences = tuple(_differences(base, other))
-    work = _ratio(_largest_trained(base), _largest_trained(other))
+    work = None if differences else _ratio(_largest_trained(base), _largest_trained(other))
     if work is None and base.balancing == "off" and other.balancing == "balanced" and not differences:
         work = other.gain.work
     return Against(

@@ -60,7 +60,10 @@ class RunLog:
             name: of a column.
             lines: bool `(lines,)`, which to look at; None for all.
         """
-        values = self.column(name)
+        return self.mean_of(self.column(name), lines)
+
+    def mean_of(self, values: np.ndarray, lines: np.ndarray | None = None) -> float | None:
+        """The same of float64 `(lines,)` values, NaN for a line that does not know."""
         known = np.isfinite(values) if lines is None else np.isfinite(values) & lines
         return float(np.average(values[known], weights=self.steps[known])) if known.any() else None
 

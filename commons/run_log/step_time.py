@@ -47,17 +47,13 @@ class StepTime:
 
 
 def step_time_of(log: RunLog, *, as_loaded: bool) -> StepTime | None:
-    """Of the lines that know what a load takes; where none does, of all whose times count. None without times.
+    """Of the lines whose times count; None without times.
 
     Args:
         log: of the run.
         as_loaded: whether rows are trained where they were loaded.
     """
-    before, planned = log.column("largest_load_before"), log.column("largest_load_after")
-    trained = before if as_loaded else planned
-    slope = _slopes(log)
-    known = log.timed & np.isfinite(slope) & np.isfinite(trained) & np.isfinite(log.column("lower_bound"))
-    lines = known if known.any() else log.timed
+    lines, before, planned = log.timed, log.column("largest_load_before"), log.column("largest_load_after")
     total = log.mean_step_ms(lines)
     if total is None:
         return None
@@ -65,25 +61,29 @@ def step_time_of(log: RunLog, *, as_loaded: bool) -> StepTime | None:
     exchange = None if as_loaded or beside else log.mean("exchange_ms", lines)
     waiting = log.mean("wait_ms", lines)
     overhead = (exchange or 0.0) + (waiting or 0.0)
-    if not known.any():
-        return StepTime(total, None, None, exchange, waiting, max(0.0, total - overhead), None)
-
-    def milliseconds(loads: np.ndarray) -> float:
-        return float(np.average((slope * loads)[known], weights=log.steps[known]))
-
-    slowest = milliseconds(trained)
+    if overhead > total:
+        # A batch is exchanged while the step before it goes on, which may stand in the line before.
+        exchange, waiting = (None if each is None else each * total / overhead for each in (exchange, waiting))
+        overhead = total
+    slope = _ms_per_load(log)
+    slowest = log.mean_of(slope * (before if as_loaded else planned), lines)
+    bound = log.mean_of(slope * log.column("lower_bound"), lines)
+    if slowest is None or bound is None or slowest <= 0:
+        return StepTime(total, None, None, exchange, waiting, total - overhead, None)
     # Noisy steps may show a slope that is steeper than all of a step.
-    scale = min(1.0, max(0.0, total - overhead) / slowest) if slowest > 0 else 0.0
-    work = min(scale * milliseconds(log.column("lower_bound")), scale * slowest)
+    scale = min(1.0, (total - overhead) / slowest)
+    work = scale * min(bound, slowest)
     uneven = scale * slowest - work
-    saved = scale * milliseconds(before - planned) if np.isfinite((before - planned)[known]).all() else None
-    return StepTime(total, work, uneven, exchange, waiting, max(0.0, total - overhead - work - uneven), saved)
+    saved = log.mean_of(slope * (before - planned), lines)
+    rest = max(0.0, total - overhead - work - uneven)
+    return StepTime(total, work, uneven, exchange, waiting, rest, None if saved is None else scale * saved)
 
 
-def _slopes(log: RunLog) -> np.ndarray:
-    """float64 `(lines,)`, milliseconds per load; NaN where they are not known."""
+def _ms_per_load(log: RunLog) -> np.ndarray:
+    """float64 `(lines,)`, milliseconds per load; of lines that do not know it, the median of the others; else NaN."""
     told = log.column("ms_per_load")
     taken = log.column("largest_load_before") - log.column("largest_load_after")
     derived = np.divide(log.column("measured_saving_ms"), taken, out=np.full(len(taken), np.nan), where=taken > 0)
     found = np.where(np.isnan(told), derived, told)
-    return np.where(found > 0, found, np.nan)
+    known = found > 0
+    return np.where(known, found, np.median(found[known]) if known.any() else np.nan)

@@ -71,6 +71,18 @@ def test_a_run_that_observes(tmp_path):
     assert "leave --trainer.shuffler.mode observe out" in advice_of(report)
 
 
+def test_rows_read_by_their_work_are_observed(tmp_path):
+    report = report_of(tmp_path, AS_LOADED, config=config_of(balance_sampler=True, enable_balanced_shuffler=False))
+    assert report.balancing == "observed" and "read or dealt out by their work" in advice_of(report)
+
+
+def test_an_exchange_that_stands_in_the_line_before_is_no_more_than_the_step(tmp_path):
+    report = report_of(tmp_path, exchange_ms=1e6)
+    time = report.step_time
+    assert time.total == pytest.approx(sum(time.parts().values())) and min(time.parts().values()) >= 0
+    assert report.gain.step >= 0
+
+
 def test_a_run_without_a_shuffler(tmp_path):
     report = RunReport.of(read_log(write_unlooked(tmp_path, AS_LOADED, SIZES)))
     assert report.balancing == "off" and report.gain.work is None and report.background is None
