@@ -44,6 +44,10 @@ class _Part:
     columns: dict[str, Any]
     place: Callable[[int], str]
 
+    def kind(self, name: str) -> str:
+        """What the values of a column are."""
+        return name if list(self.columns) == list(HISTOGRAM) else "length"
+
 
 def _row(index: int) -> str:
     return f"row {index + 1}"
@@ -118,8 +122,10 @@ def _wanted(path: Path, names: list[str], column: str | None) -> list[str]:
     if column is not None:
         if column not in names:
             raise ValueError(f"{path} has no column {column!r}; it has {', '.join(names)}: name one of these")
+        if names.count(column) > 1:
+            raise ValueError(f"{path} has {names.count(column)} columns {column!r}: give them different names")
         return [column]
-    if all(name in names for name in HISTOGRAM):
+    if all(names.count(name) == 1 for name in HISTOGRAM):
         return list(HISTOGRAM)
     if len(names) != 1:
         unnamed = " (its first line: the columns have no names)" if any(map(_is_number, names)) else ""
@@ -261,8 +267,8 @@ def _require_json(path: Path, wanted: list[str], kind: Any) -> None:
             if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
                 shown = json.dumps(value)[:40]
                 raise ValueError(
-                    f"{path} line {number} has {name!r} {shown}; it is a {'list' if kind is list else 'number'} in the "
-                    "lines before: correct it"
+                    f"{path} line {number} has {name!r} {shown}; lengths are numbers in every line, or lists in every "
+                    "line: correct it"
                 )
 
 
@@ -298,7 +304,7 @@ def _counts(part: _Part, name: str) -> np.ndarray:
         if is_wrong.any():
             row = int(is_wrong.argmax())
             value = str(values[row]).removesuffix(".0")
-            raise ValueError(f"{what} holds {value} in {part.place(row)}; a length {rule}: correct it")
+            raise ValueError(f"{what} holds {value} in {part.place(row)}; a {part.kind(name)} {rule}: correct it")
     return np.ascontiguousarray(values, dtype=np.int64)
 
 
@@ -309,5 +315,5 @@ def _no_number(part: _Part, name: str) -> str:
     row, first = next((row, value) for row, value in enumerate(values) if value is not None and not _is_number(value))
     shown = repr(first if len(first) <= 40 else f"{first[:39]}…")
     if any(value is not None and _is_number(value) for value in values):
-        return f"{what} holds {shown} in {part.place(row)}; a length is an integer of at least 0: correct it"
+        return f"{what} holds {shown} in {part.place(row)}; a {part.kind(name)} is an integer of at least 0: correct it"
     return f"{what} holds text, such as {shown}; lengths are integers: choose another, or convert it"

@@ -97,7 +97,7 @@ MISTAKES = [
     (["--lengths", "broken.jsonl"], "does not begin with a line of JSON"),
     (
         ["--lengths", "later.jsonl", "--column", "n"],
-        "later.jsonl line 2 has 'n' \"x\"; it is a number in the lines before",
+        "later.jsonl line 2 has 'n' \"x\"; lengths are numbers in",
     ),
     (["--lengths", "negative.csv"], "holds -4 in line 3; a length is an integer of at least 0"),
     (["--lengths", "fraction.csv"], "holds 2.5 in line 3"),
@@ -173,11 +173,18 @@ FILES = [
     ("a.json", b"[3]", "a.json is none of .parquet"),
     ("text.parquet", b"n\n3\n", "text.parquet cannot be read"),
     ("many.csv", b"length,count\n3,9223372036854775807\n4,9\n", "add up to 9223372036854775816; there are fewer"),
+    ("minus.csv", b"length,count\n5,-1\n", "holds -1 in line 2; a count is an integer of at least 0"),
     ("more.csv", b"length,count\n3,x\n4,9\n", "column 'count' of more.csv holds 'x' in line 2"),
     ("words.jsonl", b"hello\n", "does not begin with a line of JSON"),
     ("half.jsonl", b'{"n": 3}\n\n{"n":\n', "half.jsonl line 3 is no JSON"),
     ("mixed.jsonl", b'{"n": 3}\n4\n', "mixed.jsonl line 2 is '4'; the first is an object"),
-    ("list.jsonl", b'{"n": [3]}\n{"n": 4}\n', "list.jsonl line 2 has 'n' 4; it is a list in the lines before"),
+    (
+        "list.jsonl",
+        b'{"n": [3]}\n{"n": 4}\n',
+        "list.jsonl line 2 has 'n' 4; lengths are numbers in every line",
+    ),
+    ("text.jsonl", b'{"n": "5"}\n', "text.jsonl line 1 has 'n' \"5\"; lengths are numbers"),
+    ("twice.csv", b"n,n\n1,2\n", "twice.csv has 2 columns 'n': give them different names", "n"),
     ("less.jsonl", b'{"n": 3}\n\n{"m": 4}\n', "has no value in line 3"),
     ("minus.jsonl", b'\xef\xbb\xbf{"n": 3}\n{"n": -4}\n', "holds -4 in line 2"),
 ]
