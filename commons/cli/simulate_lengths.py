@@ -113,6 +113,8 @@ def find_lengths(source: str, column: str | None, *, in_order: bool = False, wit
         FileNotFoundError: no such file.
         ValueError: an unknown distribution, file type or column, or lengths that are no counts.
     """
+    if not source:
+        raise ValueError(f"lengths is ''; it names a file or a distribution: {_DISTRIBUTIONS}")
     path = Path(source)
     named = re.fullmatch(r"([A-Za-z_]+):([^/\\]*)", source)
     if named and not path.exists():
@@ -124,6 +126,8 @@ def find_lengths(source: str, column: str | None, *, in_order: bool = False, wit
         return DrawnLengths(source, _distribution(source, named[1], named[2].split(":")))
     if not path.exists():
         known = "" if path.suffix else f"; distributions are {_DISTRIBUTIONS}"
+        if "://" in source:
+            known = " on this machine: copy it here"
         raise FileNotFoundError(f"{source} does not exist; --lengths names a file of lengths{known}")
     columns = read_lengths(path, column)
     if len(columns) == len(HISTOGRAM):

@@ -77,6 +77,8 @@ def test_drawn_lengths_follow_what_was_named(here):
 
 MISTAKES = [
     (["--lengths", "none.csv"], "none.csv does not exist"),
+    (["--lengths", "s3://bucket/a.csv"], "names a file of lengths on this machine: copy it here"),
+    (["--lengths", ""], "lengths is ''; it names a file or a distribution"),
     (["--lengths", "uniform"], "distributions are zipf:EXPONENT:LONGEST"),
     (["--lengths", "normal:3:4"], "neither a file nor a known distribution"),
     (["--lengths", "zipf:1.2"], "neither a file nor a known distribution"),
