@@ -11,7 +11,8 @@ import importlib.util
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +34,7 @@ OPTIONAL: dict[SinkName, tuple[str, ...]] = {
 _MOST_RANKS = 64
 # Records that wait for a sink; later ones are dropped.
 _MOST_WAITING = 256
-# How long the end of a run waits for what a sink has not written yet.
+# How long the end of a run waits for what sinks have not written yet.
 _CLOSE_SECONDS = 15.0
 
 
@@ -145,6 +146,7 @@ class BackgroundSink:
         self._sink: Sink | None = None
         self._room = threading.Semaphore(_MOST_WAITING)
         self._has_warned = False
+        self._closed_by: float | None = None
         self._worker.submit(lambda: self._try(lambda: self._open(open_sink)))
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -155,10 +157,18 @@ class BackgroundSink:
         kept = dict(record)
         self._worker.submit(lambda: self._try(lambda: self._write(kept)))
 
+    def begin_closing(self) -> None:
+        """Let it write what is not written yet, and end; does not wait."""
+        if self._closed_by is None:
+            self._closed_by = time.monotonic() + _CLOSE_SECONDS
+            self._worker.submit(lambda: self._try(self._close))
+            self._worker.finish()
+
     def close(self) -> None:
-        """As in Sink; waits a quarter of a minute at most."""
-        self._worker.submit(lambda: self._try(self._close))
-        if not self._worker.stop(_CLOSE_SECONDS):
+        """As in Sink; waits until a quarter of a minute after it has begun to close at most."""
+        self.begin_closing()
+        assert self._closed_by is not None  # noqa: S101  it has begun
+        if not self._worker.stop(max(0.0, self._closed_by - time.monotonic())):
             self._warn(f"it has not ended after {_CLOSE_SECONDS:g} s")
 
     def _open(self, open_sink: Callable[[], Sink]) -> None:
@@ -201,7 +211,7 @@ def require_sinks(names: Iterable[SinkName]) -> None:
                 )
 
 
-def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[Sink]:
+def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
     """The sinks outside of the run folder that the settings name; called on rank 0.
 
     Args:
@@ -209,6 +219,14 @@ def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[Sink]:
         first_step: steps that a resumed run has behind it; it goes on in the same run of a tracker.
     """
     return [BackgroundSink(name, _opener(name, args, first_step)) for name in args.sinks]
+
+
+def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
+    """Close sinks side by side; waits a quarter of a minute at most for all of them together."""
+    for sink in sinks:
+        sink.begin_closing()
+    for sink in sinks:
+        sink.close()
 
 
 def tensorboard_of(run_dir: Path, first_step: int) -> TensorBoard:

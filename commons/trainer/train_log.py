@@ -31,7 +31,7 @@ from commons.run_log.files import (
     write_summary,
 )
 from commons.trainer.args import TrainerArgs
-from commons.trainer.sinks import JsonLines, Sink, open_sinks, tensorboard_of
+from commons.trainer.sinks import BackgroundSink, JsonLines, Sink, close_sinks, open_sinks, tensorboard_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class TrainLog:
         self.evaluated: dict[str, float] = {}
         self._lines: JsonLines | None = None
         self._scalars: Sink | None = None
-        self._sinks: list[Sink] = []
+        self._sinks: list[BackgroundSink] = []
         if self._enabled:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             path = self.run_dir / LOG_FILE
@@ -160,8 +160,7 @@ class TrainLog:
             if file is not None:
                 with self._unless_disk_full():
                     file.close()
-        for sink in self._sinks:
-            sink.close()
+        close_sinks(self._sinks)
 
     @contextlib.contextmanager
     def _unless_disk_full(self) -> Iterator[None]:

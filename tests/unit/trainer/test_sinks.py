@@ -18,9 +18,10 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from commons.trainer import TrainerArgs
+from commons.trainer import sinks as sinks_module
 from commons.trainer.args import SinkOptions
 from commons.trainer.exporters import OpenTelemetry, Prometheus
-from commons.trainer.sinks import BackgroundSink, JsonLines, figures_of, open_sinks, require_sinks
+from commons.trainer.sinks import BackgroundSink, JsonLines, close_sinks, figures_of, open_sinks, require_sinks
 
 RECORD = {
     "step": 7,
@@ -183,6 +184,46 @@ def test_a_sink_that_hangs_is_not_waited_for(caplog):
     assert 200 < stuck.taken < 1000
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("mine lacks numbers of this run: 256 records wait for it")
+
+
+class ClosesTogether:
+    """Is closed only while all others are being closed."""
+
+    def __init__(self, barrier):
+        self.barrier, self.written, self.closed = barrier, [], False
+
+    def write(self, record):
+        self.written.append(record["step"])
+
+    def close(self):
+        self.barrier.wait(30)
+        self.closed = True
+
+
+def test_sinks_are_closed_side_by_side(caplog):
+    barrier = threading.Barrier(4)
+    inner = [ClosesTogether(barrier) for _ in range(4)]
+    opened = [BackgroundSink(f"sink {index}", lambda each=each: each) for index, each in enumerate(inner)]
+    for sink in opened:
+        sink.write(RECORD)
+    close_sinks(opened)
+    assert all(each.written == [7] and each.closed for each in inner) and not caplog.records
+    close_sinks(opened)  # once more changes nothing
+
+
+def test_sinks_that_hang_are_waited_for_together(monkeypatch, caplog):
+    monkeypatch.setattr(sinks_module, "_CLOSE_SECONDS", 2.0)
+    until = threading.Event()
+    opened = [BackgroundSink(f"sink {index}", lambda: Stuck(until)) for index in range(8)]
+    for sink in opened:
+        sink.write(RECORD)
+    started = time.monotonic()
+    close_sinks(opened)
+    took = time.monotonic() - started
+    until.set()
+    assert took < 8.0  # one after another they would take 16
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 8 and all("lacks numbers of this run: it has not ended after 2 s" in each for each in said)
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
