@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
-import tyro
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.command_line import from_command_line
 from hstu.model import triton_kernels
 from hstu.model.triton_blocks import KERNELS, MAX_HEAD_DIM, Bias, Blocks, candidate_blocks
 from hstu.model.triton_launch import constants
@@ -57,8 +57,8 @@ class Args:
 
     """
 
-    architectures: tuple[int, ...] = (80, 90, 100)
-    head_dims: tuple[int, ...] = (16, 32, 64, 128, 256)
+    architectures: tuple[Literal[80, 90, 100], ...] = (80, 90, 100)
+    head_dims: tuple[Literal[16, 32, 64, 128, 256], ...] = (16, 32, 64, 128, 256)
     dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("bf16", "fp32")
     biases: tuple[Bias, ...] = ("none", "position", "both")
 
@@ -164,4 +164,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(from_command_line(Args, __doc__))

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import importlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-import tyro
 
+from benchmarks.command_line import from_command_line
 from benchmarks.report import fit_line
 from hstu.model.attention import hstu_attention
 from hstu.model.attention_plan import plan_attention
@@ -46,7 +45,7 @@ class Args:
 
     """
 
-    device: str = "cuda"
+    device: Literal["cuda", "cpu"] = "cuda"
     rows: int = 32
     longest: int = 4096
     repeats: int = 12
@@ -223,18 +222,14 @@ def _milliseconds(step: Callable[[], None], device: torch.device, repeats: int) 
     return statistics.median(taken)
 
 
-def main(args: Args) -> int:
-    """Measure and print; the exit status is 2 without the device."""
+def main(args: Args) -> None:
+    """Measure and print."""
     device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("error: no CUDA device is visible; use --device cpu to run the code on the CPU", file=sys.stderr)
-        return 2
     print(HEADER)
     for row in attention_table(device, rows=args.rows, longest=args.longest, repeats=args.repeats):
         print(row.text(), flush=True)
     print(f"\n{describe_fit(time_follows_pairs(device, longest=args.longest, repeats=args.repeats))}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args, description=__doc__)))
+    main(from_command_line(Args, __doc__))

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import tyro
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.report import heading, table, write_page
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from commons.datasets.sid_map import SIDMap
@@ -57,6 +57,13 @@ class Args:
     num_attention_heads: int = 4
     repeats: int = 5
     quick: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size} and num_attention_heads {self.num_attention_heads}; each head "
+                "takes an equal part of the width: choose a multiple"
+            )
 
 
 def make_model(args: Args, sid_map: SIDMap, longest: int) -> SIDGRModel:
@@ -150,4 +157,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(from_command_line(Args, __doc__))

@@ -18,16 +18,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
 import torch
-import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.gpt_reference import GPTCostTarget
 from benchmarks.report import RESULTS, draw_lengths, heading, table, write_page
 from commons.cli.recipes import choose_device
@@ -191,11 +191,17 @@ def page(
     return "\n".join(text)
 
 
-def main(device: str = "auto", ranks: int = 8, rows: int = 16, longest: int | None = None, quick: bool = False) -> None:
+def main(
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    ranks: int = 8,
+    rows: int = 16,
+    longest: int | None = None,
+    quick: bool = False,
+) -> None:
     """Measure and write the page.
 
     Args:
-        device: auto, cpu or cuda.
+        device: where; auto takes a GPU if there is one.
         ranks: ranks whose batches are replayed.
         rows: rows per rank.
         longest: items of the longest row; 256 on a CPU, 4096 on a GPU.
@@ -221,4 +227,4 @@ def main(device: str = "auto", ranks: int = 8, rows: int = 16, longest: int | No
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    from_command_line(main, __doc__)

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from tensordict import TensorDict
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.exchange import make_batch
 from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced
@@ -201,4 +201,4 @@ def main(rows: int = 64, repeats: int = 20, quick: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    from_command_line(main, __doc__)

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.one_of_many_ranks import fake_ranks, tell_of_all_ranks
 from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
 from commons.datasets.hstu_batch import HSTUBatch
@@ -266,4 +266,4 @@ def main(rows: int = 32, repeats: int = 30, quick: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    from_command_line(main, __doc__)

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 import torchrec
-import tyro
 
+from benchmarks.command_line import from_command_line
 from benchmarks.report import Fit, fit_line, interleaved_medians
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, hstu_attention, plan_attention
@@ -248,4 +248,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(from_command_line(Args, __doc__))

@@ -51,6 +51,14 @@ class LinkModel:
     rows_us: float = 20.0
     peer_us: float = 2.0
 
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            is_rate = name.endswith(("gbit", "gbyte"))
+            if not math.isfinite(value) or value < 0 or (is_rate and not value) or self.ranks_per_host < 1:
+                raise ValueError(
+                    f"{name} is {value:g}; rates are above 0, times at least 0, and a host has a rank: correct it"
+                )
+
     def ring_ms(self, ranks: int, message: float, stride: int = 1) -> float:
         """Milliseconds of a ring all-gather, which every `stride`-th rank makes with others like it at the same time.
 

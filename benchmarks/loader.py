@@ -11,7 +11,6 @@ do in a second on a core of its own: assembling a batch and handing it over, the
 
 from __future__ import annotations
 
-import argparse
 import gc
 import resource
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.command_line import from_command_line
 from benchmarks.report import heading, table, write_page
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.generated_ratings import generate_ratings
@@ -62,19 +62,21 @@ def _cpu_seconds(num_workers: int) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few users, no results page")
-    arguments = parser.parse_args()
+def main(quick: bool = False) -> None:
+    """Measure and write benchmarks/results/loader.md.
+
+    Args:
+        quick: a few users, no results page.
+    """
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        users = 600 if arguments.quick else 12_000
+        users = 600 if quick else 12_000
         generate_ratings(folder, num_users=users, test_fraction=0.0, show_progress=True)
         for batch_size in (32, 256):
             for num_workers in (0, 1, 2):
-                first, later, by_cpu, mean = measure(folder, batch_size, num_workers, 2 if arguments.quick else 5)
+                first, later, by_cpu, mean = measure(folder, batch_size, num_workers, 2 if quick else 5)
                 rows.append(
                     [
                         batch_size,
@@ -98,7 +100,7 @@ def main() -> None:
     ]
     result = table(head, rows)
     print(result)
-    if arguments.quick:
+    if quick:
         return
     page = heading("Loader", "python -m benchmarks.loader").replace("one thread per rank", "one thread per process")
     page += (
@@ -110,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from_command_line(main, __doc__)

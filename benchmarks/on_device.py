@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 
 from benchmarks import device_parts
+from benchmarks.command_line import from_command_line
 from benchmarks.report import RESULTS, heading
 
 PartName = Literal["cases", "sanitizer", "exchange", "attention", "step", "balance"]
@@ -89,6 +89,7 @@ def main(
     if output is None and not rehearse:
         output = RESULTS / "on_device.md"
     if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page)
     return 1 if failed else 0
 
@@ -151,4 +152,4 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main, description=__doc__))
+    sys.exit(from_command_line(main, __doc__))

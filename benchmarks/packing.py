@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.plain_first_fit import plain_first_fit
 from benchmarks.planner import Page, draw
 from benchmarks.report import table, write_page
@@ -334,4 +334,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    from_command_line(main, __doc__)

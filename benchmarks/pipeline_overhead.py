@@ -27,7 +27,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from torchrec.distributed.train_pipeline.train_pipelines import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
@@ -38,6 +37,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 )
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.exchange import CONTEXT, make_batch
 from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
@@ -201,6 +201,8 @@ def main(
         ranks: how many; on CUDA a GPU each.
         trace: a file for the trace of some steps of the last case, to be opened in Perfetto.
     """
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
     pipelines = CUDA_PIPELINES if device == "cuda" else PIPELINES
     step_rows, hidden_rows = [], []
     for pipeline in ("native",) if quick else pipelines:
@@ -268,4 +270,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    from_command_line(main, __doc__)

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.plain_karmarkar_karp import plain_karmarkar_karp
 from benchmarks.report import table, write_page
 from commons.perf_model.partitioner import partition, reference
@@ -476,4 +476,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    from_command_line(main, __doc__)

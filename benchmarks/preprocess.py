@@ -12,17 +12,20 @@ dealing out, sorting, writing. Peak memory is the largest resident size of that 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
+
+from benchmarks.command_line import from_command_line
 from benchmarks.raw_data.generators import GENERATORS
 from benchmarks.report import heading, table, write_page
 
+_SIZE = tyro.conf.create_mutex_group(required=False)
 _TARGET_ROWS, _TARGET_GIB = 1e6, 2.0
 _DATASETS = {"ml-20m": "ml-20m.zip", "kuairand-1k": "KuaiRand-1K"}
 _LARGE = {"kuairand-27k": "KuaiRand-27K"}
@@ -60,22 +63,23 @@ def measure(name: str, source: Path, folder: Path, repeats: int) -> list[Any]:
     return min(runs, key=lambda run: run[2])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="a tenth of the users, no results page")
-    size.add_argument("--large", action="store_true", help="KuaiRand-27K too; needs 30 GB of disk")
-    arguments = parser.parse_args()
+def main(quick: Annotated[bool, _SIZE] = False, large: Annotated[bool, _SIZE] = False) -> None:
+    """Measure; with `large`, write benchmarks/results/preprocess.md.
+
+    Args:
+        quick: a tenth of the users, no results page.
+        large: KuaiRand-27K too; needs 30 GB of disk.
+    """
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        for name, archive in (_DATASETS | _LARGE if arguments.large else _DATASETS).items():
+        for name, archive in (_DATASETS | _LARGE if large else _DATASETS).items():
             folder = Path(temporary, name)
             folder.mkdir()
             source = folder / archive
             generate, published = GENERATORS[name]
-            users = published // (10 if arguments.quick else 1)
+            users = published // (10 if quick else 1)
             generate(source, num_users=users, show_progress=True)
-            repeats = 1 if arguments.quick or name in _LARGE else 3
+            repeats = 1 if quick or name in _LARGE else 3
             count, found, seconds, shards, num_bytes, peak = measure(name, source, folder, repeats)
             kind = "zip" if archive.endswith(".zip") else "folder"
             rows.append(
@@ -91,7 +95,7 @@ def main() -> None:
             )
     result = table(["generated data", "users", "rows", "time", "rows", "peak memory", "result"], rows)
     print(result)
-    if not arguments.large:
+    if not large:
         return
     page = heading("Preprocessing", "python -m benchmarks.preprocess --large").replace("; one thread per rank", "")
     page += (
@@ -102,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from_command_line(main, __doc__)

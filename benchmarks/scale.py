@@ -19,11 +19,11 @@ from typing import Any
 
 import matplotlib
 import torch
-import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.link_model import LinkModel, connections, grid
 from benchmarks.planner import NODE
 from benchmarks.report import heading, table, write_page
@@ -251,4 +251,4 @@ def _draw(played: dict[tuple[int, int], OneRank], link: LinkModel) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    from_command_line(main, __doc__, {"ranks": 2, "features": 2})

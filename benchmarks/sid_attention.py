@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 
+from benchmarks.command_line import from_command_line
 from benchmarks.report import Fit, fit_line, heading, interleaved_medians, table, write_page
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from sid_gr import SIDGRBalancedBatchShuffler
@@ -234,4 +234,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(from_command_line(Args, __doc__))

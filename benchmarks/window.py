@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import tyro
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.planner import COSTS, NODE, Page, draw, share
 from benchmarks.report import table, write_page
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
@@ -286,4 +286,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    from_command_line(main, __doc__)

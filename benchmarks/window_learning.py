@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.report import heading, table, write_page
 from commons.trainer.demo import DemoOptions, prepare_data
 
@@ -102,4 +102,4 @@ _READING = (
 
 
 if __name__ == "__main__":
-    tyro.cli(WindowLearning, description=__doc__).run()
+    from_command_line(WindowLearning, __doc__).run()

@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from scipy.optimize import nnls
 from torch import nn
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
+from benchmarks.command_line import from_command_line
 from benchmarks.report import heading, run_ranks, table, write_page
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
@@ -367,4 +367,4 @@ def main(rounds: int = 16, warmup: int = 1, repeats: int = 3, quick: bool = Fals
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    from_command_line(main, __doc__)

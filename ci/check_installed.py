@@ -17,6 +17,9 @@ NOT_INSTALLED = {"tests", "benchmarks"}
 
 def main() -> None:
     """Compare the installed files with those of the checkout; ends the program with what is wrong."""
+    if len(sys.argv) != 2 or not Path(sys.argv[1], "pyproject.toml").is_file():
+        sys.stderr.write("error: one argument is needed, a checkout: python check_installed.py CHECKOUT\n")
+        sys.exit(2)
     checkout = Path(sys.argv[1])
     packages = {path.parent.name for path in checkout.glob("*/__init__.py")} - NOT_INSTALLED
     files = {str(path) for path in metadata.files("evenrank") or ()}

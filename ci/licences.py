@@ -7,16 +7,28 @@ that installs nothing but metadata needs none.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterable
 from importlib.metadata import Distribution, distributions
+from typing import NoReturn
 
 _OWN = "evenrank"
 _CLASSIFIER = re.compile(r"License :: (?:OSI Approved :: )?(?!DFSG)(.+)")
 # The lesser GPL is none of these: it asks nothing of a program that imports the library.
 _REACHES_IMPORTERS = re.compile(r"\b(?:A?GPL|SSPL)|(?<!Lesser )General Public License")
 _LONGEST = 90
+# The status where nobody reads the list to its end.
+_CLOSED_PIPE = 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that says a mistake in a line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2."""
+        self.exit(2, f"error: {message}\n")
 
 
 def licence_of(package: Distribution) -> str:
@@ -50,7 +62,19 @@ def problems_of(licences: Iterable[tuple[str, str]]) -> list[str]:
 
 def main() -> int:
     """Print the list; returns the exit status."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    try:
+        status = print_licences()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The rest goes nowhere; the interpreter would flush it once more, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+    return status
+
+
+def print_licences() -> int:
+    """Print a line for each package; 1 if there is a problem, else 0."""
     packages = {package.metadata["Name"]: package for package in distributions()}
     names = sorted(packages.keys() - {_OWN}, key=str.lower)
     licences = [(name, licence_of(packages[name])) for name in names]

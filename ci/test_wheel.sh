@@ -36,7 +36,7 @@ if [ -n "$packages" ]; then
   site='import sysconfig; print(sysconfig.get_path("purelib"))'
   "$packages/bin/python" -c "$site" > "$("$work/venv/bin/python" -c "$site")/packages.pth"
 else
-  pip "$work/venv" install "$wheel[cpu]"
+  pip "$work/venv" install "${wheel}[cpu]"
   pip "$work/venv" install --no-deps torchrec==1.8.0
 fi
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 import tyro
 
+from benchmarks.command_line import from_command_line
 from benchmarks.raw_data.generators import GENERATORS
 
 
@@ -39,4 +40,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    from_command_line(main, __doc__)

