@@ -36,7 +36,10 @@ def one_line(text: str) -> str:
     """
     lines = [line.strip(" │") for line in text.splitlines()]
     title = "".join(line.strip("╭─╮ ") + ": " for line in lines if line.startswith("╭"))
-    body = "\n".join("\f" if set(line) == {"─"} else line for line in lines if line and line[0] not in "╭╰")
+    rules = {"─"}, {"-"}  # the second in terminals that know ASCII alone
+    body = "\n".join(
+        "\f" if len(line) > 3 and set(line) in rules else line for line in lines if line and line[0] not in "╭╰"
+    )
     return title + "; ".join(" ".join(section.split()) for section in body.split("\f"))
 
 
@@ -49,10 +52,11 @@ def parser_error(text: str) -> str:
     'slack is -1'
 
     """
-    line = one_line(text).split("; For full helptext")[0].removeprefix("Value error: ")
+    line = one_line(text).split("; For full helptext")[0]
+    line = re.sub(r"^Value error[:;] ", "", line)
     line = re.sub(r"__tyro[-_]dummy[-_]inner__\.?", "", line)  # its name for what has none, such as a subcommand
     line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)
-    return re.sub(r"^(Unrecognized options): \1:", r"\1:", line)
+    return re.sub(r"^(Unrecognized options)[:;] \1:", r"\1:", line)
 
 
 def wrapped_help(text: str, width: int | None = None) -> str:

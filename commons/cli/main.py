@@ -13,6 +13,7 @@ import importlib
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -139,12 +140,19 @@ def _parse(argv: list[str]) -> Command | None:
             )
     except SystemExit as stop:
         if stop.code not in (0, None):
-            raise ValueError(parser_error(errors.getvalue())) from None
+            raise ValueError(_with_remedy(parser_error(errors.getvalue()), argv)) from None
     if argv[:1] == [_COMPLETION]:
         sys.stdout.write(_one_line_descriptions(output.getvalue()))
     else:
         sys.stdout.write(wrapped_help(output.getvalue()))
     return None
+
+
+def _with_remedy(line: str, argv: list[str]) -> str:
+    """What the parser says, with what to do about a value that follows no option."""
+    if not re.match(r"Unrecognized options: [^-]", line) or argv[0] not in _COMMANDS:
+        return line
+    return f"{line}; a value follows its option: see `evenrank {argv[0]} --help`"
 
 
 def _one_line_descriptions(completion: str) -> str:
@@ -167,7 +175,9 @@ class _Output(io.StringIO):
 
     def isatty(self) -> bool:
         """Whether stdout is a terminal that wants colours; tyro does not know of NO_COLOR."""
-        return self._stdout.isatty() and not os.environ.get("NO_COLOR")
+        from rich.console import Console
+
+        return self._stdout.isatty() and not Console(file=self._stdout).no_color
 
 
 def _outline(name: str) -> Callable[..., Command]:

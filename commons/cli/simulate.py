@@ -100,7 +100,7 @@ class Simulate:
         if (not windows and self.lengths is None) or min(windows, default=1) < 1 or max(windows, default=1) > steps:
             raise ValueError(
                 f"window is {windows} and steps is {steps}; a window is planned over 1 step to all of them: "
-                "lower --window or raise --steps"
+                f"give --window from 1 to {steps}, or more --steps"
             )
         if self.config is not None:
             self._of_config(self.config, steps, windows)

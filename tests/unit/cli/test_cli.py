@@ -75,6 +75,7 @@ def test_help_fits_a_terminal(monkeypatch, capsys, command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["simulate", "lengths.csv"], "lengths.csv; a value follows its option: see `evenrank simulate --help`"),
         ([], "Expected one of"),
         (["train"], "train"),
         (["preprocess", "ml-20m", "--source", "a", "--output", "b"], "ml-20m"),
