@@ -76,7 +76,11 @@ class DispatchChannel(ControlChannel):
         self.agree("end of the call", {}, error, step=self.step)
 
     def send_bytes(self, outgoing: torch.Tensor, sizes: list[int], incoming: list[int]) -> list[torch.Tensor]:
-        """Send each rank its own bytes.
+        """Send each rank its own bytes; waits until they have come, those of a device too: they are read on the host.
+
+        On a device too, a rank that has failed before the exchange is heard within a second or two. One that has died
+        or stalled in it ends NCCL's collective only after the group's timeout; NCCL's watchdog, which no caller can
+        hold off, may then end the process before the ranks have told each other who is missing.
 
         Args:
             outgoing: uint8 `(sum(sizes),)`, by receiver; on the host, or on the device that the payload group works on.
@@ -87,16 +91,15 @@ class DispatchChannel(ControlChannel):
             For each rank uint8 `(bytes from there,)`, where `outgoing` is.
 
         Raises:
-            RankMissingError: a rank did not take part.
+            RankMissingError: a rank did not take part, or has failed, with its message.
         """
         with self.failures_posted(self.step, EXCHANGE):
             received = outgoing.new_empty(sum(incoming))
-        if outgoing.device.type == "cpu":
-            work = dist.all_to_all_single(received, outgoing, incoming, sizes, group=self.control_group, async_op=True)
-            self.wait(work, self.step, EXCHANGE)
-        else:
-            with self.collective(self.step, EXCHANGE):
-                dist.all_to_all_single(received, outgoing, incoming, sizes, group=self.payload_group)
+        on_host = outgoing.device.type == "cpu"
+        group = self.control_group if on_host else self.payload_group
+        with self.collective(self.step, EXCHANGE):
+            work = dist.all_to_all_single(received, outgoing, incoming, sizes, group=group, async_op=True)
+        self.wait(work, self.step, EXCHANGE, on_host=on_host)
         return list(received.split(incoming))
 
     def can_send_from_device(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commons.dispatch.channel import EXCHANGE, DispatchChannel
 from commons.distributed import shuffle_session
 from commons.distributed.options import ShufflerOptions
 from commons.trainer.broadcast import broadcast_text
@@ -96,6 +97,58 @@ def _start_without_asking(folder):
         time.sleep(0.05)
     for handle in reversed(handles):
         handle.ended  # noqa: B018  waits for the gather
+
+
+class OnDevice:
+    """Stands for a tensor of a device, whose collective gloo carries out."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def new_empty(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def _send_from_device(folder, fails_before):
+    """The second exchange of bytes lacks a rank: it dies, or has told that it fails before, and stays."""
+    channel = DispatchChannel(dist.group.WORLD, TIMEOUT)
+    send, sent = dist.all_to_all_single, []
+
+    def on_the_host(received, outgoing, *args, **keywords):
+        sent.append(keywords["group"])
+        return send(received, outgoing.tensor, *args, **keywords)
+
+    def exchange():
+        own = torch.full((4,), dist.get_rank(), dtype=torch.uint8)
+        with mock.patch.object(dist, "all_to_all_single", on_the_host):
+            return torch.stack(channel.send_bytes(OnDevice(own), [2, 2], [2, 2])).tolist()
+
+    assert exchange() == [[0, 0], [1, 1]] and sent == [channel.payload_group]
+    channel.step = 1
+    if fails_before and dist.get_rank() == 1:
+        fault(folder)
+        with pytest.raises(ValueError), channel.failures_posted(1, EXCHANGE):
+            raise ValueError("no memory for it")
+        time.sleep(LIMIT)
+    if not fails_before:
+        _die(folder)
+    exchange()
+
+
+@pytest.mark.parametrize(
+    "fails_before, said",
+    [
+        (False, "rank 1 did not take part in the exchange of rows of step 1 (ranks [0, 1]); "),
+        (True, "rank 1 failed in the exchange of rows of step 1: ValueError: no memory for it"),
+    ],
+    ids=["dies", "fails before"],
+)
+def test_dispatch_names_a_rank_on_a_device_too(tmp_path, fails_before, said):
+    ended = run_with_fault(tmp_path, _send_from_device, fails_before, waits_for=[0], limit=LIMIT, world_size=2)[0]
+    assert ended.status == 1 and ended.seconds < SOON, ended
+    assert ended.error.startswith(f"RankMissingError: {said}")
 
 
 def test_the_worker_says_once_that_a_rank_is_missing_before_it_is_asked(tmp_path):
