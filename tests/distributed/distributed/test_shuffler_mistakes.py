@@ -1,0 +1,155 @@
+"""The shuffler on real ranks: every mistake of one rank is raised on all of them, and says whose it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.distributed.options import ShufflerOptions
+from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
+
+
+def _other_token_features():
+    with closing(SquareShuffler()) as shuffler:
+        shuffler.token_feature_names = ("user",) if dist.get_rank() else None
+        try:
+            shuffler.shuffle(my_batch(0, [3] * 4))
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+def test_ranks_that_count_other_features_as_tokens_are_told(two_ranks):
+    for text in two_ranks.run(_other_token_features):
+        assert text.startswith("token_features is None on rank 0 and ['user'] on rank 1 in shuffle; all ranks pass")
+
+
+class Wrong(SquareShuffler):
+    """Returns wrong workloads on rank 1, or raises there."""
+
+    def __init__(self, wrong, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.wrong = wrong
+
+    def get_workloads(self, batch):
+        right = super().get_workloads(batch)
+        if dist.get_rank() != 1:
+            return right
+        return {
+            "short": lambda: right[:-1],
+            "negative": lambda: right - 100,
+            "nan": lambda: right.double() * float("nan"),
+            "shape": lambda: right[:, None],
+            "raises": lambda: {}["nothing here"],
+            "crash": lambda: 1 // 0,
+        }[self.wrong]()
+
+
+def _wrong(kind):
+    with closing(Wrong(kind)) as shuffler:
+        try:
+            shuffler.shuffle(my_batch(0, [4] * 4))
+        except Exception as error:
+            first = (type(error).__name__, str(error))
+        else:
+            first = ("none", "")
+        shuffler.wrong = "short"
+        try:  # the ranks are still in step
+            shuffler.shuffle(my_batch(0, [4] * 4))
+        except ValueError as error:
+            assert "has 3 entries" in str(error)
+        else:
+            raise AssertionError("a second mistake went unnoticed")
+        return first
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("short", "ValueError", "rank 1: workloads has 3 entries, batch_size is 4"),
+        ("negative", "ValueError", "rank 1: .*-"),
+        ("nan", "ValueError", "rank 1: .*(nan|NaN)"),
+        ("shape", "ValueError", r"rank 1: workloads have shape \(4, 1\)"),
+        ("raises", "KeyError", "rank 1: nothing here"),
+        ("crash", "RuntimeError", "rank 1: ZeroDivisionError"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_raised_on_all(ranks, kind, error, message):
+    import re
+
+    for kind_raised, text in ranks.run(_wrong, kind):
+        assert kind_raised == error and re.search(message, text), text
+        assert "\n" not in text
+
+
+def _differing(what):
+    rank = dist.get_rank()
+    options = ShufflerOptions(slack=0.5 if what == "options" and rank == 1 else 0.01)
+    batch = my_batch(0, [4] * 4, tiny_dtype=torch.int16 if what == "dtype" and rank == 1 else torch.int8)
+    if what == "plain" and rank == 1:
+        batch = dataclasses.replace(batch, note={"unit": "ms"})
+    if what == "rows" and rank == 1:
+        batch.image = batch.image[:2]
+    if what == "no dataclass" and rank == 1:
+        batch = [1, 2]
+    if what == "values" and rank == 1:
+        batch.features = KeyedJaggedTensor(
+            keys=batch.features.keys(),
+            values=torch.arange(1000),
+            weights=torch.ones(1000),
+            lengths=batch.features.lengths(),
+        )
+    with closing(SquareShuffler(options)) as shuffler:
+        try:
+            shuffler.shuffle(batch)
+        except (ValueError, TypeError) as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("options", "options differ: rank 0 has {'slack': 0.01}, rank 1 has {'slack': 0.5}"),
+        ("dtype", "the batches of ranks 0 and 1 differ: field 'tiny'"),
+        ("plain", "the batches of ranks 0 and 1 differ: field 'note'"),
+        ("rows", "rank 1: fields of RichBatch disagree on the number of rows"),
+        ("no dataclass", "rank 1: the batch is a list"),
+        ("values", "rank 1: field 'features' has lengths that add up to"),
+    ],
+)
+def test_ranks_that_differ_stop_together(ranks, what, message):
+    for text in ranks.run(_differing, what):
+        assert message in text
+
+
+@dataclass
+class Unpadded:
+    """A batch type that cannot state padding."""
+
+    features: KeyedJaggedTensor
+
+    def to(self, device, non_blocking=False):
+        return Unpadded(self.features.to(device))
+
+
+def _unpadded():
+    rows = 1 if dist.get_rank() == 0 else 0
+    lengths = torch.full((rows,), 3)
+    batch = Unpadded(KeyedJaggedTensor(keys=["a"], values=torch.arange(3 * rows), lengths=lengths, stride=rows))
+    with closing(SquareShuffler()) as shuffler:
+        try:
+            shuffler.shuffle(batch)
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_batch_that_cannot_state_padding_needs_a_row_on_every_rank(two_ranks):
+    for text in two_ranks.run(_unpadded):
+        assert "ranks [1] would train no row" in text and "actual_batch_size" in text

@@ -1,0 +1,196 @@
+"""The shuffler on real ranks: its modes and options, rows of any number and length, token caps, and verification."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.payload import Part
+from commons.distributed.window import WindowReader
+from commons.sequence_batch.batch import BaseBatch
+from tests.helpers.batches import random_batch, rows_as_values
+from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
+
+
+def _mode(options):
+    batch = my_batch(9, [8] * 4, max_length=60 if dist.get_rank() == 0 else 1)
+    with closing(SquareShuffler(ShufflerOptions(**options))) as shuffler:
+        result, indices = shuffler.shuffle(batch, return_indices=True)
+        stats = shuffler.last_stats
+    return result is batch, indices.tolist(), None if stats is None else dataclasses.asdict(stats)
+
+
+def test_observe_plans_and_moves_nothing(ranks):
+    for rank, (same, indices, stats) in enumerate(ranks.run(_mode, {"mode": "observe"})):
+        assert same and indices == list(range(rank * 8, rank * 8 + 8))
+        assert stats["imbalance_after"] < stats["imbalance_before"] and not stats["moved"] and stats["bytes_sent"] == 0
+
+
+def test_off_and_the_gate_move_nothing(two_ranks):
+    assert all(same and stats is None for same, _, stats in two_ranks.run(_mode, {"mode": "off"}))
+    for same, _, stats in two_ranks.run(_mode, {"min_gain": 0.99}):
+        assert same and stats["gated"] and not stats["moved"]
+
+
+def _identity():
+    batch = my_batch(9, [3, 0, 2, 5])
+    with closing(IdentityBalancedBatchShuffler()) as shuffler:
+        result, indices, workloads = shuffler.shuffle(batch, return_indices=True, return_workloads=True)
+    return rows_as_values(result) == rows_as_values(batch), result.batch_size, indices.tolist(), workloads.tolist()
+
+
+def test_identity_moves_nothing_and_gives_an_empty_rank_one_row_of_padding(ranks):
+    rows, first = [3, 0, 2, 5], 0
+    for rank, (same, size, indices, workloads) in enumerate(ranks.run(_identity)):
+        assert same and size == max(1, rows[rank]) and workloads == [1] * rows[rank]
+        assert indices == list(range(first, first + rows[rank]))
+        first += rows[rank]
+
+
+def _gather_grows():
+    with closing(SquareShuffler()) as shuffler:
+        sizes = []
+        for step, rows in enumerate(([2, 2, 2, 2], [2, 30, 2, 2], [9, 9, 9, 9])):
+            result = shuffler.shuffle(my_batch(step, rows))
+            sizes.append(result.actual_batch_size)
+    return sizes
+
+
+def test_a_rank_may_outgrow_the_first_batch(ranks):
+    results = ranks.run(_gather_grows)
+    world_size = ranks.world_size
+    assert [sum(sizes) for sizes in zip(*results)] == [2 * world_size, 30 + 2 * (world_size - 1), 9 * world_size]
+
+
+def _windows_grow():
+    sizes = []
+    with closing(SquareShuffler()) as shuffler:
+        for rows in ([2, 2, 2, 2], [2, 30, 2, 2], [9, 9, 9, 9]):
+            batches = [my_batch(step, rows) for step in range(3)]
+            window = shuffler.start_window(WindowReader(iter(batches), 3)).result()
+            sizes.append(sum(batch.actual_batch_size for batch in window.batches))
+    return sizes
+
+
+def test_a_rank_may_outgrow_the_first_window_with_any_of_its_batches(two_ranks):
+    assert [sum(sizes) for sizes in zip(*two_ranks.run(_windows_grow))] == [12, 96, 54]
+
+
+def _empty_rows(transport):
+    """Rows of no elements: they move, and there is nothing to send."""
+    rows = 4
+    features = KeyedJaggedTensor(
+        keys=["a", "b"], values=torch.zeros(0), lengths=torch.zeros(2 * rows, dtype=torch.int64)
+    )
+    batch = BaseBatch(features, rows, {"a": 1, "b": 1})
+    weight = 1000 if dist.get_rank() == 0 else 1
+    with closing(SquareShuffler(ShufflerOptions(transport=transport, slack=0.0))) as shuffler:
+        with mock.patch.object(shuffler, "get_workloads", lambda batch: torch.arange(1, rows + 1) * weight):
+            results = [shuffler.shuffle(batch, return_indices=True) for _ in range(2)]
+        stats = shuffler.last_stats
+    return [(result.actual_batch_size, indices.tolist()) for result, indices in results], stats.moved, stats.bytes_sent
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+def test_rows_without_elements_move(ranks, transport):
+    answers = ranks.run(_empty_rows, transport)
+    assert all(moved and not sent for _, moved, sent in answers)
+    for step in range(2):
+        ids = [row for results, _, _ in answers for row in results[step][1]]
+        assert sorted(ids) == list(range(4 * ranks.world_size)) and answers[0][0][step][1] != [0, 1, 2, 3]
+
+
+def _long_lengths():
+    lengths = torch.tensor([4096, 1, 2, 4096], dtype=torch.int32).repeat(3)
+    features = KeyedJaggedTensor(
+        keys=["user", "item", "action"], values=torch.zeros(int(lengths.sum())), lengths=lengths
+    )
+    batch = dataclasses.replace(random_batch(0, 4), features=features)
+    with closing(SquareShuffler()) as shuffler:
+        _, workloads = shuffler.shuffle(batch, return_workloads=True)
+    return workloads.tolist()
+
+
+def test_int32_lengths_of_4096_do_not_overflow(two_ranks):
+    for workloads in two_ranks.run(_long_lengths):
+        assert max(workloads) == (3 * 4096) ** 2 + 10
+
+
+def _verified(damage):
+    original = Part.read
+
+    def damaged(part, words, rows):
+        tensor = original(part, words, rows)
+        if damage == "nothing" or dist.get_rank() != 1:
+            return tensor
+        if damage == "weights" and part.weights:
+            tensor[0] += 1
+        if damage == "rows" and part.field == "image":
+            tensor[[0, 1]] = tensor[[1, 0]]
+        return tensor
+
+    Part.read = damaged
+    batch = my_batch(3, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
+    try:
+        with closing(SquareShuffler(ShufflerOptions(verify=True))) as shuffler:
+            result = shuffler.shuffle(batch)
+            assert result is not batch
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        Part.read = original
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("nothing", "no error"),
+        ("weights", "changed the content of features (weights)"),
+        ("rows", "put fields of different rows together"),
+    ],
+)
+def test_verify_notices_damage_on_any_rank(ranks, damage, message):
+    assert all(message in text for text in ranks.run(_verified, damage))
+
+
+def _token_cap():
+    batch = my_batch(2, [8] * 4, max_length=30 if dist.get_rank() == 0 else 3)
+    with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=5))) as shuffler:
+        shuffler.shuffle(batch)
+        shuffler.shuffle(batch)
+        return shuffler.num_cap_exceeded, shuffler.last_stats.excess_tokens
+
+
+def test_a_cap_that_no_plan_keeps_is_counted_and_exceeded_least(ranks):
+    results = ranks.run(_token_cap)
+    assert {count for count, _ in results} == {2}
+    assert len({excess for _, excess in results}) == 1 and results[0][1] > 0
+
+
+def _named_tokens(names):
+    """Excess over a cap of one token, of key "b" alone: rows bring 3 values of key "a" and 1 of key "b"."""
+    lengths = torch.tensor([3, 3, 1, 1])
+    features = KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(8), lengths=lengths, stride=2)
+    batch = BaseBatch(features, 2, {"a": 3, "b": 1})
+    with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=1))) as shuffler:
+        shuffler.token_feature_names = names
+        try:
+            shuffler.shuffle(batch)
+        except KeyError as error:
+            return error.args[0]
+        return shuffler.last_stats.excess_tokens
+
+
+def test_what_counts_as_a_token_can_be_said(two_ranks):
+    excess = [two_ranks.run(_named_tokens, names)[0] for names in (None, ["a", "b"], ["b"])]
+    assert excess == [7, 7, 1]
+    for said in two_ranks.run(_named_tokens, ["b", "c"]):
+        assert "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names" in said
