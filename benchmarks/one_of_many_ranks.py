@@ -83,22 +83,27 @@ def fake_ranks(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def tell_of_all_ranks(shuffler: BaseTaskBalancedBatchShuffler, batches: Iterable[Any]) -> None:
+def tell_of_all_ranks(
+    shuffler: BaseTaskBalancedBatchShuffler, batches: Iterable[Any], window: int | None = None
+) -> None:
     """Let a shuffler know what every rank brings, with whatever crosses the ranks; within `fake_ranks`.
 
     Args:
         shuffler: of the one rank.
-        batches: of every rank, in order.
+        batches: of every rank, in order; with a window, a list of them for each rank.
+        window: most batches of a rank that are planned together; None for batch by batch.
     """
-    session = shuffler._session(None)
+    session = shuffler._session(None) if window is None else shuffler._session(None, window)
     channel: Any = session.channel
     own, channel.listens = channel.rank, True
-    for rank, batch in enumerate(batches):
+    for rank, brought in enumerate(batches):
         channel.rank = rank
-        local = shuffler._describe(batch, None)
-        assert isinstance(local, LocalRows) and local.error is None and local.schema is not None, local.error
-        channel.most_words = len(session._own_table(local.schema, local, None))
+        local = [shuffler._describe(batch, None) for batch in (brought if window is not None else [brought])]
+        channel.most_words = 0
+        for each in local:
+            assert isinstance(each, LocalRows) and each.error is None and each.schema is not None, each.error
+            channel.most_words += len(session._own_table(each.schema, each, None))
         session._capacity = max(session._capacity, channel.most_words + channel.most_words // 4)
         with contextlib.suppress(_HeardError):
-            session.prepare(0, [local])
+            session.prepare(0, local)
     channel.rank, channel.listens = own, False

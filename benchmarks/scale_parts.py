@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,10 @@ from benchmarks.one_of_many_ranks import fake_ranks, tell_of_all_ranks
 from benchmarks.planner import NODE
 from benchmarks.report import draw_lengths
 from commons.distributed import shuffle_session
+from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import WORD_BYTES
-from commons.distributed.shuffle_session import PreparedShuffle
+from commons.distributed.shuffle_session import PreparedShuffle, ShuffleSession
 from commons.perf_model.routes import segment_words
 from commons.perf_model.shuffle_plan import ShufflePlan
 from hstu import HSTUBalancedBatchShuffler
@@ -109,20 +110,33 @@ def play_rank(world_size: int, rows: int, features: int, lengths_name: str, repe
         tell_of_all_ranks(shuffler, (make_batch(each, context) for each in told))
         session = shuffler._session(None)
         local = [shuffler._describe(batch, None)]
-        times: list[dict[str, float]] = []
-        prepared: PreparedShuffle | None = None
-        for step in range(repeats + 1):
-            prepared = None  # what the step before has left behind is not held beside this one
-            with _timed_stages() as clock:
-                started = time.thread_time()
-                prepared = session.prepare(step, local)
-                total = (time.thread_time() - started) * 1e3
-            times.append({**clock, "rest": total - sum(clock.values())})
+        prepared, best = timed_prepare(session, local, repeats)
         peak = _peak() - before
-        assert prepared is not None and prepared.plan is not None and prepared.exchange is not None
-        best = min(times[1:] or times, key=lambda each: sum(each.values()))
         channel: Any = session.channel
         return _describe(prepared, features, channel.message_bytes, best, peak)
+
+
+def timed_prepare(
+    session: ShuffleSession, local: Sequence[LocalRows], repeats: int
+) -> tuple[PreparedShuffle, dict[str, float]]:
+    """Let a session prepare a shuffle; what came of it, and processor milliseconds by stage of its fastest run.
+
+    Args:
+        session: of the one rank, which knows what the others bring.
+        local: what this rank brings.
+        repeats: after one run that is not timed.
+    """
+    times: list[dict[str, float]] = []
+    prepared: PreparedShuffle | None = None
+    for step in range(repeats + 1):
+        prepared = None  # what the step before has left behind is not held beside this one
+        with _timed_stages() as clock:
+            started = time.thread_time()
+            prepared = session.prepare(step, local)
+            total = (time.thread_time() - started) * 1e3
+        times.append({**clock, "rest": total - sum(clock.values())})
+    assert prepared is not None and prepared.plan is not None and prepared.exchange is not None
+    return prepared, min(times[1:] or times, key=lambda each: sum(each.values()))
 
 
 def _describe(
