@@ -83,7 +83,9 @@ def main(
     if quick:
         ranks, windows, repeats = (8, 64), (1, 4), 1
     cases = list(itertools.product(ranks, LENGTHS, windows))
-    played = {case: play_window(*case, rows, repeats) for case in tqdm(cases, desc="cases")}
+    played: dict[tuple[int, str, int], PlayedWindow] = {}
+    for world_size, kind, window in tqdm(cases, desc="cases"):
+        played[world_size, kind, window] = play_window(world_size, kind, window, rows, repeats)
     page = "\n".join(
         [
             heading("Many ranks: what a window takes", "python -m benchmarks.scale_windows"),
