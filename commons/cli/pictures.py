@@ -6,9 +6,11 @@ decides them; text stays text. `THEMES` has their values.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,14 +104,14 @@ def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
     rows = [pictures[first : first + columns] for first in range(0, len(pictures), columns)]
     heights = [max(picture.height for picture in row) + 40 for row in rows]
     size = (columns * WIDE * 1.15 / _PIXELS_PER_INCH, sum(heights) / _PIXELS_PER_INCH)
-    with matplotlib.rc_context(_style(_TEXT, "evenrank", COLORS["surface"])):
+    with _drawing(_style(_TEXT, "evenrank", COLORS["surface"])):
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
         for row, of_row in enumerate(rows):
             for column, picture in enumerate(of_row):
                 whole_row = len(of_row) < columns
                 part = figure.add_subfigure(grid[row, :] if whole_row else grid[row, column])
-                part.suptitle(picture.title, x=0.01, ha="left", fontweight="bold")
+                part.suptitle(as_text(picture.title), x=0.01, ha="left", fontweight="bold")
                 picture.draw(part.subplots())
         with whole_file(path) as file:
             figure.savefig(file, format=path.suffix[1:], dpi=144)
@@ -126,11 +128,25 @@ def svg_of(picture: Picture, width: int, name: str) -> str:
     text = _NARROW_TEXT if width == NARROW else _TEXT
     height = picture.height if width == WIDE else max(240, 0.85 * picture.height)
     written = io.StringIO()
-    with matplotlib.rc_context(_style(text, name, "none")):
+    with _drawing(_style(text, name, "none")):
         figure = Figure(figsize=(width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH), layout="constrained")
         picture.draw(figure.subplots())
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return _as_element(written.getvalue())
+
+
+def as_text(name: str) -> str:
+    """A name as pictures show it: no mathematics, and not left out of a legend, as what begins with `_` would be."""
+    shown = name.replace("$", r"\$")
+    return f"\u200b{shown}" if shown.startswith("_") else shown
+
+
+@contextlib.contextmanager
+def _drawing(style: dict[Any, Any]) -> Iterator[None]:
+    """Draw in a style; names of runs may have letters that matplotlib's own font lacks, and a browser's does not."""
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph .* missing from font", UserWarning)
+        yield
 
 
 def _style(text: int, salt: str, surface: str) -> dict[Any, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from commons.cli.pictures import COLORS, Picture, is_narrow
+from commons.cli.pictures import COLORS, Picture, as_text, is_narrow
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
@@ -258,6 +258,5 @@ def _marker(values: np.ndarray) -> str:
 
 
 def _short(name: str, longest: int) -> str:
-    """The end of a name, which tells runs apart; no text of a picture is mathematics."""
-    short = name if len(name) <= longest else f"…{name[1 - longest :]}"
-    return short.replace("$", r"\$")
+    """The end of a name, which tells runs apart."""
+    return as_text(name if len(name) <= longest else f"…{name[1 - longest :]}")

@@ -85,7 +85,7 @@ def print_report(reports: Sequence[RunReport], against: Sequence[Against]) -> No
         if title:
             table.add_row(Text(title, style="bold"))
         for label, cells in rows:
-            table.add_row(f"  {label}", *cells)
+            table.add_row(Text(f"  {label}"), *cells)  # metrics have names of the user's
     console.print(table)
     for line in notes_of(reports, against):
         console.print(Text(line))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commons.run_log.demo import DEMO_FILE, read_demo
-from commons.run_log.files import LOG_FILE
+from commons.run_log.files import CONFIG_FILE, LOG_FILE
 from commons.run_log.reading import RunLog, read_log
 
 # Runs that an error names.
@@ -48,6 +48,11 @@ def _read_folder(folder: Path) -> list[RunLog]:
         return [read_log(folder)]
     if (folder / DEMO_FILE).exists():
         return read_demo(folder)
+    if (folder / CONFIG_FILE).exists():
+        raise ValueError(
+            f"{folder} has a {CONFIG_FILE} and no {LOG_FILE}; rank 0 of a run writes it when training begins: wait, or "
+            "look in the logs of the ranks why it did not begin"
+        )
     raise ValueError(
         f"{folder} has no {LOG_FILE}; a run writes it to its run_dir, on rank 0: {_remedy(_runs_in(folder))}"
     )

@@ -129,6 +129,12 @@ def read_log(folder: Path) -> RunLog:
     if is_cut:
         notes.append("the last line of the log is not whole: the run goes on, or was ended while it wrote; left out")
     lines = [record for record in records if "loss" in record]
+    summary = _read_beside(folder, SUMMARY_FILE)
+    if not lines and summary:
+        raise ValueError(
+            f"{path} has no line of a training step, and the run has ended; a report is of training steps: give the "
+            "folder of a run that has trained"
+        )
     if not lines:
         every = setting(_read_beside(folder, CONFIG_FILE), "trainer.log_interval")
         raise ValueError(
@@ -139,7 +145,7 @@ def read_log(folder: Path) -> RunLog:
     config = _read_beside(folder, CONFIG_FILE)
     if not config:
         notes.append(f"no readable {CONFIG_FILE}: the settings of the run are not known")
-    if not _read_beside(folder, SUMMARY_FILE):
+    if not summary:
         notes.append(f"no readable {SUMMARY_FILE}: the run goes on, or ended before its end")
     step = np.array([record["step"] for record in lines], dtype=np.int64)
     numbers, of_ranks = _columns_of(lines)
@@ -159,23 +165,26 @@ def read_log(folder: Path) -> RunLog:
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """The records of a log, and whether it ends in the middle of one."""
-    text = path.read_bytes().decode("utf-8", errors="replace")
-    lines = text.split("\n")
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):  # nothing follows, not even the end of the line
-                return records, True
-            raise ValueError(
-                f"{path} line {number} is no JSON ({error}); every line of a log is one object: remove that line, or "
-                "take the log from a copy"
-            ) from None
-        _require_record(record, f"{path} line {number}", last_step=records[-1]["step"] if records else 0)
-        records.append(record)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line.decode("utf-8", errors="replace"))
+            except (ValueError, RecursionError) as error:
+                if not line.endswith(b"\n"):  # nothing follows, not even the end of the line
+                    return records, True
+                raise ValueError(
+                    f"{path} line {number} is no JSON ({error}); every line of a log is one object: remove that line, "
+                    "or take the log from a copy"
+                ) from None
+            _require_record(record, f"{path} line {number}", last_step=records[-1]["step"] if records else 0)
+            # As arrays: of thousands of ranks, objects of Python would take gigabytes.
+            for name in _OF_RANKS:
+                if isinstance(record.get(name), list):
+                    record[name] = _as_array(record[name])
+            records.append(record)
     return records, False
 
 
@@ -219,7 +228,7 @@ def _columns_of(lines: list[dict[str, Any]]) -> tuple[dict[str, np.ndarray], dic
     """Numbers as columns, and what is of every rank."""
     names = dict.fromkeys(name for line in lines for name in line if name not in ("step", "schema"))
     of_ranks = {
-        name: tuple(_as_array(line.get(name)) if isinstance(line.get(name), list) else None for line in lines)
+        name: tuple(of if isinstance(of := line.get(name), np.ndarray) else None for line in lines)
         for name in names
         if name in _OF_RANKS
     }

@@ -98,6 +98,25 @@ def test_a_name_is_no_markup(tmp_path, monkeypatch, capsys):
     assert name in read_page(tmp_path / "r.html")[1] and "$x_1$ &lt;b&gt;" in (tmp_path / "r.svg").read_text()
 
 
+def test_a_metric_is_no_markup(tmp_path, capsys):
+    lines = lines_of(make_steps(), [5] * 11)
+    folder = write_run(tmp_path / "run", [*lines[:3], {"schema": 1, "step": 15, "eval_[/b]x": 0.25}, *lines[3:]])
+    assert main(["report", str(folder)]) == 0
+    assert "eval [/b]x" in capsys.readouterr().out
+
+
+def test_names_that_matplotlib_would_leave_out_or_has_no_letters_for(tmp_path, monkeypatch, recwarn):
+    monkeypatch.chdir(tmp_path)
+    names = ["_first", r"$\foo$", "実行"]
+    for name in names:
+        write_run(tmp_path / name, lines_of(make_steps(20), [5] * 3))
+    assert main(["report", *names, "--html", "page.html", "--figure", "page.png"]) == 0
+    assert [str(each.message) for each in recwarn if issubclass(each.category, UserWarning)] == []
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    drawn = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
+    assert all(name in drawn for name in names)
+
+
 def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
     steps = make_steps(count=20, ranks=80, rows=2)
     log = read_log(write_run(tmp_path, [line_of([step]) for step in steps]))

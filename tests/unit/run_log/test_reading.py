@@ -117,6 +117,17 @@ def test_what_is_no_log_is_named_with_its_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_run_that_never_trained_is_told_so(tmp_path):
+    evaluated = json.dumps({"schema": 1, "step": 0, "eval_auc": 1.0}) + "\n"
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match="has a config.json and no log.jsonl; .*: wait, or look in the logs"):
+        read_runs([tmp_path])
+    (tmp_path / "log.jsonl").write_text(evaluated)
+    (tmp_path / "summary.json").write_text('{"steps": 0}')
+    with pytest.raises(ValueError, match="no line of a training step, and the run has ended; .*: give the folder"):
+        read_runs([tmp_path])
+
+
 def test_folders_that_are_no_runs_name_those_beside_or_within(tmp_path):
     run = write_run(tmp_path / "runs" / "a", LINES)
     with pytest.raises(FileNotFoundError, match=rf"no does not exist; .*: there is {re.escape(str(run))}$"):
