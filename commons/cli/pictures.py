@@ -18,6 +18,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from commons.whole_folder import whole_file
 
@@ -86,6 +87,11 @@ def is_narrow(axes: Axes) -> bool:
     """Whether a picture has the width of a telephone."""
     figure = axes.get_figure()
     return isinstance(figure, Figure) and figure.get_figwidth() * _PIXELS_PER_INCH < (WIDE + NARROW) / 2
+
+
+def whole_steps(axes: Axes) -> None:
+    """Let the axis of steps have whole numbers alone; there is no step 2.5."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6 if is_narrow(axes) else 9, min_n_ticks=1))
 
 
 def write_pictures(pictures: Sequence[Picture], path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from commons.cli.pictures import COLORS, Picture, as_text, is_narrow
+from commons.cli.pictures import COLORS, Picture, as_text, is_narrow, whole_steps
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
@@ -121,6 +121,7 @@ def _imbalance(log: RunLog, after: str) -> Callable[[Axes], None]:
                 axes.plot(steps, values, color=color, linestyle=style, marker=_marker(values), label=label)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set(xlabel="step", ylabel="largest ÷ mean − 1", ylim=(0, None))
+        whole_steps(axes)
         _finish(axes, columns=2)
 
     return draw
@@ -177,6 +178,7 @@ def _over_steps(reports: Sequence[RunReport], name: str, label: str) -> Callable
                 label=_short(names[place], 24),
             )
         axes.set(xlabel="step", ylabel=label)
+        whole_steps(axes)
         if name == "step_ms":
             axes.set_ylim(0, None)
         _finish(axes, columns=1 if is_narrow(axes) else 2)

@@ -100,7 +100,9 @@ def advice_lines(reports: Sequence[RunReport], against: Sequence[Against]) -> li
     # Beside a run that is balanced, nobody has to be told to turn that on.
     told = [report for report in reports if report.balancing != "off"] or reports
     of_runs = [f"{report.log.name}: {advice_of(report)}" for report in told]
-    return of_runs + list(filter(None, map(verdict_on, against, reports[1:])))
+    return of_runs + [
+        said for each, report in zip(against, reports[1:]) if (said := verdict_on(each, reports[0], report))
+    ]
 
 
 def _number(pattern: str, value: float | None) -> str:

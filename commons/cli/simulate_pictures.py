@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from commons.cli.pictures import COLORS, Picture, is_narrow
+from commons.cli.pictures import COLORS, Picture, is_narrow, whole_steps
 from commons.cli.simulate_answer import WORTH, Answer
 from commons.perf_model.gain import Comparison, DealtRows
 
@@ -198,6 +198,7 @@ def _steps(result: Comparison, ways: list[DealtRows]) -> Callable[[Axes], None]:
             axes.step(np.arange(1, len(ratio) + 1), ratio, where="mid", color=color, linestyle=style, label=way.name)
         axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8)
         axes.set(xlabel="step", ylabel="largest load ÷ mean")
+        whole_steps(axes)
         axes.margins(x=0.01)
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2)
 

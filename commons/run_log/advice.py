@@ -10,6 +10,8 @@ from commons.run_log.report import RunReport
 _WORTH = 1.02
 # Rates that differ by more than this part from what a run's own steps say are worth a word.
 _APART = 0.1
+# What the slowest rank gains, below which a gate is advised for a step whose balancing costs more than it saves.
+_GATED = 0.05
 # Unevenness that is left, above which it is worth a word.
 _MUCH_LEFT = 0.05
 
@@ -25,18 +27,33 @@ def advice_of(report: RunReport) -> str:
     return _of_observed(report) if report.balancing == "observed" else _of_balanced(report)
 
 
-def verdict_on(against: Against, report: RunReport) -> str:
-    """How much faster a run is than the first one, and where that is not what its own steps say; "" if not known."""
+def verdict_on(against: Against, base: RunReport, report: RunReport) -> str:
+    """How much faster a run is than the first one, and where that is not what its own steps say; "" if not known.
+
+    Args:
+        against: the run beside the first.
+        base: the first.
+        report: the run.
+    """
     if against.rows_per_s is None:
         return ""
     said = f"{against.run} trains {against.rows_per_s:.2f}× the rows per second of {against.base}"
-    own = report.gain.step if report.balancing == "balanced" else None
-    if own is None or against.differences or abs(against.rows_per_s / own - 1) < _APART:
+    if against.differences:
+        more = f" and {len(against.differences) - 1} more" if len(against.differences) > 1 else ""
+        return f"{said}; not balancing alone tells them apart, they differ in {against.differences[0]}{more}."
+    own = report.gain.step if report.balancing == "balanced" and _as_loaded(base) else None
+    if own is None or abs(against.rows_per_s / own - 1) < _APART:
         return f"{said}."
     return (
         f"{said}, while its own steps say that balancing gains {own:.2f}×: the two runs did not have equally fast "
         "machines, or other work ran beside one of them."
     )
+
+
+def _as_loaded(report: RunReport) -> bool:
+    """Whether nobody has made its ranks even: what balancing gains is what it gains over such a run."""
+    by_sampler = any(setting(report.log.config, f"trainer.{name}") for name in ("balance_sampler", "balance_batch"))
+    return report.balancing != "balanced" and not by_sampler
 
 
 def _of_unbalanced(report: RunReport) -> str:
@@ -68,9 +85,15 @@ def _of_balanced(report: RunReport) -> str:
     if gain.work is None or gain.work < _WORTH:
         return f"Balancing gains nothing: {_why_not(report)}."
     if gain.step is not None and gain.step < 1 and time is not None and time.saved is not None:
+        # Where a usual step gains more than that, the gate would let none pass.
+        gate = (
+            ""
+            if 1 - 1 / gain.work >= _GATED
+            else "let steps that gain little pass, with --trainer.shuffler.min-gain 0.05, or "
+        )
         return (
-            f"Balancing costs more than it saves: {time.overhead:.1f} ms of a step for {time.saved:.1f} ms; let steps "
-            "that gain little pass, with --trainer.shuffler.min-gain 0.05, or leave it off."
+            f"Balancing costs more than it saves: {time.overhead:.1f} ms of a step for {time.saved:.1f} ms; "
+            f"{gate}leave it off."
         )
     possible = "" if gain.possible is None else f", of {gain.possible:.2f}× possible"
     steps = "" if gain.step is None else f", and a step {gain.step:.2f}×"

@@ -154,6 +154,13 @@ def test_why_a_run_gains_less(tmp_path, changes, said):
     assert said in advice_of(report_of(tmp_path, **changes))
 
 
+def test_a_gate_is_advised_only_where_it_would_close(tmp_path):
+    slow = {"exchange_ms": 400.0, "step_ms": 900.0, "total_ms": 9000.0}
+    assert "min-gain" not in advice_of(report_of(tmp_path / "much", **slow))
+    little = {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
+    assert "--trainer.shuffler.min-gain 0.05, or leave" in advice_of(report_of(tmp_path / "little", **slow, **little))
+
+
 def test_a_single_rank_and_even_ranks_have_nothing_to_gain(tmp_path):
     assert "single rank" in advice_of(report_of(tmp_path, make_steps(ranks=1)))
     even = [step | {"imbalance_before": 0.001} for step in AS_LOADED]
@@ -171,11 +178,19 @@ def test_runs_beside_each_other(tmp_path):
     assert against.step_ms == pytest.approx(base.speed.step_ms / other.speed.step_ms)
     assert against.loss.lines == 8 and against.loss.step == 60
     assert against.loss.largest == against.loss.at_end == pytest.approx(1e-4)
-    assert verdict_on(against, other).endswith(
+    assert verdict_on(against, base, other).endswith(
         f"trains {against.rows_per_s:.2f}× the rows per second of {base.log.name}."
     )
     slower = dataclasses.replace(against, rows_per_s=0.8)
-    assert "while its own steps say" in verdict_on(slower, other)
+    assert "while its own steps say" in verdict_on(slower, base, other)
+    # Against a run that is balanced, or dealt out by work, a run gains less than over its own rows as loaded.
+    same = dataclasses.replace(against, rows_per_s=1.0)
+    assert verdict_on(same, other, other).endswith(f"trains 1.00× the rows per second of {base.log.name}.")
+    dealt = RunReport.of(read_log(write_unlooked(tmp_path / "c", AS_LOADED, SIZES)))
+    dealt.log.config["trainer"]["balance_sampler"] = True
+    assert "while its own" not in verdict_on(same, dealt, other)
+    apart = dataclasses.replace(against, differences=("ranks: 2 and 4", "rows per step: 8 and 16"))
+    assert verdict_on(apart, base, other).endswith("they differ in ranks: 2 and 4 and 1 more.")
     json.dumps(against.to_dict())
 
 
