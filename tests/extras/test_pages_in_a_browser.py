@@ -73,7 +73,7 @@ def pages(tmp_path_factory):
     write_run(folder / "of-many-ranks", lines_of(make_steps(ranks=70, rows=4), [10] * 5))
     write_run(folder / "balanced-with-a-name-of-many-words", lines_of(make_steps(), [5] * 11))
     runs = [str(folder / name) for name in ("as-loaded", "of-many-ranks", "balanced-with-a-name-of-many-words")]
-    for name, folders in (("runs", runs), ("run", runs[2:])):
+    for name, folders in (("runs", runs), ("run", runs[2:]), ("two", runs[::2])):
         assert main(["report", *folders, "--html", str(folder / f"{name}.html")]) == 0
     return folder
 
@@ -110,6 +110,14 @@ def test_a_page_fits_and_is_read(browser, address, tmp_path, width, scheme):
             assert box["width"] > 300 and box["x"] >= 0 and box["x"] + box["width"] <= width
         page.screenshot(path=tmp_path / "page.png", full_page=True)
         assert (tmp_path / "page.png").stat().st_size > 50_000
+
+
+def test_two_runs_stand_beside_each_other_on_a_telephone(browser, pages):
+    with browser.new_context(viewport={"width": WIDTHS[0], "height": 900}) as context:
+        page = context.new_page()
+        page.goto((pages / "two.html").as_uri())
+        widths = page.locator(".scroll").evaluate_all("all => all.map(each => [each.scrollWidth, each.clientWidth])")
+        assert widths and all(needed <= there for needed, there in widths)
 
 
 def test_a_page_prints_in_light_colours_whatever_the_screen_has(browser, address, tmp_path):
