@@ -86,6 +86,11 @@ TRAIN_PARQUET = (
     "--dataset.dataset-path data"
 )
 
+TRAIN_SID = (
+    ".venv/bin/torchrun --standalone --nproc_per_node=2 -m sid_gr.train --config sid_gr/configs/demo.toml "
+    "--dataset.dataset-path data --sid.map-path data/sids.parquet --trainer.enable-balanced-shuffler"
+)
+
 FEW_STEPS = "--trainer.max-train-iters 2 --trainer.max-eval-iters 1"
 SHUFFLED = "--config hstu/configs/random.toml --trainer.enable-balanced-shuffler"
 TRAIN_RANDOM = f"torchrun --standalone --nproc_per_node=2 -m hstu.train {SHUFFLED}"
@@ -242,6 +247,11 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("docs/data.md", "Parquet files of your own", 0): Shell(
         more={TRAIN_PARQUET: ("--trainer.max-train-iters 2 --trainer.max-eval-iters 1", "an epoch takes a while")},
         files=("data/parquet.parquet/_manifest.json",),
+    ),
+    ("docs/data.md", "Semantic IDs, for SID-GR", 0): Shell(
+        prepare=("python -m benchmarks.raw_data ml-1m --output ml-1m.zip --num-users 80",),
+        more={TRAIN_SID: (FEW_STEPS, "an epoch takes minutes")},
+        files=("data/sids.parquet", "runs/sid-train/log.jsonl"),
     ),
     ("docs/architecture.md", "The tree", 0): Picture(),
     ("docs/architecture.md", "Who may know whom", 0): Picture(),
