@@ -84,7 +84,12 @@ def balanced(pipeline_class: type) -> type:
     Raises:
         TypeError: a class that cannot be balanced, or derives from one; the error says why and what to use instead.
     """
-    name = getattr(pipeline_class, "__name__", str(pipeline_class))
+    if not isinstance(pipeline_class, type):
+        raise TypeError(
+            f"pipeline_class is an object of {type(pipeline_class).__name__}; balanced takes the class itself: write "
+            f"balanced({type(pipeline_class).__name__})(model, optimizer, device, batch_shuffler=shuffler)"
+        )
+    name = pipeline_class.__name__
     known = _torchrec_ancestor(pipeline_class)
     if known in REFUSED:
         raise TypeError(f"{name} {'' if known == name else f'is a {known}, which '}{REFUSED[known]}")

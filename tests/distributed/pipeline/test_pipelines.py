@@ -355,6 +355,8 @@ def test_reset_drains_what_is_in_flight(ranks):
 def test_what_cannot_be_hooked_is_refused():
     with pytest.raises(TypeError, match="dict has no known place for the shuffle.*TrainPipelineSparseDist"):
         balanced(dict)
+    with pytest.raises(TypeError, match=r"is an object of TrainPipelineBase; .*: write balanced\(TrainPipelineBase\)"):
+        balanced(TrainPipelineBase(torch.nn.Linear(1, 1), None, torch.device("cpu")))
 
     class Mine(TrainPipelineSparseDist):
         pass
