@@ -83,7 +83,12 @@ class Simulate:
 
     def run(self) -> None:
         """Read, plan, print, draw."""
-        if (self.config is None) == (self.lengths is None):
+        if self.config is not None and self.lengths is not None:
+            raise ValueError(
+                f"--config is {self.config} and --lengths is {self.lengths}; each says what the rows are: give one "
+                "of them"
+            )
+        if self.config is None and self.lengths is None:
             raise ValueError(
                 "simulate needs --lengths, a file or a distribution, or --config, that of a training run: give one "
                 "of them"

@@ -128,7 +128,7 @@ MISTAKES = [
         ["--lengths", "huge.csv"],
         "can cost more than 2**63 operations, which no plan counts: check the",
     ),
-    (["--lengths", "zipf:1.2:9", "--config", "run.toml"], "give one of them"),
+    (["--lengths", "zipf:1.2:9", "--config", "run.toml"], "--config is run.toml and --lengths is zipf:1.2:9; each"),
     ([], "simulate needs --lengths"),
     (["--config", "run.toml", "--batch-size", "8"], "--batch-size belongs to --lengths"),
 ]
