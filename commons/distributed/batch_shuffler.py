@@ -471,7 +471,17 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
     def _workloads_of(self, batch: Any, schema: BatchSchema) -> Any:
         self._check_token_features(schema)
-        return self.get_workloads(batch)
+        try:
+            return self.get_workloads(batch)
+        except KeyError as error:
+            key = str(error.args[0]) if error.args else ""
+            if " " in key:
+                raise  # a sentence, which says enough
+            # A bare key, as batch.features["item"] raises it, would be all that the ranks get to read.
+            keys = [key for field in schema.jagged for key in field.keys]
+            raise KeyError(
+                f"get_workloads asks for {key!r}; the batch's keys are {keys}: correct get_workloads"
+            ) from error
 
     def _check_token_features(self, schema: BatchSchema) -> None:
         keys = [key for field in schema.jagged if field.name != "labels" for key in field.keys]

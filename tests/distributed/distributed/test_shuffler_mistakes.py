@@ -46,6 +46,7 @@ class Wrong(SquareShuffler):
             "nan": lambda: right.double() * float("nan"),
             "shape": lambda: right[:, None],
             "raises": lambda: {}["nothing here"],
+            "key": lambda: batch.features["no_such"].lengths(),
             "crash": lambda: 1 // 0,
         }[self.wrong]()
 
@@ -76,6 +77,7 @@ def _wrong(kind):
         ("nan", "ValueError", "rank 1: .*(nan|NaN)"),
         ("shape", "ValueError", r"rank 1: workloads have shape \(4, 1\)"),
         ("raises", "KeyError", "rank 1: nothing here"),
+        ("key", "KeyError", r"rank 1: get_workloads asks for 'no_such'; the batch's keys are \['"),
         ("crash", "RuntimeError", "rank 1: ZeroDivisionError"),
     ],
 )
