@@ -25,6 +25,8 @@ from commons.trainer.moments import milliseconds, now, wait_for
 
 # Fields of ShuffleStats with a number of every rank.
 SNAPSHOTS = ("loads_before", "loads_after", "lookups_before", "lookups_after")
+# Of more ranks than this, lines would be mostly these: every so many lines have them.
+_MANY_RANKS, _EVERY = 256, 10
 PER_RANK = (*SNAPSHOTS, "rank_speeds")
 # Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
 AVERAGED = [
@@ -82,6 +84,7 @@ class StepMeter:
         # Of the last line.
         self._details: dict[str, Any] = {}
         # Of all steps.
+        self._lines = 0
         self._loss = 0.0
         self._tokens = 0
         self._step_ms: list[float] = []
@@ -136,15 +139,19 @@ class StepMeter:
 
         `ranks` that share the data; `steps`, and `total_ms` of them; `ms_per_load`, where it is known; and of the last
         step, if it was looked at, `loads_before`, `loads_after`, `lookups_before` and `lookups_after` of every rank:
-        means over steps would hide how uneven they are.
+        means over steps would hide how uneven they are. Of more than 256 ranks, the first line and every tenth after it
+        have these.
         """
         return self._details
 
     def _describe(self, step_ms: list[float]) -> dict[str, Any]:
-        ms_per_load = self._ms_per_load
-        last = self._stats[-1]
+        ms_per_load, last = self._ms_per_load, self._stats[-1]
+        ranks = dist.get_world_size(resolve_process_group())
+        if ranks > _MANY_RANKS and self._lines % _EVERY:
+            last = None
+        self._lines += 1
         return {
-            "ranks": dist.get_world_size(resolve_process_group()),
+            "ranks": ranks,
             "steps": len(step_ms),
             "total_ms": sum(step_ms),
             **({} if ms_per_load is None else {"ms_per_load": ms_per_load}),

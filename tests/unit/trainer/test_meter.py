@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from commons.distributed.stats import ShuffleStats
+from commons.trainer import meter as meters
 from commons.trainer.launch import initialize_ranks
-from commons.trainer.meter import StatsMean, StepClock, StepSums
+from commons.trainer.meter import SNAPSHOTS, StatsMean, StepClock, StepMeter, StepSums, count_values
 
 
 def make_stats(**changes):
@@ -32,6 +33,17 @@ def test_stats_are_averaged_over_steps():
     mean.add(make_stats(measured_saving_ms=None, gated=False))
     assert mean.means()["measured_saving_ms"] == pytest.approx(4 / 3)  # 0, 0 and 4: one step does not know
     assert mean.means()["gated"] == 0.25
+
+
+@pytest.mark.parametrize(("ranks", "lines"), [(256, list(range(12))), (257, [0, 10])])
+def test_of_many_ranks_every_tenth_line_has_each(monkeypatch, ranks, lines):
+    monkeypatch.setattr(meters, "resolve_process_group", lambda: None)
+    monkeypatch.setattr(meters.dist, "get_world_size", lambda group=None: ranks)
+    meter = StepMeter(torch.device("cpu"), count_values)
+    meter._stats = [make_stats(lookups_before=(3, 4), lookups_after=(3, 4))]
+    told = [meter._describe([1.0]) for _ in range(12)]
+    assert [line for line, details in enumerate(told) if set(SNAPSHOTS) <= details.keys()] == lines
+    assert all(details["ranks"] == ranks and details["steps"] == 1 for details in told)
 
 
 def test_the_mean_loss_weighs_every_term_alike():
