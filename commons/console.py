@@ -50,13 +50,19 @@ def parser_error(text: str) -> str:
     'seed is -1'
     >>> parser_error("╭─ Value error ─╮\\n│ Error parsing __tyro-dummy-inner__.shuffler: slack is -1 │")
     'slack is -1'
+    >>> box = "╭─ Unrecognized options ─╮\\n│ Unrecognized options: --rank │\\n│ ──── │\\n│ Perhaps you meant: │\\n"
+    >>> parser_error(box + "│ --ranks [INT [INT ...]] │\\n│ Numbers of ranks. │\\n│ in evenrank --help │\\n╰──╯")
+    'Unrecognized options: --rank; perhaps you meant --ranks'
 
     """
     line = one_line(text).split("; For full helptext")[0]
     line = re.sub(r"^Value error[:;] ", "", line)
     line = re.sub(r"__tyro[-_]dummy[-_]inner__\.?", "", line)  # its name for what has none, such as a subcommand
     line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)
-    return re.sub(r"^(Unrecognized options)[:;] \1:", r"\1:", line)
+    line = re.sub(r"^(Unrecognized options)[:;] \1:", r"\1:", line)
+    said, _, meant = line.partition("; Perhaps you meant: ")
+    names = dict.fromkeys(re.findall(r"--[\w.-]+(?= [\[{A-Z])", meant))  # each with its help, which is long
+    return f"{said}; perhaps you meant {' or '.join(names)}" if names else line
 
 
 def wrapped_help(text: str, width: int | None = None) -> str:

@@ -241,7 +241,10 @@ def test_a_huge_seed(tmp_path):
             ["--trainer.train-batch-size", "0"],
             "^train_batch_size is 0; it must be an integer of at least 1: correct it",
         ),
-        (["--trainer.train-batch-sise", "4"], "^Unrecognized options: --trainer.train-batch-sise.*Perhaps you meant"),
+        (
+            ["--trainer.train-batch-sise", "4"],
+            "^Unrecognized options: --trainer.train-batch-sise.*perhaps you meant --trainer.train-batch-size",
+        ),
         (["--trainer.train-batch-size", "many"], "--trainer.train-batch-size"),
         (["--config"], "--config is without a value"),
         (
