@@ -129,7 +129,7 @@ def _report(error: Exception) -> int:
         )
     elif not is_user_error:
         line = f"{type(error).__name__}: {line}"
-    if dist.is_initialized():
+    if dist.is_initialized() and not re.match(r"rank \d+: ", line):  # where it travelled it names its rank
         line = f"rank {dist.get_rank()}: {line}"
     log_file = _write_traceback(error)
     if not is_user_error and log_file is not None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from commons.distributed.stats import ShuffleStats
+from commons.trainer import errors
 from commons.trainer import meter as meters
 from commons.trainer.launch import initialize_ranks
 from commons.trainer.meter import SNAPSHOTS, StatsMean, StepClock, StepMeter, StepSums, count_values
@@ -130,3 +131,21 @@ def test_a_program_started_with_sigint_ignored_goes_on(tmp_path, ctrl_c, at_star
     process = start("goes on", tmp_path)
     assert process.communicate(timeout=60) == (shown, "")
     assert process.returncode == status
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("seed is -1", "rank 1: seed is -1"),
+        ("rank 0: seed is -1 (and on rank 1)", "rank 0: seed is -1 (and on rank 1)"),
+    ],
+)
+def test_a_mistake_that_has_travelled_names_its_rank_alone(monkeypatch, capsys, text, shown):
+    monkeypatch.setattr(errors, "_claim_report", lambda: True)
+    monkeypatch.setattr(errors, "_others_ask_here", lambda: False)
+    monkeypatch.setattr(errors.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(errors.dist, "get_rank", lambda: 1)
+    before = signal.getsignal(signal.SIGTERM)
+    assert errors._report(ValueError(text)) == 2
+    signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == f"error: {shown}\n"
