@@ -474,13 +474,13 @@ class BaseTaskBalancedBatchShuffler(ABC):
         try:
             return self.get_workloads(batch)
         except KeyError as error:
-            key = str(error.args[0]) if error.args else ""
-            if " " in key:
-                raise  # a sentence, which says enough
-            # A bare key, as batch.features["item"] raises it, would be all that the ranks get to read.
+            asked = str(error.args[0]) if error.args else ""
             keys = [key for field in schema.jagged for key in field.keys]
+            if len(asked.split()) != 1 or asked in keys:
+                raise  # a sentence, which says enough, or the key of something else
+            # A bare key, as batch.features["item"] raises it, would be all that the ranks get to read.
             raise KeyError(
-                f"get_workloads asks for {key!r}; the batch's keys are {keys}: correct get_workloads"
+                f"get_workloads asks for {asked!r}; the batch's keys are {keys}: correct get_workloads"
             ) from error
 
     def _check_token_features(self, schema: BatchSchema) -> None:

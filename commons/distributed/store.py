@@ -56,6 +56,8 @@ def break_off() -> None:
         os.close(stderr)
 
 
+# How long a host that ends takes to close its connections, mostly.
+_CLOSING_SECONDS = 0.005
 # A thread that waits for a host that stands still is not waited for when the program ends.
 _WORKER = DaemonWorker("evenrank-store", exit_seconds=1.0, break_off=break_off)
 
@@ -236,4 +238,7 @@ def _require_listening(store: dist.Store) -> None:
     """Raise ConnectionError if the store's host has ended: torch would print forty lines of C++ about it."""
     tcp = _tcp_store(store)
     if tcp is not None:
+        _LINE.require_whole(tcp.host, tcp.port)
+        # A process that is being ended closes one connection after another, and this one perhaps last.
+        time.sleep(_CLOSING_SECONDS)
         _LINE.require_whole(tcp.host, tcp.port)
