@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from commons.dispatch.channel import DispatchChannel
 from commons.dispatch.trim import Trim, Window, find_windows
+from commons.dispatch.widen import Found, Widening, agree_on_padding, find_padding
 from commons.sequence_batch.plain_values import differences
 from commons.sequence_batch.rows import Rows
 
@@ -28,12 +29,14 @@ class OwnRows:
         columns: by name, int64 `(rows,)`: what all ranks are to know of each row; None for what is not given.
         windows: what each trim would keep of the whole.
         schema: what must be equal on all ranks; None without a batch.
+        found: by field, what its rows have beyond their tokens.
     """
 
     rows: Rows[Any] | None
     columns: Mapping[str, np.ndarray | None]
     windows: Sequence[Window] = ()
     schema: dict[str, Any] | None = None
+    found: Found = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Rows[Any] | None, columns: Mapping[str, np.ndarray | None], trims: Sequence[Trim]) -> OwnRows:
@@ -53,7 +56,8 @@ class OwnRows:
         windows = find_windows(rows, trims)
         schema = rows.schema(varying=[path for window in windows for path in window.fields])
         real = {name: None if column is None else column[: rows.real] for name, column in columns.items()}
-        return cls(rows if rows.real == rows.count else rows.select(range(rows.real)), real, windows, schema)
+        rows = rows if rows.real == rows.count else rows.select(range(rows.real))
+        return cls(rows, real, windows, schema, find_padding(rows, trims, windows))
 
     @property
     def count(self) -> int:
@@ -63,7 +67,7 @@ class OwnRows:
 
 def gather_rows(
     channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarray, num_trims: int
-) -> tuple[dict[str, np.ndarray | None], list[int]]:
+) -> tuple[dict[str, np.ndarray | None], Widening]:
     """Tell all ranks of the own rows, and hear of theirs.
 
     Args:
@@ -73,26 +77,26 @@ def gather_rows(
         num_trims: how many trims there are.
 
     Returns:
-        Each column int64 `(rows of all ranks,)`, rank by rank, None where no rank gives it; and for each trim the
-        widest sequences of any rank.
+        Each column int64 `(rows of all ranks,)`, rank by rank, None where no rank gives it; and what padded sequences
+        are like on all ranks.
 
     Raises:
-        ValueError: batches that differ between ranks, or a column that some ranks give and others do not; on all.
+        ValueError: batches that differ between ranks, a column that some ranks give and others do not, or a field whose
+            padding has different values; on all.
         RankMissingError: a rank did not take part in time.
     """
     most, names = int(rows_per_rank.max()), list(own.columns)
-    head = np.zeros(1 + len(names) + num_trims, dtype=np.int64)
+    head = np.zeros(2 + len(names) + num_trims, dtype=np.int64)
     table = np.zeros((len(names), most), dtype=np.int64)
     for place, column in enumerate(own.columns.values()):
-        head[1 + place] = _NO_ROWS if not own.count else _ABSENT if column is None else _GIVEN
+        head[2 + place] = _NO_ROWS if not own.count else _ABSENT if column is None else _GIVEN
         if column is not None:
             table[place, : own.count] = column
     if own.schema is not None:
-        text = json.dumps(own.schema, sort_keys=True).encode()
-        head[0] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1 | 1
-        head[1 + len(names) :] = [window.width for window in own.windows]
+        head[:2] = _digest(own.schema), _digest(own.found)
+        head[2 + len(names) :] = [window.width for window in own.windows]
     gathered = channel.gather(np.concatenate([head, table.ravel()]), channel.step, "gather of workloads")
-    digests, states = gathered[:, 0], gathered[:, 1 : 1 + len(names)]
+    digests, states = gathered[:, 0], gathered[:, 2 : 2 + len(names)]
     if len(np.unique(digests[digests > 0])) > 1:
         _raise_for_difference([json.loads(text) for text in channel.gather_text(json.dumps(own.schema), channel.step)])
     _require_on_all_or_none(names, states)
@@ -102,7 +106,17 @@ def gather_rows(
         name: tables[:, place][is_row] if (states[:, place] == _GIVEN).any() else None
         for place, name in enumerate(names)
     }
-    return columns, gathered[:, 1 + len(names) : len(head)].max(axis=0).tolist()
+    found = [own.found]
+    if num_trims and len(np.unique(gathered[:, 1])) > 1:
+        found = [json.loads(text) for text in channel.gather_text(json.dumps(own.found), channel.step)]
+    padding = agree_on_padding(found, channel.names)
+    return columns, Widening(gathered[:, 2 + len(names) : len(head)].max(axis=0).tolist(), padding)
+
+
+def _digest(described: Any) -> int:
+    """63 bits, never 0, of what JSON can hold."""
+    text = json.dumps(described, sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1 | 1
 
 
 def _require_on_all_or_none(names: Sequence[str], states: np.ndarray) -> None:

@@ -18,7 +18,8 @@ from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.exchange import Piece, exchange
 from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.planning import as_int64_ids, plan_redistribution
-from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, join_trimmed, trim_rows
+from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
+from commons.dispatch.widen import Widening, join_trimmed
 from commons.distributed.control import open_channel
 from commons.distributed.errors import attempt
 from commons.perf_model.loads import imbalance
@@ -153,7 +154,7 @@ def redistribute_balanced(
         group_ids: integers or strings `(rows,)`: rows with one id come together, even from different ranks.
         slack: fraction of the best load that may be given up to keep rows where they are.
         trim: which fields are padded sequences: they may differ in width between ranks, and become as wide as the
-            longest row that a rank ends with.
+            longest row that a rank ends with, filled with the padding that they have already (`Trim.fill`).
         timeout: seconds after which a rank that does not take part is reported.
 
     Returns:
@@ -161,7 +162,8 @@ def redistribute_balanced(
 
     Raises:
         ValueError: on all ranks: fields of different numbers of rows, wrong workloads, no rows at all or fewer (or
-            fewer groups) than ranks, batches that differ between ranks, or ranks that pass different options.
+            fewer groups) than ranks, batches that differ between ranks, sequences to widen whose padding is not one
+            value, or ranks that pass different options.
         TypeError: on all ranks: a batch that cannot be sent.
         KeyError: on all ranks: a field to trim that is not there, or a class that a rank has not imported.
         RankMissingError: a rank did not take part in time.
@@ -179,12 +181,12 @@ def redistribute_balanced(
         num_own = 0 if own is None else own.count
         rows_per_rank = np.array(channel.begin(_CALL, options, error, num_own)[0])
         assert own is not None  # noqa: S101  begin raised the error
-        columns, widths = gather_rows(channel, own, rows_per_rank, len(trims))
+        columns, widening = gather_rows(channel, own, rows_per_rank, len(trims))
         all_workloads, all_ids = columns["workloads"], columns["group_ids"]
         if all_workloads is None:
             all_workloads = np.empty(0, dtype=np.int64)
         plan = plan_redistribution(all_workloads, rows_per_rank, equal_size=equal_size, group_ids=all_ids, slack=slack)
-        return carry_out(channel, _CALL, own, plan, trims, widths, group, timeout)
+        return carry_out(channel, _CALL, own, plan, trims, widening, group, timeout)
 
 
 def one_sided(trim: Trim | Sequence[Trim] | None) -> tuple[Trim, ...]:
@@ -227,7 +229,7 @@ def carry_out(
     own: OwnRows,
     plan: ShufflePlan,
     trims: tuple[Trim, ...],
-    widths: Sequence[int],
+    widening: Widening,
     group: dist.ProcessGroup | None,
     timeout: float,
 ) -> RedistributedRows[Any]:
@@ -239,7 +241,7 @@ def carry_out(
         own: this rank's rows.
         plan: gives every rank a row.
         trims: how padded sequences are cut.
-        widths: for each trim the widest sequences of any rank.
+        widening: what padded sequences are like on all ranks.
         group: the ranks as the caller gave them, for the way home.
         timeout: seconds after which a rank that does not take part is reported, then.
 
@@ -260,7 +262,7 @@ def carry_out(
     def join(pieces: list[Piece | None]) -> tuple[Rows[Any], list[Window]]:
         present = [piece for piece in pieces if piece is not None]
         cut = [[Window(trim.name, *each) for trim, each in zip(trims, piece.extra or ())] for piece in present]
-        return join_trimmed([piece.rows for piece in present], cut, trims, widths)
+        return join_trimmed([piece.rows for piece in present], cut, trims, widening)
 
     sent = int((destination_of_own != channel.rank).sum())
     exchanged = exchange(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,7 +19,8 @@ from commons.checks import as_count
 from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.exchange import Piece, exchange
 from commons.dispatch.planning import part_indices, split_rows, take_part
-from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
+from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows
+from commons.dispatch.widen import agree_on_padding, find_padding, trim_share
 from commons.distributed.control import open_channel
 from commons.distributed.errors import attempt
 from commons.perf_model.partitioner import Partition
@@ -211,7 +213,7 @@ def scatter_balanced(
             initialised, else all ranks. Without torch.distributed the share is the whole batch.
         equal_size: ranks' numbers of rows differ by at most one; with `group_ids`, their numbers of groups do.
         pad: pad all shares to one number of rows. Padding is -1 in `indices`, and below `actual_batch_size` where the
-            batch has that.
+            batch has that; in another batch, fields that are trimmed hold there what they hold beyond their tokens.
         group_ids: on the source, integers or strings `(rows,)`: rows with one id stay together.
         trim: which fields are padded sequences: each share becomes as wide as its own longest row.
         timeout: seconds after which a rank that does not take part is reported.
@@ -280,10 +282,17 @@ def scatter_rows(
         given, error = attempt(source_rows)
     split = None if given is None else given[1]
 
+    @cache
+    def padding_of_batch() -> dict[str, Any]:
+        assert given is not None  # noqa: S101  called where there are rows
+        real = given[0].select(range(given[0].real))
+        return agree_on_padding([find_padding(real, trims, find_windows(real, trims))], [source.rank])
+
     def share_of(rank: int) -> Piece:
         assert given is not None  # noqa: S101  called where there are rows
         rows, split = given
-        share, windows = trim_rows(take_part(rows, split.indices[rank]), trims)
+        indices = split.indices[rank]
+        share, windows = trim_share(take_part(rows, indices), int((indices >= 0).sum()), trims, padding_of_batch)
         columns = [[window.start, window.stop, window.width] for window in windows]
         return Piece(share, split.indices[rank], [split.imbalance, columns])
 

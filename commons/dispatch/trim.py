@@ -35,7 +35,9 @@ class Trim:
             default is every field whose first two dimensions are those of the mask; state them where a field has that
             shape by chance. With `lengths` they have to be stated.
         side: where the padding is: "right", "left", or with a mask "both".
-        fill: by field, the value that padding has where rows become wider again; 0 if not given.
+        fill: by field, the value that padding has where rows become wider. By default it is read from the rows: what a
+            field has beyond the last token of a row (before the first one, with "left"), on any rank; 0 for the mask.
+            To be stated where that is not one value, or where no row of any rank has padding.
 
     Raises:
         ValueError: neither or both of mask and lengths, lengths without fields or with side "both", an unknown side.
@@ -45,7 +47,7 @@ class Trim:
     lengths: Key | None = None
     fields: Sequence[Key] | None = None
     side: Side = "right"
-    fill: Mapping[Key, float] = field(default_factory=dict)
+    fill: Mapping[Key, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.mask is None) == (self.lengths is None):
@@ -138,7 +140,7 @@ def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
         The batch, and what was kept for each trim.
 
     Raises:
-        KeyError: a field that the batch does not have.
+        KeyError: a field that the batch does not have, or one to fill that is not cut.
         ValueError: a mask or lengths of the wrong shape, or a field of another width.
 
     Examples:
@@ -166,32 +168,6 @@ def trim_rows(rows: Rows[B], trims: Sequence[Trim]) -> tuple[Rows[B], list[Windo
     return (rows.map(cut) if trims else rows), windows
 
 
-def join_trimmed(
-    parts: Sequence[Rows[B]], cut: Sequence[Sequence[Window]], trims: Sequence[Trim], widths: Sequence[int]
-) -> tuple[Rows[B], list[Window]]:
-    """The rows of trimmed batches as one, as wide as the widest of them, lined up where their sequences begin or end.
-
-    Args:
-        parts: the batches, of one structure.
-        cut: the windows of each.
-        trims: how all of them were cut, at one side.
-        widths: for each trim the width that `untrim` gives back.
-
-    Returns:
-        The rows, and the columns that they have of these widths.
-    """
-    windows = []
-    for number, (trim, width) in enumerate(zip(trims, widths)):
-        kept = [each[number].stop - each[number].start for each in cut]
-        parts = [
-            _widen(rows, max(kept) - columns, each[number].fields, trim)
-            for rows, columns, each in zip(parts, kept, cut)
-        ]
-        start = width - max(kept) if trim.side == "left" else 0
-        windows.append(Window(trim.name, start, start + max(kept), width, cut[0][number].fields))
-    return Rows.concat(parts), windows
-
-
 def untrim(values: B, window: Window, fill: float = 0) -> B:
     """Results per token as wide as the sequences were before they were cut.
 
@@ -211,7 +187,7 @@ def untrim(values: B, window: Window, fill: float = 0) -> B:
                 f"{path_name(path)!r} is a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}; "
                 f"results per token have {kept} columns, as the trimmed sequences: pass these alone"
             )
-        return _pad_columns(value, window.start, window.width - window.stop, fill)
+        return pad_columns(value, window.start, window.width - window.stop, fill)
 
     return Rows.of(values).map(widen).batch
 
@@ -266,7 +242,23 @@ def _kept_columns(trim: Trim, leaves: _Leaves, width: int) -> tuple[int, int]:
 
 
 def _fields_of(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
-    """The fields that a trim cuts, by path; the mask first."""
+    """The fields that a trim cuts, by path; the mask first.
+
+    Raises:
+        KeyError: a field to cut or to fill that is not there.
+    """
+    fields = _cut_fields(trim, leaves)
+    for key in trim.fill:
+        if as_path(key) not in fields:
+            known = ", ".join(repr(path_name(path)) for path in fields)
+            raise KeyError(
+                f"fill names {path_name(as_path(key))!r}, the trim by {trim.name!r} cuts {known}; what becomes wider "
+                "is filled: name one of these"
+            )
+    return fields
+
+
+def _cut_fields(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
     fields: dict[Path, Any] = {}
     if trim.mask is not None:
         mask = _find(trim.mask, leaves)
@@ -300,19 +292,12 @@ def _find(key: Key | None, leaves: _Leaves) -> Any:
     return leaves[path][1]
 
 
-def _widen(rows: Rows[B], missing: int, fields: Sequence[Path], trim: Trim) -> Rows[B]:
-    if not missing:
-        return rows
-    fill = {as_path(key): value for key, value in trim.fill.items()}
-    left, right = (missing, 0) if trim.side == "left" else (0, missing)
-
-    def widen(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
-        return _pad_columns(value, left, right, fill.get(path, 0)) if path in fields else value
-
-    return rows.map(widen)
-
-
-def _pad_columns(value: Any, left: int, right: int, fill: float) -> Any:
+def pad_columns(value: Any, left: int, right: int, fill: Any) -> Any:
+    """A tensor or array `(rows, width, ...)` with more columns, all of one value, at its sides."""
+    rows, _, *rest = value.shape
     if isinstance(value, np.ndarray):
-        return np.pad(value, [(0, 0), (left, right)] + [(0, 0)] * (value.ndim - 2), constant_values=fill)
-    return torch.nn.functional.pad(value, [0, 0] * (value.dim() - 2) + [left, right], value=fill)
+        beside = [np.full((rows, columns, *rest), fill, dtype=value.dtype) for columns in (left, right)]
+        return np.concatenate([beside[0], value, beside[1]], axis=1)
+    return torch.cat(
+        [value.new_full((rows, left, *rest), fill), value, value.new_full((rows, right, *rest), fill)], dim=1
+    )

@@ -68,7 +68,7 @@ def pack_jointly(
         number, rows_per_rank = most_needed(needs), np.array([each.rows for each in needs])
         alone = all(each.micro_batches for each in needs) and all_can_make(number, needs)
         own = offer.with_own_packing(number if alone else None)
-        gathered, widths = gather_rows(channel, own, rows_per_rank, len(offer.trims))
+        gathered, widening = gather_rows(channel, own, rows_per_rank, len(offer.trims))
         rows = {name: _present(column) for name, column in gathered.items()}
         started = time.perf_counter()
         plan = plan_jointly(
@@ -77,7 +77,7 @@ def pack_jointly(
         seconds = offer.seconds + time.perf_counter() - started
         columns = RowColumns(rows["lengths"], gathered["workloads"], rows["loss_tokens"])
         shuffle = _as_shuffle(columns, plan, rows_per_rank)
-        moved = carry_out(channel, CALL, own, shuffle, offer.trims, widths, group, timeout)
+        moved = carry_out(channel, CALL, own, shuffle, offer.trims, widening, group, timeout)
     here = moved.indices.numpy()
     micro_batch = plan.micro_batch[here][:: spec.granularity]
     return MicroBatches.of(

@@ -78,7 +78,7 @@ def pack_micro_batches(
             values of a BaseBatch that has labels, else `lengths`.
         joint: plan the rows of all ranks together; the same on all of them.
         trim: with `joint`, which fields are padded sequences: they may differ in width between ranks, and become as
-            wide as the longest row that a rank ends with.
+            wide as the longest row that a rank ends with, filled with the padding that they have already (`Trim.fill`).
         timeout: seconds after which a rank that does not take part is reported.
 
     Raises:

@@ -17,14 +17,14 @@ from commons.sequence_batch.type_names import find_type, type_name, unknown_type
 
 # A JSON object has one entry: its key says what the value is. Lists and scalars stand for themselves.
 _TUPLE, _DICT, _BYTES, _DTYPE, _DEVICE, _NUMPY = "tuple", "dict", "bytes", "dtype", "device", "numpy"
-_SIZE, _ORDERED, _NAMED_TUPLE, _ENUM = "size", "ordered", "namedtuple", "enum"
+_SIZE, _ORDERED, _NAMED_TUPLE, _ENUM, _COMPLEX = "size", "ordered", "namedtuple", "enum", "complex"
 
 
 def encode_plain(value: Any, path: Path) -> Any:
     """A value that json.dumps takes.
 
     Args:
-        value: None, bool, int, float, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a member of an
+        value: None, bool, int, float, complex, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a member of an
             enum, or a list, tuple, namedtuple, dict or OrderedDict of these.
         path: where in the batch it is, for the error.
 
@@ -40,6 +40,8 @@ def encode_plain(value: Any, path: Path) -> Any:
     if type(value) is dict or type(value) is OrderedDict:
         items = [[encode_plain(key, path), encode_plain(item, path)] for key, item in value.items()]
         return {_DICT if type(value) is dict else _ORDERED: items}
+    if type(value) is complex:
+        return {_COMPLEX: [value.real, value.imag]}
     if type(value) is bytes:
         return {_BYTES: base64.b64encode(value).decode("ascii")}
     if isinstance(value, enum.Enum):
@@ -75,6 +77,8 @@ def decode_plain(data: Any) -> Any:
     if kind in (_DICT, _ORDERED):
         pairs = ((decode_plain(key), decode_plain(item)) for key, item in content)
         return dict(pairs) if kind == _DICT else OrderedDict(pairs)
+    if kind == _COMPLEX:
+        return complex(*content)
     if kind == _BYTES:
         return base64.b64decode(content)
     if kind in (_ENUM, _NAMED_TUPLE):

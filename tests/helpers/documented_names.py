@@ -238,6 +238,26 @@ def score_rows(rows: dict[str, torch.Tensor]) -> torch.Tensor:
     return (rows["input_ids"] * places * rows["attention_mask"]).sum(1)
 
 
+def with_labels(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows with labels as a collator of Hugging Face makes them: -100 where there is padding."""
+    return rows | {"labels": torch.where(rows["attention_mask"] != 0, rows["input_ids"], -100)}
+
+
+def same_loss(dealt: list[dict[str, torch.Tensor]], plain: list[dict[str, torch.Tensor]]) -> None:
+    """Hugging Face's loss of what the ranks were dealt, over as many labels, is that of the rows as they were."""
+
+    def loss_and_labels(rows: dict[str, torch.Tensor]) -> tuple[float, int]:
+        logits = torch.rand(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[rows["input_ids"]]
+        labels = rows["labels"][:, 1:].flatten()
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+        return float(loss), int((rows["labels"] != -100).sum())
+
+    (losses, labels), (of_plain, labels_of_plain) = (
+        map(sum, zip(*of_all([loss_and_labels(rows) for rows in each]))) for each in (dealt, plain)
+    )
+    assert labels == labels_of_plain > 0 and abs(losses - of_plain) < 1e-9 * of_plain
+
+
 def padded_rows() -> dict[str, Any]:
     """A batch of padded rows, and a model that scores them."""
     return {"batch": token_rows([3, 40, 5, 7, 30, 2, 9, 12, 1, 25, 8, 6], seed=1), "model": score_rows}
@@ -252,7 +272,7 @@ def predictions_in_order(names: dict[str, Any]) -> None:
 def rows_of_ranks() -> dict[str, Any]:
     """A batch on rank 0, and rollouts that every rank has padded to its own longest."""
     rank = dist.get_rank()
-    whole = padded_rows()
+    whole = {"batch": with_labels(padded_rows()["batch"])}
     task = evenrank.SelfAttentionTask(hidden_size=64, num_heads=4, head_dim=16)
     lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][rank]
     return {
@@ -260,7 +280,7 @@ def rows_of_ranks() -> dict[str, Any]:
         "model": score_rows,
         "batch_or_none": whole["batch"] if rank == 0 else None,
         "workloads_or_none": task.get_workloads(whole["batch"]["attention_mask"].sum(1)) if rank == 0 else None,
-        "rollouts": token_rows(lengths, seed=2 + rank),
+        "rollouts": with_labels(token_rows(lengths, seed=2 + rank)),
     }
 
 
@@ -274,6 +294,8 @@ def results_came_home(names: dict[str, Any]) -> None:
     assert names["moved"].num_moved > 0
     for batch in (names["share"].batch, names["moved"].batch):
         assert batch["input_ids"].shape[1] == int(batch["attention_mask"].sum(1).max())
+    same_loss([names["share"].batch], [] if names["batch_or_none"] is None else [names["batch_or_none"]])
+    same_loss([names["moved"].batch], [names["rollouts"]])
 
 
 class _LanguageModel(nn.Module):
@@ -291,7 +313,7 @@ def language_model() -> dict[str, Any]:
     """A model, and rows of which the longest fills a micro-batch and has no label."""
     torch.manual_seed(0)
     batch = token_rows([16000, 3000, 5000, 200][dist.get_rank() :], seed=dist.get_rank())
-    batch["labels"] = torch.where(batch["attention_mask"] != 0, batch["input_ids"], -100)
+    batch = with_labels(batch)
     batch["labels"][0] = -100
     return {"model": _LanguageModel(), "batch": batch}
 
@@ -324,6 +346,7 @@ def rows_to_pack() -> dict[str, Any]:
 def even_by_index(names: dict[str, Any]) -> None:
     """The gradient is that of all rows, scores are back where their rows are, and both ranks know how even it was."""
     _gradient_is_of_all_rows(names)
+    same_loss(list(names["micro_batches"]), [names["batch"]])
     assert names["scores"].tolist() == score_rows(names["batch"]).tolist()
     assert max(names["micro_batches"].num_tokens) <= 16384
     assert len(names["evenness"]) == len(names["micro_batches"]) and min(names["evenness"]) >= 1

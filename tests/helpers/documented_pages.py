@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import evenrank
 from benchmarks.plain_karmarkar_karp import plain_karmarkar_karp
 from tests.helpers.documented import ROOT, documented_blocks
-from tests.helpers.documented_names import of_all, score_rows, token_rows
+from tests.helpers.documented_names import of_all, same_loss, score_rows, token_rows, with_labels
 
 
 def _sparse(lengths: dict[str, list[int]]) -> KeyedJaggedTensor:
@@ -130,12 +130,13 @@ def pairs_stayed_together(names: dict[str, Any]) -> None:
 def uneven_rollouts() -> dict[str, Any]:
     """Long ones on rank 0, short ones on rank 1."""
     lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][dist.get_rank()]
-    return {"rollouts": token_rows(lengths, seed=1), "reward_model": score_rows}
+    return {"rollouts": with_labels(token_rows(lengths, seed=1)), "reward_model": score_rows}
 
 
 def rewards_came_home(names: dict[str, Any]) -> None:
-    """In the order of the rank's own rows, after some have moved."""
+    """In the order of the rank's own rows, after some have moved; and what was dealt out trains as they do."""
     assert names["rewards"].tolist() == score_rows(names["rollouts"]).tolist()
+    same_loss([names["moved"].batch], [names["rollouts"]])
     assert names["moved"].num_moved > 0 and "largest load" in names["printed"]
 
 

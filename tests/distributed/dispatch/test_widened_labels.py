@@ -1,0 +1,141 @@
+"""Rows that become wider are trained as before: Hugging Face's loss of dealt rows is that of the plain ones."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from commons.dispatch import SingleRankLoader, Trim, redistribute_balanced, scatter_balanced
+from commons.micro_batching import MicroBatchSpec, count_loss_tokens, pack_micro_batches
+
+# The second rank has one long row, and so no padding; the third one has no rows.
+LENGTHS = [[5, 9, 2, 7], [12], [], [3, 3, 4]]
+PAD_TOKEN = 6
+
+
+def padded_texts(lengths, left, seed):
+    """As a collator makes them: token 6 and label -100 where there is padding, and on the first token, the prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths, default=0)
+    counts = torch.tensor(lengths, dtype=torch.int64).unsqueeze(1)
+    place = torch.arange(width) - (width - counts if left else 0)
+    mask = (place >= 0) & (place < counts)
+    ids = torch.randint(0, 6, mask.shape, generator=generator)
+    return {
+        "input_ids": torch.where(mask, ids, PAD_TOKEN),
+        "attention_mask": mask.long(),
+        "labels": torch.where(mask & (place > 0), ids, -100),
+        "advantages": torch.where(mask, torch.rand(mask.shape, generator=generator), 0.0),
+    }
+
+
+def plain_batches(left, world_size):
+    return [padded_texts(lengths, left, seed) for seed, lengths in enumerate(LENGTHS[:world_size])]
+
+
+def loss_and_labels(batch):
+    """The sum of Hugging Face's causal loss, how many labels it is over, and the sum of another field."""
+    logits = torch.rand(PAD_TOKEN + 1, PAD_TOKEN + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    predicted, labels = logits[batch["input_ids"]][:, :-1], batch["labels"][:, 1:]
+    loss = cross_entropy(predicted.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return torch.stack([loss, (batch["labels"] != -100).sum(), batch["advantages"].double().sum()])
+
+
+def sums(batches):
+    return sum((loss_and_labels(batch) for batch in batches), torch.zeros(3, dtype=torch.float64))
+
+
+def dealt(call, left):
+    """What the ranks train on, by one of the calls that deal rows out, and the rows there were."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    trim = Trim("attention_mask", side="left" if left else "right")
+    batches = plain_batches(left, world_size)
+    own = batches[rank] if LENGTHS[rank] else None
+    lengths = LENGTHS[rank] if LENGTHS[rank] else None
+    if call == "redistribute_balanced":
+        return [redistribute_balanced(own, lengths, trim=trim).batch], batches
+    if call == "pack_micro_batches":
+        spec = MicroBatchSpec(n_mbs=2, packing_algorithm="refined")
+        terms = None if own is None else count_loss_tokens(own["labels"])
+        packed = pack_micro_batches(own, spec, lengths, loss_tokens=terms, joint=True, trim=trim)
+        return list(packed), batches
+    if call == "SingleRankLoader":
+        loader = SingleRankLoader(batches[:1] if rank == 0 else None, trim=trim)
+        given = list(loader)
+        loader.close()
+        return given, batches[:1]
+    whole = padded_texts(LENGTHS[0] + [1], left, 5)  # five rows, which two or four ranks get an uneven share of
+    arguments = (whole, LENGTHS[0] + [1]) if rank == 0 else (None, None)
+    share = scatter_balanced(*arguments, trim=trim, pad=True)
+    assert bool((share.batch["input_ids"][share.is_padding] == PAD_TOKEN).all())
+    again = share.scatter_more(arguments[0], trim=trim)
+    assert torch.equal(again["labels"], share.batch["labels"])
+    return [share.batch], [whole]
+
+
+def same_loss(call, left):
+    batches, plain = dealt(call, left)
+    reached = sums(batches)
+    dist.all_reduce(reached)
+    return reached.tolist(), sums(plain).tolist()
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize(
+    "call", ["redistribute_balanced", "pack_micro_batches", "scatter_balanced", "SingleRankLoader"]
+)
+def test_the_loss_is_that_of_the_plain_rows(ranks, call, left):
+    for reached, expected in ranks.run(same_loss, call, left):
+        assert reached == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def dealt_out(change):
+    rank = dist.get_rank()
+    batch = padded_texts([5, 2], False, rank)
+    fill = {}
+    if change == "several values":
+        batch["labels"][1, 2:] = torch.tensor([-100, 0, -100]) if rank else -100
+    elif change == "another value":
+        batch["labels"][1, 2:] = -100 if rank else 0
+    elif change == "no padding":
+        batch = padded_texts([5 + 4 * rank] * (3 - 2 * rank), False, rank)
+    elif change == "stated":
+        batch = padded_texts([5 + 4 * rank] * (3 - 2 * rank), False, rank)
+        fill = {"labels": -100, "input_ids": PAD_TOKEN, "advantages": 0}
+    elif change == "unknown":
+        fill = {"label": -100}
+    try:
+        moved = redistribute_balanced(batch, [1] * len(batch["labels"]), trim=Trim("attention_mask", fill=fill))
+    except (ValueError, KeyError) as error:
+        return type(error).__name__, str(error)
+    return int((moved.batch["labels"] != -100).sum()), int((batch["labels"] != -100).sum())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "several values",
+            "'labels' is -100 and 0 beyond the tokens of its rows on rank 1; .* in Trim, fill={'labels': -100}",
+        ),
+        ("another value", "'labels' is 0 and -100 beyond the tokens of its rows on ranks 0 and 1; "),
+        (
+            "no padding",
+            "no row has padding in 'input_ids', 'labels', 'advantages', and rows 5 to 9 wide need it; .* "
+            "fill={'input_ids': 0, 'labels': -100, 'advantages': 0} for example",
+        ),
+        ("unknown", "fill names 'label', the trim by 'attention_mask' cuts 'attention_mask', 'input_ids', 'labels'"),
+    ],
+)
+def test_padding_that_nobody_knows_is_refused_on_every_rank(two_ranks, change, message):
+    for kind, said in two_ranks.run(dealt_out, change):
+        assert kind == ("KeyError" if change == "unknown" else "ValueError") and re.search(message, said)
+
+
+def test_padding_that_is_stated(two_ranks):
+    results = two_ranks.run(dealt_out, "stated")
+    assert sum(after for after, _ in results) == sum(before for _, before in results)

@@ -1,0 +1,128 @@
+"""Rows of different widths in one batch: the padding that they have is what they are filled with."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from commons.dispatch import Trim, redistribute_balanced, scatter_balanced, trim_batch
+from commons.dispatch.trim import find_windows
+from commons.dispatch.widen import Widening, agree_on_padding, find_padding, join_trimmed
+from commons.sequence_batch.rows import Rows, concat_rows
+
+lengths = st.lists(st.integers(0, 6), min_size=1, max_size=5)
+NAN, DAY = float("nan"), np.datetime64("2026-01-01")
+
+
+def texts(lengths, width, side, tokens=7):
+    """Ids of 0 to 6 and their labels; the first token of a row is a prompt."""
+    columns = torch.arange(width)
+    counts = torch.tensor(lengths).unsqueeze(1)
+    place = columns - (width - counts) if side == "left" else columns.expand(len(lengths), width)
+    mask = (place >= 0) & (place < counts)
+    ids = (place * 3 + counts) % tokens
+    return {
+        "mask": mask,
+        "ids": torch.where(mask, ids, 0),
+        "labels": torch.where(mask & (place > 0), ids, -100),
+    }
+
+
+def loss(batch):
+    logits = torch.rand(7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[batch["ids"]]
+    labels = batch["labels"]
+    kept = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    return float(kept), int((labels != -100).sum())
+
+
+def joined(batches, trim):
+    """What a rank makes of its own rows and those of others."""
+    found = []
+    trimmed, cut = zip(*(trim_batch(batch, trim) for batch in batches))
+    for batch in batches:
+        rows = Rows.of(batch)
+        found.append(find_padding(rows, [trim], find_windows(rows, [trim])))
+    width = max(batch["ids"].shape[1] for batch in batches)
+    widening = Widening([width], agree_on_padding(found, range(len(batches))))
+    return join_trimmed([Rows.of(batch) for batch in trimmed], cut, [trim], widening)[0].batch
+
+
+@given(st.lists(lengths, min_size=1, max_size=4), st.sampled_from(["left", "right"]), st.booleans())
+def test_the_loss_of_joined_rows_is_the_sum_of_theirs(parts, side, by_lengths):
+    batches = [texts(part, 7 + index, side) for index, part in enumerate(parts)]
+    trim = Trim("mask", side=side)
+    if by_lengths:
+        trim = Trim(lengths="n", fields=["ids", "labels", "mask"], side=side)
+        batches = [batch | {"n": torch.tensor(part)} for batch, part in zip(batches, parts)]
+    losses, labels = zip(*map(loss, batches))
+    reached, num_labels = loss(joined(batches, trim))
+    assert num_labels == sum(labels) and reached == pytest.approx(sum(losses), rel=1e-12)
+
+
+def sequences(fill, values, dtype=None):
+    """Two rows of a field, one of them padded; and one of a rank where no row is."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    kind = np.array if dtype is None or isinstance(dtype, (str, type)) else torch.tensor
+    padded = kind([[*values], [values[0], fill, fill]], dtype=dtype)
+    full = kind([[*values, values[0]]], dtype=dtype)
+    return [{"mask": mask, "ids": padded}, {"mask": torch.ones(1, 4, dtype=torch.int64), "ids": full}]
+
+
+@pytest.mark.parametrize(
+    ("fill", "values", "dtype"),
+    [
+        (-1.5, [1.0, 2.0, 3.0], torch.bfloat16),
+        (NAN, [1.0, 2.0, 3.0], torch.float32),
+        (-0.0, [1.0, 2.0, 0.0], torch.float64),
+        (1 + 2j, [1j, 2, 3], torch.complex64),
+        (True, [False, False, True], torch.bool),
+        (9, [1, 2, 3], torch.uint16),
+        (2**63, [1, 2, 3], torch.uint64),
+        ("<pad>", ["a", "bc", "def"], "U9"),
+        (None, ["a", {"b": 1}, 3], object),
+        (DAY, [DAY + 1, DAY + 2, DAY + 3], "M8[D]"),
+        (np.datetime64("NaT"), [DAY + 1, DAY + 2, DAY + 3], "M8[D]"),
+    ],
+    ids=repr,
+)
+def test_padding_of_any_kind(fill, values, dtype):
+    batch = joined(sequences(fill, values, dtype), Trim("mask"))
+    ids = batch["ids"].tolist()
+    expected = sequences(fill, values, dtype)[0]["ids"][1, 1:2].tolist() * 3
+    assert repr(ids[1]).replace("-0.0", "0.0") == repr([ids[0][0], *expected]).replace("-0.0", "0.0")
+    assert repr(ids[0][3]) == repr(expected[0]).replace("-0.0", "0.0") and ids[2][:3] == ids[0][:3]
+    assert batch["mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
+
+
+def test_a_hole_in_the_mask_is_no_padding():
+    mask = torch.tensor([[1, 0, 1, 0]])
+    batches = [{"mask": mask, "ids": torch.tensor([[5, 6, 7, 9]])}, {"mask": mask[:, :1], "ids": torch.tensor([[8]])}]
+    assert joined(batches, Trim("mask"))["ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+
+
+def test_stated_padding_needs_no_look():
+    full = [texts([3], 3, "right"), texts([5], 5, "right")]
+    with pytest.raises(ValueError, match="no row has padding in 'ids', 'labels', and rows 3 to 5 wide need it"):
+        joined(full, Trim("mask"))
+    batch = joined(full, Trim("mask", fill={"labels": -100, ("ids",): 6}))
+    assert loss(batch)[1] == sum(loss(each)[1] for each in full) and batch["ids"][0].tolist()[3:] == [6, 6]
+    same = [texts([3], 3, "right"), texts([3, 3], 3, "right")]
+    assert loss(joined(same, Trim("mask"))) == loss(concat_rows(same))
+
+
+def test_values_that_differ_beyond_the_tokens():
+    batch = texts([3, 1], 3, "right") | {"positions": torch.arange(3).expand(2, 3)}
+    message = "'positions' is 1 and 2 beyond the tokens of its rows on rank 0; rows become as wide as others with one"
+    with pytest.raises(ValueError, match=message + ".*state it in Trim, fill={'positions': 0} for example"):
+        redistribute_balanced(batch, [1, 1], trim=Trim("mask"))
+    moved = redistribute_balanced(batch, [1, 1], trim=Trim("mask", fill={"positions": 0}))
+    assert torch.equal(moved.batch["labels"], batch["labels"])
+    assert torch.equal(scatter_balanced(batch, [1, 1], trim=Trim("mask")).batch["labels"], batch["labels"])
+    with pytest.raises(KeyError, match=re.escape("fill names 'label', the trim by 'mask' cuts 'mask', 'ids', 'labe")):
+        trim_batch(batch, Trim("mask", fill={"label": -100}))
