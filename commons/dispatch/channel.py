@@ -1,8 +1,8 @@
 """EXCHANGE: what the dispatch functions say to one another: first who brings what, then bytes.
 
-Every call begins with one collective of a fixed size, in which each rank tells each other one whether it has failed,
-what it was asked to do, and how many bytes it has for it. A mistake on any rank is thus raised on all of them before
-any payload moves. Host tensors travel over the gloo group, those of a device over the payload group.
+Every call begins with one gather of a fixed size, in which each rank tells whether it has failed and what it was asked
+to do. A mistake on any rank, a different call among them, is thus raised on all of them before any payload moves. Host
+tensors travel over the gloo group, those of a device over the payload group.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class DispatchChannel(ControlChannel):
         options: dict[str, Any] | None,
         error: Exception | None,
         number: int = 0,
-        sizes: Sequence[int] = (),
-    ) -> tuple[list[int], list[int]]:
+    ) -> list[int]:
         """Start a call: agree that all ranks make the same one and that none has failed.
 
         Args:
@@ -53,10 +52,9 @@ class DispatchChannel(ControlChannel):
                 about these.
             error: what went wrong on this rank, if anything.
             number: any number for all ranks.
-            sizes: bytes for each rank, `(world_size,)`; none if not given.
 
         Returns:
-            Each rank's number, and the bytes that it has for this one.
+            Each rank's number.
 
         Raises:
             ValueError: ranks differ in call or options.
@@ -64,12 +62,11 @@ class DispatchChannel(ControlChannel):
             RankMissingError: a rank did not take part in time.
         """
         self.step += 1
-        numbers = np.zeros((self.world_size, 2), dtype=np.int64)
-        numbers[:, 0] = number
-        if len(sizes):
-            numbers[:, 1] = sizes
-        heard = self.agree(call, options, error, numbers, self.step)
-        return heard[:, 0].tolist(), heard[:, 1].tolist()
+        return self.agree_on_call(call, options, error, [number], self.step)[:, 0].tolist()
+
+    def swap_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes that each rank has for this one; `sizes` are those that this one has for each, `(world_size,)`."""
+        return self.swap(np.array(sizes, dtype=np.int64).reshape(-1, 1), self.step, "exchange of sizes")[:, 0].tolist()
 
     def confirm(self, error: Exception | None) -> None:
         """End a call: raise on all ranks what went wrong on any of them with what it received."""
@@ -85,7 +82,7 @@ class DispatchChannel(ControlChannel):
         Args:
             outgoing: uint8 `(sum(sizes),)`, by receiver; on the host, or on the device that the payload group works on.
             sizes: bytes for each rank.
-            incoming: bytes from each rank, as `begin` returned them.
+            incoming: bytes from each rank, as `swap_sizes` returned them.
 
         Returns:
             For each rank uint8 `(bytes from there,)`, where `outgoing` is.

@@ -83,11 +83,12 @@ def exchange(
         own, outgoing = packed or (None, None)
         place = _NOTHING_TO_SEND if outgoing is None else _ON_DEVICE if outgoing.bytes.is_cuda else _ON_HOST
     sizes = [0] * channel.world_size if outgoing is None else outgoing.sizes
-    places, incoming = channel.begin(call, options, error, place, sizes)
+    places = channel.begin(call, options, error, place)
     if max(places) == _NO_PIECES:
         return None
-    messages = [torch.empty(0)] * channel.world_size
+    messages, incoming = [torch.empty(0)] * channel.world_size, sizes
     if max(places) > _NOTHING_TO_SEND:
+        incoming = channel.swap_sizes(sizes)
         on_device = _ON_DEVICE in places and _ON_HOST not in places  # all use the same group
         with channel.failures_posted(channel.step, EXCHANGE):
             source = torch.empty(0, dtype=torch.uint8) if outgoing is None else outgoing.bytes

@@ -179,7 +179,7 @@ def redistribute_balanced(
         except Exception as caught:
             error = caught
         num_own = 0 if own is None else own.count
-        rows_per_rank = np.array(channel.begin(_CALL, options, error, num_own)[0])
+        rows_per_rank = np.array(channel.begin(_CALL, options, error, num_own))
         assert own is not None  # noqa: S101  begin raised the error
         columns, widening = gather_rows(channel, own, rows_per_rank, len(trims))
         all_workloads, all_ids = columns["workloads"], columns["group_ids"]

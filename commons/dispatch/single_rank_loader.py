@@ -77,7 +77,11 @@ class SingleRankLoader(Iterable[Any]):
                 "this rank is the source and passes no loader; the source loads for all ranks: pass it there, or name "
                 "another src"
             )
-        self._channel.begin(_CALL, self._options, error)
+        try:
+            self._channel.begin(_CALL, self._options, error)
+        except BaseException:
+            self.close()  # as ranks do that have made another call: all of them have the same groups free
+            raise
 
     @property
     def is_source(self) -> bool:

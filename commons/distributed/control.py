@@ -39,6 +39,8 @@ from commons.distributed.process_group import all_gather_single, resolve_process
 _WORD = 8
 # What a rank says of itself when ranks agree on a call; 0 is that all is well.
 _FAILED, _OPTIONS_UNKNOWN = 1, 2
+# Numbers of each rank in the first message of a call.
+_CALL_NUMBERS = 4
 
 C = TypeVar("C", bound="ControlChannel")
 
@@ -94,12 +96,11 @@ class ControlChannel(NamedCollectives):
             call: name of the call, in messages.
             options: what all ranks must pass alike, as JSON holds it; None where `error` is about these.
             error: what went wrong on this rank so far, if anything.
-            numbers: int64 `(n,)` for all ranks, or `(world_size, n)`: row r for rank r alone. Ranks that make the same
-                call bring as many.
+            numbers: int64 `(n,)` for all ranks, which bring as many.
             step: number of the step or call, in messages.
 
         Returns:
-            int64 `(world_size, n)`, the numbers that every rank has for this one.
+            int64 `(world_size, n)`, the numbers of every rank.
 
         Raises:
             ValueError: ranks differ in the call or in an option.
@@ -112,9 +113,7 @@ class ControlChannel(NamedCollectives):
         state = 0 if error is None else _FAILED if options is not None and problem is None else _OPTIONS_UNKNOWN
         digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big") >> 1
         own = np.asarray(numbers, dtype=np.int64)
-        head = np.broadcast_to(np.array([state, digest]), (*own.shape[:-1], 2))
-        message = np.concatenate([head, own], axis=-1)
-        table = self.gather(message, step, call) if own.ndim == 1 else self._swap(message, step, call)
+        table = self.gather(np.concatenate([np.array([state, digest]), own]), step, call)
         states = table[:, 0]
         # Different options come first: they often are why a rank has failed.
         if (table[:, 1] != digest).any() and not (states == _OPTIONS_UNKNOWN).any():
@@ -122,6 +121,28 @@ class ControlChannel(NamedCollectives):
         if states.any():
             self._raise_on_all(error, step)
         return table[:, 2:]
+
+    def agree_on_call(
+        self,
+        call: str,
+        options: dict[str, Any] | None,
+        error: Exception | None,
+        numbers: Sequence[int] = (),
+        step: int = 0,
+    ) -> np.ndarray:
+        """`agree` at the beginning of a call, by messages of one size: ranks that make different calls learn of it.
+
+        Args:
+            call: as of `agree`, like the others.
+            options: what all ranks must pass alike.
+            error: what went wrong on this rank.
+            numbers: up to four.
+            step: number of the call.
+
+        Returns, Raises: as `agree`.
+        """
+        padded = [*numbers, *[0] * (_CALL_NUMBERS - len(numbers))]
+        return self.agree(call, options, error, padded, step)[:, : len(numbers)]
 
     def gather(self, values: np.ndarray, step: int, what: str = "gather") -> np.ndarray:
         """Gather int64 `(n,)`, of one size on all ranks, into `(world_size, n)`.
@@ -175,8 +196,12 @@ class ControlChannel(NamedCollectives):
         self.wait(work, step, what, on_host=source.device.type == "cpu")
         return result.view(self.world_size, -1).tolist()
 
-    def _swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
-        """int64 `(world_size, n)`: row r goes to rank r; returns what each rank had for this one."""
+    def swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
+        """int64 `(world_size, n)`: row r goes to rank r; returns what each rank had for this one.
+
+        Raises:
+            RankMissingError: a rank did not take part in time; names it.
+        """
         if self._groups is None:
             return numbers
         source = torch.from_numpy(numbers)

@@ -89,13 +89,17 @@ def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: S
         calls: name and options of every rank's call.
         names: how the ranks are called.
     """
-    (first_call, first), of_first = calls[0], names[0]
+    (_, first), of_first = calls[0], names[0]
+    callers: dict[str, list[int]] = {}
+    for name_of_rank, (call, _) in zip(names, calls):
+        callers.setdefault(call, []).append(name_of_rank)
+    if len(callers) > 1:
+        made = " and ".join(
+            f"rank {ranks[0]} calls {call}" if len(ranks) == 1 else f"ranks {_listed(ranks)} call {call}"
+            for call, ranks in callers.items()
+        )
+        raise ValueError(f"{made}; all ranks make the same calls in the same order: correct the program")
     for name_of_rank, (call, options) in zip(names, calls):
-        if call != first_call:
-            raise ValueError(
-                f"rank {of_first} calls {first_call} and rank {name_of_rank} calls {call}; all ranks make the same "
-                "calls in the same order: correct the program"
-            )
         for name in {**first, **options}:
             mine, other = first.get(name), options.get(name)
             if mine == other:
@@ -107,3 +111,8 @@ def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: S
             else:
                 what = f"{name} is {mine!r} on rank {of_first} and {other!r} on rank {name_of_rank}"
             raise ValueError(f"{what} in {call}; all ranks pass the same: make them equal")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return ", ".join(map(str, ranks[:_NAMED])) + more

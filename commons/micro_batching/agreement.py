@@ -51,7 +51,7 @@ def exchange_needs(
     if error is not None and channel.world_size == 1:
         raise error
     own = [0] * 4 if needs is None else list(asdict(needs).values())
-    heard = channel.agree(CALL, options, error, own)
+    heard = channel.agree_on_call(CALL, options, error, own)
     return [Needs(*row) for row in heard.tolist()]
 
 

@@ -24,8 +24,8 @@ def encode_plain(value: Any, path: Path) -> Any:
     """A value that json.dumps takes.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a member of an
-            enum, or a list, tuple, namedtuple, dict or OrderedDict of these.
+        value: None, bool, int, float, complex, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a
+            member of an enum, or a list, tuple, namedtuple, dict or OrderedDict of these.
         path: where in the batch it is, for the error.
 
     Raises:

@@ -82,7 +82,7 @@ def _heard(shape):
         over_all = channel.control_group is not None
         channel.close()
         pairwise = ControlChannel(dist.group.WORLD, 30.0, pairwise=rank == size - 1)
-        swapped = pairwise.agree("swap", {}, None, np.arange(2 * size).reshape(size, 2) + 100 * rank)
+        swapped = pairwise.swap(np.arange(2 * size).reshape(size, 2) + 100 * rank, 0, "swap")
         assert pairwise.control_group is not None
         pairwise.close()
     return [each.tolist() for each in (*heard, swapped)], texts, on_main, rings, over_all
