@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commons.run_log.advice import advice_of, verdict_on
-from commons.run_log.comparison import Against
+from commons.run_log.comparison import Against, beside_as_loaded
 from commons.run_log.reading import setting
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
@@ -99,7 +99,8 @@ def advice_lines(reports: Sequence[RunReport], against: Sequence[Against]) -> li
         return [advice_of(report) for report in reports]
     # Beside a run that is balanced, nobody has to be told to turn that on.
     told = [report for report in reports if report.balancing != "off"] or reports
-    of_runs = [f"{report.log.name}: {advice_of(report)}" for report in told]
+    beside = beside_as_loaded(reports)
+    of_runs = [f"{report.log.name}: {advice_of(report, beside.get(report.log.name))}" for report in told]
     return of_runs + [
         said for each, report in zip(against, reports[1:]) if (said := verdict_on(each, reports[0], report))
     ]
@@ -116,7 +117,7 @@ def _change(pattern: str, before: float | None, after: float | None) -> str:
 
 
 def _moves(report: RunReport) -> bool:
-    return report.balancing == "balanced"
+    return report.balancing == "balanced" and not report.by_work
 
 
 def _moved(pattern: str, report: RunReport, value: float | None, unit: float = 1.0) -> str:
@@ -125,11 +126,11 @@ def _moved(pattern: str, report: RunReport, value: float | None, unit: float = 1
 
 
 def _balancing(report: RunReport) -> str:
+    if report.by_work:
+        is_sampler = setting(report.log.config, "trainer.balance_sampler") is True
+        return "read by work" if is_sampler else "dealt out by work"
     if report.balancing == "balanced":
         return "each batch" if report.window == 1 else f"windows of {report.window}"
-    for name, said in (("balance_sampler", "read by work"), ("balance_batch", "dealt out by work")):
-        if setting(report.log.config, f"trainer.{name}") is True:
-            return said
     return "observed" if report.balancing == "observed" else "no"
 
 

@@ -98,6 +98,17 @@ def compare_runs(reports: Sequence[RunReport]) -> list[Against]:
     return [_against(reports[0], other) for other in reports[1:]]
 
 
+def beside_as_loaded(reports: Sequence[RunReport]) -> dict[str, Against]:
+    """Every other run by its name, beside the first one that nobody balanced; empty where there is none."""
+    base = next(filter(is_as_loaded, reports), None)
+    return {} if base is None else {each.log.name: _against(base, each) for each in reports if each is not base}
+
+
+def is_as_loaded(report: RunReport) -> bool:
+    """Whether nobody has made the ranks of a run even: what balancing gains is what it gains over such a run."""
+    return report.balancing != "balanced" and not report.by_work
+
+
 def _against(base: RunReport, other: RunReport) -> Against:
     step, evaluation = _evaluations(base.log, other.log)
     differences = tuple(_differences(base, other))

@@ -114,6 +114,7 @@ class RunReport:
         ranks: that share the data; the last number where it has changed, None where it is not known.
         rows_per_step: of all ranks together.
         balancing: what happened to the rows.
+        by_work: whether the rows were read or dealt out by their work, so that nothing has to move.
         window: batches that were planned together; 1 without a window.
         speed: how fast it was.
         gain: what balancing did.
@@ -129,6 +130,7 @@ class RunReport:
     ranks: int | None
     rows_per_step: float | None
     balancing: Balancing
+    by_work: bool
     window: int
     speed: Speed
     gain: Gain
@@ -150,6 +152,7 @@ class RunReport:
             ranks=log.num_ranks[-1] if log.num_ranks else None,
             rows_per_step=_rows_per_step(log),
             balancing=balancing,
+            by_work=_is_by_work(log),
             window=window,
             speed=_speed_of(log),
             gain=_gain_of(log, balancing, step_time),
@@ -169,6 +172,7 @@ class RunReport:
             "ranks": self.ranks,
             "rows_per_step": self.rows_per_step,
             "balancing": self.balancing,
+            "by_work": self.by_work,
             "window": self.window,
             "speed": dataclasses.asdict(self.speed),
             "gain": dataclasses.asdict(self.gain),
@@ -188,13 +192,18 @@ def _balancing_of(log: RunLog) -> Balancing:
     """As the numbers tell: the settings alone do not, since a sampler that balances is observed by the shuffler."""
     if log.mean("largest_load_after") is None:
         return "off"
-    mode = setting(log.config, "trainer.shuffler.mode")
-    by_sampler = setting(log.config, "trainer.balance_sampler") or setting(log.config, "trainer.balance_batch")
-    if mode == "observe" or by_sampler:
+    if log.mean("before_in_turn"):
+        return "balanced"  # by a sampler: "before" is of the same rows dealt in turn
+    if setting(log.config, "trainer.shuffler.mode") == "observe" or _is_by_work(log):
         return "observed"
     if not log.config and not log.mean("moved") and log.mean("imbalance_before") != log.mean("imbalance_after"):
         return "observed"
     return "balanced"
+
+
+def _is_by_work(log: RunLog) -> bool:
+    """Whether a sampler or the first rank has dealt the rows by their work."""
+    return any(setting(log.config, f"trainer.{name}") is True for name in ("balance_sampler", "balance_batch"))
 
 
 def _rows_per_step(log: RunLog) -> float | None:
