@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from commons.run_log.advice import advice_of, verdict_on
+from commons.run_log.advice import advice_of, verdict_on, warning_of
 from commons.run_log.comparison import Against, beside_as_loaded
 from commons.run_log.reading import setting
 from commons.run_log.report import RunReport
@@ -96,11 +96,16 @@ def print_report(reports: Sequence[RunReport], against: Sequence[Against]) -> No
 def advice_lines(reports: Sequence[RunReport], against: Sequence[Against]) -> list[str]:
     """What to make of every run, and of each beside the first."""
     if not against:
-        return [advice_of(report) for report in reports]
+        return [said for report in reports for said in (warning_of(report), advice_of(report)) if said]
     # Beside a run that is balanced, nobody has to be told to turn that on.
     told = [report for report in reports if report.balancing != "off"] or reports
     beside = beside_as_loaded(reports)
-    of_runs = [f"{report.log.name}: {advice_of(report, beside.get(report.log.name))}" for report in told]
+    of_runs = [
+        f"{report.log.name}: {said}"
+        for report in told
+        for said in (warning_of(report), advice_of(report, beside.get(report.log.name)))
+        if said
+    ]
     return of_runs + [
         said for each, report in zip(against, reports[1:]) if (said := verdict_on(each, reports[0], report))
     ]

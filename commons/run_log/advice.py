@@ -33,6 +33,20 @@ def advice_of(report: RunReport, against: Against | None = None) -> str:
     return _of_observed(report) if report.balancing == "observed" else _of_balanced(report, against)
 
 
+def warning_of(report: RunReport) -> str:
+    """That time does not follow the loads, and what to do, in one sentence; "" where it does, or nobody knows."""
+    fit = report.time_fit
+    if fit is None or fit.follows:
+        return ""
+    of = "of ranks and steps" if fit.of == "ranks" else "of lines of the log"
+    other = "" if fit.of == "ranks" else ", or is most of a step something else"
+    return (
+        f"Time does not follow the loads (R² {fit.r_squared:.2f}, {fit.points} points {of}), so less is gained than "
+        f"they say: does the model pad to its longest row{other}? Pack the rows, or let every rank compute its rows in "
+        "groups of like length (padded_allocate): docs/own_shuffler.md, A model that pads."
+    )
+
+
 def verdict_on(against: Against, base: RunReport, report: RunReport) -> str:
     """How much faster a run is than the first one, and where that is not what its own steps say; "" if not known.
 

@@ -12,6 +12,7 @@ import numpy as np
 from commons.perf_model.loads import median_of_others
 from commons.run_log.reading import RunLog, setting
 from commons.run_log.step_time import StepTime, step_time_of
+from commons.run_log.time_fit import TimeFit, time_fit_of
 
 # What happened to the rows: trained where they were loaded, or planned and left there, or moved.
 Balancing = Literal["off", "observed", "balanced"]
@@ -119,6 +120,7 @@ class RunReport:
         speed: how fast it was.
         gain: what balancing did.
         step_time: where a step's time went; None where no line has times.
+        time_fit: whether time follows the loads; None where the log cannot tell.
         background: what was done beside the steps; None without a shuffler that looks at the rows.
         slow_ranks: the slowest first.
         loss: of the last line.
@@ -135,6 +137,7 @@ class RunReport:
     speed: Speed
     gain: Gain
     step_time: StepTime | None
+    time_fit: TimeFit | None
     background: Background | None
     slow_ranks: tuple[RankSpeed, ...]
     loss: float | None
@@ -157,6 +160,7 @@ class RunReport:
             speed=_speed_of(log),
             gain=_gain_of(log, balancing, step_time),
             step_time=step_time,
+            time_fit=time_fit_of(log, as_loaded=balancing != "balanced"),
             background=_background_of(log, window),
             slow_ranks=_slow_ranks(log),
             loss=None if np.isnan(losses[-1]) else float(losses[-1]),
@@ -177,6 +181,7 @@ class RunReport:
             "speed": dataclasses.asdict(self.speed),
             "gain": dataclasses.asdict(self.gain),
             "step_time_ms": None if self.step_time is None else dataclasses.asdict(self.step_time),
+            "time_fit": None if self.time_fit is None else dataclasses.asdict(self.time_fit),
             "background": None if self.background is None else dataclasses.asdict(self.background),
             "slow_ranks": [dataclasses.asdict(each) for each in self.slow_ranks],
             "loss": self.loss,

@@ -35,7 +35,7 @@ from commons.trainer.evaluation import Evaluations, Metrics
 from commons.trainer.launch import describe_ranks
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.lost_ranks import missing_ranks_named
-from commons.trainer.meter import StepMeter, StepOutput, count_values
+from commons.trainer.meter import StepMeter, StepOutput, count_values, of_all_ranks
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.own_time import OwnTime
 from commons.trainer.profiling import StepProfiler
@@ -305,21 +305,28 @@ class TrainingLoop:
         self._guard.look(self._step, output.loss_sum)
         self._meter.step(output, stats)
         self._own_time.step(stats)
-        for milliseconds, of_batch in self._own_time.take():
-            self._shuffler.report_step_time(milliseconds, of_batch)
+        self._report_own_time()
         self._stop.after_step()
         self._log.step(stats)
         self._profiler.step(stats)
         if self._log.should_write(self._step):
             self._write_line()
 
+    def _report_own_time(self) -> None:
+        for milliseconds, of_batch in self._own_time.take():
+            self._shuffler.report_step_time(milliseconds, of_batch)
+
     def _write_line(self) -> None:
         self._guard.check()
         if numbers := self._meter.take():
+            self._report_own_time()  # the meter has waited for the end of the last step
+            details = self._meter.details()
+            if self._own_time.is_on and "loads_after" in details:
+                details |= {"own_ms": of_all_ranks(self._own_time.last_ms, self._device)}
             scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.value()}
-            # Readers have to know it: without it, "before" is of rows that the sampler had made even already.
-            in_turn = {} if self._in_turn is None else {"before_in_turn": 1}
-            self._log.line({"step": self._step, **numbers, **scale}, self._meter.details() | in_turn)
+            if self._in_turn is not None:  # without it, "before" is of rows that a sampler had made even already
+                details |= {"before_in_turn": 1}
+            self._log.line({"step": self._step, **numbers, **scale}, details)
 
     def _save(self) -> None:
         """Save a checkpoint, unless this step has one; no batch is in flight here."""
