@@ -14,6 +14,7 @@ from commons.run_log.advice import advice_of, verdict_on, warning_of
 from commons.run_log.comparison import Against, beside_as_loaded
 from commons.run_log.reading import setting
 from commons.run_log.report import RunReport
+from commons.run_log.standard_error import shown_with_error, with_errors
 from commons.run_log.step_time import PARTS
 
 # Width of a table that no terminal shows.
@@ -116,6 +117,11 @@ def _number(pattern: str, value: float | None) -> str:
     return _UNKNOWN if value is None or value != value else pattern.format(value)
 
 
+def _metric(pattern: str, value: float | None, error: float | None) -> str:
+    """A metric and its standard error, "" for what is not known."""
+    return _UNKNOWN if value is None or value != value else shown_with_error(value, error, pattern)
+
+
 def _change(pattern: str, before: float | None, after: float | None) -> str:
     """Two numbers and an arrow, or the one that is known."""
     return " → ".join(pattern.format(each) for each in (before, after) if each is not None)
@@ -205,9 +211,12 @@ _SECTIONS: Mapping[str, Mapping[str, Callable[[RunReport], str]]] = {
 def _results(reports: Sequence[RunReport]) -> Iterator[Row]:
     """Loss and the last evaluation."""
     yield Row("loss", tuple(_number("{:.4f}", report.loss) for report in reports))
-    for name in dict.fromkeys(name for report in reports for name in report.evaluation):
+    evaluations = [{name: each for name, *each in with_errors(report.evaluation)} for report in reports]
+    for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
         pattern = "{:,.0f}" if name == "rows" else "{:.4f}"
-        yield Row(f"eval {name}", tuple(_number(pattern, report.evaluation.get(name)) for report in reports))
+        yield Row(
+            f"eval {name}", tuple(_metric(pattern, *evaluation.get(name, (None, None))) for evaluation in evaluations)
+        )
 
 
 def _beside(against: Sequence[Against]) -> Iterator[Row]:
@@ -226,7 +235,7 @@ def _beside(against: Sequence[Against]) -> Iterator[Row]:
     ):
         yield Row(label, (_UNKNOWN, *cells))
     for name in dict.fromkeys(name for each in against for name in each.evaluation):
-        apart = [_number("{:+.1e}", each.evaluation.get(name)) for each in against]
+        apart = [_metric("{:+.1e}", each.evaluation.get(name), each.standard_errors.get(name)) for each in against]
         yield Row(f"eval {name}, difference", (_UNKNOWN, *apart))
 
 

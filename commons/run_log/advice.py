@@ -39,11 +39,11 @@ def warning_of(report: RunReport) -> str:
     if fit is None or fit.follows:
         return ""
     of = "of ranks and steps" if fit.of == "ranks" else "of lines of the log"
-    other = "" if fit.of == "ranks" else ", or is most of a step something else"
+    other = ", did other work run beside it" + ("" if fit.of == "ranks" else ", or is most of a step something else")
     return (
         f"Time does not follow the loads (R² {fit.r_squared:.2f}, {fit.points} points {of}), so less is gained than "
-        f"they say: does the model pad to its longest row{other}? Pack the rows, or let every rank compute its rows in "
-        "groups of like length (padded_allocate): docs/own_shuffler.md, A model that pads."
+        f"they say: does the model pad to its longest row{other}? If it pads, pack the rows, or let every rank compute "
+        "its rows in groups of like length: docs/own_shuffler.md, A model that pads."
     )
 
 

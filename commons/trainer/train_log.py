@@ -30,6 +30,7 @@ from commons.run_log.files import (
     without_nan,
     write_summary,
 )
+from commons.run_log.standard_error import shown_with_error, with_errors
 from commons.trainer.args import TrainerArgs
 from commons.trainer.sinks import BackgroundSink, JsonLines, Sink, close_sinks, open_sinks, tensorboard_of
 
@@ -185,8 +186,8 @@ class TrainLog:
         table.add_row("steps", f"{summary.steps:,} in {summary.epochs} epoch{'s' if summary.epochs != 1 else ''}")
         if summary.step_ms:
             table.add_row("loss", f"{summary.loss:.4f}")
-        for name, value in summary.metrics.items():
-            table.add_row(name, f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
+        for name, value, error in with_errors(summary.metrics):
+            table.add_row(name, shown_with_error(value, error) if isinstance(value, float) else f"{value:,}")
         if summary.step_ms:
             table.add_row("median step", f"{summary.step_ms:.1f} ms")
             table.add_row("tokens per second", f"{summary.tokens_per_s:,.0f}")

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from commons.cli.report_table import advice_lines
+from commons.cli.report_table import advice_lines, sections_of
 from commons.run_log.advice import advice_of, verdict_on
 from commons.run_log.comparison import compare_runs
 from commons.run_log.folders import read_runs
@@ -270,3 +270,17 @@ def test_a_damaged_demo_is_refused_in_one_line(tmp_path, changes):
         with pytest.raises(ValueError, match=r"demo.json is no result of a demo \(.*: run it again$") as caught:
             read_runs([tmp_path / "demo"])
         assert "\n" not in str(caught.value)
+
+
+def test_metrics_are_compared_with_their_standard_errors(tmp_path):
+    evaluated = ({"auc": 0.75, "auc_se": 0.03, "loss": 0.5, "HR@10": None}, {"auc": 0.8, "auc_se": 0.04, "loss": 0.4})
+    reports = []
+    for name, metrics in zip("ab", evaluated):
+        line = {"schema": 1, "step": 60, **{f"eval_{metric}": value for metric, value in metrics.items()}}
+        reports.append(RunReport.of(read_log(write_run(tmp_path / name, [*lines_of(BALANCED, SIZES), line]))))
+    (against,) = compare_runs(reports)
+    assert against.evaluation == pytest.approx({"auc": 0.05, "loss": -0.1})
+    assert against.standard_errors == pytest.approx({"auc": 0.05})  # of 3, 4, 5
+    rows = {row.label: row.cells for section in sections_of(reports, [against]) for row in section.rows}
+    assert rows["eval auc"] == ("0.7500 ± 0.0300", "0.8000 ± 0.0400") and rows["eval loss"] == ("0.5000", "0.4000")
+    assert rows["eval auc, difference"] == ("", "+5.0e-02 ± 5.0e-02") and "eval auc_se" not in rows
