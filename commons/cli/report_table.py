@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -10,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from commons.run_log.advice import advice_of, verdict_on, warning_of
-from commons.run_log.comparison import Against, beside_as_loaded
+from commons.run_log.advice import advice_of, headline_of, verdict_on, warning_of
+from commons.run_log.comparison import Against, beside_as_loaded, best_first
 from commons.run_log.reading import setting
 from commons.run_log.report import RunReport
 from commons.run_log.standard_error import shown_with_error, with_errors
@@ -77,7 +78,7 @@ def notes_of(reports: Sequence[RunReport], against: Sequence[Against]) -> list[s
 
 def print_report(reports: Sequence[RunReport], against: Sequence[Against]) -> None:
     """The table, notes and advice."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = Console(width=_width(), highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     for report in reports:
@@ -94,8 +95,16 @@ def print_report(reports: Sequence[RunReport], against: Sequence[Against]) -> No
         console.print(Text(line, style="bold"))
 
 
+def _width() -> int | None:
+    """Columns to print in: COLUMNS where it is set, as programs of a terminal do; None for the terminal's."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    return None if sys.stdout.isatty() else _WIDTH
+
+
 def advice_lines(reports: Sequence[RunReport], against: Sequence[Against]) -> list[str]:
-    """What to make of every run, and of each beside the first."""
+    """What to make of every run, and of several, last, all of them compared."""
     if not against:
         return [said for report in reports for said in (warning_of(report), advice_of(report)) if said]
     # Beside a run that is balanced, nobody has to be told to turn that on.
@@ -107,9 +116,11 @@ def advice_lines(reports: Sequence[RunReport], against: Sequence[Against]) -> li
         for said in (warning_of(report), advice_of(report, beside.get(report.log.name)))
         if said
     ]
-    return of_runs + [
-        said for each, report in zip(against, reports[1:]) if (said := verdict_on(each, reports[0], report))
-    ]
+    headline = headline_of(best_first(reports))
+    verdicts = [verdict_on(each, reports[0], report) for each, report in zip(against, reports[1:])]
+    # What the headline says already is not said twice.
+    more = [said for each, said in zip(against, verdicts) if said and said != headline_of([each])]
+    return [*of_runs, *more, headline]
 
 
 def _number(pattern: str, value: float | None) -> str:

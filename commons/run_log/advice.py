@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from commons.run_log.comparison import Against, is_as_loaded
 from commons.run_log.report import RunReport
 
@@ -70,9 +72,25 @@ def verdict_on(against: Against, base: RunReport, report: RunReport) -> str:
     )
 
 
+def headline_of(beside: Sequence[Against]) -> str:
+    """All runs compared in one sentence, the fastest first.
+
+    Args:
+        beside: as `best_first` gives them.
+    """
+    compared = [(each.run, each.rows_per_s) for each in beside if each.compares and each.rows_per_s is not None]
+    if not compared:
+        return "The runs differ in more than balancing, or do not know their speed: none is compared with another."
+    (best, most), *others = compared
+    said = f"{best} trains {most:.2f}× the rows per second of {beside[0].base}"
+    said += "".join(f", {run} {speed:.2f}×" for run, speed in others)
+    apart = [each.run for each in beside if not each.compares]
+    return f"{said}; {', '.join(apart)} cannot be compared with it." if apart else f"{said}."
+
+
 def _measured(against: Against | None) -> str:
     """How much faster the run is than one of the same settings that nobody balanced; "" unless it is."""
-    if against is None or against.differences or against.rows_per_s is None or against.rows_per_s <= 1:
+    if against is None or not against.compares or against.rows_per_s is None or against.rows_per_s <= 1:
         return ""
     return f"it trains {against.rows_per_s:.2f}× the rows per second of {against.base}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -92,6 +92,11 @@ class Against:
     evaluated_at: int | None
     differences: tuple[str, ...]
 
+    @property
+    def compares(self) -> bool:
+        """Whether both speeds are known, and balancing alone tells the runs apart."""
+        return self.rows_per_s is not None and not self.differences
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self)
@@ -103,9 +108,28 @@ def compare_runs(reports: Sequence[RunReport]) -> list[Against]:
 
 
 def beside_as_loaded(reports: Sequence[RunReport]) -> dict[str, Against]:
-    """Every other run by its name, beside the first one that nobody balanced; empty where there is none."""
-    base = next(filter(is_as_loaded, reports), None)
+    """Every other run by its name, beside the fastest one that nobody balanced; empty where there is none."""
+    base = _fastest(filter(is_as_loaded, reports))
     return {} if base is None else {each.log.name: _against(base, each) for each in reports if each is not base}
+
+
+def best_first(reports: Sequence[RunReport]) -> list[Against]:
+    """All runs but one beside that one, the fastest first, whatever the order of the runs.
+
+    That one is the fastest run that nobody balanced or, where all are balanced, the slowest. Runs that do not compare
+    with it, or whose speed is not known, come last.
+    """
+    base = _fastest(filter(is_as_loaded, reports)) or _fastest(reports, sign=-1)
+    if base is None:
+        return []
+    beside = [_against(base, each) for each in reports if each is not base]
+    return sorted(beside, key=lambda each: (not each.compares, -(each.rows_per_s or 0.0), each.run))
+
+
+def _fastest(reports: Iterable[RunReport], sign: int = 1) -> RunReport | None:
+    """The run with the most rows per second, or with sign −1 the fewest; None where no speed is known."""
+    known = [each for each in reports if each.speed.rows_per_s is not None]
+    return min(known, key=lambda each: (-sign * (each.speed.rows_per_s or 0.0), each.log.name), default=None)
 
 
 def is_as_loaded(report: RunReport) -> bool:
