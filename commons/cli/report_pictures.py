@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from commons.cli.pictures import COLORS, Picture, as_text, is_narrow, whole_steps
+from commons.run_log.comparison import is_as_loaded
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
@@ -47,6 +48,8 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
 def pictures_of(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
     """Of one run all that its log knows; of several three pictures in which they stand together."""
     several = len(reports) > 1
+    # The first has the colour of what is not balanced, and stands above the others.
+    reports = sorted(reports, key=lambda report: not is_as_loaded(report))
     pictures = [_imbalance_of_runs(reports)] if several else _pictures_of(reports[0])
     if not several and reports[0].speed.step_ms is not None:
         said = "Median of the steps of each line of the log, in milliseconds."
@@ -229,13 +232,13 @@ def _plot_run(axes: Axes, curve: tuple[np.ndarray, np.ndarray], place: int, name
 
 
 def _widen(axes: Axes) -> None:
-    """Let an axis span a hundredth of its values at least, with whole numbers on its ticks and no offset aside."""
+    """Let an axis span a hundredth of its values at least, with whole numbers at its ticks instead of an offset."""
     low, high = axes.get_ylim()
-    least = max(_LEAST_SPAN * max(abs(low), abs(high)), 1e-6)
+    least = _LEAST_SPAN * max(abs(low), abs(high))
     if high - low < least:
         middle = (low + high) / 2
         axes.set_ylim(middle - least / 2, middle + least / 2)
-    axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 6))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.5g}")
 
 
 def _parts(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
@@ -260,7 +263,7 @@ def _parts(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
                 height=0.55,
                 color=COLORS[color],
                 hatch=hatch,
-                edgecolor=COLORS["surface"],
+                edgecolor=COLORS["muted" if part == _NOT_SPLIT else "surface"],
                 linewidth=0.5,
                 label=part,
             )
