@@ -1,4 +1,10 @@
-"""What a ranking model is judged by: the area under the ROC curve, per task, and that of the items' popularity."""
+"""What a ranking model is judged by: the area under the ROC curve, per task, and that of the items' popularity.
+
+Each with its standard error, after DeLong, DeLong and Clarke-Pearson 1988, "Comparing the Areas under Two or More
+Correlated Receiver Operating Characteristic Curves", computed from midranks as in Sun and Xu 2014, "Fast Implementation
+of DeLong's Algorithm". It takes predictions for independent; those of one user are alike, so with many predictions per
+user the true error is larger.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ from torchmetrics.classification import BinaryAUROC
 from torchmetrics.utilities.data import dim_zero_cat
 
 from commons.distributed.process_group import resolve_process_group
+from commons.run_log.standard_error import STANDARD_ERROR
 from hstu.model.ranking import RankingOutput
 
 
@@ -59,19 +66,20 @@ class RankingMetrics:
                 metric.update(popularity, output.labels[:, task].long())
 
     def compute(self) -> dict[str, float]:
-        """AUC by task, `{"auc_task_0": …, "popularity_auc_task_0": …}`: a collective call, the same on every rank.
+        """AUC by task, `{"auc_task_0": …, "auc_task_0_se": …, "popularity_auc_task_0": …}`: a collective call.
 
         Returns:
-            A number between 0 and 1 per task; NaN where all predictions, or none at all, have the same label: then
-            no pair can be ranked right or wrong. NaN also where a prediction is no number.
+            A number between 0 and 1 per task, and its standard error, the same on every rank; NaN where all
+            predictions, or none at all, have the same label: then no pair can be ranked right or wrong. NaN also where
+            a prediction is no number, and for the error of a task with a single prediction of a label.
 
         """
-        kinds = {"auc": self._auc, "popularity_auc": self._popularity_auc}
-        return {
-            f"{kind}_task_{task}": float(metric.compute())
-            for kind, metrics in kinds.items()
-            for task, metric in enumerate(metrics)
-        }
+        found = {}
+        for kind, metrics in (("auc", self._auc), ("popularity_auc", self._popularity_auc)):
+            for task, metric in enumerate(metrics):
+                name, (value, error) = f"{kind}_task_{task}", metric.compute().tolist()
+                found |= {name: value, name + STANDARD_ERROR: error}
+        return found
 
     def reset(self) -> None:
         """Forget all predictions."""
@@ -102,11 +110,45 @@ def _places_in_order(logits: torch.Tensor) -> torch.Tensor:
 
 
 class _AUC(BinaryAUROC):
-    """BinaryAUROC that answers NaN where there are not both labels, or scores that are no numbers."""
+    """AUC and its standard error, NaN where there are not both labels, or scores that are no numbers."""
 
     def compute(self) -> torch.Tensor:
-        labels = dim_zero_cat(self.target)
-        ranks_pairs = bool((labels == 1).any()) and bool((labels == 0).any())
-        if ranks_pairs and not bool(dim_zero_cat(self.preds).isnan().any()):
-            return super().compute()
-        return labels.new_full((), torch.nan, dtype=torch.float64)
+        """float64 `(2,)`."""
+        labels, scores = dim_zero_cat(self.target) == 1, dim_zero_cat(self.preds)
+        if bool(labels.any()) and not bool(labels.all()) and not bool(scores.isnan().any()):
+            return torch.stack([super().compute().double(), auc_standard_error(scores, labels)])
+        return torch.full((2,), torch.nan, dtype=torch.float64, device=scores.device)
+
+
+def auc_standard_error(scores: torch.Tensor, is_positive: torch.Tensor) -> torch.Tensor:
+    """DeLong's standard error of the AUC of independent predictions: float64, 0-dimensional.
+
+    A positive's placement is the share of negatives that it scores above, a negative's the share of positives that
+    score above it, ties counted half. The variance of the AUC is the sample variance of the positives' placements ÷
+    their number, plus the same of the negatives.
+
+    Args:
+        scores: `(n,)`.
+        is_positive: bool `(n,)`, some True and some False.
+
+    Returns:
+        NaN with a single positive, or a single negative.
+
+    """
+    positives, negatives = scores[is_positive], scores[~is_positive]
+    among_all = _midranks(scores)
+    above = (among_all[is_positive] - _midranks(positives)) / len(negatives)
+    below = 1 - (among_all[~is_positive] - _midranks(negatives)) / len(positives)
+    variance = _variance(above) / len(positives) + _variance(below) / len(negatives)
+    return variance.sqrt()
+
+
+def _midranks(scores: torch.Tensor) -> torch.Tensor:
+    """Rank of each score from the lowest, 1, equal ones sharing the mean of theirs: float64 `(n,)`."""
+    _, place, counts = scores.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0).double() - (counts - 1) / 2)[place]
+
+
+def _variance(values: torch.Tensor) -> torch.Tensor:
+    """Sample variance; NaN of a single value."""
+    return ((values - values.mean()) ** 2).sum() / (len(values) - 1)

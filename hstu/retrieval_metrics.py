@@ -6,7 +6,8 @@ and the lower id first among equal scores:
     HR@K = 1 if r ≤ K        NDCG@K = 1 ÷ log₂(1 + r) if r ≤ K
 
 (Järvelin and Kekäläinen 2002, "Cumulated Gain-Based Evaluation of IR Techniques", with one true item), averaged over
-all users of all ranks; and the loss is the cross-entropy of the softmax over all items.
+all users of all ranks; and the loss is the cross-entropy of the softmax over all items. Beside a metric stands its
+standard error, that of a mean of independent users: of HR@K √(p(1 − p) ÷ n).
 
 All items are the rows of the table: those that the user has had already compete too, and so do ids that never occur.
 A comparison with published numbers has to know whether those leave them out.
@@ -18,6 +19,7 @@ as well as float32 weights know them, so that they, and what is equal among them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from commons.distributed.process_group import resolve_process_group
+from commons.run_log.standard_error import STANDARD_ERROR, error_of_mean
 from commons.trainer.top_k_metrics import TopKMetric, parse_top_k_metric
 from hstu.model.gathered_rows import gather_rows
 from hstu.model.retrieval import RetrievalOutput, unit
@@ -111,20 +114,28 @@ class RetrievalMetrics:
         ranks, loss = self._find(queries, targets)
         sums = [loss.sum(), torch.ones_like(loss).sum()]
         by_source = [ranks] if self._rank_by_popularity is None else [ranks, self._rank_by_popularity[targets]]
-        sums += [_gain(metric, found).sum() for found in by_source for metric in self._metrics.values()]
+        gains = [_gain(metric, found) for found in by_source for metric in self._metrics.values()]
+        sums += [total for gain in gains for total in (gain.sum(), gain.square().sum())]
         self._sums += torch.stack(sums)
 
     def compute(self) -> dict[str, float]:
-        """The loss, the metrics, and those of popularity as `popularity_…`; NaN where there are no users."""
-        loss, users, *totals = self._sums.tolist()
+        """The loss, the metrics, and those of popularity as `popularity_…`; NaN where there are no users.
+
+        The standard error of X is X_se.
+        """
+        loss, users, *sums = self._sums.tolist()
         prefixes = [""] if self._rank_by_popularity is None else ["", "popularity_"]
-        names = ["loss", *(prefix + name for prefix in prefixes for name in self._metrics)]
-        return {name: total / users if users else float("nan") for name, total in zip(names, [loss, *totals])}
+        names = [prefix + name for prefix in prefixes for name in self._metrics]
+        found = {"loss": loss / users if users else math.nan}
+        for name, total, squares in zip(names, sums[::2], sums[1::2]):
+            found[name] = total / users if users else math.nan
+            found[name + STANDARD_ERROR] = error_of_mean(total, squares, users)
+        return found
 
     def reset(self) -> None:
         """Forget all users; the model may have been trained since."""
         sources = 1 if self._rank_by_popularity is None else 2
-        self._sums = torch.zeros(2 + sources * len(self._metrics), dtype=torch.float64, device=self._device)
+        self._sums = torch.zeros(2 + 2 * sources * len(self._metrics), dtype=torch.float64, device=self._device)
         self._rows: list[TableRows] | None = None
 
     def _find(self, queries: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,17 +7,20 @@ in order of likelihood, hit_k = 1 where the k-th one is true, and T true items:
     NDCG@K    = Σ hit_k ÷ log₂(k + 1)  ÷  Σ_{k ≤ min(K, T)} 1 ÷ log₂(k + 1)
 
 after Järvelin and Kekäläinen 2002, "Cumulated Gain-Based Evaluation of IR Techniques". With one true item HitRate and
-Recall are the same.
+Recall are the same. Beside a metric stands its standard error, that of a mean of independent users: of HitRate@K
+√(p(1 − p) ÷ n).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from commons.distributed.process_group import resolve_process_group
+from commons.run_log.standard_error import STANDARD_ERROR, error_of_mean
 from commons.trainer.top_k_metrics import TopKMetric, parse_top_k_metric
 from sid_gr.model.gpt import GenerationOutput
 
@@ -82,21 +85,29 @@ class GenerationMetrics:
         found = leaves.new_zeros(leaves.shape).index_add_(0, row, (leaves[row] == item[:, None]).to(leaves.dtype))
         hits, num_true = found[num_true > 0].to(torch.float64), num_true[num_true > 0]
         for index, (kind, top_k) in enumerate(self._metrics):
-            self._sums[index] += _SCORES[kind](hits[:, :top_k], num_true).sum()
+            scores = _SCORES[kind](hits[:, :top_k], num_true)
+            self._sums[index] += torch.stack([scores.sum(), scores.square().sum()])
         self._sums[-1] += num_true.numel()
 
     def compute(self) -> dict[str, float]:
-        """Metrics by name: a collective call, the same numbers on every rank. NaN where there are no users."""
+        """Metrics by name, the standard error of X as X_se: a collective call, the same numbers on every rank.
+
+        NaN where there are no users.
+        """
         sums = self._sums.clone()
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
-        *totals, users = sums.tolist()
-        return {name: total / users if users else float("nan") for name, total in zip(self._names, totals)}
+        *of_metrics, (users, _) = sums.tolist()
+        found = {}
+        for name, (total, squares) in zip(self._names, of_metrics):
+            found[name] = total / users if users else math.nan
+            found[name + STANDARD_ERROR] = error_of_mean(total, squares, users)
+        return found
 
     def reset(self) -> None:
         """Forget all users."""
-        # One sum for each metric, and the number of users.
-        self._sums = torch.zeros(len(self._metrics) + 1, dtype=torch.float64, device=self._device)
+        # Of each metric its sum and that of its squares; last the number of users, twice.
+        self._sums = torch.zeros(len(self._metrics) + 1, 2, dtype=torch.float64, device=self._device)
 
 
 def _hit_rate(hits: torch.Tensor, num_true: torch.Tensor) -> torch.Tensor:

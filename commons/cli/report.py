@@ -63,13 +63,13 @@ class Report:
         if self.html is not None or self.figure is not None:
             # Imported here: what draws takes a second, and a table needs none of it.
             from commons.cli.report_page import page_of
-            from commons.cli.report_pictures import pictures_of_each, pictures_of_runs
+            from commons.cli.report_pictures import pictures_of
 
             write_answer_outputs(
                 self.html,
                 self.figure,
                 lambda: page_of(reports, against, self._command()),
-                lambda: [*pictures_of_each(reports), *pictures_of_runs(reports)],
+                lambda: pictures_of(reports),
                 quiet=self.json,
             )
 

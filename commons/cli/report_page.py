@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commons.cli.page import Page, PageTable, Section
-from commons.cli.report_pictures import pictures_of_each, pictures_of_runs, short_names
+from commons.cli.report_pictures import pictures_of, short_names
 from commons.cli.report_table import advice_lines, notes_of, sections_of
-from commons.run_log.comparison import Against
+from commons.run_log.comparison import Against, best_first
 from commons.run_log.report import RunReport
 
+# Runs whose speed stands among the first numbers; of more, the fastest.
+_MOST_SPEEDS = 4
 _TERMS = (
     ("imbalance", "largest load of a rank ÷ the mean − 1; all ranks wait for the largest. Mean over steps."),
     ("speed-up of the slowest rank", "largest load as loaded ÷ largest load as balanced, both summed over steps."),
@@ -36,24 +38,25 @@ def page_of(reports: Sequence[RunReport], against: Sequence[Against], command: s
         command: how it was made, for the page's end.
     """
     advice, names = advice_lines(reports, against), [report.log.name for report in reports]
-    together, several = pictures_of_runs(reports), len(reports) > 1
-    sections = [Section("Beside each other", tuple(advice[:-1]), together)] if several else []
-    pictures = pictures_of_each(reports) + (() if several else together)
-    if pictures:
-        sections.append(Section("Balance over the run", pictures=pictures))
     rows: list[tuple[str, ...]] = []
     for title, of_section in sections_of(reports, against):
         rows += [(title,)] if title else []
         rows += [(label, *cells) for label, cells in of_section]
     table = PageTable(("", *names), tuple(rows))
-    sections.append(Section("All numbers", tables=(table,), notes=tuple(notes_of(reports, against))))
+    numbers = Section("All numbers", tables=(table,), notes=tuple(notes_of(reports, against)))
+    pictures, said = pictures_of(reports), tuple(advice[:-1])
+    if len(reports) > 1:
+        sections = [numbers, Section("Beside each other", said, pictures)]
+    else:
+        sections = [Section("Balance over the run", said, pictures)] if pictures or said else []
+        sections.append(numbers)
     sections.append(Section("How to read it", terms=_TERMS))
     return Page(
         title="What balancing gained",
         subtitle="; ".join(map(_describe, reports)) + ".",
         answer=advice[-1],
         copy=(),
-        figures=tuple(_figures(reports, against)),
+        figures=tuple(_figures(reports)),
         sections=tuple(sections),
         command=command,
     )
@@ -68,18 +71,23 @@ def _describe(report: RunReport) -> str:
     return f"{report.log.name}: {', '.join(parts)}"
 
 
-def _figures(reports: Sequence[RunReport], against: Sequence[Against]) -> list[tuple[str, str]]:
-    """The numbers to see first: of the last run, and of it beside the first."""
-    report, names = reports[-1], short_names(reports)
-    gain, last = report.gain, against[-1] if against else None
+def _figures(reports: Sequence[RunReport]) -> list[tuple[str, str]]:
+    """The numbers to see first: of several runs the speed of each, best first, and what balancing did in the best."""
+    names = dict(zip((report.log.name for report in reports), short_names(reports)))
+    compared = [each for each in best_first(reports) if each.compares]
+    best = compared[0].run if compared else reports[-1].log.name
+    report = next(each for each in reports if each.log.name == best)
+    gain = report.gain
     would = "" if report.balancing == "balanced" else " if balanced"
-    of = f", {names[-1]}" if against else ""
-    figures = [
+    of = f", {names[best]}" if len(reports) > 1 else ""
+    figures: list[tuple[float | None, str, str]] = [
+        (each.rows_per_s, "{:.2f}×", f"rows per second of {names[each.run]} ÷ {names[each.base]}")
+        for each in compared[:_MOST_SPEEDS]
+    ]
+    figures += [
         (gain.imbalance_before, "{:.1%}", f"imbalance as loaded{of}"),
         (gain.imbalance_after, "{:.1%}", f"imbalance{would or ' as balanced'}{of}"),
         (gain.work, "{:.2f}×", f"speed-up of the slowest rank{would}{of}"),
         (gain.step, "{:.2f}×", f"speed-up of a step{would}, measured{of}"),
     ]
-    if last is not None:
-        figures.append((last.rows_per_s, "{:.2f}×", f"rows per second of {names[-1]} ÷ {names[0]}"))
     return [(pattern.format(value), name) for value, pattern, name in figures if value is not None]

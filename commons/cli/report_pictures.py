@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from commons.cli.pictures import COLORS, Picture, as_text, is_narrow, whole_steps
+from commons.run_log.comparison import is_as_loaded
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
@@ -19,13 +20,19 @@ from commons.run_log.step_time import PARTS
 _MOST_RANKS = 64
 # Points of a curve; of a longer log so many means of lines.
 _MOST_POINTS = 300
+# What an axis shows at least: of an imbalance from 0 on, of others as a part of the values.
+_LEAST_IMBALANCE, _LEAST_SPAN = 0.01, 0.01
 # Colours, line styles and markers of runs, told apart by all.
 _RUN_COLORS = ("before", "after", "third", "fourth")
 _RUN_STYLES = ("-", "--", "-.", ":")
 _RUN_MARKERS = "os^D"
 # Of the parts of a step, their colour and hatch.
+_NOT_SPLIT = "a step, not split"
 _PART_LOOKS = dict(
-    zip(PARTS, (("after", ""), ("before", "////"), ("third", "\\\\\\\\"), ("fourth", "xx"), ("muted", "")))
+    zip(
+        (*PARTS, _NOT_SPLIT),
+        (("after", ""), ("before", "////"), ("third", "\\\\\\\\"), ("fourth", "xx"), ("muted", ""), ("grid", "..")),
+    )
 )
 
 
@@ -38,21 +45,63 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
     return [str(name.relative_to(shared)) for name in names]
 
 
-def pictures_of_each(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
-    """Of every run: imbalance over its steps, and load and keys of every rank; as far as its log knows."""
-    names = short_names(reports) if len(reports) > 1 else [""]
-    return tuple(picture for report, name in zip(reports, names) for picture in _pictures_of(report, name))
+def pictures_of(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
+    """Of one run all that its log knows; of several three pictures in which they stand together."""
+    several = len(reports) > 1
+    # The first has the colour of what is not balanced, and stands above the others.
+    reports = sorted(reports, key=lambda report: not is_as_loaded(report))
+    pictures = [_imbalance_of_runs(reports)] if several else _pictures_of(reports[0])
+    if not several and reports[0].speed.step_ms is not None:
+        said = "Median of the steps of each line of the log, in milliseconds."
+        pictures.append(Picture("Time of a step", said, _over_steps(reports, "step_ms", "ms")))
+    timed = [report for report in reports if report.step_time is not None]
+    if any(_is_split(report) for report in timed):
+        pictures.append(
+            Picture(
+                "Where a mean step's time goes",
+                "Work at the bound is the slowest rank's if the plan were as even as can be. What balancing takes off "
+                "is outlined. A run whose loads nobody looked at is not split.",
+                _parts(timed),
+                height=190 + 80 * len(timed),
+            )
+        )
+    if any(report.loss is not None for report in reports):
+        said = "Mean of the steps of each line of the log."
+        pictures.append(Picture("Loss", said, _over_steps(reports, "loss", "loss")))
+    return tuple(each for each in pictures if each is not None)
 
 
-def _pictures_of(report: RunReport, name: str) -> list[Picture]:
-    log, pictures = report.log, []
-    of = f": {name}" if name else ""
-    carried_out = _moves(report)
+def _imbalance_of_runs(reports: Sequence[RunReport]) -> Picture | None:
+    """Of every run as it trained its rows."""
+    if not any(_imbalance_trained(report) for report in reports):
+        return None
+    return Picture(
+        "Imbalance as trained",
+        "Largest load ÷ mean − 1 of the ranks, as each run trained its rows: mean of the steps of each line of the "
+        "log. 0 % is a step in which nobody waits.",
+        _imbalances(reports),
+    )
+
+
+def _imbalance_trained(report: RunReport) -> str:
+    """The column with the imbalance of the rows as they were trained; "" where the log has none."""
+    name = "imbalance_after" if _is_balanced(report) else "imbalance_before"
+    return name if report.log.mean(name) is not None else ""
+
+
+def _is_split(report: RunReport) -> bool:
+    """Whether more is known of a step than all of it."""
+    return report.step_time is not None and len(report.step_time.parts()) > 1
+
+
+def _pictures_of(report: RunReport) -> list[Picture | None]:
+    log, pictures = report.log, list[Picture | None]()
+    carried_out = _is_balanced(report)
     if report.gain.imbalance_before is not None:
         after = "" if report.gain.imbalance_after is None else f", and {'after' if carried_out else 'as planned'}"
         pictures.append(
             Picture(
-                f"Imbalance{of}",
+                "Imbalance",
                 f"Largest load ÷ mean − 1 of the ranks, as the rows were loaded{after}: mean of the steps of each "
                 "line of the log. 0 % is a step in which nobody waits.",
                 _imbalance(log, "balanced" if carried_out else "planned"),
@@ -67,7 +116,7 @@ def _pictures_of(report: RunReport, name: str) -> list[Picture]:
             shown["balanced"] = _relative(log, f"{what}_after")
         known = {name: values for name, values in shown.items() if values is not None}
         if known:
-            pictures.append(_picture_of_ranks(f"{title}{of}", meaning, known))
+            pictures.append(_picture_of_ranks(title, meaning, known))
     return pictures
 
 
@@ -82,34 +131,6 @@ def _picture_of_ranks(title: str, meaning: str, shown: dict[str, np.ndarray]) ->
     )
 
 
-def pictures_of_runs(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
-    """Of all runs: time of steps, where it goes, and loss; as far as their logs know."""
-    pictures = []
-    if any(report.speed.step_ms is not None for report in reports):
-        pictures.append(
-            Picture(
-                "Time of a step",
-                "Median of the steps of each line of the log, in milliseconds.",
-                _over_steps(reports, "step_ms", "ms"),
-            )
-        )
-    split = [report for report in reports if report.step_time is not None and len(report.step_time.parts()) > 1]
-    if split:
-        pictures.append(
-            Picture(
-                "Where a mean step's time goes",
-                "Work at the bound is the slowest rank's if the plan were as even as can be. What balancing takes off "
-                "is outlined.",
-                _parts(split),
-                height=190 + 80 * len(split),
-            )
-        )
-    if any(report.loss is not None for report in reports):
-        said = "Mean of the steps of each line of the log."
-        pictures.append(Picture("Loss", said, _over_steps(reports, "loss", "loss")))
-    return tuple(pictures)
-
-
 def _imbalance(log: RunLog, after: str) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         for name, label, color, style in (
@@ -119,12 +140,30 @@ def _imbalance(log: RunLog, after: str) -> Callable[[Axes], None]:
             steps, values = curve_of(log, name)
             if len(values):
                 axes.plot(steps, values, color=color, linestyle=style, marker=_marker(values), label=label)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set(xlabel="step", ylabel="largest ÷ mean − 1", ylim=(0, None))
-        whole_steps(axes)
-        _finish(axes, columns=2)
+        _finish_imbalance(axes, columns=2)
 
     return draw
+
+
+def _imbalances(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
+    names = short_names(reports)
+
+    def draw(axes: Axes) -> None:
+        for place, report in enumerate(reports):
+            if column := _imbalance_trained(report):
+                _plot_run(axes, curve_of(report.log, column), place, names)
+        _finish_imbalance(axes, columns=1 if is_narrow(axes) else 2)
+
+    return draw
+
+
+def _finish_imbalance(axes: Axes, columns: int) -> None:
+    """From 0 to a percent at least: the noise of even ranks would look like hills, and every tick would say 0 %."""
+    top = max(_LEAST_IMBALANCE, axes.get_ylim()[1])
+    axes.set(xlabel="step", ylabel="largest ÷ mean − 1", ylim=(0, top))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if top > 0.05 else 1))
+    whole_steps(axes)
+    _finish(axes, columns)
 
 
 def _relative(log: RunLog, name: str) -> np.ndarray | None:
@@ -155,6 +194,7 @@ def _ranks(shown: dict[str, np.ndarray]) -> Callable[[Axes], None]:
         axes.set(
             xlabel="rank" if count <= _MOST_RANKS else "ranks, fullest first", ylabel="÷ mean", xlim=(-0.6, count - 0.4)
         )
+        _widen(axes)
         _finish(axes, columns=2)
 
     return draw
@@ -165,37 +205,55 @@ def _over_steps(reports: Sequence[RunReport], name: str, label: str) -> Callable
 
     def draw(axes: Axes) -> None:
         for place, report in enumerate(reports):
-            steps, values = curve_of(report.log, name)
-            axes.plot(
-                steps,
-                values,
-                color=COLORS[_RUN_COLORS[place % 4]],
-                linestyle=_RUN_STYLES[(place + place // 4) % 4],
-                # The first is seen where another one covers it.
-                linewidth=3.2 if place == 0 and len(reports) > 1 else 1.8,
-                marker=_marker(values) and _RUN_MARKERS[place % 4],
-                markersize=5,
-                label=_short(names[place], 24),
-            )
+            _plot_run(axes, curve_of(report.log, name), place, names)
         axes.set(xlabel="step", ylabel=label)
         whole_steps(axes)
         if name == "step_ms":
             axes.set_ylim(0, None)
+        else:
+            _widen(axes)
         _finish(axes, columns=1 if is_narrow(axes) else 2)
 
     return draw
 
 
+def _plot_run(axes: Axes, curve: tuple[np.ndarray, np.ndarray], place: int, names: Sequence[str]) -> None:
+    """One of several runs, told apart from the others by colour, line and marker."""
+    axes.plot(
+        *curve,
+        color=COLORS[_RUN_COLORS[place % 4]],
+        linestyle=_RUN_STYLES[(place + place // 4) % 4],
+        # The first is seen where another one covers it.
+        linewidth=3.2 if place == 0 and len(names) > 1 else 1.8,
+        marker=_marker(curve[1]) and _RUN_MARKERS[place % 4],
+        markersize=5,
+        label=_short(names[place], 24),
+    )
+
+
+def _widen(axes: Axes) -> None:
+    """Let an axis span a hundredth of its values at least, with whole numbers at its ticks instead of an offset."""
+    low, high = axes.get_ylim()
+    least = _LEAST_SPAN * max(abs(low), abs(high))
+    if high - low < least:
+        middle = (low + high) / 2
+        axes.set_ylim(middle - least / 2, middle + least / 2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.5g}")
+
+
 def _parts(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
-    times = [report.step_time.parts() if report.step_time else {} for report in reports]
+    times = []
+    for report in reports:
+        parts = report.step_time.parts() if report.step_time else {}
+        times.append(parts if len(parts) > 1 else {_NOT_SPLIT: sum(parts.values())})
     saved = np.array(
-        [(report.step_time.saved if report.step_time and _moves(report) else None) or 0.0 for report in reports]
+        [(report.step_time.saved if report.step_time and _is_balanced(report) else None) or 0.0 for report in reports]
     )
     names, places = short_names(reports), np.arange(len(reports))[::-1]
 
     def draw(axes: Axes) -> None:
         begins = np.zeros(len(reports))
-        for part in (part for part in PARTS if any(part in time for time in times)):
+        for part in (part for part in _PART_LOOKS if any(part in time for time in times)):
             color, hatch = _PART_LOOKS[part]
             widths = np.array([time.get(part, 0.0) for time in times])
             axes.barh(
@@ -205,7 +263,7 @@ def _parts(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
                 height=0.55,
                 color=COLORS[color],
                 hatch=hatch,
-                edgecolor=COLORS["surface"],
+                edgecolor=COLORS["muted" if part == _NOT_SPLIT else "surface"],
                 linewidth=0.5,
                 label=part,
             )
@@ -245,7 +303,7 @@ def curve_of(log: RunLog, name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.add.reduceat(steps, begins) / counts, np.add.reduceat(values, begins) / counts
 
 
-def _moves(report: RunReport) -> bool:
+def _is_balanced(report: RunReport) -> bool:
     return report.balancing == "balanced"
 
 

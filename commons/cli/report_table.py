@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -10,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from commons.run_log.advice import advice_of, verdict_on
-from commons.run_log.comparison import Against
+from commons.run_log.advice import advice_of, headline_of, verdict_on, warning_of
+from commons.run_log.comparison import Against, beside_as_loaded, best_first
 from commons.run_log.reading import setting
 from commons.run_log.report import RunReport
+from commons.run_log.standard_error import shown_with_error, with_errors
 from commons.run_log.step_time import PARTS
 
 # Width of a table that no terminal shows.
@@ -76,7 +78,7 @@ def notes_of(reports: Sequence[RunReport], against: Sequence[Against]) -> list[s
 
 def print_report(reports: Sequence[RunReport], against: Sequence[Against]) -> None:
     """The table, notes and advice."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = Console(width=_width(), highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     for report in reports:
@@ -93,21 +95,42 @@ def print_report(reports: Sequence[RunReport], against: Sequence[Against]) -> No
         console.print(Text(line, style="bold"))
 
 
+def _width() -> int | None:
+    """Columns to print in: COLUMNS where it is set, as programs of a terminal do; None for the terminal's."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    return None if sys.stdout.isatty() else _WIDTH
+
+
 def advice_lines(reports: Sequence[RunReport], against: Sequence[Against]) -> list[str]:
-    """What to make of every run, and of each beside the first."""
+    """What to make of every run, and of several, last, all of them compared."""
     if not against:
-        return [advice_of(report) for report in reports]
+        return [said for report in reports for said in (warning_of(report), advice_of(report)) if said]
     # Beside a run that is balanced, nobody has to be told to turn that on.
     told = [report for report in reports if report.balancing != "off"] or reports
-    of_runs = [f"{report.log.name}: {advice_of(report)}" for report in told]
-    return of_runs + [
-        said for each, report in zip(against, reports[1:]) if (said := verdict_on(each, reports[0], report))
+    beside = beside_as_loaded(reports)
+    of_runs = [
+        f"{report.log.name}: {said}"
+        for report in told
+        for said in (warning_of(report), advice_of(report, beside.get(report.log.name)))
+        if said
     ]
+    headline = headline_of(best_first(reports))
+    verdicts = [verdict_on(each, reports[0], report) for each, report in zip(against, reports[1:])]
+    # What the headline says already is not said twice.
+    more = [said for each, said in zip(against, verdicts) if said and said != headline_of([each])]
+    return [*of_runs, *more, headline]
 
 
 def _number(pattern: str, value: float | None) -> str:
     """A number by a format, "" for what is not known."""
     return _UNKNOWN if value is None or value != value else pattern.format(value)
+
+
+def _metric(pattern: str, value: float | None, error: float | None) -> str:
+    """A metric and its standard error, "" for what is not known."""
+    return _UNKNOWN if value is None or value != value else shown_with_error(value, error, pattern)
 
 
 def _change(pattern: str, before: float | None, after: float | None) -> str:
@@ -116,7 +139,7 @@ def _change(pattern: str, before: float | None, after: float | None) -> str:
 
 
 def _moves(report: RunReport) -> bool:
-    return report.balancing == "balanced"
+    return report.balancing == "balanced" and not report.by_work
 
 
 def _moved(pattern: str, report: RunReport, value: float | None, unit: float = 1.0) -> str:
@@ -125,11 +148,11 @@ def _moved(pattern: str, report: RunReport, value: float | None, unit: float = 1
 
 
 def _balancing(report: RunReport) -> str:
+    if report.by_work:
+        is_sampler = setting(report.log.config, "trainer.balance_sampler") is True
+        return "read by work" if is_sampler else "dealt out by work"
     if report.balancing == "balanced":
         return "each batch" if report.window == 1 else f"windows of {report.window}"
-    for name, said in (("balance_sampler", "read by work"), ("balance_batch", "dealt out by work")):
-        if setting(report.log.config, f"trainer.{name}") is True:
-            return said
     return "observed" if report.balancing == "observed" else "no"
 
 
@@ -199,9 +222,12 @@ _SECTIONS: Mapping[str, Mapping[str, Callable[[RunReport], str]]] = {
 def _results(reports: Sequence[RunReport]) -> Iterator[Row]:
     """Loss and the last evaluation."""
     yield Row("loss", tuple(_number("{:.4f}", report.loss) for report in reports))
-    for name in dict.fromkeys(name for report in reports for name in report.evaluation):
+    evaluations = [{name: each for name, *each in with_errors(report.evaluation)} for report in reports]
+    for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
         pattern = "{:,.0f}" if name == "rows" else "{:.4f}"
-        yield Row(f"eval {name}", tuple(_number(pattern, report.evaluation.get(name)) for report in reports))
+        yield Row(
+            f"eval {name}", tuple(_metric(pattern, *evaluation.get(name, (None, None))) for evaluation in evaluations)
+        )
 
 
 def _beside(against: Sequence[Against]) -> Iterator[Row]:
@@ -220,7 +246,7 @@ def _beside(against: Sequence[Against]) -> Iterator[Row]:
     ):
         yield Row(label, (_UNKNOWN, *cells))
     for name in dict.fromkeys(name for each in against for name in each.evaluation):
-        apart = [_number("{:+.1e}", each.evaluation.get(name)) for each in against]
+        apart = [_metric("{:+.1e}", each.evaluation.get(name), each.standard_errors.get(name)) for each in against]
         yield Row(f"eval {name}, difference", (_UNKNOWN, *apart))
 
 

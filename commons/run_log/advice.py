@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from commons.run_log.comparison import Against
-from commons.run_log.reading import setting
+from collections.abc import Sequence
+
+from commons.run_log.comparison import Against, is_as_loaded
 from commons.run_log.report import RunReport
 
 # Balancing is worth it from this speed-up on.
@@ -20,11 +21,32 @@ _OBSERVE = "--trainer.shuffler.mode observe"
 _LONGER = "a window (--trainer.shuffle-window 2) or more rows per step lift that"
 
 
-def advice_of(report: RunReport) -> str:
-    """What to make of it, in one sentence."""
+def advice_of(report: RunReport, against: Against | None = None) -> str:
+    """What to make of it, in one sentence.
+
+    Args:
+        report: the run.
+        against: it beside a run that nobody balanced; None without one.
+    """
     if report.balancing == "off":
         return _of_unbalanced(report)
-    return _of_observed(report) if report.balancing == "observed" else _of_balanced(report)
+    if report.by_work and report.balancing == "observed":
+        return _of_unknown_gain(report, _measured(against))
+    return _of_observed(report) if report.balancing == "observed" else _of_balanced(report, against)
+
+
+def warning_of(report: RunReport) -> str:
+    """That time does not follow the loads, and what to do, in one sentence; "" where it does, or nobody knows."""
+    fit = report.time_fit
+    if fit is None or fit.follows:
+        return ""
+    of = "of ranks and steps" if fit.of == "ranks" else "of lines of the log"
+    other = ", did other work run beside it" + ("" if fit.of == "ranks" else ", or is most of a step something else")
+    return (
+        f"Time does not follow the loads (R² {fit.r_squared:.2f}, {fit.points} points {of}), so less is gained than "
+        f"they say: does the model pad to its longest row{other}? If it pads, pack the rows, or let every rank compute "
+        "its rows in groups of like length: docs/own_shuffler.md, A model that pads."
+    )
 
 
 def verdict_on(against: Against, base: RunReport, report: RunReport) -> str:
@@ -41,7 +63,7 @@ def verdict_on(against: Against, base: RunReport, report: RunReport) -> str:
     if against.differences:
         more = f" and {len(against.differences) - 1} more" if len(against.differences) > 1 else ""
         return f"{said}; not balancing alone tells them apart, they differ in {against.differences[0]}{more}."
-    own = report.gain.step if report.balancing == "balanced" and _as_loaded(base) else None
+    own = report.gain.step if report.balancing == "balanced" and is_as_loaded(base) else None
     if own is None or abs(against.rows_per_s / own - 1) < _APART:
         return f"{said}."
     return (
@@ -50,10 +72,27 @@ def verdict_on(against: Against, base: RunReport, report: RunReport) -> str:
     )
 
 
-def _as_loaded(report: RunReport) -> bool:
-    """Whether nobody has made its ranks even: what balancing gains is what it gains over such a run."""
-    by_sampler = any(setting(report.log.config, f"trainer.{name}") for name in ("balance_sampler", "balance_batch"))
-    return report.balancing != "balanced" and not by_sampler
+def headline_of(beside: Sequence[Against]) -> str:
+    """All runs compared in one sentence, the fastest first.
+
+    Args:
+        beside: as `best_first` gives them.
+    """
+    compared = [(each.run, each.rows_per_s) for each in beside if each.compares and each.rows_per_s is not None]
+    if not compared:
+        return "The runs differ in more than balancing, or do not know their speed: none is compared with another."
+    (best, most), *others = compared
+    said = f"{best} trains {most:.2f}× the rows per second of {beside[0].base}"
+    said += "".join(f", {run} {speed:.2f}×" for run, speed in others)
+    apart = [each.run for each in beside if not each.compares]
+    return f"{said}; {', '.join(apart)} cannot be compared with it." if apart else f"{said}."
+
+
+def _measured(against: Against | None) -> str:
+    """How much faster the run is than one of the same settings that nobody balanced; "" unless it is."""
+    if against is None or not against.compares or against.rows_per_s is None or against.rows_per_s <= 1:
+        return ""
+    return f"it trains {against.rows_per_s:.2f}× the rows per second of {against.base}"
 
 
 def _of_unbalanced(report: RunReport) -> str:
@@ -73,18 +112,29 @@ def _of_unbalanced(report: RunReport) -> str:
 def _of_observed(report: RunReport) -> str:
     gain = report.gain
     if gain.work is None or gain.work < _WORTH:
-        return f"Nothing to gain: {_why_not(report)}."
+        return f"Nothing to gain: {_why_not(report)}{_leave_off(report)}."
     steps = "" if gain.step is None else f" and a step {gain.step:.2f}×, the exchange not counted"
-    is_observing = setting(report.log.config, "trainer.shuffler.mode") == "observe"
-    remedy = f"leave {_OBSERVE} out" if is_observing else "read or dealt out by their work, rows are even but for that"
-    return f"Balancing would make the slowest rank {gain.work:.2f}× faster{steps}: {remedy}."
+    return f"Balancing would make the slowest rank {gain.work:.2f}× faster{steps}: leave {_OBSERVE} out."
 
 
-def _of_balanced(report: RunReport) -> str:
-    gain, time = report.gain, report.step_time
+def _of_unknown_gain(report: RunReport, measured: str) -> str:
+    """Of rows that are even as they are dealt, where the log does not say what they would cost dealt in turn."""
+    left = "" if report.gain.imbalance_before is None else f": {report.gain.imbalance_before:.1%} of imbalance is left"
+    if measured:
+        return f"The rows are dealt by their work{left}, and {measured}."
+    return f"The rows are dealt by their work{left}. What that gains, a run without it says: give both to report."
+
+
+def _of_balanced(report: RunReport, against: Against | None) -> str:
+    gain, time, measured = report.gain, report.step_time, _measured(against)
+    what = "Reading the rows by their work" if report.by_work else "Balancing"
     if gain.work is None or gain.work < _WORTH:
-        return f"Balancing gains nothing: {_why_not(report)}."
-    if gain.step is not None and gain.step < 1 and time is not None and time.saved is not None:
+        if measured:
+            return f"The loads do not show a gain: {_why_not(report)}; yet {measured}."
+        return f"{what} gains nothing: {_why_not(report)}{_leave_off(report)}."
+    # A sampler costs a step nothing: what the shuffler takes there is for the log.
+    is_dear = gain.step is not None and gain.step < 1 and not report.by_work and not measured
+    if is_dear and time is not None and time.saved is not None:
         # Where a usual step gains more than that, the gate would let none pass.
         gate = (
             ""
@@ -97,12 +147,14 @@ def _of_balanced(report: RunReport) -> str:
         )
     possible = "" if gain.possible is None else f", of {gain.possible:.2f}× possible"
     steps = "" if gain.step is None else f", and a step {gain.step:.2f}×"
-    said = f"Balancing makes the slowest rank {gain.work:.2f}× faster{possible}{steps}"
+    said = f"{what} makes the slowest rank {gain.work:.2f}× faster{possible}{steps}"
     left = gain.imbalance_after or 0.0
     if left < _MUCH_LEFT or report.window > 1:
         return f"{said}."
     if (gain.gap or 0.0) < left / 2:
         return f"{said}; the {left:.0%} that are left are rows that no plan can split: {_LONGER}."
+    if report.by_work:
+        return f"{said}; {left:.0%} are left: {_LONGER}."
     return (
         f"{said}; {left:.0%} are left: a smaller --trainer.shuffler.slack, a larger max_tokens_per_rank or free row "
         "counts (--trainer.shuffler.no-equal-size) may take more of it."
@@ -117,7 +169,13 @@ def _why_not(report: RunReport) -> str:
     if (gain.gated or 0.0) >= 0.5:
         return f"in {gain.gated:.0%} of the steps the gain was below --trainer.shuffler.min-gain, or min-gain-ms"
     if gain.imbalance_before is not None and 1 + gain.imbalance_before < _WORTH:
-        return "the ranks are even as they load their rows, leave it off"
+        return f"the ranks are even as they {'are dealt their rows in turn' if report.by_work else 'load their rows'}"
     if gain.possible is not None and gain.possible < _WORTH:
         return f"the largest load is one row, or few, that no plan can split: {_LONGER}"
     return "no plan that keeps the settings is better: a larger max_tokens_per_rank or free row counts allow more"
+
+
+def _leave_off(report: RunReport) -> str:
+    """What to do where the ranks are even anyway; "" elsewhere."""
+    uneven = report.gain.imbalance_before
+    return ", leave it off" if report.ranks != 1 and uneven is not None and 1 + uneven < _WORTH else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
+from commons.run_log.standard_error import with_errors
 
 # Settings that change neither the model nor its data: how it is balanced, and what is written where.
 _FREE = (
@@ -74,6 +75,8 @@ class Against:
             do not compare.
         loss: how far the losses differ.
         evaluation: metric minus that of the first, after the last step that both were evaluated at.
+        standard_errors: of these differences, where both metrics have one, as if other users had been evaluated; of the
+            same users the differences are known better than that.
         evaluated_at: that step.
         differences: why the two do not compare, a sentence each.
     """
@@ -85,8 +88,14 @@ class Against:
     work: float | None
     loss: LossDifference | None
     evaluation: Mapping[str, float]
+    standard_errors: Mapping[str, float]
     evaluated_at: int | None
     differences: tuple[str, ...]
+
+    @property
+    def compares(self) -> bool:
+        """Whether both speeds are known, and balancing alone tells the runs apart."""
+        return self.rows_per_s is not None and not self.differences
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -98,8 +107,38 @@ def compare_runs(reports: Sequence[RunReport]) -> list[Against]:
     return [_against(reports[0], other) for other in reports[1:]]
 
 
+def beside_as_loaded(reports: Sequence[RunReport]) -> dict[str, Against]:
+    """Every other run by its name, beside the fastest one that nobody balanced; empty where there is none."""
+    base = _fastest(filter(is_as_loaded, reports))
+    return {} if base is None else {each.log.name: _against(base, each) for each in reports if each is not base}
+
+
+def best_first(reports: Sequence[RunReport]) -> list[Against]:
+    """All runs but one beside that one, the fastest first, whatever the order of the runs.
+
+    That one is the fastest run that nobody balanced or, where all are balanced, the slowest. Runs that do not compare
+    with it, or whose speed is not known, come last.
+    """
+    base = _fastest(filter(is_as_loaded, reports)) or _fastest(reports, sign=-1)
+    if base is None:
+        return []
+    beside = [_against(base, each) for each in reports if each is not base]
+    return sorted(beside, key=lambda each: (not each.compares, -(each.rows_per_s or 0.0), each.run))
+
+
+def _fastest(reports: Iterable[RunReport], sign: int = 1) -> RunReport | None:
+    """The run with the most rows per second, or with sign −1 the fewest; None where no speed is known."""
+    known = [each for each in reports if each.speed.rows_per_s is not None]
+    return min(known, key=lambda each: (-sign * (each.speed.rows_per_s or 0.0), each.log.name), default=None)
+
+
+def is_as_loaded(report: RunReport) -> bool:
+    """Whether nobody has made the ranks of a run even: what balancing gains is what it gains over such a run."""
+    return report.balancing != "balanced" and not report.by_work
+
+
 def _against(base: RunReport, other: RunReport) -> Against:
-    step, evaluation = _evaluations(base.log, other.log)
+    step, evaluation, standard_errors = _evaluations(base.log, other.log)
     differences = tuple(_differences(base, other))
     work = None if differences else _ratio(_largest_trained(base), _largest_trained(other))
     if work is None and base.balancing == "off" and other.balancing == "balanced" and not differences:
@@ -112,6 +151,7 @@ def _against(base: RunReport, other: RunReport) -> Against:
         work=work,
         loss=_loss_difference(base.log, other.log),
         evaluation=evaluation,
+        standard_errors=standard_errors,
         evaluated_at=step,
         differences=differences,
     )
@@ -138,15 +178,21 @@ def _loss_difference(base: RunLog, other: RunLog) -> LossDifference | None:
     return LossDifference(float(apart.max()), float(apart[-1]), int(step[-1]), len(apart))
 
 
-def _evaluations(base: RunLog, other: RunLog) -> tuple[int | None, dict[str, float]]:
-    """The last step that both were evaluated at, and by metric the difference there."""
+def _evaluations(base: RunLog, other: RunLog) -> tuple[int | None, dict[str, float], dict[str, float]]:
+    """The last step that both were evaluated at, and by metric the difference there and its standard error."""
     first, second = dict(base.evaluations), dict(other.evaluations)
     common = sorted(set(first) & set(second))
     if not common:
-        return None, {}
-    before, after = first[common[-1]], second[common[-1]]
-    apart = {name: after[name] - before[name] for name in before if name in after and name != "rows"}
-    return common[-1], {name: value for name, value in apart.items() if np.isfinite(value)}
+        return None, {}, {}
+    before, after = ({name: each for name, *each in with_errors(found[common[-1]])} for found in (first, second))
+    apart, errors = {}, {}
+    for name, (value, error) in before.items():
+        if name == "rows" or name not in after or not np.isfinite(after[name][0] - value):
+            continue
+        apart[name] = after[name][0] - value
+        if error is not None and after[name][1] is not None:
+            errors[name] = float(np.hypot(error, after[name][1]))
+    return common[-1], apart, errors
 
 
 def _differences(base: RunReport, other: RunReport) -> Iterator[str]:

@@ -19,7 +19,7 @@ _LINES_WITH_WARM_UP = 3
 # Infinity, and what sums would make of numbers near it.
 _BEYOND = 1e100
 # Fields of a line with a number of every rank.
-_OF_RANKS = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds")
+_OF_RANKS = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds", "own_ms")
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ import numpy as np
 from commons.perf_model.loads import median_of_others
 from commons.run_log.reading import RunLog, setting
 from commons.run_log.step_time import StepTime, step_time_of
+from commons.run_log.time_fit import TimeFit, time_fit_of
 
 # What happened to the rows: trained where they were loaded, or planned and left there, or moved.
 Balancing = Literal["off", "observed", "balanced"]
@@ -114,10 +115,12 @@ class RunReport:
         ranks: that share the data; the last number where it has changed, None where it is not known.
         rows_per_step: of all ranks together.
         balancing: what happened to the rows.
+        by_work: whether the rows were read or dealt out by their work, so that nothing has to move.
         window: batches that were planned together; 1 without a window.
         speed: how fast it was.
         gain: what balancing did.
         step_time: where a step's time went; None where no line has times.
+        time_fit: whether time follows the loads; None where the log cannot tell.
         background: what was done beside the steps; None without a shuffler that looks at the rows.
         slow_ranks: the slowest first.
         loss: of the last line.
@@ -129,10 +132,12 @@ class RunReport:
     ranks: int | None
     rows_per_step: float | None
     balancing: Balancing
+    by_work: bool
     window: int
     speed: Speed
     gain: Gain
     step_time: StepTime | None
+    time_fit: TimeFit | None
     background: Background | None
     slow_ranks: tuple[RankSpeed, ...]
     loss: float | None
@@ -150,10 +155,12 @@ class RunReport:
             ranks=log.num_ranks[-1] if log.num_ranks else None,
             rows_per_step=_rows_per_step(log),
             balancing=balancing,
+            by_work=_is_by_work(log),
             window=window,
             speed=_speed_of(log),
             gain=_gain_of(log, balancing, step_time),
             step_time=step_time,
+            time_fit=time_fit_of(log, as_loaded=balancing != "balanced"),
             background=_background_of(log, window),
             slow_ranks=_slow_ranks(log),
             loss=None if np.isnan(losses[-1]) else float(losses[-1]),
@@ -169,10 +176,12 @@ class RunReport:
             "ranks": self.ranks,
             "rows_per_step": self.rows_per_step,
             "balancing": self.balancing,
+            "by_work": self.by_work,
             "window": self.window,
             "speed": dataclasses.asdict(self.speed),
             "gain": dataclasses.asdict(self.gain),
             "step_time_ms": None if self.step_time is None else dataclasses.asdict(self.step_time),
+            "time_fit": None if self.time_fit is None else dataclasses.asdict(self.time_fit),
             "background": None if self.background is None else dataclasses.asdict(self.background),
             "slow_ranks": [dataclasses.asdict(each) for each in self.slow_ranks],
             "loss": self.loss,
@@ -188,13 +197,18 @@ def _balancing_of(log: RunLog) -> Balancing:
     """As the numbers tell: the settings alone do not, since a sampler that balances is observed by the shuffler."""
     if log.mean("largest_load_after") is None:
         return "off"
-    mode = setting(log.config, "trainer.shuffler.mode")
-    by_sampler = setting(log.config, "trainer.balance_sampler") or setting(log.config, "trainer.balance_batch")
-    if mode == "observe" or by_sampler:
+    if log.mean("before_in_turn"):
+        return "balanced"  # by a sampler: "before" is of the same rows dealt in turn
+    if setting(log.config, "trainer.shuffler.mode") == "observe" or _is_by_work(log):
         return "observed"
     if not log.config and not log.mean("moved") and log.mean("imbalance_before") != log.mean("imbalance_after"):
         return "observed"
     return "balanced"
+
+
+def _is_by_work(log: RunLog) -> bool:
+    """Whether a sampler or the first rank has dealt the rows by their work."""
+    return any(setting(log.config, f"trainer.{name}") is True for name in ("balance_sampler", "balance_batch"))
 
 
 def _rows_per_step(log: RunLog) -> float | None:

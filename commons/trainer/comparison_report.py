@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from commons.run_log.standard_error import STANDARD_ERROR, shown_with_error
 from commons.trainer.comparison import ComparisonResults
 from commons.whole_folder import whole_file
 
@@ -154,8 +155,10 @@ def make_table(results: ComparisonResults, figures: Mapping[str, float], wording
     for name, label in wording.metrics.items():
         table.add_row(
             f"{label}, {results.balanced.evaluation['rows']:,} held-out users",
-            f"{results.unbalanced.evaluation[name]:.4f}",
-            f"{results.balanced.evaluation[name]:.4f}",
+            *(
+                shown_with_error(each.evaluation[name], each.evaluation.get(name + STANDARD_ERROR))
+                for each in (results.unbalanced, results.balanced)
+            ),
             "",
         )
         for baseline, metrics in results.baselines.items():

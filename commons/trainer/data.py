@@ -13,12 +13,14 @@ from torch.utils.data import DataLoader
 from commons.datasets.balanced_sampler import BalancedBatchSampler
 from commons.datasets.budget_sampler import BudgetBatchSampler
 from commons.datasets.data_loader import get_data_loader
+from commons.datasets.planned_sampler import PlannedSampler
 from commons.datasets.resumable_loader import ResumableLoader
 from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.trainer.args import DatasetArgs, TrainerArgs
+from commons.trainer.rows_in_turn import RowsInTurn
 
 
 def train_and_eval_loaders(
@@ -106,10 +108,11 @@ def read_by_work(
     dataset: DatasetArgs,
     trainer: TrainerArgs,
     shuffler: BaseTaskBalancedBatchShuffler,
-) -> ResumableLoader:
+) -> tuple[ResumableLoader, RowsInTurn]:
     """A loader of the same rows in batches, or steps of constant cost, that are balanced as they are read.
 
     Every rank asks the shuffler what each row of the data set costs, by the data set's outlines, and plans the same.
+    Beside the loader it returns the loads that the same rows would have, dealt to the ranks in turn.
 
     Args:
         train_loader: of this rank.
@@ -127,35 +130,37 @@ def read_by_work(
             "lengths of its rows beforehand: give a ResumableLoader over a data set with outlines(), as "
             "SequenceDataset has them, or make a BalancedBatchSampler of its workloads"
         )
-    workloads, tokens = _costs(data.outlines(), shuffler)
+    costs, tokens = _costs(data.outlines(), shuffler)
+    # The planner sums up to 2^62; in larger units the work of all rows stays below that.
+    workloads = costs >> max(0, int(costs.sum(dtype=np.float64)).bit_length() - 61)
     group, cap = resolve_process_group(), trainer.shuffler.max_tokens_per_rank
+    num_ranks = dist.get_world_size(group)
     options: dict[str, Any] = {
-        "num_ranks": dist.get_world_size(group),
+        "num_ranks": num_ranks,
         "rank": dist.get_rank(group),
         "seed": trainer.seed,
         "shuffle": dataset.shuffle,
         "tokens": None if cap is None else tokens,
         "max_tokens": cap,
     }
+    sampler: PlannedSampler
     if trainer.budget_per_rank is None:
-        return train_loader.with_sampler(
-            BalancedBatchSampler(
-                workloads,
-                trainer.train_batch_size,
-                window=trainer.shuffle_window,
-                drop_last=dataset.drop_last,
-                **options,
-            )
+        sampler = BalancedBatchSampler(
+            workloads,
+            trainer.train_batch_size,
+            window=trainer.shuffle_window,
+            drop_last=dataset.drop_last,
+            **options,
         )
-    if dataset.drop_last:
+    elif dataset.drop_last:
         raise ValueError(
             f"drop_last is True and budget_per_rank is {trainer.budget_per_rank}; steps of constant cost have no "
             "number of rows that the last one could miss: set drop_last to false"
         )
-    budget = max(1, round(trainer.budget_per_rank * float(workloads.mean())))
-    return train_loader.with_sampler(
-        BudgetBatchSampler(workloads, budget_per_rank=budget, max_rows=trainer.train_batch_size, **options)
-    )
+    else:
+        budget = max(1, round(trainer.budget_per_rank * float(workloads.mean())))
+        sampler = BudgetBatchSampler(workloads, budget_per_rank=budget, max_rows=trainer.train_batch_size, **options)
+    return train_loader.with_sampler(sampler), RowsInTurn(sampler, costs, num_ranks)
 
 
 def _costs(outlines: Iterable[Any], shuffler: BaseTaskBalancedBatchShuffler) -> tuple[np.ndarray, np.ndarray]:
@@ -167,7 +172,4 @@ def _costs(outlines: Iterable[Any], shuffler: BaseTaskBalancedBatchShuffler) -> 
         lengths = outline.features.lengths().view(len(keys), -1)
         counted = [index for index, key in enumerate(keys) if key in (shuffler.token_feature_names or keys)]
         tokens.append(lengths[counted].sum(0).numpy())
-    # The planner sums up to 2^62; in larger units the work of all rows stays below that.
-    total = sum(int(chunk.sum()) for chunk in workloads)
-    shift = max(0, total.bit_length() - 61)
-    return np.concatenate(workloads) >> shift, np.concatenate(tokens)
+    return np.concatenate(workloads), np.concatenate(tokens)

@@ -35,10 +35,11 @@ from commons.trainer.evaluation import Evaluations, Metrics
 from commons.trainer.launch import describe_ranks
 from commons.trainer.loss_scaling import LossScaler
 from commons.trainer.lost_ranks import missing_ranks_named
-from commons.trainer.meter import StepMeter, StepOutput, count_values
+from commons.trainer.meter import StepMeter, StepOutput, count_values, of_all_ranks
 from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
 from commons.trainer.own_time import OwnTime
 from commons.trainer.profiling import StepProfiler
+from commons.trainer.rows_in_turn import RowsInTurn
 from commons.trainer.schedule import Schedule
 from commons.trainer.stop import StopSignal, keep_workers
 from commons.trainer.train_log import TrainLog, TrainSummary
@@ -63,6 +64,7 @@ class TrainingLoop:
         compute_dtype: of the model's matrix products, for MFU.
         loss_scaler: of a model that scales its loss, as training in float16 needs it.
         layers: the module whose forward pass is a rank's own work, see `Recipe.layers`; None for no rank speeds.
+        in_turn: where a sampler has dealt the rows by their work, what they would cost dealt in turn; None elsewhere.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class TrainingLoop:
         compute_dtype: torch.dtype = torch.float32,
         loss_scaler: LossScaler | None = None,
         layers: torch.nn.Module | None = None,
+        in_turn: RowsInTurn | None = None,
     ) -> None:
         if (eval_loader is None) != (eval_shuffler is None) or eval_shuffler is shuffler:
             raise ValueError(
@@ -107,6 +110,7 @@ class TrainingLoop:
         self._shuffler = shuffler
         self._shufflers = [each for each in (shuffler, eval_shuffler) if each is not None]
         self._own_time = OwnTime(layers, device)
+        self._in_turn = in_turn
         self._loss_scaler = loss_scaler
         # What comes out of a window needs no further shuffle.
         in_windows = args.shuffle_window > 1 and not args.balance_sampler
@@ -236,6 +240,8 @@ class TrainingLoop:
         self._schedule.begin_epoch(first_step, self._data.step_rows(epoch, start))
         first_rows = self._schedule.rows_after(first_step)
         batches = self._data.open(epoch, start)
+        if self._in_turn is not None:
+            self._in_turn.open(epoch, start)
         while not self._is_done():
             trained = self._train_segment(self._segment(batches, self._step + 1))
             place = self._data.place_after(self._step - first_step, epoch, start)
@@ -292,24 +298,35 @@ class TrainingLoop:
 
     def _after_step(self, output: StepOutput) -> None:
         stats = self._data.take_stats() if self._data.in_windows else self._pipeline.last_stats
+        if self._in_turn is not None:
+            stats = self._in_turn.beside(stats)
         self._update.after_step(self._step, output.num_loss_tokens)
         self._step += 1
         self._guard.look(self._step, output.loss_sum)
         self._meter.step(output, stats)
         self._own_time.step(stats)
-        for milliseconds, of_batch in self._own_time.take():
-            self._shuffler.report_step_time(milliseconds, of_batch)
+        self._report_own_time()
         self._stop.after_step()
         self._log.step(stats)
         self._profiler.step(stats)
         if self._log.should_write(self._step):
             self._write_line()
 
+    def _report_own_time(self) -> None:
+        for milliseconds, of_batch in self._own_time.take():
+            self._shuffler.report_step_time(milliseconds, of_batch)
+
     def _write_line(self) -> None:
         self._guard.check()
         if numbers := self._meter.take():
+            self._report_own_time()  # the meter has waited for the end of the last step
+            details = self._meter.details()
+            if self._own_time.is_on and "loads_after" in details:
+                details |= {"own_ms": of_all_ranks(self._own_time.last_ms, self._device)}
             scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.value()}
-            self._log.line({"step": self._step, **numbers, **scale}, self._meter.details())
+            if self._in_turn is not None:  # without it, "before" is of rows that a sampler had made even already
+                details |= {"before_in_turn": 1}
+            self._log.line({"step": self._step, **numbers, **scale}, details)
 
     def _save(self) -> None:
         """Save a checkpoint, unless this step has one; no batch is in flight here."""

@@ -299,6 +299,15 @@ class StepSums:
         return 0.0 if self.loss_sum is None or self.loss_terms == 0 else float(self.loss_sum) / self.loss_terms
 
 
+def of_all_ranks(value: float | None, device: torch.device) -> list[float | None]:
+    """A positive number of every data-parallel rank, None for a rank without; called on all of them together."""
+    group = resolve_process_group()
+    values = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
+    values[dist.get_rank(group)] = 0.0 if value is None else value
+    all_reduce(values, "a number of every rank", group=group)
+    return [each if each > 0 else None for each in values.tolist()]
+
+
 def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
     """Largest load divided by the mean, minus 1, of every step that had one; called on all ranks together.
 

@@ -21,17 +21,27 @@ class OwnTime:
     Args:
         module: one without a collective in its forward pass, whose operations are what loads count; None times nothing.
         device: of this rank.
+
+    Attributes:
+        last_ms: milliseconds of the step that has ended last; None as long as its end is not known, or without it.
     """
 
     def __init__(self, module: nn.Module | None, device: torch.device) -> None:
         self._device = device
+        self.last_ms: float | None = None
         self._begun: Any = None
+        self._is_last_timed = False
         # Of the step that is under way; then of those whose end a device may not have reached.
         self._passes: _Pairs = []
         self._ended: deque[tuple[_Pairs, ShuffleStats]] = deque()
         self._hooks: list[Any] = []
         if module is not None:
             self._hooks = [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after)]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a module to time; the same on all ranks."""
+        return bool(self._hooks)
 
     def step(self, stats: ShuffleStats | None) -> None:
         """End a step.
@@ -40,6 +50,7 @@ class OwnTime:
             stats: of the batch that it trained; None for one that was not balanced, which is not timed.
         """
         passes, self._passes = self._passes, []
+        self.last_ms, self._is_last_timed = None, stats is not None and bool(passes)
         if stats is not None and passes:
             self._ended.append((passes, stats))
 
@@ -49,6 +60,8 @@ class OwnTime:
         while self._ended and has_passed(self._ended[0][0][-1][1]):
             passes, stats = self._ended.popleft()
             taken.append((sum(milliseconds(*each) for each in passes), stats))
+        if taken and not self._ended and self._is_last_timed:
+            self.last_ms = taken[-1][0]
         return [each for each in taken if each[0] > 0]
 
     def close(self) -> None:

@@ -89,8 +89,9 @@ def run_training(recipe: Recipe) -> TrainSummary:
     optimizer, metrics = recipe.build_optimizer(model), recipe.metrics(model)
     shuffler = recipe.build_shuffler(balances=balances or args.balance_batch or args.balance_sampler)
     eval_shuffler = None if eval_loader is None else recipe.build_shuffler(balances=balances and args.shuffle_eval)
+    in_turn = None
     if args.balance_sampler:
-        train_loader = read_by_work(train_loader, recipe.config.dataset, args, shuffler)
+        train_loader, in_turn = read_by_work(train_loader, recipe.config.dataset, args, shuffler)
     dealt_out = deal_out(train_loader, args, recipe.device, shuffler.get_workloads) if args.single_rank_load else None
     loop = TrainingLoop(
         args,
@@ -108,6 +109,7 @@ def run_training(recipe: Recipe) -> TrainSummary:
         compute_dtype=recipe.compute_dtype,
         loss_scaler=recipe.loss_scaler,
         layers=recipe.layers(model),
+        in_turn=in_turn,
     )
     summary = loop.run()
     # Not after a failure: a worker may then wait for a rank that is gone.

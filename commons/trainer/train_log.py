@@ -30,6 +30,7 @@ from commons.run_log.files import (
     without_nan,
     write_summary,
 )
+from commons.run_log.standard_error import shown_with_error, with_errors
 from commons.trainer.args import TrainerArgs
 from commons.trainer.sinks import BackgroundSink, JsonLines, Sink, close_sinks, open_sinks, tensorboard_of
 
@@ -87,6 +88,7 @@ class TrainLog:
     def __init__(self, args: TrainerArgs, total_steps: int, *, first_step: int = 0) -> None:
         self.run_dir = Path(args.run_dir)
         self._interval, self._window = args.log_interval, args.shuffle_window
+        self._reads_by_work = args.balance_sampler
         self._enabled = dist.get_rank() == 0
         self._bar = tqdm(
             total=total_steps,
@@ -184,8 +186,8 @@ class TrainLog:
         table.add_row("steps", f"{summary.steps:,} in {summary.epochs} epoch{'s' if summary.epochs != 1 else ''}")
         if summary.step_ms:
             table.add_row("loss", f"{summary.loss:.4f}")
-        for name, value in summary.metrics.items():
-            table.add_row(name, f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
+        for name, value, error in with_errors(summary.metrics):
+            table.add_row(name, shown_with_error(value, error) if isinstance(value, float) else f"{value:,}")
         if summary.step_ms:
             table.add_row("median step", f"{summary.step_ms:.1f} ms")
             table.add_row("tokens per second", f"{summary.tokens_per_s:,.0f}")
@@ -194,23 +196,28 @@ class TrainLog:
                 table.add_row("imbalance (max ÷ mean − 1)", f"{summary.shuffle['imbalance_before']:.1%}, not balanced")
         else:
             before, after = summary.shuffle["imbalance_before"], summary.shuffle["imbalance_after"]
-            would = "" if summary.shuffle["moved"] or before == after else " (observed, not carried out)"
+            is_trained = summary.shuffle["moved"] or before == after or self._reads_by_work
+            would = "" if is_trained else " (observed, not carried out)"
             table.add_row("imbalance (max ÷ mean − 1)", f"{before:.1%} → {after:.2%}{would}")
             if self._window > 1:
                 table.add_row("balanced together", f"{self._window} batches")
-            table.add_row("tokens moved", f"{summary.shuffle['token_fraction_moved']:.1%}")
+            if not self._reads_by_work:
+                table.add_row("tokens moved", f"{summary.shuffle['token_fraction_moved']:.1%}")
             table.add_row("would save" if would else "largest load saved", _saving(summary.shuffle))
         table.add_row("log", str(self.run_dir / LOG_FILE))
         Console().print(table)
 
 
 def _saving(shuffle: Mapping[str, float]) -> str:
-    """Predicted and measured saving of a step, as far as they are known.
+    """What the largest loads of all steps lose, and of a step the time, predicted and measured, as far as known.
 
-    >>> _saving({"predicted_saving": 0.21, "predicted_saving_ms": 80.0, "measured_saving_ms": 76.2})
+    >>> loads = {"largest_load_before": 100.0, "largest_load_after": 79.0}
+    >>> _saving({**loads, "predicted_saving_ms": 80.0, "measured_saving_ms": 76.2})
     '21.0 %, predicted 80.0 ms, measured 76.2 ms per step'
     """
-    parts = [f"{100 * shuffle['predicted_saving']:.1f} %"]
+    # Of sums: the steps of a window, which may have other rows before and after, do not compare one by one.
+    before, after = shuffle["largest_load_before"], shuffle["largest_load_after"]
+    parts = [f"{100 * (1 - after / before) if before else 0.0:.1f} %"]
     for kind in ("predicted", "measured"):
         if f"{kind}_saving_ms" in shuffle:
             parts.append(f"{kind} {shuffle[f'{kind}_saving_ms']:.1f} ms")

@@ -26,7 +26,7 @@ CONFIG = {
 }
 
 
-def make_steps(count=60, ranks=4, rows=8, seed=0, balances=True, speeds=None, sigma=1.2):
+def make_steps(count=60, ranks=4, rows=8, seed=0, balances=True, speeds=None, sigma=1.2, exchanges=True):
     """One dictionary per step, with what ShuffleStats knows and how long the step took."""
     rng = np.random.default_rng(seed)
     steps = []
@@ -36,7 +36,8 @@ def make_steps(count=60, ranks=4, rows=8, seed=0, balances=True, speeds=None, si
         plan = partition(costs.ravel().tolist(), ranks)
         before, after = costs.sum(axis=1).tolist(), plan.loads.tolist()
         trained = after if balances else before
-        overhead = EXCHANGE_MS + WAIT_MS if balances else 0.0
+        exchanges = exchanges and balances
+        overhead = EXCHANGE_MS + WAIT_MS if exchanges else 0.0
         steps.append(
             {
                 "step": number,
@@ -51,16 +52,16 @@ def make_steps(count=60, ranks=4, rows=8, seed=0, balances=True, speeds=None, si
                 "largest_load_after": max(after),
                 "lower_bound": plan.lower_bound,
                 "optimality_gap": plan.optimality_gap,
-                "moved": float(balances),
+                "moved": float(exchanges),
                 "gated": 0.0,
-                "tokens_moved": 100.0 * balances,
-                "token_fraction_moved": 0.1 * balances,
-                "bytes_sent": 2000.0 * balances,
+                "tokens_moved": 100.0 * exchanges,
+                "token_fraction_moved": 0.1 * exchanges,
+                "bytes_sent": 2000.0 * exchanges,
                 "gather_ms": 1.5,
                 "plan_ms": 0.5,
-                "wait_ms": WAIT_MS if balances else 0.0,
+                "wait_ms": WAIT_MS if exchanges else 0.0,
                 "hidden_fraction": 0.75,
-                "exchange_ms": EXCHANGE_MS if balances else 0.0,
+                "exchange_ms": EXCHANGE_MS if exchanges else 0.0,
                 "lookup_imbalance_before": imbalance(tokens.sum(axis=1)),
                 "lookup_imbalance_after": imbalance(tokens.sum(axis=1)),
                 "loads_before": before,
@@ -73,7 +74,7 @@ def make_steps(count=60, ranks=4, rows=8, seed=0, balances=True, speeds=None, si
     return steps
 
 
-LISTS = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds")
+LISTS = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds", "own_ms")
 
 
 def line_of(steps, knows_slope=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -258,7 +259,9 @@ def test_ranking_of_two_tasks_from_a_config(two_ranks, tmp_path, compute_dtype):
     steps, loss, metrics = answers[0]
     assert answers[1] == answers[0] and steps == 8 and 0.5 < loss < 1
     names = {f"eval_{kind}auc_task_{task}" for kind in ("", "popularity_") for task in (0, 1)}
-    assert names | {"eval_loss", "eval_rows"} == set(metrics)
+    errors = {f"{name}_se" for name in names}
+    assert names | errors | {"eval_loss", "eval_rows"} == set(metrics)
+    assert all(0 < metrics[f"eval_auc_task_{task}_se"] < 0.5 for task in (0, 1))
     assert all(0 < metrics[name] < 1 for name in names)
     assert metrics["eval_auc_task_0"] != metrics["eval_auc_task_1"]
 
@@ -271,9 +274,10 @@ def test_retrieval_from_a_config_and_resumed(two_ranks, tmp_path, negatives, com
     saving = ["--trainer.ckpt-save-interval", "4", "--trainer.ckpt-save-dir", str(tmp_path / "checkpoints")]
     steps, loss, metrics = two_ranks.run(run_config, [*flags, *saving], tmp_path)[0]
     assert steps == 8 and np.isfinite(loss)
-    assert set(metrics) == {f"eval_{name}" for name in ("loss", "rows", "HR@10", "NDCG@10")} | {
-        f"eval_popularity_{name}" for name in ("HR@10", "NDCG@10")
-    }
+    judged = {f"eval_{prefix}{name}" for prefix in ("", "popularity_") for name in ("HR@10", "NDCG@10")}
+    assert set(metrics) == judged | {f"{name}_se" for name in judged} | {"eval_loss", "eval_rows"}
+    share, users = metrics["eval_HR@10"], metrics["eval_rows"]  # of all ranks together
+    assert metrics["eval_HR@10_se"] == pytest.approx(math.sqrt(share * (1 - share) / users), abs=1e-9)
     # Resumed from the middle, the rest is the same: the negatives are those of the same rows.
     half = str(next(path for path in (tmp_path / "checkpoints").iterdir() if path.name.endswith("4")))
     again = two_ranks.run(run_config, [*flags, "--trainer.ckpt-load-dir", half], tmp_path / "resumed")[0]

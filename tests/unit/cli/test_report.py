@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -9,11 +10,13 @@ import subprocess
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 
 from commons.cli.main import _parse, main
-from commons.cli.report_pictures import curve_of, pictures_of_each
+from commons.cli.report_pictures import curve_of, pictures_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
+from commons.run_log.step_time import PARTS
 from tests.helpers.documented import ROOT
 from tests.helpers.pages import read_page
 from tests.helpers.run_logs import config_of, line_of, lines_of, make_steps, write_demo, write_run, write_unlooked
@@ -78,15 +81,84 @@ def test_a_page_and_pictures(runs, capsys, names):
     assert "written: r.html\nwritten: r.png\n" in printed.out and printed.err == ""
     assert (runs.parent / "r.png").stat().st_size > 20_000
     text, words = read_page(runs.parent / "r.html")
-    of_runs = {"runs/a": 1, "runs/b": 3}
-    together = 2 if names == ["runs/a"] else 3
-    assert text.count("<svg") == 2 * (sum(of_runs[name] for name in names) + together)
+    pictures = {("runs/a",): 3, ("runs/b",): 6, ("runs/a", "runs/b"): 3}
+    assert text.count("<svg") == 2 * pictures[tuple(names)]
     assert f"evenrank report {' '.join(names)} --html r.html --figure r.png" in words
     assert main(["report", *names, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert all("".join(line.split()) in "".join(words.split()) for line in content["advice"])  # flags are apart
     for run in content["runs"]:
         assert f"{run['speed']['rows_per_s']:,.1f}" in words
+
+
+def test_several_runs_are_compared_best_first_in_any_order(runs, capsys):
+    fast = [step | {"step_ms": 0.8 * step["step_ms"]} for step in make_steps()]
+    write_run(runs / "c", lines_of(fast, SIZES))
+    write_run(runs / "d", lines_of(make_steps(ranks=2), SIZES), config_of(seed=7))
+    answers, figures = set(), set()
+    for order in itertools.permutations(["runs/a", "runs/b", "runs/c", "runs/d"]):
+        assert main(["report", *order, "--json"]) == 0
+        content = json.loads(capsys.readouterr().out)
+        answers.add(content["advice"][-1])
+    rate = {run["run"]: run["speed"]["rows_per_s"] for run in content["runs"]}
+    best, other = (rate[name] / rate["runs/a"] for name in ("runs/c", "runs/b"))
+    assert best > other > 1
+    (answer,) = answers
+    assert answer == (
+        f"runs/c trains {best:.2f}× the rows per second of runs/a, runs/b {other:.2f}×; "
+        "runs/d cannot be compared with it."
+    )
+    for order in (["runs/b", "runs/c", "runs/a", "runs/d"], ["runs/d", "runs/a", "runs/b", "runs/c"]):
+        assert main(["report", *order, "--html", "r.html"]) == 0
+        text, words = read_page(runs.parent / "r.html")
+        assert text.count("<svg") == 2 * 3 and text.index("<table") < text.index("<svg")
+        flat = " ".join(words.split())
+        assert answer in flat and flat.index(answer) < flat.index("All numbers")
+        figures.add(tuple(re.findall(r"rows per second of \w ÷ \w", flat)))
+    assert figures == {("rows per second of c ÷ a", "rows per second of b ÷ a")}
+
+
+def test_the_baseline_stands_where_a_steps_time_goes(runs):
+    reports = [RunReport.of(read_log(runs / name)) for name in "ab"]
+    imbalance, parts, loss = pictures_of(reports)
+    assert (imbalance.title, loss.title) == ("Imbalance as trained", "Loss")
+    axes = Figure().subplots()
+    parts.draw(axes)
+    shown = {text.get_text() for text in axes.get_legend().get_texts()}
+    assert "a step, not split" in shown and {*PARTS} <= shown
+    assert [each.get_text() for each in axes.texts] == ["a", "b"]
+    total = max(bar.get_x() + bar.get_width() for bar in axes.patches if bar.get_y() > 0.5)
+    assert total == pytest.approx(reports[0].step_time.total)
+
+
+def test_axes_of_even_ranks_and_equal_losses_can_be_read(tmp_path):
+    even = {"imbalance_before": 1e-9, "imbalance_after": 2e-10, "loss": 1e-9}
+    lines = [
+        line | even | {"loads_before": [10**9, 10**9 + 1], "loads_after": [10**9, 10**9]}
+        for line in lines_of(make_steps(), SIZES)
+    ]
+    report = RunReport.of(read_log(write_run(tmp_path, lines, config_of())))
+    for several in ([report], [report, report]):
+        for picture in pictures_of(several):
+            figure = Figure()
+            picture.draw(figure.subplots())
+            figure.canvas.draw()
+            (axes,) = figure.axes
+            ticks = [each.get_text() for each in axes.get_yticklabels()]
+            assert len(set(ticks)) == len(ticks) and axes.yaxis.get_offset_text().get_text() == ""
+            if picture.title.startswith("Imbalance"):
+                assert axes.get_ylim() == (0, 0.01) and "0.4%" in ticks
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_the_table_fits_the_columns_of_the_terminal(runs, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["report", "runs/a", "runs/b"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= columns
+    # Sentences fill the lines they have.
+    assert max(map(len, printed.splitlines())) > min(columns, 130) - 25
+    assert "speed-up of the slowest rank" in printed and "1.2" in printed
 
 
 def test_a_name_is_no_markup(tmp_path, monkeypatch, capsys):
@@ -120,7 +192,7 @@ def test_names_that_matplotlib_would_leave_out_or_has_no_letters_for(tmp_path, m
 def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
     steps = make_steps(count=20, ranks=80, rows=2)
     log = read_log(write_run(tmp_path, [line_of([step]) for step in steps]))
-    loads = next(each for each in pictures_of_each([RunReport.of(log)]) if each.title == "Load of each rank")
+    loads = next(each for each in pictures_of([RunReport.of(log)]) if each.title == "Load of each rank")
     assert loads.text.startswith("The fullest rank's, the next one's, and so on,")
     lines = [line_of([steps[0]]) | {"step": number, "loss": number % 2} for number in range(1, 1001)]
     drawn, losses = curve_of(read_log(write_run(tmp_path, lines)), "loss")

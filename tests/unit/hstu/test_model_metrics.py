@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from hstu.metrics import RankingMetrics
+from hstu.metrics import RankingMetrics, auc_standard_error
 from hstu.model import RankingOutput
 
 
@@ -24,6 +25,10 @@ def share_of_ordered_pairs(logits: list[float], labels: list[int]) -> float:
         (p > n) + (p == n) / 2 for p, is_p in zip(logits, labels) if is_p for n, is_n in zip(logits, labels) if not is_n
     ]
     return sum(pairs) / len(pairs) if pairs else math.nan
+
+
+def aucs(metrics: RankingMetrics) -> dict[str, float]:
+    return {name: value for name, value in metrics.compute().items() if not name.endswith("_se")}
 
 
 predictions = st.lists(st.tuples(st.integers(-30, 30), st.integers(0, 1), st.integers(0, 1)), max_size=25)
@@ -41,7 +46,8 @@ def test_auc_is_the_share_of_ordered_pairs_over_all_steps(steps):
         share_of_ordered_pairs([p[0] for p in everything], [p[1] for p in everything]),
         share_of_ordered_pairs([-p[0] for p in everything], [p[2] for p in everything]),
     ]
-    assert list(metrics.compute().values()) == pytest.approx(expected, abs=1e-6, nan_ok=True)
+    found = metrics.compute()
+    assert [found["auc_task_0"], found["auc_task_1"]] == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 30.0, 1e5, 1e36])
@@ -65,7 +71,7 @@ def test_a_prediction_that_is_no_number_is_not_ranked():
     assert math.isnan(found["auc_task_0"]) and found["auc_task_1"] == 0.5
     metrics.reset()
     metrics.update(output(logits[1:], torch.tensor([[0.0, 0.0], [1.0, 1.0]])))
-    assert metrics.compute() == {"auc_task_0": 0.5, "auc_task_1": 1.0}
+    assert aucs(metrics) == {"auc_task_0": 0.5, "auc_task_1": 1.0}
 
 
 @pytest.mark.parametrize("labels", [[], [1.0, 1.0], [0.0]])
@@ -79,10 +85,10 @@ def test_reset_forgets_and_compute_may_be_repeated():
     metrics = RankingMetrics(1)
     right = output(torch.tensor([[2.0], [-1.0]]), torch.tensor([[1.0], [0.0]]))
     metrics.update(right)
-    assert metrics.compute() == metrics.compute() == {"auc_task_0": 1.0}
+    assert aucs(metrics) == aucs(metrics) == {"auc_task_0": 1.0}
     metrics.reset()
     metrics.update(output(-right.logits, right.labels))
-    assert metrics.compute() == {"auc_task_0": 0.0}
+    assert aucs(metrics) == {"auc_task_0": 0.0}
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1)), min_size=1, max_size=20))
@@ -99,3 +105,43 @@ def test_popularity_needs_the_items():
     metrics = RankingMetrics(1, popularity=torch.ones(3))
     with pytest.raises(ValueError, match="the output has no items"):
         metrics.update(output(torch.zeros(1, 1), torch.ones(1, 1)))
+
+
+scored = st.lists(st.tuples(st.integers(-4, 4), st.booleans()), min_size=4, max_size=25)
+
+
+@given(scored)
+def test_the_standard_error_is_that_of_delongs_placements_pair_by_pair(rows):
+    positives, negatives = ([score for score, label in rows if label == wanted] for wanted in (True, False))
+    assume(len(positives) > 1 and len(negatives) > 1)
+
+    def share(score, others, sign):
+        return statistics.fmean((sign * score > sign * other) + (score == other) / 2 for other in others)
+
+    above = [share(score, negatives, 1) for score in positives]
+    below = [share(score, positives, -1) for score in negatives]
+    expected = math.sqrt(statistics.variance(above) / len(above) + statistics.variance(below) / len(below))
+    scores, labels = (torch.tensor([row[index] for row in rows]) for index in (0, 1))
+    assert float(auc_standard_error(scores.double(), labels)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_standard_error_is_that_of_samples_drawn_again():
+    generator = torch.Generator().manual_seed(1)
+    labels = (torch.rand(600, 1, generator=generator) < 0.3).float()
+    logits = torch.randn(600, 1, generator=generator) + 0.7 * labels
+    metrics = RankingMetrics(1)
+    metrics.update(output(logits, labels))
+    drawn = []
+    for _ in range(300):
+        rows = torch.randint(600, (600,), generator=generator)
+        drawn.append(roc_auc_score(labels[rows].flatten().numpy(), logits[rows].flatten().numpy()))
+    found = metrics.compute()
+    assert found["auc_task_0_se"] == pytest.approx(statistics.stdev(drawn), rel=0.15)
+    assert 0.01 < found["auc_task_0_se"] < 0.05
+
+
+def test_a_single_prediction_of_a_label_has_no_standard_error():
+    metrics = RankingMetrics(1)
+    metrics.update(output(torch.tensor([[1.0], [0.0], [2.0]]), torch.tensor([[1.0], [0.0], [0.0]])))
+    found = metrics.compute()
+    assert found["auc_task_0"] == 0.5 and math.isnan(found["auc_task_0_se"])

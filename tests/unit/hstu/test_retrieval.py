@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -343,17 +344,37 @@ def test_metrics_equal_a_sorted_list_for_every_user(case, top_k):
         assert all(math.isnan(value) for value in result.values())
         return
     expected = dict.fromkeys(["loss", *names, *(f"popularity_{name}" for name in names)], 0.0)
+    squares = dict.fromkeys(expected, 0.0)
     for query, target in users:
         scores = ((unit(weight.double()) @ query) * 2**24).round() / 2**24
         expected["loss"] += float(torch.logsumexp(scores / 0.5, 0) - scores[target] / 0.5)
         for prefix, values in (("", scores.tolist()), ("popularity_", popularity)):
             order = sorted(range(len(table)), key=lambda item: (-values[item], item))
             rank = 1 + order.index(target)
-            expected[f"{prefix}HR@1"] += rank == 1
-            expected[f"{prefix}NDCG@{top_k}"] += (rank <= top_k) / math.log2(1 + rank)
-            if top_k > 1:
-                expected[f"{prefix}HR@{top_k}"] += rank <= top_k
-    assert result == pytest.approx({name: total / len(users) for name, total in expected.items()}, abs=1e-6)
+            gains = {"HR@1": rank == 1, f"HR@{top_k}": rank <= top_k}
+            gains[f"NDCG@{top_k}"] = (rank <= top_k) / math.log2(1 + rank)
+            for name, gain in gains.items():
+                expected[prefix + name] += gain
+                squares[prefix + name] += gain**2
+    means = {name: total / len(users) for name, total in expected.items()}
+    errors = {
+        f"{name}_se": math.sqrt(max(0, squares[name] / len(users) - means[name] ** 2) / len(users))
+        for name in means
+        if name != "loss"
+    }
+    assert result == pytest.approx(means | errors, abs=1e-6)
+
+
+def test_the_standard_error_of_a_hit_rate_is_that_of_a_share():
+    ranks = [1, 2, 3, 1, 4, 1, 2, 4, 1, 1]  # of the true items, among four
+    metrics = RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@1", "NDCG@4"], temperature=0.1)
+    for rank in ranks:
+        query = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
+        metrics.update(output_of(unit(query), [rank - 1]))
+    found = metrics.compute()
+    assert found["HR@1"] == 0.5 and found["HR@1_se"] == pytest.approx(math.sqrt(0.25 / 10))
+    gains = [1 / math.log2(1 + rank) for rank in ranks]
+    assert found["NDCG@4_se"] == pytest.approx(statistics.pstdev(gains) / math.sqrt(10))
 
 
 def test_metrics_in_chunks_and_after_a_reset(monkeypatch):

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from commons.cli.report_table import advice_lines, sections_of
 from commons.run_log.advice import advice_of, verdict_on
 from commons.run_log.comparison import compare_runs
 from commons.run_log.folders import read_runs
@@ -71,9 +72,42 @@ def test_a_run_that_observes(tmp_path):
     assert "leave --trainer.shuffler.mode observe out" in advice_of(report)
 
 
-def test_rows_read_by_their_work_are_observed(tmp_path):
-    report = report_of(tmp_path, AS_LOADED, config=config_of(balance_sampler=True, enable_balanced_shuffler=False))
-    assert report.balancing == "observed" and "read or dealt out by their work" in advice_of(report)
+BY_WORK = config_of(balance_sampler=True, enable_balanced_shuffler=False)
+# As a sampler's run was logged before it knew the rows dealt in turn: even as they are read.
+AS_READ = [step | {"imbalance_before": 0.0, "largest_load_before": step["largest_load_after"]} for step in AS_LOADED]
+
+
+def test_rows_read_by_their_work_gain_over_the_rows_dealt_in_turn(tmp_path):
+    steps = make_steps(exchanges=False)
+    report = report_of(tmp_path, steps, config=BY_WORK, before_in_turn=1)
+    assert (report.balancing, report.by_work) == ("balanced", True)
+    assert report.gain.work == pytest.approx(sums("largest_load_before") / sums("largest_load_after"))
+    unbalanced, balanced = (sums("step_ms", each[SIZES[0] :]) for each in (AS_LOADED, steps))
+    assert report.gain.step == pytest.approx(unbalanced / balanced)
+    assert f"Reading the rows by their work makes the slowest rank {report.gain.work:.2f}× faster" in advice_of(report)
+
+
+def test_an_old_log_of_a_sampler_does_not_say_what_it_gained(tmp_path):
+    report = report_of(tmp_path, AS_READ, config=BY_WORK)
+    assert report.balancing == "observed" and report.by_work
+    assert "a run without it says: give both" in advice_of(report) and "leave it off" not in advice_of(report)
+
+
+@pytest.mark.parametrize("in_turn", [None, 1])
+@pytest.mark.parametrize("config", [BY_WORK, config_of(balance_batch=True, single_rank_load=True)])
+def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_path, in_turn, config):
+    config = json.loads(json.dumps(config))
+    steps = make_steps(exchanges=False)  # they take the time of balanced ones, and look even
+    steps = [step | {"imbalance_before": 0.0, "largest_load_before": step["largest_load_after"]} for step in steps]
+    config["trainer"]["single_rank_load"] = None  # the runs differ in nothing else
+    base = RunReport.of(read_log(write_unlooked(tmp_path / "a", AS_LOADED, SIZES)))
+    own = report_of(tmp_path / "b", steps, config=config, before_in_turn=in_turn)
+    (against,) = compare_runs([base, own])
+    assert against.rows_per_s > 1.1
+    for reports in ([base, own], [own, base]):
+        lines = advice_lines(reports, compare_runs(reports))
+        assert f"it trains {against.rows_per_s:.2f}× the rows per second of {base.log.name}" in " ".join(lines)
+        assert "leave it off" not in " ".join(lines)
 
 
 def test_an_exchange_that_stands_in_the_line_before_is_no_more_than_the_step(tmp_path):
@@ -187,8 +221,7 @@ def test_runs_beside_each_other(tmp_path):
     same = dataclasses.replace(against, rows_per_s=1.0)
     assert verdict_on(same, other, other).endswith(f"trains 1.00× the rows per second of {base.log.name}.")
     dealt = RunReport.of(read_log(write_unlooked(tmp_path / "c", AS_LOADED, SIZES)))
-    dealt.log.config["trainer"]["balance_sampler"] = True
-    assert "while its own" not in verdict_on(same, dealt, other)
+    assert "while its own" not in verdict_on(same, dataclasses.replace(dealt, by_work=True), other)
     apart = dataclasses.replace(against, differences=("ranks: 2 and 4", "rows per step: 8 and 16"))
     assert verdict_on(apart, base, other).endswith("they differ in ranks: 2 and 4 and 1 more.")
     json.dumps(against.to_dict())
@@ -237,3 +270,17 @@ def test_a_damaged_demo_is_refused_in_one_line(tmp_path, changes):
         with pytest.raises(ValueError, match=r"demo.json is no result of a demo \(.*: run it again$") as caught:
             read_runs([tmp_path / "demo"])
         assert "\n" not in str(caught.value)
+
+
+def test_metrics_are_compared_with_their_standard_errors(tmp_path):
+    evaluated = ({"auc": 0.75, "auc_se": 0.03, "loss": 0.5, "HR@10": None}, {"auc": 0.8, "auc_se": 0.04, "loss": 0.4})
+    reports = []
+    for name, metrics in zip("ab", evaluated):
+        line = {"schema": 1, "step": 60, **{f"eval_{metric}": value for metric, value in metrics.items()}}
+        reports.append(RunReport.of(read_log(write_run(tmp_path / name, [*lines_of(BALANCED, SIZES), line]))))
+    (against,) = compare_runs(reports)
+    assert against.evaluation == pytest.approx({"auc": 0.05, "loss": -0.1})
+    assert against.standard_errors == pytest.approx({"auc": 0.05})  # of 3, 4, 5
+    rows = {row.label: row.cells for section in sections_of(reports, [against]) for row in section.rows}
+    assert rows["eval auc"] == ("0.7500 ± 0.0300", "0.8000 ± 0.0400") and rows["eval loss"] == ("0.5000", "0.4000")
+    assert rows["eval auc, difference"] == ("", "+5.0e-02 ± 5.0e-02") and "eval auc_se" not in rows

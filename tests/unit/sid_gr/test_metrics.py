@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -60,7 +61,9 @@ def test_metrics_are_means_over_users(steps):
         if not judged:
             assert math.isnan(found[name])
             continue
-        assert found[name] == pytest.approx(sum(slow(name, *user) for user in judged) / len(judged))
+        values = [slow(name, *user) for user in judged]
+        assert found[name] == pytest.approx(statistics.fmean(values))
+        assert found[f"{name}_se"] == pytest.approx(statistics.pstdev(values) / math.sqrt(len(values)), abs=1e-7)
     metrics.reset()
     assert all(math.isnan(value) for value in metrics.compute().values())
 

@@ -1,0 +1,129 @@
+"""A sampler by work says what its rows would have cost dealt to the ranks in turn: two ranks train HSTU."""
+
+from __future__ import annotations
+
+import json
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.raw_data.movielens_1m import generate_movielens
+from commons.datasets.movielens import preprocess_movielens
+from commons.datasets.samplers import ShardedBatchSampler
+from commons.distributed.options import ShufflerOptions
+from commons.run_log.advice import advice_of
+from commons.run_log.reading import read_log
+from commons.run_log.report import RunReport
+from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.run import run_training
+from commons.trainer.run_folder import open_run_folder
+from hstu.recipe import HSTURecipe
+from hstu.train_config import ModelArgs, TrainConfig
+
+ROWS = 59  # in training, of 70 users
+SAMPLER = {"balance_sampler": True, "shuffle_window": 3}
+BUDGET = {
+    **{"balance_sampler": True, "budget_per_rank": 5.0, "batch_size": 12},
+    "shuffler": ShufflerOptions(equal_size=False),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    archive = generate_movielens(folder / "ml-1m", num_users=70, seed=3)
+    return str(preprocess_movielens(archive.path, folder / "out", test_fraction=0.1, seed=0))
+
+
+def _recipe(data, run_dir, batch_size=4, **changes):
+    trainer = {"log_interval": 1, "tensorboard": False, "num_epochs": 1} | changes
+    return HSTURecipe(
+        TrainConfig(
+            TrainerArgs(batch_size, 4, run_dir=run_dir, **trainer),
+            DatasetArgs("ml-1m", 256, dataset_path=data, shuffle=True),
+            ModelArgs(16, 1, 2, 8, prediction_head_arch=(8, 1)),
+        ),
+        torch.device("cpu"),
+    )
+
+
+def _train(data, run_dir, **changes):
+    """The rows of the table at the end, which the first rank prints."""
+    with mock.patch("commons.trainer.train_log.Table.add_row") as add_row:
+        recipe = _recipe(data, run_dir, **changes)
+        open_run_folder(recipe.config, recipe.device, logs_to_file=False)
+        run_training(recipe)
+    return [call.args for call in add_row.call_args_list]
+
+
+def _lines(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def _loads(run_dir, name):
+    """Of every step the loads of the ranks, int64 `(steps, ranks)`."""
+    return np.array([line[name] for line in _lines(run_dir)], dtype=np.int64)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, tmp_path, window):
+    # A run without the sampler reads the same rows in turn, and its shuffler says what they cost.
+    plain, own = tmp_path / "plain", tmp_path / "own"
+    observe = {"enable_balanced_shuffler": True, "shuffler": ShufflerOptions(mode="observe")}
+    two_ranks.run(_train, data, str(plain), num_epochs=2, **observe)
+    tables = two_ranks.run(_train, data, str(own), num_epochs=2, **SAMPLER | {"shuffle_window": window})
+    in_turn, read = _loads(plain, "loads_before"), _loads(own, "loads_after")
+    assert in_turn.shape == read.shape == (16, 2)
+    if window == 1:  # the same rows in every step
+        assert (_loads(own, "loads_before") == in_turn).all()
+    for epoch in (slice(0, 6), slice(8, 14)):  # whole windows of as many rows
+        assert (_loads(own, "loads_before")[epoch] == in_turn[epoch]).all()
+        assert read[epoch].sum() == in_turn[epoch].sum()
+    for last in (slice(6, 8), slice(14, 16)):  # a window that ends the epoch has the rows that are left
+        assert _loads(own, "loads_before")[last].sum() == in_turn[last].sum() == read[last].sum()
+
+    for line in _lines(own):  # what each rank took for the rows that it read
+        assert len(line["own_ms"]) == 2 and min(line["own_ms"]) > 0
+    report = RunReport.of(read_log(own))
+    assert len(report.log.of_ranks["own_ms"]) == 16
+    before, after = (_loads(own, name).max(axis=1).sum() for name in ("loads_before", "loads_after"))
+    assert report.gain.work == pytest.approx(before / after) and report.gain.work > 1.02
+    assert "Reading the rows by their work makes the slowest rank" in advice_of(report)
+    shown = dict(tables[0])
+    assert shown["largest load saved"].startswith(f"{100 * (1 - after / before):.1f} %")
+    assert not shown["imbalance (max ÷ mean − 1)"].startswith("0.0%") and "tokens moved" not in shown
+
+
+def test_a_resumed_sampler_knows_its_rows_in_turn(two_ranks, data, tmp_path):
+    two_ranks.run(_train, data, str(tmp_path / "whole"), **SAMPLER)
+    part, options = tmp_path / "part", SAMPLER | {"ckpt_save_interval": 4, "ckpt_save_dir": str(tmp_path / "ckpt")}
+    two_ranks.run(_train, data, str(part), max_train_iters=4, **options)  # within the second window
+    assert (_loads(part, "loads_before") == _loads(tmp_path / "whole", "loads_before")[:4]).all()
+    two_ranks.run(_train, data, str(part), **options, ckpt_load_dir=str(tmp_path / "ckpt"))
+    assert (_loads(part, "loads_before") == _loads(tmp_path / "whole", "loads_before")).all()
+
+
+def test_steps_of_constant_cost_are_compared_with_their_rows_in_turn(two_ranks, data, tmp_path):
+    order = ShardedBatchSampler(ROWS, 1, shuffle=True, seed=1234).order(ROWS, 0)
+    workloads = two_ranks.run(_workloads_of, data, str(tmp_path / "all"))[0]
+    two_ranks.run(_train, data, str(tmp_path / "run"), **BUDGET)
+    told = _lines(tmp_path / "run")
+    begin = 0
+    for line in told:
+        rows = order[begin : begin + int(line["num_rows"])]
+        assert line["loads_before"] == [int(workloads[rows[rank::2]].sum()) for rank in range(2)]
+        begin += len(rows)
+    assert begin == ROWS
+
+
+def _workloads_of(data, run_dir):
+    """int64 `(ROWS,)`, what each row of the data set costs the model, row by row."""
+    recipe = _recipe(data, run_dir, 1)
+    shuffler = recipe.build_shuffler(balances=True)
+    dataset = recipe.single_loader.dataset
+    costs = [int(shuffler.get_workloads(dataset[[row]])[0]) for row in range(ROWS)]
+    shuffler.close()
+    return np.array(costs)

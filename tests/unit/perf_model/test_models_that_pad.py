@@ -1,0 +1,80 @@
+"""What balancing gains a model that pads its rows, in counted operations: the table of docs/own_shuffler.md."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from commons.perf_model.partitioner import partition
+from commons.perf_model.task_estimator import SelfAttentionTask
+from tests.helpers.documented import ROOT
+
+RANKS, ROWS, STEPS, HIDDEN, HEADS = 8, 16, 10, 64, 2
+TASK = SelfAttentionTask(HIDDEN, HEADS, HIDDEN // HEADS, causal=False)
+
+
+def layer(rows, longest):
+    """A transformer layer over padded rows `(rows, longest, HIDDEN)`, on the meta device, which computes nothing."""
+
+    def weight(*shape):
+        return torch.empty(*shape, device="meta")
+
+    x = weight(rows * longest, HIDDEN)
+    q, k, v = (
+        each.view(rows, longest, HEADS, -1).transpose(1, 2).reshape(rows * HEADS, longest, -1)
+        for each in (x @ weight(HIDDEN, 3 * HIDDEN)).chunk(3, dim=1)
+    )
+    attended = torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+    x = attended.reshape(rows * longest, HIDDEN) @ weight(HIDDEN, HIDDEN)
+    return x @ weight(HIDDEN, 4 * HIDDEN) @ weight(4 * HIDDEN, HIDDEN)
+
+
+def counted(groups):
+    """Operations of a rank that computes groups of rows, each padded to its own longest."""
+    with FlopCounterMode(display=False) as counter:
+        for lengths in groups:
+            layer(len(lengths), int(lengths.max()))
+    return counter.get_total_flops()
+
+
+WAYS = {
+    "pads to its longest row": lambda lengths: [lengths],
+    "in 4 groups of like length": lambda lengths: np.array_split(np.sort(lengths), 4),
+    "packs its rows": lambda lengths: [lengths[row : row + 1] for row in range(len(lengths))],
+}
+
+
+def measured():
+    """Of the stats and of each way, as loaded and balanced: the slowest rank's work, summed over steps."""
+    rng = np.random.default_rng(0)
+    found = {name: np.zeros(2) for name in ("the stats say", *WAYS)}
+    for _ in range(STEPS):
+        lengths = np.clip(np.exp(rng.normal(4.0, 1.0, RANKS * ROWS)).astype(np.int64), 1, 1024)
+        work = TASK.get_workloads(lengths)
+        dealt = np.arange(RANKS * ROWS) % RANKS, partition(work, RANKS).assignment
+        for when, ranks in enumerate(dealt):
+            of_ranks = [lengths[ranks == rank] for rank in range(RANKS)]
+            found["the stats say"][when] += max(int(TASK.get_workloads(each).sum()) for each in of_ranks)
+            for name, groups in WAYS.items():
+                found[name][when] += max(counted(groups(each)) for each in of_ranks)
+    return found
+
+
+def test_the_documented_table_is_what_torch_counts():
+    page = (ROOT / "docs/own_shuffler.md").read_text(encoding="utf-8")
+    section = page.split("## A model that pads")[1].split("\n## ")[0]
+    shown = dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", section, re.MULTILINE))
+    for name, (before, after) in measured().items():
+        assert shown[name] == f"{before / 1e6:,.0f} | {after / 1e6:,.0f} | {before / after:.2f}×"
+
+
+def test_a_packed_model_computes_what_the_stats_say():
+    found = measured()
+    assert found["packs its rows"] == pytest.approx(found["the stats say"])
+    pads, grouped = found["pads to its longest row"], found["in 4 groups of like length"]
+    assert pads[0] / pads[1] < 1.1 < 1.3 < found["the stats say"][0] / found["the stats say"][1]
+    assert grouped[1] < pads[1] / 2
