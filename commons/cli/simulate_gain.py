@@ -36,6 +36,9 @@ class LengthOptions:
     column: str | None = None
     """The column of lengths, or of lists whose items count; None where there is one column."""
 
+    group_by: str | None = None
+    """The column of users in a file of events: a user's length is the number of events. None: rows have lengths."""
+
     batch_size: int = 32
     """Rows of a rank in a step."""
 
@@ -161,7 +164,13 @@ def simulate_lengths(
         ValueError: an option out of its range, lengths that are none, or too few rows for a step.
     """
     options.check()
-    lengths = find_lengths(source, options.column, in_order=options.in_order, with_replacement=options.with_replacement)
+    lengths = find_lengths(
+        source,
+        options.column,
+        group_by=options.group_by,
+        in_order=options.in_order,
+        with_replacement=options.with_replacement,
+    )
     notes, comparisons = [], []
     for num_ranks in sorted(set(ranks)):
         per_step = num_ranks * options.batch_size
