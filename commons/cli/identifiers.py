@@ -36,6 +36,6 @@ def require_no_identifiers(path: Path, column: str, values: np.ndarray) -> None:
         return
     raise ValueError(
         f"column {column!r} of {path} has a value of its own in {distinct:,} of {len(values):,} rows, {rule}; such "
-        "numbers identify or date rows and are no lengths: name another column by --column, count the events of each user by --group-by "
-        "user_id, or save the numbers alone by numpy.save if they are lengths"
+        "numbers identify or date rows and are no lengths: name another column by --column, count each user's events "
+        "by --group-by user_id, or save the numbers alone by numpy.save if they are lengths"
     )

@@ -212,14 +212,15 @@ def _dimensions(model: AttentionTask) -> str:
 
 
 def _load(lengths: Lengths, options: LengthOptions, num_ranks: int, steps: int, windows: list[int]) -> LoadedRows:
-    """The rows of the first steps; as one loader for all ranks would deal them."""
-    shape = (steps, num_ranks, options.batch_size)
+    """The rows of the first steps, dealt as our loaders deal them: row i of all to rank i modulo the ranks."""
+    shape = (steps, options.batch_size, num_ranks)
     if math.prod(shape) > _MOST_ROWS:
         raise ValueError(
             f"{steps} steps of {num_ranks} ranks × {options.batch_size} are {math.prod(shape):,} rows; at most "
             f"{_MOST_ROWS:,} are looked at: lower --steps"
         )
-    tokens = options.tokens(lengths.take(int(np.prod(shape)), np.random.default_rng(options.seed))).reshape(shape)
+    taken = lengths.take(int(np.prod(shape)), np.random.default_rng(options.seed))
+    tokens = np.ascontiguousarray(options.tokens(taken).reshape(shape).swapaxes(1, 2))
     workloads = options.costs(tokens)
     if not workloads.any():
         raise ValueError("all rows have length 0; there is nothing to balance: check the lengths")
@@ -260,7 +261,8 @@ def _constant_cost(rows: LoadedRows) -> DealtRows:
     per_step = rows.num_ranks * rows.batch_size
     steps = min(rows.num_steps, max(_FEWEST_STEPS, _BUDGET_ROWS // per_step), _countable_steps(rows))
     steps = steps if rows.workloads[:steps].any() else rows.num_steps
-    workloads, tokens = (values[:steps].ravel() for values in (rows.workloads, rows.tokens))
+    # In the order of the file again, in which a sampler fills steps.
+    workloads, tokens = (values[:steps].swapaxes(1, 2).ravel() for values in (rows.workloads, rows.tokens))
     mean = float(workloads.mean())
     average_rows = max(rows.batch_size, math.ceil(int(workloads.max()) / mean))
     sampler = BudgetBatchSampler(
