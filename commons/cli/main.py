@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from commons.cli.interrupts import INTERRUPTED, ended_by_ctrl_c
-from commons.console import parser_error, print_error, wrapped_help
+from commons.console import accept_all_text, parser_error, print_error, wrapped_help
 from commons.version import __version__
 
 
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     """
     status = None
+    accept_all_text()
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
         if arguments == ["--version"]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from commons.console import make_console
 from commons.run_log.advice import advice_of, verdict_on
 from commons.run_log.comparison import Against
 from commons.run_log.reading import setting
@@ -76,7 +75,7 @@ def notes_of(reports: Sequence[RunReport], against: Sequence[Against]) -> list[s
 
 def print_report(reports: Sequence[RunReport], against: Sequence[Against]) -> None:
     """The table, notes and advice."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = make_console(width=_WIDTH, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     for report in reports:

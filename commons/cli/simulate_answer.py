@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from commons.console import make_console
 from commons.perf_model.gain import SLACKS, TRAINED_SLACK, Comparison, DealtRows
 from commons.perf_model.task_estimator import training_flops
 
@@ -260,13 +260,16 @@ def _best_of_windows(result: Comparison) -> DealtRows | None:
 
 def print_answer(answer: Answer) -> None:
     """A table per number of ranks, what to know of it, and the advice."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = make_console(width=_WIDTH, highlight=False)
     rows = "drawn" if answer.num_rows is None else f"{answer.num_rows:,} rows"
     tokens = ", ".join(f"{name} {value:,.0f}" for name, value in answer.quantiles().items())
     console.print(Text(f"{answer.source}: {rows}; tokens of a row: {tokens}"))
     console.print(Text(f"cost: {answer.task}"))
     for result in answer.comparisons:
-        console.print(_table(answer, result))
+        table, left_out = _fitting_table(answer, result, console)
+        console.print(table)
+    if left_out:
+        console.print(f"Lines are too short for {', '.join(left_out)}, which wider ones show, and --json.")
     slacks = ", ".join(f"{slack:.0%}" for slack in SLACKS)
     for line in (
         "mean, p99: largest load ÷ mean, over steps; possible: speed-up ÷ that of equal ranks; "
@@ -284,15 +287,28 @@ def print_answer(answer: Answer) -> None:
             console.print(Text(f"  {line}"))
 
 
-def _table(answer: Answer, result: Comparison) -> Table:
+def _fitting_table(answer: Answer, result: Comparison, console: Console) -> tuple[Table, list[str]]:
+    """A table as wide as lines are at most, and the columns that it has no room for."""
+    cells = [cells_of(answer, result, way) for way in result.ways]
+    names, wide = list(cells[0]), console.options.update_width(10_000)  # or the least width is that of the console
+    for shown in range(len(names), 1, -1):
+        table = _table(result, [{name: row[name] for name in names[:shown]} for row in cells])
+        if console.measure(table, options=wide).minimum <= console.width:
+            break
+    return table, names[shown:]
+
+
+def _table(result: Comparison, cells: list[dict[str, str]]) -> Table:
     title = (
         f"{result.num_ranks} ranks × {result.rows.batch_size} rows, {result.rows.num_steps} steps: "
         f"{result.possible:.2f}× possible"
     )
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    cells = [cells_of(answer, result, way) for way in result.ways]
     for name in cells[0]:
-        table.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
+        # What has words may wrap where lines are short; numbers stay whole.
+        least = {"": len("Karmarkar"), "moved %": len("moved %")}.get(name)
+        justify: JustifyMethod = "left" if name == "" else "right"
+        table.add_column(name, justify=justify, no_wrap=least is None, min_width=least, overflow="fold")
     for row in cells:
         table.add_row(*row.values())
     return table

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from commons.cli.recipes import load_recipe
 from commons.cli.simulate_page import cells_of_steps
+from commons.console import make_console
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.perf_model.measurement import CostTarget
@@ -165,7 +165,7 @@ def print_config_answer(answer: ConfigAnswer) -> None:
         table.add_column(name, justify="right")
     for row in cells:
         table.add_row(*row.values())
-    console = Console()
+    console = make_console()
     console.print(table)
     of_steps = "of the sums over all steps, " if has_windows else ""
     console.print(f"imbalance: {of_steps}largest ÷ mean − 1; possible: no plan gains more; moved: of all tokens")
