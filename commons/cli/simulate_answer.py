@@ -133,9 +133,13 @@ class Answer:
             )
         return lines
 
-    def advice(self) -> Advice:
-        """One sentence, for the largest number of ranks: the least change that gains, and a further one that pays."""
-        result = self.comparisons[-1]
+    def advice(self, result: Comparison | None = None) -> Advice:
+        """One sentence for a number of ranks: the least change that gains, and a further one that pays.
+
+        Args:
+            result: of that number; None for the largest.
+        """
+        result = result or self.comparisons[-1]
         ways = {way.name: way for way in result.ways}
         refined, budget = ways["refined"], ways["constant cost"]
         found, gained = None, 1.0
@@ -150,10 +154,10 @@ class Answer:
         what, changes, options, code = _how(advised)
         parts = [
             f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}×, {result.share(advised):.0%} of the "
-            f"possible {result.possible:.2f}×"
+            f"possible {result.possible:.2f}×, {self.of_what}"
         ]
         if advised is not refined:
-            parts.append(f" ({result.speed_up(refined):.2f}× batch by batch, with equal counts)")
+            parts.append(f"; {result.speed_up(refined):.2f}× batch by batch, with equal counts")
         parts.append(changes)
         if advised is not budget and further:
             parts.append(
@@ -161,6 +165,13 @@ class Answer:
                 f"{result.speed_up(budget):.2f}×"
             )
         return Advice("".join([*parts, "."]), options, code, advised.name, result.speed_up(advised))
+
+    @property
+    def of_what(self) -> str:
+        """What a speed-up is a ratio of."""
+        if self.task == "tokens":
+            return "in tokens of the slowest rank"
+        return "in the layers' time (a whole step gains less)"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
@@ -182,6 +193,7 @@ class Answer:
             "possible_speed_up_of_single_batches": result.ways[0].total / result.bound,
             "dominated_steps": result.dominated,
             "largest_share": float(result.largest_share.max()),
+            "advice": asdict(self.advice(result)),
             "ways": [self._of_way(result, way) for way in result.ways],
         }
 
@@ -280,6 +292,8 @@ def print_answer(answer: Answer) -> None:
         *answer.dominant(),
     ):
         console.print(Text(line))
+    for result in answer.comparisons[:-1]:
+        console.print(Text(answer.advice(result).text))
     advice = answer.advice()
     console.print(Text(advice.text, style="bold"))
     for line in (advice.options, advice.code):
