@@ -57,6 +57,12 @@ class LengthOptions:
     num_layers: int = 8
     """Layers."""
 
+    value_dim: int | None = None
+    """Width of a head of u and v, with --task hstu; None for --head-dim."""
+
+    concat_ux: bool = False
+    """The output projection reads [u, x, y], with --task hstu, as in generative-recommenders; y alone otherwise."""
+
     tokens_per_item: int = 1
     """Tokens that the model computes per unit of length; 2 for HSTU with interleaved actions."""
 
@@ -114,14 +120,21 @@ class LengthOptions:
             raise ValueError(f"task is {self.task!r}; known tasks are {', '.join(get_args(Task))}: choose one")
         if self.task == "tokens" and self.peak_tflops is not None:
             raise ValueError("task is 'tokens' and peak_tflops is given; tokens are no operations: choose another task")
+        if self.task != "hstu" and (self.value_dim is not None or self.concat_ux):
+            raise ValueError(
+                f"task is {self.task!r}; value_dim and concat_ux are dimensions of HSTU: leave them out, or give "
+                "--task hstu"
+            )
         self.model()
 
     def model(self) -> AttentionTask | None:
         """What counts the operations; None where tokens are the cost."""
         if self.task == "tokens":
             return None
-        kind = HSTUAttentionTask if self.task == "hstu" else SelfAttentionTask
-        return kind(self.hidden_size, self.num_heads, self.head_dim, self.num_layers)
+        dimensions = self.hidden_size, self.num_heads, self.head_dim, self.num_layers
+        if self.task == "hstu":
+            return HSTUAttentionTask(*dimensions, value_dim=self.value_dim, concat_ux=self.concat_ux)
+        return SelfAttentionTask(*dimensions)
 
     def tokens(self, lengths: np.ndarray) -> np.ndarray:
         """Tokens that the model computes, int64 as the lengths."""
@@ -208,7 +221,11 @@ def simulate_lengths(
 
 
 def _dimensions(model: AttentionTask) -> str:
-    return f"hidden {model.hidden_size}, {model.num_layers} layers, {model.num_heads} heads × {model.head_dim}"
+    said = f"hidden {model.hidden_size}, {model.num_layers} layers, {model.num_heads} heads × {model.head_dim}"
+    if isinstance(model, HSTUAttentionTask):
+        said += f", values × {model.value_dim}" if model.value_dim else ""
+        said += ", output of [u, x, y]" if model.concat_ux else ""
+    return said
 
 
 def _load(lengths: Lengths, options: LengthOptions, num_ranks: int, steps: int, windows: list[int]) -> LoadedRows:
