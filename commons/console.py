@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import shutil
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# What stands for our characters where stdout has no letters for them, such as in ASCII; accents are dropped.
+_PLAIN = {"×": "x", "÷": "/", "→": "->", "–": "-", "−": "-", "…": "...", "·": "*", "Σ": "sum ", "≥": ">=", "≤": "<="}
+_PLAIN_ERRORS = "evenrank.plain"
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """What is written for characters that an encoding has not, as an error handler of codecs."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    written = []
+    for character in error.object[error.start : error.end]:
+        base = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+        written.append(_PLAIN.get(character, base or "?"))
+    return "".join(written), error.end
+
+
+codecs.register_error(_PLAIN_ERRORS, _plain)
+
+
+def accept_all_text() -> None:
+    """Let stdout write every text: in plain letters what its encoding has no character for, instead of raising."""
+    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors=_PLAIN_ERRORS)
+
+
+def make_console(*, width: int = 80, highlight: bool = True) -> Console:
+    """A console on stdout, which it lets write every text (`accept_all_text`).
+
+    Args:
+        width: of lines, where stdout is no terminal and COLUMNS does not say; a terminal's own otherwise.
+        highlight: whether numbers and the like have colours.
+    """
+    from rich.console import Console  # here: errors are told where nothing is installed, too
+
+    accept_all_text()
+    # Both know COLUMNS; the second has a width of ours for files and pipes.
+    columns = None if sys.stdout.isatty() else shutil.get_terminal_size((width, 24)).columns
+    return Console(width=columns, highlight=highlight)
 
 
 def print_summary(title: str, rows: Mapping[str, str]) -> None:
     """Print a table of names and values."""
-    from rich.console import Console  # here: errors are told where nothing is installed, too
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", show_header=False)
@@ -19,7 +63,7 @@ def print_summary(title: str, rows: Mapping[str, str]) -> None:
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value)
-    Console().print(table)
+    make_console().print(table)
 
 
 def print_error(message: str) -> None:

@@ -32,6 +32,8 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         action_interleaved: whether the model interleaves items with actions; without effect on batches without actions.
         contextual_mask: whether contextual tokens see all of the history.
         target_group_size: candidates' tokens that may see one another.
+        value_dim: width of a head of u and v, as for HSTUAttentionTask; head_dim if not given.
+        concat_ux: whether the output projection reads [u, x, y], as in generative-recommenders, not y alone.
         token_feature_names: keys whose values are tokens of the model, for `options.max_tokens_per_rank` and the stats;
             all keys of the batch if not given.
         options: settings; the defaults balance.
@@ -49,6 +51,8 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         action_interleaved: bool = True,
         contextual_mask: bool = False,
         target_group_size: int = 1,
+        value_dim: int | None = None,
+        concat_ux: bool = False,
         token_feature_names: Sequence[str] | None = None,
         options: ShufflerOptions | None = None,
         pg_group: dist.ProcessGroup | None = None,
@@ -62,12 +66,21 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
             action_interleaved=action_interleaved,
             contextual_mask=contextual_mask,
             target_group_size=target_group_size,
+            value_dim=value_dim,
+            concat_ux=concat_ux,
             token_feature_names=token_feature_names,
         )
         if token_feature_names is not None:
             token_feature_names = require_names("token_feature_names", token_feature_names)
         self.task = HSTUAttentionTask(
-            hidden_size, num_heads, head_dim, num_layers, causal=causal, target_group_size=target_group_size
+            hidden_size,
+            num_heads,
+            head_dim,
+            num_layers,
+            causal=causal,
+            target_group_size=target_group_size,
+            value_dim=value_dim,
+            concat_ux=concat_ux,
         )
         self.action_interleaved = action_interleaved
         self.contextual_mask = contextual_mask

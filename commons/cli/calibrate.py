@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.console import Console
 from tqdm import tqdm
 
 from commons.cli.outputs import require_output
 from commons.cli.recipes import choose_device, load_recipe
-from commons.console import print_summary
+from commons.console import make_console, print_summary
 from commons.perf_model.calibration import Calibration, describe_device, is_calibration
 from commons.perf_model.calibration_fit import Verdict, fit_calibration, judge_calibration
 from commons.perf_model.measurement import draw_mixes, measure_steps
@@ -84,7 +83,7 @@ class Calibrate:
         calibration = fit_calibration(measurements, target.task, describe_device(target.device))
         calibration.save(self.output)
         print_summary(f"{calibration.model['task']} on {calibration.device.name}", _describe(calibration, self.output))
-        Console().print(_say(judge_calibration(calibration, measurements, target.task), len(mixes)))
+        make_console().print(_say(judge_calibration(calibration, measurements, target.task), len(mixes)))
 
 
 def _describe(calibration: Calibration, path: Path) -> dict[str, str]:

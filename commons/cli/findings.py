@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from commons.console import make_console
+
 OK, NOTE, WRONG = "ok", "note", "wrong"
 _STYLES = {OK: "green", NOTE: "yellow", WRONG: "bold red"}
 
@@ -29,7 +31,6 @@ class Finding:
 def print_findings(findings: list[Finding]) -> None:
     """Print a table, and the remedies below it, each on lines of its own to copy."""
     try:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:  # that, too, is told
@@ -37,7 +38,7 @@ def print_findings(findings: list[Finding]) -> None:
         sys.stdout.writelines(f"{each.name:<{width}}  {each.state:<5}  {each.found}\n" for each in findings)
         sys.stdout.writelines(f"{each.name}: {each.remedy}\n" for each in findings if each.remedy)
         return
-    console = Console(highlight=False)
+    console = make_console(highlight=False)
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
         table.add_row(Text(finding.name), Text(finding.state, style=_STYLES[finding.state]), Text(finding.found))

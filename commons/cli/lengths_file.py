@@ -1,7 +1,7 @@
 """Files of lengths for `evenrank simulate`: parquet, csv, npy and jsonl, read alike and checked row by row.
 
 A file in, its column of lengths out, or the two columns of a histogram, as int64. A value that is no length is named
-with the line it stands in, or with its row, counted from 1.
+with the line it stands in, or with its row, counted from 1. Files of events: `commons.cli.event_counts`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 
+from commons.cli.identifiers import require_no_identifiers, require_other_name
+
 # Columns that make a file a histogram.
 HISTOGRAM = ("length", "count")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
@@ -31,18 +33,20 @@ _LARGEST_FLOAT = 2.0**53
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """What was read of one file.
 
     Attributes:
         path: of the file.
-        columns: by name.
+        columns: by name; of a column of lists the length of each.
         place: what to call a row, counted from 0, such as "line 3".
+        may_identify: whether a column has a name, and numbers that may identify rows; lists have lengths.
     """
 
     path: Path
     columns: dict[str, Any]
     place: Callable[[int], str]
+    may_identify: bool = False
 
     def kind(self, name: str) -> str:
         """What the values of a column are."""
@@ -65,12 +69,9 @@ def read_lengths(path: Path, column: str | None) -> dict[str, np.ndarray]:
 
     Raises:
         ValueError: a type of file that is not read, a file that is none of its type, no such column, or values that are
-            no lengths.
+            no lengths, such as identifiers.
     """
-    if path.is_dir():  # a data set that was written as shards is a folder with such a name, too
-        parts = [_read(file, column) for file in _shards(path)]
-    else:
-        parts = [_read(path, column)]
+    parts = read_parts(path, column)
     names = list(parts[0].columns)
     for part in parts:
         if list(part.columns) != names:
@@ -78,11 +79,35 @@ def read_lengths(path: Path, column: str | None) -> dict[str, np.ndarray]:
                 f"{part.path} has lengths in {', '.join(part.columns)}, {parts[0].path} in {', '.join(names)}; all "
                 "files of a folder have the same: name the column by --column"
             )
-    if not any(len(part.columns[names[0]]) for part in parts):
-        raise ValueError(f"{path} has no row; balancing needs some: check the file")
+    may_identify = names != list(HISTOGRAM) and parts[0].may_identify
+    if may_identify:
+        require_other_name(path, names[0])
     if len(parts) == 1:
-        return {name: _counts(parts[0], name) for name in names}
-    return {name: np.concatenate([_counts(part, name) for part in parts]) for name in names}
+        columns = {name: _counts(parts[0], name) for name in names}
+    else:
+        columns = {name: np.concatenate([_counts(part, name) for part in parts]) for name in names}
+    if may_identify:
+        require_no_identifiers(path, names[0], columns[names[0]])
+    return columns
+
+
+def read_parts(path: Path, column: str | None, *, of_events: bool = False) -> list[Part]:
+    """What is read of a file or, as data sets are written, of a folder of them.
+
+    Args:
+        path: of the file, or the folder.
+        column: as for `read_lengths`.
+        of_events: the column holds users, which are kept as they are.
+
+    Raises:
+        ValueError: what cannot be read, or has no row.
+    """
+    # A data set that was written as shards is a folder with such a name, too.
+    files = _shards(path) if path.is_dir() else [path]
+    parts = [_read(file, column, of_events) for file in files]
+    if not any(len(values) for part in parts for values in part.columns.values()):
+        raise ValueError(f"{path} has no row; balancing needs some: check the file")
+    return parts
 
 
 def _shards(path: Path) -> list[Path]:
@@ -97,8 +122,8 @@ def _shards(path: Path) -> list[Path]:
     return files
 
 
-def _read(path: Path, column: str | None) -> _Part:
-    readers: dict[str, Callable[[Path, str | None], _Part]] = {
+def _read(path: Path, column: str | None, of_events: bool) -> Part:
+    readers: dict[str, Callable[[Path, str | None, bool], Part]] = {
         ".parquet": _read_parquet,
         ".csv": _read_csv,
         ".npy": _read_npy,
@@ -109,7 +134,7 @@ def _read(path: Path, column: str | None) -> _Part:
         remedy = "unpack it" if path.suffix.lower() in _COMPRESSED else "convert it"
         raise ValueError(f"{path} is none of {', '.join(readers)} and no folder of parquet files: {remedy}")
     try:
-        return reader(path, column)
+        return reader(path, column, of_events)
     except UnicodeDecodeError as error:
         what = "is compressed: unpack it" if error.object[:2] == b"\x1f\x8b" else "is no text in UTF-8: convert it"
         raise ValueError(f"{path} {what}") from error
@@ -135,22 +160,24 @@ def _wanted(path: Path, names: list[str], column: str | None) -> list[str]:
     return names
 
 
-def _read_parquet(path: Path, column: str | None) -> _Part:
+def _read_parquet(path: Path, column: str | None, of_events: bool) -> Part:
     with pq.ParquetFile(path) as parquet:
         wanted = _wanted(path, parquet.schema_arrow.names, column)
+        has_lists = any(is_list(parquet.schema_arrow.field(name).type) for name in wanted)
         # A batch at a time: of lists only the lengths are kept.
         chunks: list[list[Any]] = [[] for _ in wanted]
         for batch in parquet.iter_batches(columns=wanted):
             for of_column, values in zip(chunks, batch.columns):
-                of_column.append(_sizes(values))
-    return _Part(path, {name: _chunked(values) for name, values in zip(wanted, chunks)}, _row)
+                of_column.append(values if of_events else _sizes(values))
+    columns = {name: _chunked(values) for name, values in zip(wanted, chunks)}
+    return Part(path, columns, _row, may_identify=not has_lists)
 
 
 def _chunked(arrays: list[Any]) -> Any:
     return pa.chunked_array(arrays) if arrays else pa.chunked_array([], pa.int64())
 
 
-def _read_csv(path: Path, column: str | None) -> _Part:
+def _read_csv(path: Path, column: str | None, of_events: bool) -> Part:
     with path.open(encoding="utf-8-sig", newline="") as file:
         first = file.readline()
     if not first.strip():
@@ -165,9 +192,12 @@ def _read_csv(path: Path, column: str | None) -> _Part:
         path,
         read_options=pyarrow.csv.ReadOptions(column_names=names, skip_rows=0 if unnamed else 1),
         parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter),
-        convert_options=pyarrow.csv.ConvertOptions(include_columns=wanted),
+        # Users as they are written: 7 and 007 are two of them.
+        convert_options=pyarrow.csv.ConvertOptions(
+            include_columns=wanted, column_types=dict.fromkeys(wanted, pa.string()) if of_events else None
+        ),
     )
-    return _Part(path, _columns(table), lambda row: _line(path, row + (not unnamed), delimiter))
+    return Part(path, _columns(table), lambda row: _line(path, row + (not unnamed), delimiter), not unnamed)
 
 
 def _columns(table: pa.Table) -> dict[str, Any]:
@@ -190,9 +220,10 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _read_npy(path: Path, column: str | None) -> _Part:
+def _read_npy(path: Path, column: str | None, of_events: bool) -> Part:
     if column is not None:
-        raise ValueError(f"{path} is an array, which has no columns: leave out --column")
+        flag = "--group-by" if of_events else "--column"
+        raise ValueError(f"{path} is an array, which has no columns: leave out {flag}")
     try:
         values = np.load(path, allow_pickle=False)
     except ValueError as error:
@@ -202,20 +233,20 @@ def _read_npy(path: Path, column: str | None) -> _Part:
             f"{path} has shape {values.shape} and dtype {values.dtype}; lengths are integers of shape (rows,): save "
             "those"
         )
-    return _Part(path, {"lengths": pa.array(values, from_pandas=False)}, _row)
+    return Part(path, {"lengths": pa.array(values, from_pandas=False)}, _row)
 
 
-def _read_jsonl(path: Path, column: str | None) -> _Part:
+def _read_jsonl(path: Path, column: str | None, of_events: bool) -> Part:
     first = next(_json_lines(path), None)
     if first is None:
         raise ValueError(f"{path} is empty; it holds lengths: check the file")
-    _, line = first
+    number, line = first
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = _json_value(path, number, line)
+    except json.JSONDecodeError:
         raise ValueError(f"{path} does not begin with a line of JSON: check the file") from None
     if isinstance(row, (int, float)) and not isinstance(row, bool):
-        return _read_csv(path, column)  # a number per line
+        return _read_csv(path, column, of_events)  # a number per line
     if not isinstance(row, dict):
         raise ValueError(
             f"{path} begins with {line.strip()[:40]!r}; a line is a length, or an object with it as a field: "
@@ -223,17 +254,31 @@ def _read_jsonl(path: Path, column: str | None) -> _Part:
         )
     wanted = _wanted(path, list(row), column)
     has_lists = any(isinstance(row[name], list) for name in wanted)
-    kinds = [] if has_lists else [(name, pa.float64()) for name in wanted]  # what lists hold the reader finds out
+    # What lists hold the reader finds out; users are all like the first.
+    of_users = {int: pa.int64(), str: pa.string()}
+    types = {name: of_users.get(type(row[name])) if of_events else pa.float64() for name in wanted}
+    kinds = [] if has_lists or None in types.values() else list(types.items())
     options = pyarrow.json.ParseOptions(
-        explicit_schema=pa.schema(kinds), unexpected_field_behavior="infer" if has_lists else "ignore"
+        explicit_schema=pa.schema(kinds), unexpected_field_behavior="ignore" if kinds else "infer"
     )
     try:
         table = pyarrow.json.read_json(_without_mark(path), parse_options=options).select(wanted)
     except pa.ArrowException:
-        _require_json(path, wanted, list if has_lists else (int, float))
+        if not of_events:
+            _require_json(path, wanted, list if has_lists else (int, float))
         raise
-    columns = {name: _chunked([_sizes(chunk) for chunk in column.chunks]) for name, column in _columns(table).items()}
-    return _Part(path, columns, lambda row: _json_line(path, row))
+    columns = _columns(table)
+    if not of_events:
+        columns = {name: _chunked([_sizes(chunk) for chunk in column.chunks]) for name, column in columns.items()}
+    return Part(path, columns, lambda row: _json_line(path, row), may_identify=not has_lists)
+
+
+def _json_value(path: Path, number: int, line: str) -> Any:
+    """What a line holds; json.JSONDecodeError for what is no JSON."""
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError(f"{path} line {number} is nested too deeply to be read: check the file") from None
 
 
 def _without_mark(path: Path) -> Path | io.BytesIO:
@@ -257,8 +302,8 @@ def _require_json(path: Path, wanted: list[str], kind: Any) -> None:
     """Raise ValueError for the first line that is no object, or none with such values."""
     for number, line in _json_lines(path):
         try:
-            row = json.loads(line)
-        except ValueError as error:
+            row = _json_value(path, number, line)
+        except json.JSONDecodeError as error:
             raise ValueError(f"{path} line {number} is no JSON ({error}): correct it") from None
         if not isinstance(row, dict):
             raise ValueError(f"{path} line {number} is {line.strip()[:40]!r}; the first is an object: correct it")
@@ -274,13 +319,15 @@ def _require_json(path: Path, wanted: list[str], kind: Any) -> None:
 
 def _sizes(values: Any) -> Any:
     """Lengths of lists; other values as they are."""
-    kind = values.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return pc.cast(pc.list_value_length(values), pa.int64())
-    return values
+    return pc.cast(pc.list_value_length(values), pa.int64()) if is_list(values.type) else values
 
 
-def _counts(part: _Part, name: str) -> np.ndarray:
+def is_list(kind: Any) -> bool:
+    """Whether a type of arrow is that of lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _counts(part: Part, name: str) -> np.ndarray:
     """A column as int64.
 
     Raises:
@@ -308,12 +355,14 @@ def _counts(part: _Part, name: str) -> np.ndarray:
     return np.ascontiguousarray(values, dtype=np.int64)
 
 
-def _no_number(part: _Part, name: str) -> str:
+def _no_number(part: Part, name: str) -> str:
     """What to say of a column of text: the first value that is no number, and its place where others are numbers."""
     column, what = part.columns[name], f"column {name!r} of {part.path}"
     values = column.to_pylist()
-    row, first = next((row, value) for row, value in enumerate(values) if value is not None and not _is_number(value))
+    given = [(row, value) for row, value in enumerate(values) if value is not None]
+    # Text may be written like numbers, as "12" in parquet or 1_000 in csv.
+    row, first = next((each for each in given if not _is_number(each[1])), given[0])
     shown = repr(first if len(first) <= 40 else f"{first[:39]}…")
-    if any(value is not None and _is_number(value) for value in values):
+    if not _is_number(first) and any(_is_number(value) for _, value in given):
         return f"{what} holds {shown} in {part.place(row)}; a {part.kind(name)} is an integer of at least 0: correct it"
     return f"{what} holds text, such as {shown}; lengths are integers: choose another, or convert it"

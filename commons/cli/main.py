@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Protocol
 
 from commons.cli.interrupts import INTERRUPTED, ended_by_ctrl_c
-from commons.console import parser_error, print_error, wrapped_help
+from commons.console import accept_all_text, parser_error, print_error, wrapped_help
+from commons.switches import without_boolean_values
 from commons.version import __version__
 
 
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     """
     status = None
+    accept_all_text()
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
         if arguments == ["--version"]:
@@ -123,6 +125,7 @@ def _parse(argv: list[str]) -> Command | None:
         raise
     if argv[:1] and argv[0] in _COMMANDS:
         commands = _load(argv[:1])
+        argv = [argv[0], *without_boolean_values(commands[argv[0]], argv[1:])]
     elif argv[:1] == [_COMPLETION]:
         if argv[1:] not in ([shell] for shell in _SHELLS):
             raise ValueError(f"{_COMPLETION} is given {argv[1:]}; it names a shell, {', '.join(_SHELLS)}: give one")

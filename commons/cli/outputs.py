@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
+from commons.console import make_console
 from commons.whole_folder import check_replaceable, whole_file
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def write_answer_outputs(
         write_pictures(pictures(), figure)
     for path in (html, figure):
         if path is not None and not quiet:
-            Console().print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+            make_console(highlight=False).print(f"written: {path}", markup=False, soft_wrap=True)
 
 
 def as_command(name: str, arguments: Any, *, positional: str = "") -> str:

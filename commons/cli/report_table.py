@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from commons.console import make_console
 from commons.run_log.advice import advice_of, headline_of, verdict_on, warning_of
 from commons.run_log.comparison import Against, beside_as_loaded, best_first
 from commons.run_log.reading import setting
@@ -78,7 +76,7 @@ def notes_of(reports: Sequence[RunReport], against: Sequence[Against]) -> list[s
 
 def print_report(reports: Sequence[RunReport], against: Sequence[Against]) -> None:
     """The table, notes and advice."""
-    console = Console(width=_width(), highlight=False)
+    console = make_console(width=_WIDTH, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     for report in reports:
@@ -93,14 +91,6 @@ def print_report(reports: Sequence[RunReport], against: Sequence[Against]) -> No
         console.print(Text(line))
     for line in advice_lines(reports, against):
         console.print(Text(line, style="bold"))
-
-
-def _width() -> int | None:
-    """Columns to print in: COLUMNS where it is set, as programs of a terminal do; None for the terminal's."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) > 0:
-        return int(columns)
-    return None if sys.stdout.isatty() else _WIDTH
 
 
 def advice_lines(reports: Sequence[RunReport], against: Sequence[Against]) -> list[str]:

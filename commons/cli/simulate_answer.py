@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from commons.console import make_console
 from commons.perf_model.gain import SLACKS, TRAINED_SLACK, Comparison, DealtRows
 from commons.perf_model.task_estimator import training_flops
 
@@ -133,9 +133,13 @@ class Answer:
             )
         return lines
 
-    def advice(self) -> Advice:
-        """One sentence, for the largest number of ranks: the least change that gains, and a further one that pays."""
-        result = self.comparisons[-1]
+    def advice(self, result: Comparison | None = None) -> Advice:
+        """One sentence for a number of ranks: the least change that gains, and a further one that pays.
+
+        Args:
+            result: of that number; None for the largest.
+        """
+        result = result or self.comparisons[-1]
         ways = {way.name: way for way in result.ways}
         refined, budget = ways["refined"], ways["constant cost"]
         found, gained = None, 1.0
@@ -150,10 +154,10 @@ class Answer:
         what, changes, options, code = _how(advised)
         parts = [
             f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}×, {result.share(advised):.0%} of the "
-            f"possible {result.possible:.2f}×"
+            f"possible {result.possible:.2f}×, {self.of_what}"
         ]
         if advised is not refined:
-            parts.append(f" ({result.speed_up(refined):.2f}× batch by batch, with equal counts)")
+            parts.append(f"; {result.speed_up(refined):.2f}× batch by batch, with equal counts")
         parts.append(changes)
         if advised is not budget and further:
             parts.append(
@@ -161,6 +165,13 @@ class Answer:
                 f"{result.speed_up(budget):.2f}×"
             )
         return Advice("".join([*parts, "."]), options, code, advised.name, result.speed_up(advised))
+
+    @property
+    def of_what(self) -> str:
+        """What a speed-up is a ratio of."""
+        if self.task == "tokens":
+            return "in tokens of the slowest rank"
+        return "in the layers' time (a whole step gains less)"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
@@ -182,6 +193,7 @@ class Answer:
             "possible_speed_up_of_single_batches": result.ways[0].total / result.bound,
             "dominated_steps": result.dominated,
             "largest_share": float(result.largest_share.max()),
+            "advice": asdict(self.advice(result)),
             "ways": [self._of_way(result, way) for way in result.ways],
         }
 
@@ -260,13 +272,16 @@ def _best_of_windows(result: Comparison) -> DealtRows | None:
 
 def print_answer(answer: Answer) -> None:
     """A table per number of ranks, what to know of it, and the advice."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = make_console(width=_WIDTH, highlight=False)
     rows = "drawn" if answer.num_rows is None else f"{answer.num_rows:,} rows"
     tokens = ", ".join(f"{name} {value:,.0f}" for name, value in answer.quantiles().items())
     console.print(Text(f"{answer.source}: {rows}; tokens of a row: {tokens}"))
     console.print(Text(f"cost: {answer.task}"))
     for result in answer.comparisons:
-        console.print(_table(answer, result))
+        table, left_out = _fitting_table(answer, result, console)
+        console.print(table)
+    if left_out:
+        console.print(f"Lines are too short for {', '.join(left_out)}, which wider ones show, and --json.")
     slacks = ", ".join(f"{slack:.0%}" for slack in SLACKS)
     for line in (
         "mean, p99: largest load ÷ mean, over steps; possible: speed-up ÷ that of equal ranks; "
@@ -277,6 +292,8 @@ def print_answer(answer: Answer) -> None:
         *answer.dominant(),
     ):
         console.print(Text(line))
+    for result in answer.comparisons[:-1]:
+        console.print(Text(answer.advice(result).text))
     advice = answer.advice()
     console.print(Text(advice.text, style="bold"))
     for line in (advice.options, advice.code):
@@ -284,15 +301,28 @@ def print_answer(answer: Answer) -> None:
             console.print(Text(f"  {line}"))
 
 
-def _table(answer: Answer, result: Comparison) -> Table:
+def _fitting_table(answer: Answer, result: Comparison, console: Console) -> tuple[Table, list[str]]:
+    """A table as wide as lines are at most, and the columns that it has no room for."""
+    cells = [cells_of(answer, result, way) for way in result.ways]
+    names, wide = list(cells[0]), console.options.update_width(10_000)  # or the least width is that of the console
+    for shown in range(len(names), 1, -1):
+        table = _table(result, [{name: row[name] for name in names[:shown]} for row in cells])
+        if console.measure(table, options=wide).minimum <= console.width:
+            break
+    return table, names[shown:]
+
+
+def _table(result: Comparison, cells: list[dict[str, str]]) -> Table:
     title = (
         f"{result.num_ranks} ranks × {result.rows.batch_size} rows, {result.rows.num_steps} steps: "
         f"{result.possible:.2f}× possible"
     )
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    cells = [cells_of(answer, result, way) for way in result.ways]
     for name in cells[0]:
-        table.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
+        # What has words may wrap where lines are short; numbers stay whole.
+        least = {"": len("Karmarkar"), "moved %": len("moved %")}.get(name)
+        justify: JustifyMethod = "left" if name == "" else "right"
+        table.add_column(name, justify=justify, no_wrap=least is None, min_width=least, overflow="fold")
     for row in cells:
         table.add_row(*row.values())
     return table

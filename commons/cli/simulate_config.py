@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from commons.cli.recipes import load_recipe
 from commons.cli.simulate_page import cells_of_steps
+from commons.console import make_console
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.perf_model.measurement import CostTarget
-from commons.perf_model.simulation import RowCosts, SimulatedSteps, simulate_steps
+from commons.perf_model.simulation import RowCosts, SimulatedSteps, deal_in_turn, simulate_steps
 from commons.perf_model.task_estimator import AttentionTask
 
 
@@ -74,8 +74,16 @@ def simulate_config(
     target = load_recipe(model, config, torch.device("cpu"))
     cost = target.task if calibration is None else CalibratedTask(target.task, calibration)
     batches, num_rows = _read(target, cost, max(ranks) * steps)
+    # A target that is no Recipe may not say; its rows are dealt as those of files are.
+    draws_per_rank = getattr(target, "draws_per_rank", False)
+    dealt = {
+        num_ranks: batches[: num_ranks * steps]
+        if draws_per_rank
+        else deal_in_turn(batches[: num_ranks * steps], num_ranks)
+        for num_ranks in ranks
+    }
     results = tuple(
-        _simulate(batches[: num_ranks * steps], num_ranks, window, cost, shuffler)
+        _simulate(dealt[num_ranks], num_ranks, window, cost, shuffler)
         for num_ranks in ranks
         for window in windows
         if num_ranks * window <= len(batches)
@@ -157,7 +165,7 @@ def print_config_answer(answer: ConfigAnswer) -> None:
         table.add_column(name, justify="right")
     for row in cells:
         table.add_row(*row.values())
-    console = Console()
+    console = make_console()
     console.print(table)
     of_steps = "of the sums over all steps, " if has_windows else ""
     console.print(f"imbalance: {of_steps}largest ÷ mean − 1; possible: no plan gains more; moved: of all tokens")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from commons.cli.pictures import COLORS, Picture
+from commons.cli.pictures import COLORS, Picture, marked_lines
 from commons.perf_model.simulation import SimulatedSteps
 
 # Width of the bar of a number of ranks, and of the bars of several windows together.
@@ -85,19 +85,26 @@ def _gain(results: Sequence[SimulatedSteps]) -> Callable[[Axes], None]:
 def _loads(results: Sequence[SimulatedSteps]) -> Callable[[Axes], None]:
     num_ranks = results[0].num_ranks
     windows = [each.window for each in results]
+    names = [_name_of(window, windows) for window in windows]
+    lines = {"as loaded": _relative(results[0].loads_before)}
+    lines |= {name: _relative(each.loads_after) for name, each in zip(names, results)}
+    labels = marked_lines(lines)
 
     def draw(axes: Axes) -> None:
-        _draw_step(axes, results[0].loads_before, COLORS["before"], "-", "as loaded")
-        for place, each in enumerate(results):
-            style = _STYLES[place % len(_STYLES)]
-            _draw_step(axes, each.loads_after, COLORS["after"], style, _name_of(each.window, windows))
+        _draw_step(axes, lines["as loaded"], COLORS["before"], "-", labels["as loaded"])
+        for place, name in enumerate(names):
+            _draw_step(axes, lines[name], COLORS["after"], _STYLES[place % len(_STYLES)], labels[name])
         axes.set(xlabel="ranks, fullest first", ylabel="load ÷ mean", xlim=(0, num_ranks), ylim=(0, None))
         axes.legend()
 
     return draw
 
 
-def _draw_step(axes: Axes, loads: np.ndarray, color: str, style: object, label: str) -> None:
-    order = np.sort(loads)[::-1] / max(1.0, float(loads.mean()))
+def _relative(loads: np.ndarray) -> np.ndarray:
+    """Loads ÷ the mean, the fullest first."""
+    return np.sort(loads)[::-1] / max(1.0, float(loads.mean()))
+
+
+def _draw_step(axes: Axes, order: np.ndarray, color: str, style: object, label: str) -> None:
     places = np.arange(len(order) + 1)
     axes.step(places, [*order, order[-1]], where="post", color=color, linestyle=style, label=label)

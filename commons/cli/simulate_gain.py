@@ -36,6 +36,9 @@ class LengthOptions:
     column: str | None = None
     """The column of lengths, or of lists whose items count; None where there is one column."""
 
+    group_by: str | None = None
+    """The column of users in a file of events: a user's length is the number of events. None: rows have lengths."""
+
     batch_size: int = 32
     """Rows of a rank in a step."""
 
@@ -53,6 +56,12 @@ class LengthOptions:
 
     num_layers: int = 8
     """Layers."""
+
+    value_dim: int | None = None
+    """Width of a head of u and v, with --task hstu; None for --head-dim."""
+
+    concat_ux: bool = False
+    """The output projection reads [u, x, y], with --task hstu, as in generative-recommenders; y alone otherwise."""
 
     tokens_per_item: int = 1
     """Tokens that the model computes per unit of length; 2 for HSTU with interleaved actions."""
@@ -111,14 +120,21 @@ class LengthOptions:
             raise ValueError(f"task is {self.task!r}; known tasks are {', '.join(get_args(Task))}: choose one")
         if self.task == "tokens" and self.peak_tflops is not None:
             raise ValueError("task is 'tokens' and peak_tflops is given; tokens are no operations: choose another task")
+        if self.task != "hstu" and (self.value_dim is not None or self.concat_ux):
+            raise ValueError(
+                f"task is {self.task!r}; value_dim and concat_ux are dimensions of HSTU: leave them out, or give "
+                "--task hstu"
+            )
         self.model()
 
     def model(self) -> AttentionTask | None:
         """What counts the operations; None where tokens are the cost."""
         if self.task == "tokens":
             return None
-        kind = HSTUAttentionTask if self.task == "hstu" else SelfAttentionTask
-        return kind(self.hidden_size, self.num_heads, self.head_dim, self.num_layers)
+        dimensions = self.hidden_size, self.num_heads, self.head_dim, self.num_layers
+        if self.task == "hstu":
+            return HSTUAttentionTask(*dimensions, value_dim=self.value_dim, concat_ux=self.concat_ux)
+        return SelfAttentionTask(*dimensions)
 
     def tokens(self, lengths: np.ndarray) -> np.ndarray:
         """Tokens that the model computes, int64 as the lengths."""
@@ -161,7 +177,13 @@ def simulate_lengths(
         ValueError: an option out of its range, lengths that are none, or too few rows for a step.
     """
     options.check()
-    lengths = find_lengths(source, options.column, in_order=options.in_order, with_replacement=options.with_replacement)
+    lengths = find_lengths(
+        source,
+        options.column,
+        group_by=options.group_by,
+        in_order=options.in_order,
+        with_replacement=options.with_replacement,
+    )
     notes, comparisons = [], []
     for num_ranks in sorted(set(ranks)):
         per_step = num_ranks * options.batch_size
@@ -199,18 +221,23 @@ def simulate_lengths(
 
 
 def _dimensions(model: AttentionTask) -> str:
-    return f"hidden {model.hidden_size}, {model.num_layers} layers, {model.num_heads} heads × {model.head_dim}"
+    said = f"hidden {model.hidden_size}, {model.num_layers} layers, {model.num_heads} heads × {model.head_dim}"
+    if isinstance(model, HSTUAttentionTask):
+        said += f", values × {model.value_dim}" if model.value_dim else ""
+        said += ", output of [u, x, y]" if model.concat_ux else ""
+    return said
 
 
 def _load(lengths: Lengths, options: LengthOptions, num_ranks: int, steps: int, windows: list[int]) -> LoadedRows:
-    """The rows of the first steps; as one loader for all ranks would deal them."""
-    shape = (steps, num_ranks, options.batch_size)
+    """The rows of the first steps, dealt as our loaders deal them: row i of all to rank i modulo the ranks."""
+    shape = (steps, options.batch_size, num_ranks)
     if math.prod(shape) > _MOST_ROWS:
         raise ValueError(
             f"{steps} steps of {num_ranks} ranks × {options.batch_size} are {math.prod(shape):,} rows; at most "
             f"{_MOST_ROWS:,} are looked at: lower --steps"
         )
-    tokens = options.tokens(lengths.take(int(np.prod(shape)), np.random.default_rng(options.seed))).reshape(shape)
+    taken = lengths.take(int(np.prod(shape)), np.random.default_rng(options.seed))
+    tokens = np.ascontiguousarray(options.tokens(taken).reshape(shape).swapaxes(1, 2))
     workloads = options.costs(tokens)
     if not workloads.any():
         raise ValueError("all rows have length 0; there is nothing to balance: check the lengths")
@@ -251,7 +278,8 @@ def _constant_cost(rows: LoadedRows) -> DealtRows:
     per_step = rows.num_ranks * rows.batch_size
     steps = min(rows.num_steps, max(_FEWEST_STEPS, _BUDGET_ROWS // per_step), _countable_steps(rows))
     steps = steps if rows.workloads[:steps].any() else rows.num_steps
-    workloads, tokens = (values[:steps].ravel() for values in (rows.workloads, rows.tokens))
+    # In the order of the file again, in which a sampler fills steps.
+    workloads, tokens = (values[:steps].swapaxes(1, 2).ravel() for values in (rows.workloads, rows.tokens))
     mean = float(workloads.mean())
     average_rows = max(rows.batch_size, math.ceil(int(workloads.max()) / mean))
     sampler = BudgetBatchSampler(

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from commons.cli.event_counts import count_events
 from commons.cli.lengths_file import HISTOGRAM, read_lengths
 from commons.datasets.random_distribution import RandomDistribution
 
@@ -99,13 +100,21 @@ class DrawnLengths(Lengths):
         return self.draw(_SUMMARY_ROWS, rng)
 
 
-def find_lengths(source: str, column: str | None, *, in_order: bool = False, with_replacement: bool = False) -> Lengths:
+def find_lengths(
+    source: str,
+    column: str | None,
+    *,
+    group_by: str | None = None,
+    in_order: bool = False,
+    with_replacement: bool = False,
+) -> Lengths:
     """Lengths as a user names them.
 
     Args:
         source: a parquet, csv, npy or jsonl file, a folder of parquet files, or a distribution: "zipf:1.2:4096",
             "lognormal:130:1.4". A file with the columns `length` and `count` is a histogram.
         column: of lengths, or of lists whose lengths count; None if there is one column only.
+        group_by: column of users, where rows are events: a user's length is the number of them.
         in_order: rows are loaded as they lie in the file.
         with_replacement: rows are drawn as often as needed, where the file is a sample of more data.
 
@@ -118,10 +127,10 @@ def find_lengths(source: str, column: str | None, *, in_order: bool = False, wit
     path = Path(source)
     named = re.fullmatch(r"([A-Za-z_]+):([^/\\]*)", source)
     if named and not path.exists():
-        if column is not None or in_order or with_replacement:
+        if column is not None or group_by is not None or in_order or with_replacement:
             raise ValueError(
-                f"lengths is {source!r}, a distribution; --column, --in-order and --with-replacement belong to a file: "
-                "leave them out"
+                f"lengths is {source!r}, a distribution; --column, --group-by, --in-order and --with-replacement "
+                "belong to a file: leave them out"
             )
         return DrawnLengths(source, _distribution(source, named[1], named[2].split(":")))
     if not path.exists():
@@ -129,7 +138,12 @@ def find_lengths(source: str, column: str | None, *, in_order: bool = False, wit
         if "://" in source:
             known = " on this machine: copy it here"
         raise FileNotFoundError(f"{source} does not exist; --lengths names a file of lengths{known}")
-    columns = read_lengths(path, column)
+    if column is not None and group_by is not None:
+        raise ValueError(
+            f"--column is {column} and --group-by is {group_by}; the one holds lengths, of the other they are counted: "
+            "give one of them"
+        )
+    columns = read_lengths(path, column) if group_by is None else {group_by: count_events(path, group_by)}
     if len(columns) == len(HISTOGRAM):
         if in_order or with_replacement:
             raise ValueError(

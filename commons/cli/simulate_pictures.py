@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from commons.cli.pictures import COLORS, Picture, is_narrow, whole_steps
+from commons.cli.pictures import COLORS, Picture, is_narrow, marked_lines, whole_steps
 from commons.cli.simulate_answer import WORTH, Answer
 from commons.perf_model.gain import Comparison, DealtRows
 
@@ -64,12 +64,17 @@ def _looks(ways: list[DealtRows]) -> list[tuple[DealtRows, str, str]]:
 
 
 def _loads(result: Comparison, ways: list[DealtRows]) -> Callable[[Axes], None]:
+    lines = {}
+    for way in ways:
+        ordered = -np.sort(-way.loads, axis=1)
+        lines[way.name] = (ordered / np.maximum(1e-12, way.loads.mean(axis=1, keepdims=True))).mean(axis=0)
+    labels = marked_lines(lines)
+
     def draw(axes: Axes) -> None:
         for way, color, style in _looks(ways):
-            ordered = -np.sort(-way.loads, axis=1)
-            relative = (ordered / np.maximum(1e-12, way.loads.mean(axis=1, keepdims=True))).mean(axis=0)
-            places = np.arange(len(relative) + 1)
-            axes.step(places, [*relative, relative[-1]], where="post", color=color, linestyle=style, label=way.name)
+            relative = lines[way.name]
+            places, label = np.arange(len(relative) + 1), labels[way.name]
+            axes.step(places, [*relative, relative[-1]], where="post", color=color, linestyle=style, label=label)
         axes.set(xlabel="ranks, fullest first", ylabel="load ÷ mean", xlim=(0, result.num_ranks), ylim=(0, None))
         axes.margins(y=0.1)
         axes.legend(loc="best")
@@ -136,6 +141,9 @@ def _gain_by_ranks(answer: Answer) -> Callable[[Axes], None]:
     for result in answer.comparisons:
         for way in result.ways[1:]:
             by_way.setdefault(way.name, {})[result.num_ranks] = result.speed_up(way)
+    possible = [result.possible for result in answer.comparisons]
+    lines = {name: [gains.get(each, 1.0) for each in ranks] for name, gains in by_way.items()}
+    labels = marked_lines({**lines, "possible": possible})
 
     def draw(axes: Axes) -> None:
         windows = 0
@@ -145,12 +153,11 @@ def _gain_by_ranks(answer: Answer) -> Callable[[Axes], None]:
             if name.startswith("window"):
                 marker, windows = _MARKERS[windows % len(_MARKERS)], windows + 1
             places = [ranks.index(each) for each in gains]
-            axes.plot(places, list(gains.values()), style, color=color, marker=marker, markersize=5, label=name)
-        possible = [result.possible for result in answer.comparisons]
-        axes.plot(range(len(ranks)), possible, ":", color=COLORS["muted"], label="possible")
+            axes.plot(places, list(gains.values()), style, color=color, marker=marker, markersize=5, label=labels[name])
+        axes.plot(range(len(ranks)), possible, ":", color=COLORS["muted"], label=labels["possible"])
         axes.set_xticks(range(len(ranks)), [str(each) for each in ranks])
         axes.set(xlabel="ranks", ylabel="speed-up", ylim=(min(1.0, axes.get_ylim()[0]), None))
-        columns = 2 if is_narrow(axes) else 3
+        columns = (2 if is_narrow(axes) else 3) - any("(" in label for label in labels.values())
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns)
 
     return draw
@@ -191,11 +198,15 @@ def _gain_of_ways(result: Comparison) -> Callable[[Axes], None]:
 
 
 def _steps(result: Comparison, ways: list[DealtRows]) -> Callable[[Axes], None]:
+    shown = [ways[0], ways[-1]]
+    first = {way.name: way.loads[:_SHOWN_STEPS] for way in shown}
+    lines = {name: loads.max(axis=1) / np.maximum(1e-12, loads.mean(axis=1)) for name, loads in first.items()}
+    labels = marked_lines(lines)
+
     def draw(axes: Axes) -> None:
-        for way, color, style in _looks([ways[0], ways[-1]]):
-            loads = way.loads[:_SHOWN_STEPS]
-            ratio = loads.max(axis=1) / np.maximum(1e-12, loads.mean(axis=1))
-            axes.step(np.arange(1, len(ratio) + 1), ratio, where="mid", color=color, linestyle=style, label=way.name)
+        for way, color, style in _looks(shown):
+            ratio, label = lines[way.name], labels[way.name]
+            axes.step(np.arange(1, len(ratio) + 1), ratio, where="mid", color=color, linestyle=style, label=label)
         axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8)
         axes.set(xlabel="step", ylabel="largest load ÷ mean")
         whole_steps(axes)

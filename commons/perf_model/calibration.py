@@ -147,7 +147,12 @@ class Calibration:
             task: the model; None to leave it unchecked.
             device: the device; None to leave it unchecked.
         """
-        checks = [("model", self.model, describe_task(task))] if task is not None else []
+        checks = []
+        if task is not None:
+            # Files that are older than an option of the task do not have it: its default is what they measured.
+            options = [item for item in dataclasses.fields(task) if item.kw_only and item.default is not None]
+            measured_model = {item.name: item.default for item in options} | self.model
+            checks.append(("model", measured_model, describe_task(task)))
         if device is not None:
             checks.append(("device", dataclasses.asdict(self.device), dataclasses.asdict(device)))
         for what, measured, present in checks:

@@ -1,6 +1,6 @@
 """SIMULATE: what balancing would gain on given data, before anything is trained.
 
-Batches as single ranks would load them are dealt to W ranks, step by step; every step, or every window of steps, is
+Batches as a single rank would load them become those of W ranks, step by step; every step, or every window of steps, is
 planned as in training. With a calibration the result is in milliseconds, the fixed cost of a step included; without one
 it compares the largest loads, and so says what the gain is at most.
 """
@@ -117,6 +117,31 @@ class SimulatedSteps:
         }
 
 
+def deal_in_turn(batches: Sequence[RowCosts], num_ranks: int) -> list[RowCosts]:
+    """The batches that ranks load where the rows of a single rank's batches are dealt to them in turn.
+
+    Args:
+        batches: as a single rank loads them; those behind the last whole step are left out.
+        num_ranks: ranks.
+
+    Returns:
+        `num_ranks` batches for each step, which have the rows of as many given ones: row i of them on rank i modulo the
+        ranks.
+
+    >>> batches = [RowCosts(*[np.array(rows)] * 3) for rows in ([0, 1], [2, 3])]
+    >>> [dealt.tokens.tolist() for dealt in deal_in_turn(batches, 2)]
+    [[0, 2], [1, 3]]
+    """
+    dealt = []
+    for first in range(0, len(batches) - num_ranks + 1, num_ranks):
+        of_step = batches[first : first + num_ranks]
+        columns = [
+            np.concatenate([getattr(batch, name) for batch in of_step]) for name in ("workloads", "tokens", "pairs")
+        ]
+        dealt += [RowCosts(*(values[rank::num_ranks] for values in columns)) for rank in range(num_ranks)]
+    return dealt
+
+
 def simulate_steps(
     batches: Sequence[RowCosts],
     num_ranks: int,
@@ -125,10 +150,11 @@ def simulate_steps(
     calibration: Calibration | None = None,
     **plan_options: Any,
 ) -> SimulatedSteps:
-    """Deal batches to ranks, `num_ranks` per step, and plan every window of steps.
+    """Give batches to ranks, `num_ranks` per step, and plan every window of steps.
 
     Args:
-        batches: at least `num_ranks` for each step of a window; what is left after the last whole step is not used.
+        batches: of the ranks of the first step, of the second, and so on (`deal_in_turn`): at least `num_ranks` for
+            each step of a window; what is left after the last whole step is not used.
             With a calibration their workloads are those of its CalibratedTask.
         num_ranks: ranks.
         window: steps that are planned together, at least 1; the last ones may be fewer.

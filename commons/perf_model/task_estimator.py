@@ -66,14 +66,25 @@ def attention_pairs(
     return history * (history + 1) // 2 + num_targets * history + within_groups + beyond_causal
 
 
-def hstu_layer_flops(seqlen: Any, pairs: Any, *, hidden_size: int, num_heads: int, head_dim: int) -> Any:
+def hstu_layer_flops(
+    seqlen: Any,
+    pairs: Any,
+    *,
+    hidden_size: int,
+    num_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    concat_ux: bool = False,
+) -> Any:
     """Forward operations of one HSTU layer (Zhai et al. 2024, "Actions Speak Louder than Words").
 
     With p = heads · head_dim: the joint U, V, Q, K projection 2·L·h·4p, the two products of pointwise attention
-    4·p·pairs, and the output projection 2·L·p·h.
+    4·p·pairs, and the output projection 2·L·p·h. Where u and v have a width of their own, w = heads · value_dim, these
+    are 2·L·h·2(p + w), 2·(p + w)·pairs and 2·L·w·h; three times the last where it reads [u, x, y].
     """
-    projected = num_heads * head_dim
-    return (2 * hidden_size * 4 * projected + 2 * projected * hidden_size) * seqlen + 4 * projected * pairs
+    keys, values = num_heads * head_dim, num_heads * (value_dim or head_dim)
+    projected = 2 * hidden_size * 2 * (keys + values) + 2 * (3 if concat_ux else 1) * values * hidden_size
+    return projected * seqlen + 2 * (keys + values) * pairs
 
 
 def transformer_layer_flops(
@@ -234,6 +245,10 @@ class HSTUAttentionTask(AttentionTask):
         num_layers: layers in the stack.
         causal: whether attention is causal.
         target_group_size: targets that may see one another.
+        value_dim: width of a head of u and v; head_dim if not given.
+        concat_ux: whether the output projection reads [u, x, y], x being what attention gives and y its product with u,
+            instead of y alone, as the STU layers of generative-recommenders do. There, hidden_size is embedding_dim,
+            head_dim is attention_dim and value_dim is hidden_dim.
 
     Raises:
         ValueError: a dimension below 1.
@@ -245,6 +260,13 @@ class HSTUAttentionTask(AttentionTask):
 
     causal: bool = field(default=True, kw_only=True)
     target_group_size: int = field(default=1, kw_only=True)
+    value_dim: int | None = field(default=None, kw_only=True)
+    concat_ux: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.value_dim == self.head_dim:  # so that equal models compare equal
+            object.__setattr__(self, "value_dim", None)
 
     def _pairs(self, seqlen: Any, num_targets: Any, num_contextual: Any) -> Any:
         return attention_pairs(
@@ -254,7 +276,13 @@ class HSTUAttentionTask(AttentionTask):
     def forward_flops(self, tokens: Any, pairs: Any) -> Any:
         """Forward operations of the whole stack; see AttentionTask."""
         return self.num_layers * hstu_layer_flops(
-            tokens, pairs, hidden_size=self.hidden_size, num_heads=self.num_heads, head_dim=self.head_dim
+            tokens,
+            pairs,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            concat_ux=self.concat_ux,
         )
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import tyro
 
 from commons.console import parser_error
+from commons.switches import without_boolean_values
 from commons.trainer.config_fields import field_paths, missing_fields, renamed_path, require_known_fields
 from commons.trainer.config_file import GIN_REMEDY, find_config, read_config_file
 
@@ -177,7 +178,7 @@ def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
         with contextlib.redirect_stderr(errors):
             return tyro.cli(
                 config_class,
-                args=flags,
+                args=without_boolean_values(config_class, flags, has_defaults="default" in options),
                 # Under torchrun every rank reads the flags; one of them shows the help.
                 console_outputs=not asks_for_help or dist.get_node_local_rank(0) == 0,
                 **options,

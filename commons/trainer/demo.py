@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from commons.checks import require_at_least
+from commons.console import make_console
 from commons.datasets.generated_ratings import generate_ratings
 from commons.datasets.sequence_file import SequenceFile, SequenceFileMetadata
 from commons.trainer.comparison import compare
@@ -113,7 +113,7 @@ def start_ranks(module: str, options: DemoOptions, data: str) -> None:
         options: of the demo.
         data: what to say of its data.
     """
-    console = Console()
+    console = make_console()
     console.print(data)
     num_ranks, where = choose_ranks(options.device)
     console.print(where)
@@ -145,7 +145,7 @@ def demo_as_rank(
     if baselines is not None:
         results.baselines = baselines(recipe)
     if dist.get_rank() == 0:
-        report(results, options.run_dir, Console(), wording)
+        report(results, options.run_dir, make_console(), wording)
 
 
 def prepare_data(options: DemoOptions) -> SequenceFileMetadata:

@@ -203,7 +203,12 @@ class Recipe(ABC):
         """Training batches as a single rank would read them."""
         return single_process_loader(self.config.dataset, self.config.trainer, **self.data_options())
 
+    @property
+    def draws_per_rank(self) -> bool:
+        """Whether each rank draws batches of its own, as of random data; else the rows of all are dealt in turn."""
+        return hasattr(self.single_loader.dataset, "stream")
+
     def host_batches(self) -> Iterator[Any]:
         """Batches of the training data, as a single rank would read them, each row once; random data have no end."""
         dataset: Any = self.single_loader.dataset
-        return dataset.stream() if hasattr(dataset, "stream") else iter(self.single_loader)
+        return dataset.stream() if self.draws_per_rank else iter(self.single_loader)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 
+from commons.console import make_console
 from commons.distributed.process_group import resolve_process_group
 from commons.trainer.config import load_config, make_config
 from commons.trainer.data import deal_out, read_by_work
@@ -83,7 +83,7 @@ def run_training(recipe: Recipe) -> TrainSummary:
     train_loader, eval_loader = recipe.loaders
     if dist.get_rank() == 0:
         for line in recipe.notes():
-            Console().print(line, highlight=False)
+            make_console(highlight=False).print(line)
     model = recipe.build_model()
     balances = args.enable_balanced_shuffler
     optimizer, metrics = recipe.build_optimizer(model), recipe.metrics(model)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from commons.console import make_console
 from commons.distributed.stats import ShuffleStats
 from commons.run_log.files import (
     LOG_FILE,
@@ -205,7 +205,7 @@ class TrainLog:
                 table.add_row("tokens moved", f"{summary.shuffle['token_fraction_moved']:.1%}")
             table.add_row("would save" if would else "largest load saved", _saving(summary.shuffle))
         table.add_row("log", str(self.run_dir / LOG_FILE))
-        Console().print(table)
+        make_console().print(table)
 
 
 def _saving(shuffle: Mapping[str, float]) -> str:

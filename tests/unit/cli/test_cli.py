@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import resource
 import subprocess
@@ -15,6 +16,7 @@ from commons.cli.preprocess import Preprocess
 from commons.datasets.sequence_file import SequenceFile
 from commons.version import __version__
 from tests.helpers.movielens import RATINGS, write_zip
+from tests.helpers.run_logs import lines_of, make_steps, write_run, write_unlooked
 
 
 def test_preprocess(tmp_path, capsys):
@@ -237,3 +239,50 @@ def test_no_color(monkeypatch, capsys):
     ):
         assert main(arguments) == 0
         assert not re.search(r"\x1b\[[\d;]*3\d", capsys.readouterr().out)
+
+
+ANSWERS = {
+    "simulate": ["simulate", "--lengths", "zipf:1.2:64", "--ranks", "4", "--steps", "4", "--batch-size", "4"],
+    "simulate --config": ["simulate", "--config", "hstu/configs/random.toml", "--ranks", "2", "--steps", "2"],
+    "report": ["report", "runs/a", "runs/b"],
+    "doctor": ["doctor"],
+}
+
+
+@pytest.fixture
+def two_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_unlooked(tmp_path / "runs" / "a", make_steps(balances=False), [10] * 5)
+    write_run(tmp_path / "runs" / "b", lines_of(make_steps(), [10] * 5))
+
+
+@pytest.mark.parametrize("arguments", ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_is_printed_needs_no_letters_of_unicode(two_runs, monkeypatch, arguments, encoding):
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, encoding=encoding) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(arguments) in (0, 1)
+        stdout.flush()
+        printed = written.getvalue().decode(encoding)
+    monkeypatch.undo()
+    assert "?" not in printed
+    if arguments[0] != "doctor":
+        sign = "x" if encoding == "ascii" else "×"
+        assert re.search(rf"\d\.\d\d{sign}", printed)
+
+
+@pytest.mark.parametrize("arguments", ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize("columns", [64, 150])
+def test_what_is_printed_is_as_wide_as_columns_says(two_runs, monkeypatch, capsys, arguments, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(arguments) in (0, 1)
+    lines = capsys.readouterr().out.splitlines()
+    # A command to copy stays in one line.
+    assert max(len(line) for line in lines if "pip install" not in line) <= columns
+    monkeypatch.delenv("COLUMNS")
+    assert main(arguments) in (0, 1)
+    assert {line for line in lines if len(line) > 120} == set() or columns > 120
+    text = " ".join(capsys.readouterr().out.split())
+    if arguments[0] == "simulate" and columns == 64 and "--lengths" in arguments:
+        assert "Lines are too short for plan ms" in " ".join(" ".join(lines).split()) and "too short" not in text

@@ -18,7 +18,10 @@ import torch
 from commons.cli import recipes
 from commons.cli.main import main
 from commons.cli.recipes import load_recipe
+from commons.cli.simulate_config import simulate_config
+from commons.datasets.data_loader import get_data_loader
 from commons.datasets.random_dataset import user_like_dataset
+from commons.distributed.options import ShufflerOptions
 from commons.perf_model import measurement
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.user_package import import_user_module
@@ -221,6 +224,46 @@ def test_random_data_are_those_of_training_and_have_no_end(tmp_path):
     share = {"max_history_seqlen": 64, "max_num_candidates": 3, "batch_size": 8, "world_size": 4, "seed": 2 * 1234}
     ranks = [user_like_dataset(num_batches=3, rank=rank, **share) for rank in range(4)]
     assert read == [ranks[rank][step].features.values().tolist() for step in range(3) for rank in range(4)]
+
+
+def test_files_are_dealt_to_ranks_as_their_loaders_deal_them(tmp_path):
+    """The loads of the simulated ranks are those of the batches that the ranks' own loaders give."""
+    rng = np.random.default_rng(0)
+    counts = np.sort(rng.integers(3, 60, 53)).tolist()
+    ratings = [f"{user}::{rng.integers(1, 40)}::5::{at}" for user, count in enumerate(counts, 1) for at in range(count)]
+    source = write_zip(
+        tmp_path / "ml-1m.zip",
+        ratings="\n".join(ratings) + "\n",
+        users="".join(f"{user}::M::25::1::1\n" for user in range(1, len(counts) + 1)),
+        movies="".join(f"{movie}::A (2000)::War\n" for movie in range(1, 40)),
+    )
+    assert main(["preprocess", "ml-1m", "--source", str(source), "--output", str(tmp_path)]) == 0
+    for shuffle in ("false", "true"):
+        config = tmp_path / "run.toml"
+        own = f'dataset_name = "ml-1m"\ndataset_path = "{tmp_path}"\nshuffle = {shuffle}'
+        text = CONFIG.format(candidates=0).replace("num_batches = 5\n", "")
+        config.write_text(text.replace('dataset_name = "random"', own))
+        target = load_recipe("hstu", config, torch.device("cpu"))
+        for num_ranks in (2, 3):
+            answer = simulate_config(config, "hstu", ShufflerOptions(), (num_ranks,), (1,), 50)
+            (result,) = answer.results
+            steps = len(target.single_loader.dataset) // (8 * num_ranks)
+            largest = [0] * steps
+            for rank in range(num_ranks):
+                loader = get_data_loader(
+                    "ml-1m",
+                    dataset_path=tmp_path,
+                    batch_size=8,
+                    max_history_seqlen=64,
+                    rank=rank,
+                    world_size=num_ranks,
+                    shuffle=shuffle == "true",
+                    **target.data_options(),
+                )
+                for step, batch in enumerate(itertools.islice(loader, steps)):
+                    load = int(target.task.get_workloads(*target.row_tokens(batch)).sum())
+                    largest[step] = max(largest[step], load)
+            assert result.cost_before.tolist() == largest, (shuffle, num_ranks)
 
 
 LINKS = {

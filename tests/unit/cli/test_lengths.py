@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -119,6 +120,8 @@ MISTAKES = [
     (["--lengths", "zipf:1.2:9", "--batch-size", "0"], "batch_size is 0"),
     (["--lengths", "zipf:1.2:9", "--hidden-size", "-1"], "hidden_size is -1"),
     (["--lengths", "zipf:1.2:9", "--mfu", "1.5"], "mfu is 1.5"),
+    (["--lengths", "zipf:1.2:9", "--value-dim", "0"], "value_dim is 0"),
+    (["--lengths", "zipf:1.2:9", "--task", "transformer", "--concat-ux"], "dimensions of HSTU: leave them out"),
     (["--lengths", "zipf:1.2:9", "--link-gbps", "-1"], "link_gbps is -1"),
     (["--lengths", "zipf:1.2:9", "--task", "tokens", "--peak-tflops", "9"], "tokens are no operations"),
     (["--lengths", "zipf:1.2:9", "--window", "64", "--steps", "8"], "window is (64,) and steps is 8"),
@@ -268,3 +271,124 @@ def test_mistakes_are_one_line(wrong, capsys, arguments, message):
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("evenrank: ") and printed.err.count("\n") == 1
     assert message in printed.err
+
+
+# A file, the column, and what is said of numbers that identify something and measure nothing.
+IDENTIFIERS = [
+    ("user_id.csv", "user_id,n\n1,5\n1,7\n2,9\n", "user_id", "--group-by user_id"),
+    ("item.csv", "itemId,n\n1,5\n1,7\n2,9\n", "itemId", "--group-by itemId"),
+    ("only.csv", "ID\n1\n2\n3\n", None, "--group-by ID"),
+    ("plain.csv", "userid,n\n1,5\n", "userid", "--group-by userid"),
+    ("spaced.csv", "user id,n\n1,5\n", "user id", "--group-by 'user id'"),
+    ("user.jsonl", '{"user_id": 3}\n{"user_id": 3}\n', "user_id", "--group-by user_id"),
+    ("time.csv", "time\n" + "".join(f"{1_700_000_000 + 37 * i}\n" for i in range(64)), "time", "a value of its own"),
+    ("key.csv", "key\n" + "".join(f"{i * 7 % 2003}\n" for i in range(2003)), "key", "a value of its own"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "column", "remedy"), IDENTIFIERS)
+def test_identifiers_are_not_lengths(here, capsys, name, text, column, remedy):
+    write(here / name, text)
+    flags = [] if column is None else ["--column", column]
+    assert main(["simulate", "--lengths", name, "--ranks", "2", "--batch-size", "1", *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and remedy in printed.err and "--group-by" in printed.err
+
+
+def test_what_is_like_an_identifier_and_is_none(here):
+    """Lists of ids count, a few distinct lengths are lengths, and so is a file that is nothing but numbers."""
+    pq.write_table(pa.table({"movie_id": [[1] * value for value in VALUES]}), "lists.parquet")
+    write(here / "distinct.csv", "n\n" + "".join(f"{100 + 31 * i}\n" for i in range(1, 400)))
+    write(here / "documents.csv", "n\n" + "".join(f"{60_000 + 997 * i}\n" for i in range(50)))
+    write(here / "few.csv", "n\n2000000\n3000000\n")
+    write(here / "bare.csv", "".join(f"{i}\n" for i in range(3000)))
+    np.save("array.npy", np.arange(3000))
+    for name, first in (
+        ("lists.parquet", VALUES[0]),
+        ("distinct.csv", 131),
+        ("documents.csv", 60_000),
+        ("few.csv", 2_000_000),
+        ("bare.csv", 0),
+        ("array.npy", 0),
+    ):
+        assert find_lengths(name, None, in_order=True).take(1, np.random.default_rng(0)).tolist() == [first], name
+
+
+def test_events_of_a_user_are_counted(here, capsys):
+    rng = np.random.default_rng(0)
+    users = (rng.zipf(1.5, 2000) % 97).tolist()
+    counts = list(Counter(users).values())  # users in the order in which they first occur
+    rows = {"user_id": users, "item_id": rng.integers(0, 9, 2000).tolist()}
+    pq.write_table(pa.table(rows), "events.parquet", row_group_size=300)
+    pq.write_table(pa.table({**rows, "user_id": [f"u{user}" for user in users]}), "named.parquet")
+    pq.write_table(pa.table({"user_id": pa.array([f"u{user}" for user in users]).dictionary_encode()}), "coded.parquet")
+    (here / "shards").mkdir()
+    for shard in range(4):  # a user's events lie in several of them
+        part = {name: values[500 * shard : 500 * (shard + 1)] for name, values in rows.items()}
+        pq.write_table(pa.table(part), here / "shards" / f"{shard}.parquet")
+    lines = list(zip(*rows.values()))
+    write(here / "events.csv", "user_id,item_id\n" + "".join(f"{user},{item}\n" for user, item in lines))
+    write(here / "coded.csv", "user_id;item_id\n" + "".join(f"00{user};{item}\n" for user, item in lines))
+    write(here / "events.jsonl", "".join(json.dumps(dict(zip(rows, line))) + "\n" for line in lines))
+    for name in (
+        "events.parquet",
+        "named.parquet",
+        "coded.parquet",
+        "shards",
+        "events.csv",
+        "coded.csv",
+        "events.jsonl",
+    ):
+        lengths = find_lengths(name, None, group_by="user_id", in_order=True)
+        assert lengths.num_rows == len(counts), name
+        assert lengths.take(len(counts), rng).tolist() == counts, name
+    # "7" and "007" are two users.
+    write(here / "two.csv", "user,item\n7,1\n007,2\n7,3\n")
+    assert find_lengths("two.csv", None, group_by="user", in_order=True).take(2, rng).tolist() == [2, 1]
+    assert main(["simulate", "--lengths", "events.csv", "--group-by", "user_id", "--ranks", "2", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["lengths"]
+    assert summary["rows"] == len(counts) and summary["tokens"]["max"] == max(counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags", "message"),
+    [
+        ("a.csv", "user,n\na,5\n", ["--group-by", "nobody"], "has no column 'nobody'; it has user, n"),
+        ("a.csv", "user,n\na,5\n", ["--group-by", "user", "--column", "n"], "--column is n and --group-by is user"),
+        ("gap.csv", "user,n\na,5\n,6\n", ["--group-by", "user"], "has no value in line 3; every event has one"),
+        ("gap.jsonl", '{"user": 1}\n{"n": 1}\n', ["--group-by", "user"], "has no value in line 2"),
+        ("half.jsonl", '{"user": 1.5}\n', ["--group-by", "user"], "holds double; users are integers or text"),
+        ("list.jsonl", '{"user": [1]}\n', ["--group-by", "user"], "counts them by --column user"),
+        ("a.npy", "", ["--group-by", "user"], "is an array, which has no columns"),
+        ("zipf:1.2:9", None, ["--group-by", "user"], "belong to a file"),
+    ],
+)
+def test_mistakes_of_counting_are_one_line(here, capsys, name, text, flags, message):
+    if text is not None:
+        write(here / name, text)
+    assert main(["simulate", "--lengths", name, "--ranks", "2", *flags]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("score.csv", "n\n1_000\n2_000\n", "holds text, such as '1_000'; lengths are integers"),
+        ("arabic.csv", "n\n١٢\n", "holds text, such as '١٢'; lengths are integers"),
+        ("deep.jsonl", "[" * 100_000 + "\n", "deep.jsonl line 1 is nested too deeply"),
+        ("later.jsonl", '{"n": 1}\n' + '{"n": ' + "[" * 100_000 + "\n", "later.jsonl line 2 is nested too deeply"),
+        ("lists.jsonl", '{"n": [1]}\n' + '{"n": ' + "[" * 100_000 + "\n", "lists.jsonl line 2 is nested too deeply"),
+    ],
+)
+def test_files_that_ended_in_a_traceback(here, capsys, name, text, message):
+    (here / name).write_text(text, encoding="utf-8")
+    assert main(["simulate", "--lengths", name, "--ranks", "2"]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
+
+
+def test_text_of_numbers_in_parquet(here, capsys):
+    pq.write_table(pa.table({"n": ["12", "13"]}), "a.parquet")
+    assert main(["simulate", "--lengths", "a.parquet", "--ranks", "2"]) == 2
+    assert "column 'n' of a.parquet holds text, such as '12'; lengths are integers" in capsys.readouterr().err

@@ -163,3 +163,48 @@ def test_lengths_need_neither_torchrec_nor_fbgemm(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "gain.html").is_file()
+
+
+def test_the_page_advises_for_every_number_of_ranks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*LENGTHS, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert main([*LENGTHS, "--html", "gain.html"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    text, words = read_page(tmp_path / "gain.html")
+    for of_ranks in answer["ranks"]:
+        advice = of_ranks["advice"]
+        assert advice["text"].startswith(f"On {of_ranks['ranks']} ranks") and advice["text"] in words
+        assert advice["text"] in printed
+        # The row of a table that is marked is what is advised for its ranks.
+        table = text[text.index(f"<caption>{of_ranks['ranks']} ranks") :]
+        marked = re.search(r'<tr class="marked"><th scope="row">([^<]*)', table)
+        assert marked and marked[1].split(" (=")[0] == advice["way"]
+    # The headline says what its number is a ratio of.
+    headline = re.search(r'<div class="answer">\s*<p>(.*?)</p>', text, re.DOTALL)
+    assert headline and "in the layers&#39; time (a whole step gains less)" in headline[1]
+    assert "speed-up of the layers, each batch balanced" in words
+
+
+def test_the_page_of_a_config_advises_for_every_number_of_ranks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG.format(candidates=3))
+    argv = ["simulate", "--config", "run.toml", "--ranks", "2", "4", "--steps", "3", "--window", "1", "3"]
+    assert main([*argv, "--html", "gain.html"]) == 0
+    text, words = read_page(tmp_path / "gain.html")
+    assert "On 2 ranks balancing" in words and "On 4 ranks balancing" in words
+    headline = re.search(r'<div class="answer">\s*<p>(.*?)</p>', text, re.DOTALL)
+    assert headline and "in the layers&#39; time" in headline[1]
+
+
+def test_lines_that_hide_others_are_marked(tmp_path, monkeypatch):
+    """Even lengths: every way gives the same, and only the last line drawn could be seen."""
+    monkeypatch.chdir(tmp_path)
+    np.save("even.npy", np.full(256, 7))
+    flags = ["--lengths", "even.npy", "--batch-size", "4", "--steps", "8", "--window", "2"]
+    assert main(["simulate", *flags, "--ranks", "2", "4", "--html", "e.html"]) == 0
+    text, _ = read_page(tmp_path / "e.html")
+    pictures = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    for name in ("refined (≈ Karmarkar-Karp)", "window of 2 (≈ Karmarkar-Karp)", "refined (≈ as loaded)"):
+        assert name in pictures
+    assert text.count("(= as loaded)</th>") == 2 * 4  # two tables, in which four ways deal rows as loaded

@@ -9,6 +9,7 @@ import pytest
 
 from commons.cli.main import main
 from commons.cli.simulate_gain import LengthOptions, simulate_lengths
+from commons.datasets.samplers import ShardedBatchSampler
 from commons.perf_model.partitioner import partition
 from commons.perf_model.task_estimator import HSTUAttentionTask
 
@@ -34,6 +35,14 @@ def histories(tmp_path, monkeypatch):
     return lengths
 
 
+def as_loaded(values, num_ranks, batch_size):
+    """What the batches of the loader hold, `(steps, num_ranks, batch_size)`: of rows that fill all batches."""
+    share = {"num_rows": len(values), "batch_size": batch_size, "world_size": num_ranks}
+    return np.array(
+        [[values[rows] for rows in ShardedBatchSampler(rank=rank, **share)] for rank in range(num_ranks)]
+    ).swapaxes(0, 1)
+
+
 FLAGS = ["--lengths", "lengths.npy", "--batch-size", "8", "--steps", "16", "--window", "1", "2", "4"]
 
 
@@ -41,7 +50,7 @@ def test_figures_are_those_of_the_rows(histories, capsys):
     answer = asked(capsys, *FLAGS, "--ranks", "4", "--in-order", "--tokens-per-item", "2", "--extra-tokens", "3")
     ways = ways_of(answer)
     assert list(ways) == WAYS and answer["ranks"][0]["steps"] == 16
-    tokens = (histories * 2 + 3).reshape(16, 4, 8)
+    tokens = as_loaded(histories * 2 + 3, 4, 8)
     work = HSTUAttentionTask(256, 4, 64, 8).get_workloads(tokens)
     loads = work.sum(2)
     assert ways["as loaded"]["largest_to_mean"] == pytest.approx((loads.max(1) / loads.mean(1)).mean())
@@ -51,6 +60,18 @@ def test_figures_are_those_of_the_rows(histories, capsys):
         largest = sum(partition(step.ravel(), 4, method=method).loads.max() for step in work)
         assert ways[name]["speed_up"] == pytest.approx(loads.max(1).sum() / largest, rel=1e-3)
     assert answer["lengths"]["tokens"]["max"] == tokens.max()
+
+
+def test_sorted_rows_are_dealt_as_the_loader_deals_them(tmp_path, monkeypatch, capsys):
+    """Sorted lengths: in contiguous blocks one rank would have all long rows; dealt in turn, ranks are nearly even."""
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", np.sort(np.random.default_rng(0).integers(1, 4000, 512)))
+    flags = ["--lengths", "lengths.npy", "--in-order", "--ranks", "4", "--batch-size", "32", "--task", "tokens"]
+    answer = asked(capsys, *flags, "--steps", "4", "--window", "2")
+    loads = as_loaded(np.load("lengths.npy"), 4, 32).sum(2)
+    possible = loads.max(1).sum() / loads.mean(1).sum()
+    assert answer["ranks"][0]["possible_speed_up"] == pytest.approx(possible) and possible < 1.01
+    assert "leave it off" in answer["advice"]["text"]
 
 
 def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, capsys):
@@ -78,7 +99,7 @@ def test_bytes_and_milliseconds_follow_the_stated_model(histories, capsys):
     rates = ["--peak-tflops", "100", "--mfu", "0.5", "--link-gbps", "8", "--bytes-per-token", "16"]
     ways = ways_of(asked(capsys, *FLAGS, "--ranks", "4", "--in-order", *rates))
     plain = ways_of(asked(capsys, *FLAGS, "--ranks", "4", "--in-order"))
-    loads = HSTUAttentionTask(256, 4, 64, 8).get_workloads(histories.reshape(16, 4, 8)).sum(2)
+    loads = HSTUAttentionTask(256, 4, 64, 8).get_workloads(as_loaded(histories, 4, 8)).sum(2)
     assert ways["as loaded"]["step_ms"] == pytest.approx(3 * loads.max(1).mean() / 50e12 * 1e3)
     assert ways["refined"]["bytes_per_rank"] == pytest.approx(2 * plain["refined"]["bytes_per_rank"])
     assert ways["refined"]["exchange_ms"] == pytest.approx(ways["refined"]["bytes_per_rank"] / 1e9 * 1e3)

@@ -97,6 +97,18 @@ def test_a_damaged_file_is_refused(tmp_path, damage, message):
         load_calibration(tmp_path / "none.toml")
 
 
+def test_a_file_that_is_older_than_an_option_holds_for_its_default(tmp_path):
+    path = tmp_path / "c.toml"
+    make_calibration().save(path)
+    text = path.read_text()
+    assert "concat_ux = false" in text
+    path.write_text(text.replace("concat_ux = false\n", ""))
+    CalibratedTask(TASK, load_calibration(path))
+    for other in ({"concat_ux": True}, {"value_dim": 32}):
+        with pytest.raises(ValueError, match=rf"model\.{next(iter(other))} = .*, here it is"):
+            CalibratedTask(dataclasses.replace(TASK, **other), load_calibration(path))
+
+
 def test_another_model_or_device_is_named():
     calibration = make_calibration()
     with pytest.raises(ValueError, match=r"model\.num_layers = 2, here it is 3"):

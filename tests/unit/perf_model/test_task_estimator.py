@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask, attention_pairs
 
@@ -86,3 +87,52 @@ def test_lengths_that_are_wrong_are_refused():
     with pytest.raises(ValueError, match="num_query_groups is 2, num_heads is 3"):
         SelfAttentionTask(8, 3, 4, num_query_groups=2)
     assert task.get_workloads([]).tolist() == []
+
+
+class SequentialTransducer(torch.nn.Module):
+    """A layer of generative-recommenders' shapes: values of another width than queries, [u, x, y] projected back.
+
+    Every query is multiplied with the keys that the mask keeps and no others, so that what torch counts is exact.
+    """
+
+    def __init__(self, embedding_dim, num_heads, attention_dim, hidden_dim, *, concat):
+        super().__init__()
+        self.heads, self.widths = num_heads, [hidden_dim, hidden_dim, attention_dim, attention_dim]
+        self.uvqk = torch.nn.Linear(embedding_dim, num_heads * sum(self.widths))
+        self.concat = concat
+        self.output = torch.nn.Linear(num_heads * hidden_dim * (3 if concat else 1), embedding_dim)
+
+    def forward(self, x, mask):
+        split = torch.nn.functional.silu(self.uvqk(x)).split([self.heads * width for width in self.widths], dim=-1)
+        u, v, q, k = (part.unflatten(-1, (self.heads, -1)).transpose(0, 1) for part in split)  # (heads, tokens, width)
+        rows = []
+        for query, kept in enumerate(mask):
+            scores = torch.nn.functional.silu(torch.bmm(q[:, query : query + 1], k[:, kept].transpose(1, 2)))
+            rows.append(torch.bmm(scores, v[:, kept]))
+        attended = torch.cat(rows, dim=1)
+        parts = [u, attended, u * attended] if self.concat else [u * attended]
+        return x + self.output(torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=-1))
+
+
+@pytest.mark.parametrize("concat", [False, True])
+@pytest.mark.parametrize(("heads", "head_dim", "value_dim"), [(2, 8, 8), (3, 5, 7), (1, 16, 4), (4, 4, 12)])
+@pytest.mark.parametrize(("length", "targets", "causal"), [(9, 0, True), (9, 4, True), (7, 0, False), (1, 1, True)])
+def test_metas_hstu_to_the_operation(concat, heads, head_dim, value_dim, length, targets, causal):
+    history = length - targets
+    mask = torch.ones(length, length).tril().bool() if causal else torch.ones(length, length).bool()
+    mask[history:, history:] = torch.eye(targets).bool()
+    layers = [SequentialTransducer(24, heads, head_dim, value_dim, concat=concat) for _ in range(2)]
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        x = torch.randn(length, 24)
+        for layer in layers:
+            x = layer(x, mask)
+    task = HSTUAttentionTask(24, heads, head_dim, 2, causal=causal, value_dim=value_dim, concat_ux=concat)
+    assert task.get_workloads(length, targets) == counted.get_total_flops() > 0
+
+
+def test_a_value_dim_that_is_that_of_the_queries_is_none():
+    assert HSTUAttentionTask(8, 2, 4, value_dim=4) == HSTUAttentionTask(8, 2, 4)
+    assert HSTUAttentionTask(8, 2, 4, value_dim=4).get_workloads(9) == HSTUAttentionTask(8, 2, 4).get_workloads(9)
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"value_dim is {wrong}"):
+            HSTUAttentionTask(8, 2, 4, value_dim=wrong)
