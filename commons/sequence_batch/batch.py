@@ -108,8 +108,9 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
             pg_group: the ranks that share the loss; default as for `global_mean_loss`.
 
         Returns:
-            None where it is not known: without such a shuffle, with one over another group, with labels that the batch
-            was given since, and for a subclass that counts in a way of its own.
+            None where it is not known: without such a shuffle, with one over another group, with labels, a
+            `batch_size` or an `actual_batch_size` that the batch was given since, and for a subclass that counts in a
+            way of its own.
         """
         known = getattr(self, "_global_batch", None)
         if known is None or type(self).num_loss_tokens is not BaseBatch.num_loss_tokens:
