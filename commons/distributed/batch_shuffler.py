@@ -39,7 +39,7 @@ from commons.distributed.window import ShuffledWindow, WindowReader, describe_bl
 from commons.distributed.worker import DaemonWorker
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.task_estimator import AttentionTask
-from commons.sequence_batch.fields import batch_device, batch_rows, real_rows
+from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, require_no_grad
 from commons.sequence_batch.schema import BatchSchema, register_batch_type
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             global ids: rows of the ranks before, padding included, plus the row) and the workloads.
 
         Raises:
-            ValueError, TypeError, KeyError: a mistake on any rank, on all of them.
+            ValueError, TypeError, KeyError: a mistake on any rank, on all of them; a field that requires grad is one.
             RankMissingError: a rank did not take part in time.
         """
         with contextlib.suppress(TypeError, ValueError):  # which are raised on all ranks below
@@ -465,7 +465,10 @@ class BaseTaskBalancedBatchShuffler(ABC):
         try:
             register_batch_type(type(batch))
             with span("workload"):
-                return LocalRows.of(batch, device, None if self.options.mode == "off" else self._workloads_of)
+                local = LocalRows.of(batch, device, None if self.options.mode == "off" else self._workloads_of)
+            if self.options.mode == "balance":  # or gradients would depend on whether rows move in this step
+                require_no_grad(batch)
+            return local
         except Exception as error:
             return LocalRows(device=device, error=error)
 

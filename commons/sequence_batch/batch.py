@@ -37,7 +37,8 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     Subclasses are dataclasses that add fields. Every KeyedJaggedTensor and every tensor among them must have
     `batch_size` rows and then moves, is selected and is exchanged without further code; any other field is a plain
     value that must be the same on all ranks: what depends on the rows is a property. `__init__` and `__post_init__` run
-    when a batch is loaded, and not again when its rows move.
+    when a batch is loaded, and not again when its rows move. Gradients do not follow rows to other ranks: a shuffler
+    that balances refuses fields that require grad.
 
     What a model plans by, the host keeps knowing when a batch goes to a device: the lengths of every KeyedJaggedTensor
     and the fields that a subclass names in `host_fields`, integer tensors `(batch_size,)`. They come with the copy by
