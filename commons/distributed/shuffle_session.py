@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from commons.sequence_batch.schema import BatchSchema
 logger = logging.getLogger(__name__)
 
 _EXCHANGE = "exchange"
+# How much later than the timeout a step of the worker thread ends at the latest: ranks tell each other who is missing.
+GRACE_SECONDS = 10.0
 # First columns of the gathered table. Then, for each batch of a window, its rows, its real rows and the words of these;
 # then these words, see row_table.py.
 _STEP, _NUM_BATCHES, _COUNTS = range(3)
@@ -130,6 +133,7 @@ class ShuffleSession:
         self.channel = ControlChannel(group, options.timeout, moves_rows=moves_rows, pairwise=on_host)
         self.rows_group = self.channel.control_group if on_host else self.channel.payload_group
         self.steps = 0
+        self._process = os.getpid()
         self._window = window
         self._header = _COUNTS + _PER_BATCH * (window or 1)
         self._layout: PayloadLayout | None = None
@@ -141,6 +145,19 @@ class ShuffleSession:
         self._broken: RankMissingError | None = None
         has_all_to_all = on_host or self.channel.has_all_to_all
         self._all_gather = options.transport == "all_gather" or (options.transport == "auto" and not has_all_to_all)
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a process that was forked from this session's: it has no worker thread to wait for."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the shuffler belongs to process {self._process}, and process {os.getpid()} was forked from it; a "
+                "fork takes over neither threads nor connections: shuffle in the first, or start the second by spawn"
+            )
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds after which the worker thread has ended a step, whichever ranks are missing."""
+        return 2 * self._options.timeout + GRACE_SECONDS
 
     def next_step(self) -> int:
         """Number the next step; the caller submits it to the worker before anyone else numbers one."""
@@ -290,8 +307,9 @@ class ShuffleSession:
         self.channel.abort(error)
 
     def close(self, *, collected: bool = False) -> None:
-        """Give the groups back; called when the worker thread has ended, or collected, by it."""
-        self.channel.close(collected=collected)
+        """Give the groups back; called when the worker thread has ended, or collected, by it. A fork has none."""
+        if os.getpid() == self._process:
+            self.channel.close(collected=collected)
 
     def _agree(
         self,
