@@ -43,7 +43,9 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     What a model plans by, the host keeps knowing when a batch goes to a device: the lengths of every KeyedJaggedTensor
     and the fields that a subclass names in `host_fields`, integer tensors `(batch_size,)`. They come with the copy by
     `to`, with the rows that a shuffler exchanges and with `index_select`, and belong to the very tensors that they
-    describe: `dataclasses.replace` with other features has other lengths.
+    describe: `dataclasses.replace` with other features has other lengths. Torch does not count every write to a tensor:
+    after a collective, DLPack or numpy has written into such a field, `torch.autograd.graph.increment_version` of its
+    tensor lets the host forget it.
 
     Attributes:
         features: sequences, `K` keys over `batch_size` rows.
