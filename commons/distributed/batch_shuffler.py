@@ -32,14 +32,14 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import require_process_group, resolve_process_group
 from commons.distributed.rank_speeds import StepTimes
 from commons.distributed.shuffle_handle import ShuffleHandle
-from commons.distributed.shuffle_session import ShuffleSession
+from commons.distributed.shuffle_session import GRACE_SECONDS, ShuffleSession
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats
 from commons.distributed.window import ShuffledWindow, WindowReader, describe_blocked_loader, shuffle_window
 from commons.distributed.worker import DaemonWorker
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.task_estimator import AttentionTask
-from commons.sequence_batch.fields import batch_device, batch_rows, real_rows
+from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, require_no_grad
 from commons.sequence_batch.schema import BatchSchema, register_batch_type
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,6 @@ T = TypeVar("T")
 # How long close() waits for the worker thread, and abort(), which has answered for it.
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 1.0
-# How much later than the timeout a step of the worker thread ends at the latest: ranks tell each other who is missing.
-_GRACE_SECONDS = 10.0
 
 # By group, and window or None.
 _Sessions: TypeAlias = "dict[tuple[dist.ProcessGroup | None, int | None], ShuffleSession]"
@@ -180,7 +178,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             global ids: rows of the ranks before, padding included, plus the row) and the workloads.
 
         Raises:
-            ValueError, TypeError, KeyError: a mistake on any rank, on all of them.
+            ValueError, TypeError, KeyError: a mistake on any rank, on all of them; a field that requires grad is one.
             RankMissingError: a rank did not take part in time.
         """
         with contextlib.suppress(TypeError, ValueError):  # which are raised on all ranks below
@@ -213,7 +211,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             The handle for `finish_shuffle`.
 
         Raises:
-            RuntimeError: the shuffler is closed.
+            RuntimeError: the shuffler is closed, or this process was forked from the shuffler's.
         """
         self._require_open()
         session = self._session(pg_group)
@@ -252,6 +250,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             raise TypeError(
                 f"handle is a {type(handle).__name__}; finish needs what start_shuffle returned: start first"
             )
+        self.require_own_process()
         if self._aborted_for is not None:
             raise self._aborted_for
         prepared, schema = handle.prepared(), handle.schema()
@@ -346,7 +345,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
         Raises:
             RuntimeError: it is not there ten seconds after the timeout, because the iterator has not given a batch.
         """
-        limit = self.options.timeout + _GRACE_SECONDS
+        self.require_own_process()
+        limit = self.options.timeout + GRACE_SECONDS
         if not concurrent.futures.wait([window], limit).done:
             raise RuntimeError(describe_blocked_loader("close()", limit))
 
@@ -382,7 +382,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
         Raises:
             RuntimeError: they are not, ten seconds after the timeout: an iterator of windows has not given its batch.
         """
-        limit = self.options.timeout + _GRACE_SECONDS
+        self.require_own_process()
+        limit = self.options.timeout + GRACE_SECONDS
         if self._aborted_for is None and not (self._worker.drain(limit) and self._window_worker.drain(limit)):
             raise RuntimeError(describe_blocked_loader("drain()", limit))
 
@@ -396,6 +397,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
         NCCL's collectives are not this method's to end: `torch.distributed` aborts those.
         """
+        self.require_own_process()
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         error = ShufflerAbortedError(
             f"the shuffler of rank {rank} was aborted; whatever waits in it ends, and it cannot be used again: make a "
@@ -418,6 +420,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         """End the worker thread and give back the shuffler's groups; the shuffler cannot be used afterwards."""
         if self._closed:
             return
+        self.require_own_process()
         self._closed = True
         self._when_collected.detach()
         # A worker that waits for a rank that will not come is left behind: a daemon, whose groups are not used again.
@@ -425,6 +428,11 @@ class BaseTaskBalancedBatchShuffler(ABC):
         ended = [worker.stop(timeout=limit) for worker in (self._worker, self._window_worker)]
         if all(ended):
             _close_sessions(self._sessions)
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a process that was forked from one in which the shuffler has been used."""
+        for session in list(self._sessions.values()):
+            session.require_own_process()
 
     def _require_open(self) -> None:
         if self._aborted_for is not None:
@@ -454,6 +462,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         return resolve_process_group(pg_group if pg_group is not None else self._pg_group)
 
     def _session(self, pg_group: dist.ProcessGroup | None, window: int | None = None) -> ShuffleSession:
+        self.require_own_process()
         group = self._group(pg_group)
         if (group, window) not in self._sessions:
             _close_abandoned()
@@ -465,7 +474,10 @@ class BaseTaskBalancedBatchShuffler(ABC):
         try:
             register_batch_type(type(batch))
             with span("workload"):
-                return LocalRows.of(batch, device, None if self.options.mode == "off" else self._workloads_of)
+                local = LocalRows.of(batch, device, None if self.options.mode == "off" else self._workloads_of)
+            if self.options.mode == "balance":  # or gradients would depend on whether rows move in this step
+                require_no_grad(batch)
+            return local
         except Exception as error:
             return LocalRows(device=device, error=error)
 

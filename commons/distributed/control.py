@@ -119,7 +119,7 @@ class ControlChannel(NamedCollectives):
         if (table[:, 1] != digest).any() and not (states == _OPTIONS_UNKNOWN).any():
             raise_first_difference([json.loads(text) for text in self.gather_text(said, step)], self.names)
         if states.any():
-            self._raise_on_all(error, step)
+            self.raise_on_all(error, step)
         return table[:, 2:]
 
     def agree_on_call(
@@ -161,18 +161,25 @@ class ControlChannel(NamedCollectives):
             told = heard
         return told.reshape(self.world_size, -1)
 
-    def gather_text(self, text: str, step: int) -> list[str]:
-        """Gather one string per rank."""
+    def gather_text(self, text: str, step: int, *, on_main: bool = False) -> list[str]:
+        """Gather one string per rank; see `raise_on_all` for `on_main`."""
+        gather = self._gather_rows_on_main if on_main else self.gather
         encoded = text.encode(errors="backslashreplace")  # of a lone surrogate, which UTF-8 has no bytes for
-        sizes = self.gather(np.array([len(encoded)]), step, "gather of text sizes")[:, 0]
+        sizes = gather(np.array([len(encoded)]), step, "gather of text sizes")[:, 0]
         words = max(-(-int(sizes.max()) // _WORD), 1)
         padded = bytearray(encoded.ljust(words * _WORD))  # torch warns of memory that it could not write to
-        rows = self.gather(np.frombuffer(padded, dtype=np.int64), step, "gather of texts")
+        rows = gather(np.frombuffer(padded, dtype=np.int64), step, "gather of texts")
         return [rows[rank].tobytes()[:size].decode() for rank, size in enumerate(sizes)]
 
-    def _raise_on_all(self, error: Exception | None, step: int) -> None:
-        """Raise what went wrong on any rank; called by all ranks together, once they know that there is something."""
-        said = self.gather_text("" if error is None else json.dumps(describe_error(error)), step)
+    def raise_on_all(self, error: Exception | None, step: int, *, on_main: bool = False) -> None:
+        """Raise what went wrong on any rank; called by all ranks together, once they know that there is something.
+
+        Args:
+            error: of this rank, if it has one.
+            step: number of the step or call, in messages.
+            on_main: whether this is the main thread of a channel whose gloo group a worker thread is using.
+        """
+        said = self.gather_text("" if error is None else json.dumps(describe_error(error)), step, on_main=on_main)
         raise_first_error([json.loads(text) if text else None for text in said], error, self.names)
 
     def gather_on_main(self, values: list[int], step: int = 0, what: str = "gather") -> list[list[int]]:
@@ -195,6 +202,9 @@ class ControlChannel(NamedCollectives):
         work = all_gather_single(result, source, group=self.payload_group, async_op=True)
         self.wait(work, step, what, on_host=source.device.type == "cpu")
         return result.view(self.world_size, -1).tolist()
+
+    def _gather_rows_on_main(self, values: np.ndarray, step: int, what: str) -> np.ndarray:
+        return np.array(self.gather_on_main(values.tolist(), step, what), dtype=np.int64)
 
     def swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
         """int64 `(world_size, n)`: row r goes to rank r; returns what each rank had for this one.

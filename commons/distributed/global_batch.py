@@ -1,7 +1,7 @@
 """What the gather tells of a global batch beyond the rows that a rank gets: the lengths of all rows, by rank.
 
 A model that needs a number over all ranks, of its loss terms say, then has it without asking. It comes with the batch:
-through copies as a whole, and as long as the fields are those that were exchanged.
+through copies as a whole, and as long as the fields and the numbers of rows are those that were exchanged.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class GlobalBatch:
         step: of the window that the plan is made for; 0 where it is made for one batch.
         members: global ranks of the group.
         described: by name, the row fields of the rank's batch whose rows these are.
+        row_counts: `batch_size` and `actual_batch_size` of the rank's batch.
     """
 
     schema: BatchSchema
@@ -39,6 +40,7 @@ class GlobalBatch:
     step: int
     members: Sequence[int]
     described: dict[str, Any]
+    row_counts: tuple[int, int | None]
 
     def of_copy(self, batch: BaseBatch, copied: BaseBatch) -> GlobalBatch:
         """The same for a copy of a batch as a whole."""
@@ -93,6 +95,8 @@ class GlobalBatch:
         return list(self.members) == ([0] if group is None else dist.get_process_group_ranks(group))
 
     def _describes(self, batch: BaseBatch, name: str) -> bool:
+        if (batch.batch_size, batch.actual_batch_size) != self.row_counts:  # set since: other rows are trained
+            return False
         return name in self.described and getattr(batch, name, None) is self.described[name]
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -120,5 +124,6 @@ def attach_global_batches(
     names = [field.name for field in schema.jagged] + [field.name for field in schema.dense]
     for step, result in enumerate(results):
         described = {name: getattr(result, name) for name in names}
-        result._global_batch = GlobalBatch(schema, plan, step, members, described)
+        counts = result.batch_size, result.actual_batch_size
+        result._global_batch = GlobalBatch(schema, plan, step, members, described, counts)
     return results

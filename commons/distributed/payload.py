@@ -73,7 +73,7 @@ class Part:
             words.view(self.dtype).copy_(source.reshape(-1))
             return
         narrow = _INTEGER_OF_SIZE[self.dtype.itemsize]
-        flat = source.contiguous().view(narrow).flatten()
+        flat = source.resolve_neg().contiguous().view(narrow).flatten()
         if not self.is_dense:
             words.copy_(flat)
         elif flat.numel():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import math
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -14,6 +16,8 @@ from commons.distributed.stats import ShuffleStats
 from commons.sequence_batch.fields import IDENTITY, row_counts, row_fields
 from commons.sequence_batch.schema import BatchSchema
 from commons.sequence_batch.torchrec_types import is_keyed_jagged
+
+_LOOK_SECONDS = 1.0
 
 
 class ShuffleHandle:
@@ -54,6 +58,7 @@ class ShuffleHandle:
     @property
     def failed_elsewhere(self) -> bool:
         """Whether the batches of other ranks alone were the reason of this step's error; waits for the gather."""
+        self._await()
         error = self._future.exception()
         return error is not None and hasattr(error, "failed_ranks") and error.__cause__ is None
 
@@ -62,6 +67,7 @@ class ShuffleHandle:
         started = time.perf_counter()
         try:
             with span("wait"):
+                self._await()
                 return self._future.result()
         except RankMissingError as error:
             raise error.with_traceback(None) from None  # the worker's frames say nothing and keep the batch
@@ -95,7 +101,24 @@ class ShuffleHandle:
         """Wait for the worker and drop the result; an error of a batch that is given up does not matter."""
         self._finished = True
         self._batch = None
+        self._await()
         self._future.exception()
+
+    def _await(self) -> None:
+        """Wait for the worker, which ends by itself; not for ever for one that does not, nor in a forked process.
+
+        Raises:
+            RuntimeError: there is no worker in this process, or it is stuck.
+        """
+        self.session.require_own_process()
+        # In short waits, counted: a process that was stopped for long gives its worker time to say who was missing.
+        for _ in range(math.ceil(self.session.longest_wait / _LOOK_SECONDS)):
+            if self._future.done() or concurrent.futures.wait([self._future], _LOOK_SECONDS).done:
+                return
+        raise RuntimeError(
+            f"step {self.step} is not planned after {self.session.longest_wait:.0f} s, though no rank is waited for so "
+            "long; the worker thread is stuck: look at its stack (py-spy dump), and start again from a checkpoint"
+        )
 
     def take(self, batch: Any) -> None:
         """Check that the handle may be finished with this batch, and mark it used.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,15 +30,18 @@ from commons.distributed.row_exchange import PackedRows, RowExchange
 from commons.distributed.schema_agreement import agree_on_schema
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats, stats_of_plan
-from commons.distributed.verification import checksums, require_unchanged
+from commons.distributed.verification import checksums_of_all, require_unchanged
 from commons.perf_model.calibration import CalibratedTask
 from commons.perf_model.row_table import RowTable
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
+from commons.sequence_batch.fields import batch_device
 from commons.sequence_batch.schema import BatchSchema
 
 logger = logging.getLogger(__name__)
 
 _EXCHANGE = "exchange"
+# How much later than the timeout a step of the worker thread ends at the latest: ranks tell each other who is missing.
+GRACE_SECONDS = 10.0
 # First columns of the gathered table. Then, for each batch of a window, its rows, its real rows and the words of these;
 # then these words, see row_table.py.
 _STEP, _NUM_BATCHES, _COUNTS = range(3)
@@ -130,6 +134,7 @@ class ShuffleSession:
         self.channel = ControlChannel(group, options.timeout, moves_rows=moves_rows, pairwise=on_host)
         self.rows_group = self.channel.control_group if on_host else self.channel.payload_group
         self.steps = 0
+        self._process = os.getpid()
         self._window = window
         self._header = _COUNTS + _PER_BATCH * (window or 1)
         self._layout: PayloadLayout | None = None
@@ -141,6 +146,19 @@ class ShuffleSession:
         self._broken: RankMissingError | None = None
         has_all_to_all = on_host or self.channel.has_all_to_all
         self._all_gather = options.transport == "all_gather" or (options.transport == "auto" and not has_all_to_all)
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a process that was forked from this session's: it has no worker thread to wait for."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the shuffler belongs to process {self._process}, and process {os.getpid()} was forked from it; a "
+                "fork takes over neither threads nor connections: shuffle in the first, or start the second by spawn"
+            )
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds after which the worker thread has ended a step, whichever ranks are missing."""
+        return 2 * self._options.timeout + GRACE_SECONDS
 
     def next_step(self) -> int:
         """Number the next step; the caller submits it to the worker before anyone else numbers one."""
@@ -216,11 +234,11 @@ class ShuffleSession:
 
         Raises:
             RankMissingError: a rank did not take part, or has failed, with its message; so does every later call.
-            RuntimeError: with `verify`, rows that did not arrive as they were.
+            RuntimeError: with `verify`, rows that did not arrive as they were, or whose checksum fails on any rank.
         """
-        layout, verify = exchange.layout, self._options.verify
+        layout, verify = exchange.layout, self._options.verify and self._options.mode == "balance"
+        before, unknown = attempt(lambda: checksums_of_all(batches, layout)) if verify else (None, None)
         try:
-            before = torch.stack([checksums(batch, layout) for batch in batches]).sum(dim=0) if verify else None
             results = list(batches)
             if exchange.moves or exchange.changes:
                 with span("exchange"):
@@ -237,15 +255,30 @@ class ShuffleSession:
         except Exception as error:  # of this rank alone, such as too little memory
             self.post_failure(step, error)
             raise
-        if before is not None:
-            after = torch.stack([checksums(result, layout) for result in results]).sum(dim=0)
-            try:
-                wrong = self.channel.sum_over_ranks(after - before, self.rows_group, step, "comparison of checksums")
-            except RankMissingError as error:
-                self._broken = error
-                raise
-            require_unchanged(wrong, layout, step)
+        if verify:
+            self._compare_checksums(step, layout, before, unknown, results)
         return results
+
+    def _compare_checksums(
+        self, step: int, layout: PayloadLayout, before: torch.Tensor | None, error: Exception | None, results: list[Any]
+    ) -> None:
+        """Raise, on all ranks, if rows are not what they were before the exchange, or a rank cannot tell."""
+        after, problem = attempt(lambda: checksums_of_all(results, layout))
+        error = error or problem
+        # The last number counts the ranks that cannot tell.
+        told = torch.zeros(len(layout.parts) + 2, dtype=torch.int64, device=batch_device(results[0]))
+        if before is None or after is None:
+            told[-1] = 1
+        else:
+            told[:-1] = after - before
+        try:
+            *wrong, failed = self.channel.sum_over_ranks(told, self.rows_group, step, "comparison of checksums")
+            if failed:
+                self.channel.raise_on_all(error, step, on_main=self._window is None)
+        except RankMissingError as missing:
+            self._broken = missing
+            raise
+        require_unchanged(wrong, layout, step)
 
     def send_rows(self, step: int, exchange: RowExchange, packed: PackedRows) -> None:
         """Run the payload collective of a step, on the main thread; of a window, on the worker thread.
@@ -290,8 +323,9 @@ class ShuffleSession:
         self.channel.abort(error)
 
     def close(self, *, collected: bool = False) -> None:
-        """Give the groups back; called when the worker thread has ended, or collected, by it."""
-        self.channel.close(collected=collected)
+        """Give the groups back; called when the worker thread has ended, or collected, by it. A fork has none."""
+        if os.getpid() == self._process:
+            self.channel.close(collected=collected)
 
     def _agree(
         self,

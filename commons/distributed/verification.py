@@ -7,6 +7,7 @@ waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
     """int64 `(rows,)`, a hash of the part's content in each row."""
     tensor = part.tensor_of(batch)
     size = part.dtype.itemsize
-    integers = tensor.contiguous().flatten()
-    integers = integers.view(_INTEGER_BY_SIZE[min(size, 8)]).to(torch.int64)
+    # A copy: the memory of a view may hold conjugates or negatives, or have gaps though it counts as contiguous.
+    plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
+    integers = plain.view(_INTEGER_BY_SIZE[min(size, 8)]).to(torch.int64)
     per_element = max(1, size // 8)
     if part.is_dense:
         row = torch.arange(rows, device=tensor.device).repeat_interleave(integers.numel() // max(rows, 1))
@@ -61,6 +63,11 @@ def checksums(batch: Any, layout: PayloadLayout) -> torch.Tensor:
 
 def _device(batch: Any, layout: PayloadLayout) -> torch.device:
     return layout.parts[0].tensor_of(batch).device if layout.parts else torch.device("cpu")
+
+
+def checksums_of_all(batches: Sequence[Any], layout: PayloadLayout) -> torch.Tensor:
+    """int64 `(parts + 1,)`: `checksums` added up over at least one batch."""
+    return torch.stack([checksums(batch, layout) for batch in batches]).sum(dim=0)
 
 
 def require_unchanged(wrong: list[int], layout: PayloadLayout, step: int) -> None:

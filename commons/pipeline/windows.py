@@ -92,6 +92,7 @@ class WindowedBatches(Iterator[Any]):
             self._shuffler.await_window(under_way)
 
     def _begin_window(self) -> None:
+        self._shuffler.require_own_process()  # the thread that makes the window is that of another one
         started = time.perf_counter()
         under_way = self._next or self._start()
         self._next = None

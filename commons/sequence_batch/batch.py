@@ -37,12 +37,15 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     Subclasses are dataclasses that add fields. Every KeyedJaggedTensor and every tensor among them must have
     `batch_size` rows and then moves, is selected and is exchanged without further code; any other field is a plain
     value that must be the same on all ranks: what depends on the rows is a property. `__init__` and `__post_init__` run
-    when a batch is loaded, and not again when its rows move.
+    when a batch is loaded, and not again when its rows move. Gradients do not follow rows to other ranks: a shuffler
+    that balances refuses fields that require grad.
 
     What a model plans by, the host keeps knowing when a batch goes to a device: the lengths of every KeyedJaggedTensor
     and the fields that a subclass names in `host_fields`, integer tensors `(batch_size,)`. They come with the copy by
     `to`, with the rows that a shuffler exchanges and with `index_select`, and belong to the very tensors that they
-    describe: `dataclasses.replace` with other features has other lengths.
+    describe: `dataclasses.replace` with other features has other lengths. Torch does not count every write to a tensor:
+    after a collective, DLPack or numpy has written into such a field, `torch.autograd.graph.increment_version` of its
+    tensor lets the host forget it.
 
     Attributes:
         features: sequences, `K` keys over `batch_size` rows.
@@ -108,8 +111,9 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
             pg_group: the ranks that share the loss; default as for `global_mean_loss`.
 
         Returns:
-            None where it is not known: without such a shuffle, with one over another group, with labels that the batch
-            was given since, and for a subclass that counts in a way of its own.
+            None where it is not known: without such a shuffle, with one over another group, with labels, a
+            `batch_size` or an `actual_batch_size` that the batch was given since, and for a subclass that counts in a
+            way of its own.
         """
         known = getattr(self, "_global_batch", None)
         if known is None or type(self).num_loss_tokens is not BaseBatch.num_loss_tokens:

@@ -167,6 +167,17 @@ def _require_flat(name: str, jagged: KeyedJaggedTensor) -> None:
         )
 
 
+def require_no_grad(batch: Any) -> None:
+    """Raise ValueError, which names the field, if a field requires grad: rows that move leave their rank's graph."""
+    for name, value in row_fields(batch):
+        tensors = [value] if isinstance(value, torch.Tensor) else [value.values(), value.weights_or_none()]
+        if any(tensor is not None and tensor.requires_grad for tensor in tensors):
+            raise ValueError(
+                f"field {name!r} requires grad; gradients do not follow rows to other ranks: detach it before the "
+                "shuffle, and compute what needs gradients from the shuffled batch"
+            )
+
+
 def batch_rows(batch: Any, items: Mapping[str, Any] | None = None) -> int:
     """Number of rows, padding included, that all fields of the batch agree on.
 

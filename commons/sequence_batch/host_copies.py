@@ -1,9 +1,13 @@
 """Integers of a device that the host knows too: the lengths of a batch, and what else a model plans by.
 
 A tensor that was copied to a device remembers the host tensor that it is a copy of, so that whoever plans by its values
-need not wait for the device. The memory belongs to this one tensor: another tensor in its place has none, and a tensor
-that is written to, or whose source is, forgets. What writes past torch's count of versions is not seen: numpy, `.data`,
-and inference mode.
+need not wait for the device. What is remembered belongs to this one tensor: another tensor in its place, a copy of it
+included, has none, and a tensor that is written to or given other memory, or whose source is, forgets.
+
+What writes past torch's count of versions is not noticed: collectives that write into the tensor (`broadcast`,
+`all_reduce`, `all_to_all_single`, `scatter`), numpy, DLPack, `.data.add_`, `untyped_storage().copy_`, inference mode.
+Call `torch.autograd.graph.increment_version(tensor)` after such a write. Nothing in this project writes so into a field
+of a batch: tensor-parallel peers load and shuffle alike, and the exchange makes new tensors.
 """
 
 from __future__ import annotations
@@ -14,18 +18,41 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _ATTRIBUTE = "_evenrank_host_copy"
 
 
+class _State:
+    """A tensor's version, memory and shape at one moment."""
+
+    __slots__ = ("memory", "place", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.version = _version(tensor)
+        # Weak: an address that is kept by nobody may be taken again by other memory.
+        self.memory = StorageWeakRef(tensor.untyped_storage())
+        self.place = tensor.storage_offset(), tensor.shape
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is still as it was, as far as torch tells."""
+        same = self.version == _version(tensor) and self.place == (tensor.storage_offset(), tensor.shape)
+        return same and self.memory.cdata == tensor.untyped_storage()._cdata
+
+
 class _HostCopy:
-    """A host tensor and the versions, of it and of the device's tensor, at which the two were equal."""
+    """A host tensor, and the states of it and of the device's tensor at which the two were equal."""
 
-    __slots__ = ("host", "versions")
+    __slots__ = ("host", "host_state", "owner", "state")
 
-    def __init__(self, host: torch.Tensor, versions: tuple[int, int]) -> None:
+    def __init__(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         self.host = host
-        self.versions = versions
+        self.owner = id(tensor)  # copy.copy takes attributes along, but not the version
+        self.state, self.host_state = _State(tensor), _State(host)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has the values of the host tensor."""
+        return self.owner == id(tensor) and self.state.is_of(tensor) and self.host_state.is_of(self.host)
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
         return OrderedDict, ()  # a tensor's pickle or deep copy is another tensor; torch.load takes this for harmless
@@ -39,7 +66,7 @@ def attach_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
         host: integers on the host of the same values, in the same order and perhaps of a wider dtype.
     """
     if tensor.device.type != "cpu":
-        setattr(tensor, _ATTRIBUTE, _HostCopy(host, (_version(tensor), _version(host))))
+        setattr(tensor, _ATTRIBUTE, _HostCopy(host, tensor))
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -47,9 +74,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.device.type == "cpu":
         return tensor
     known = getattr(tensor, _ATTRIBUTE, None)
-    if not isinstance(known, _HostCopy) or known.versions != (_version(tensor), _version(known.host)):
-        return None
-    return known.host
+    return known.host if isinstance(known, _HostCopy) and known.is_of(tensor) else None
 
 
 def carry_host_copy(source: torch.Tensor, copied: torch.Tensor) -> None:

@@ -47,7 +47,8 @@ class StepUpdate:
     """Updates the dense parameters, and sets the learning rate of everything.
 
     With accumulation over k steps, the gradient of an update is that of the mean over all loss terms of its k global
-    batches: each step's gradient, a mean over its own terms, is weighed by their number.
+    batches: each step's gradient, a mean over its own terms, is weighed by their number. The sum is kept in float32, or
+    in the parameter's dtype where that is wider.
 
     Args:
         args: settings.
@@ -131,7 +132,8 @@ class StepUpdate:
         self._terms = terms if self._terms is None else self._terms + terms
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
-                weighed = parameter.grad * terms
+                # In float32 at least: gradient times terms overflows float16, and has too few digits in bfloat16.
+                weighed = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) * terms
                 before = self._sums[index]
                 self._sums[index] = weighed if before is None else before.add_(weighed)
 

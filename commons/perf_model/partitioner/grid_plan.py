@@ -66,7 +66,7 @@ def plan_grid(request: Request) -> Plan:
     chosen = _choose(request, problem, _free_plan(request, problem, bound))
     total = bound.total
     if not limits.keep(np.bincount(chosen.cells, minlength=problem.num_parts)):
-        # Rows as they were loaded, or batches of different sizes: only the bound for free sizes holds for these.
+        # Rows as they were loaded: only the bound for free sizes holds for these.
         total = grid_bound(problem.weights, num_ranks, num_steps, Limits(0, len(chosen.cells))).total
     loads = sum_by_rank(chosen.cells, request.workloads, problem.num_parts)
     return Plan(chosen.cells, loads, total, chosen.most_tokens)
@@ -76,6 +76,8 @@ def _choose(request: Request, problem: Problem, best: Candidate) -> Candidate:
     """`best`, or what it does not beat; with a home, a plan near it within the slack."""
     loaded = _as_loaded(request)
     alone = None if request.home_step is None else _batches_alone(request, request.home_step, best)
+    if alone is not None and not problem.limits.keep(np.bincount(alone.cells, minlength=problem.num_parts)):
+        alone = None  # batches of different sizes have other counts than were asked for
     if alone is not None and not best.beats(alone):
         return alone if loaded is None or alone.beats(loaded) else loaded
     if request.home is None:

@@ -193,6 +193,10 @@ def _changed() -> dict[str, Any]:
     relabelled.labels = None
     other = batch.to(META)
     other.labels = brought.labels
+    fewer = copy.copy(batch)
+    fewer.actual_batch_size -= 1
+    resized = batch.to(META)
+    resized.batch_size += 1
     on = {
         "itself": batch,
         "brought": brought,
@@ -200,6 +204,9 @@ def _changed() -> dict[str, Any]:
         "relabelled": relabelled,
         "relabelled and copied": relabelled.to(META),
         "other labels, copied": other.to(META),
+        "fewer real rows": fewer,
+        "fewer real rows, copied": fewer.to(META),
+        "another batch size": resized,
         "some rows": batch.index_select([0]),
         "deep copy": copy.deepcopy(batch),
         "pickle": pickle.loads(pickle.dumps(batch)),
@@ -208,14 +215,31 @@ def _changed() -> dict[str, Any]:
     said["world group"] = batch.global_loss_terms(dist.group.WORLD) is not None
     said["other group"] = batch.global_loss_terms(mine) is not None
     said["lengths of other labels"] = other.to(META).global_lengths("item") is not None
+    said["lengths of fewer real rows"] = fewer.global_lengths("item") is not None
+    said["lengths of fewer, copied"] = fewer.to(META).global_lengths("item") is not None
     said["listed"] = any("global" in name for name in vars(batch))
     return said
 
 
-def test_it_forgets_with_the_labels(ranks):
+def test_it_forgets_with_the_labels_or_the_rows(ranks):
     known = {"itself", "world group", "lengths of other labels"} | ({"other group"} if ranks.world_size == 2 else set())
     for said in ranks.run(_changed):
         assert {name for name, is_known in said.items() if is_known} == known
+
+
+def _mean_of_half() -> float:
+    """The mean of ones over half of each rank's rows, as a model computes it."""
+    with closing(SquareShuffler()) as shuffler:
+        batch = shuffler.shuffle(_square_batch("tensor", 1, 8, 8))
+    batch.actual_batch_size //= 2
+    terms = batch.num_loss_tokens()
+    loss = global_mean_loss(torch.tensor(float(terms)), terms, global_count=batch.global_loss_terms())
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size()
+
+
+def test_the_mean_is_that_of_the_rows_that_are_left(ranks):
+    assert ranks.run(_mean_of_half) == [1.0] * ranks.world_size
 
 
 def _lengths_by_rank() -> tuple[Any, list[int]]:

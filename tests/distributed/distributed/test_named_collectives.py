@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch.channel import EXCHANGE, DispatchChannel
-from commons.distributed import shuffle_session
+from commons.distributed import verification
 from commons.distributed.options import ShufflerOptions
 from commons.trainer.broadcast import broadcast_text
 from commons.trainer.optimization import FiniteLossGuard
@@ -40,7 +40,7 @@ def _realign(folder):
 
 def _compare_checksums(folder):
     shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT, verify=True))
-    computed, checksums = [], shuffle_session.checksums
+    computed, checksums = [], verification.checksums
 
     def last_words(*args):
         computed.append(1)
@@ -49,7 +49,7 @@ def _compare_checksums(folder):
             fault(folder, signal.SIGKILL)
         return checksums(*args)
 
-    with mock.patch.object(shuffle_session, "checksums", last_words):
+    with mock.patch.object(verification, "checksums", last_words):
         shuffler.shuffle(my_batch())
 
 

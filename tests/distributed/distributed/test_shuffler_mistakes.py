@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.options import ShufflerOptions
+from commons.pipeline import windowed_iter
 from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
 
 
@@ -128,6 +129,45 @@ def _differing(what):
 def test_ranks_that_differ_stop_together(ranks, what, message):
     for text in ranks.run(_differing, what):
         assert message in text
+
+
+def _with_gradients(what: str, mode: str, window: bool) -> tuple[str, bool]:
+    """The message for a batch one of whose fields requires grad on rank 1, and whether the next batch is shuffled."""
+    batch = my_batch(0, [4] * 4)
+    weight = torch.ones((), requires_grad=True)
+    if dist.get_rank() == 1 and what == "tensor":
+        batch.image = batch.image * weight
+    if dist.get_rank() == 1 and what == "weights":
+        features = batch.features
+        batch.features = KeyedJaggedTensor(
+            features.keys(), features.values(), features.weights() * weight, features.lengths()
+        )
+    text = "no error"
+    with closing(SquareShuffler(ShufflerOptions(mode=mode))) as shuffler:
+        try:
+            if window:
+                next(windowed_iter(iter([batch]), shuffler, 1))
+            else:
+                shuffler.shuffle(batch)
+        except ValueError as error:
+            text = str(error)
+        if not window:
+            result = shuffler.shuffle(my_batch(1, [4] * 4))
+            return text, result.batch_size == 4
+    return text, True
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize(("what", "field"), [("tensor", "image"), ("weights", "features")])
+def test_fields_that_require_grad_are_refused_on_all_ranks(ranks, what, field, window):
+    for text, goes_on in ranks.run(_with_gradients, what, "balance", window):
+        assert text.startswith(f"rank 1: field '{field}' requires grad; ") and "detach it before" in text
+        assert goes_on
+
+
+@pytest.mark.parametrize("mode", ["observe", "off"])
+def test_they_stay_where_nothing_moves(ranks, mode):
+    assert ranks.run(_with_gradients, "tensor", mode, False) == [("no error", True)] * ranks.world_size
 
 
 @dataclass

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.distributed import verification
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import Part
 from commons.distributed.window import WindowReader
+from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
 from tests.helpers.batches import random_batch, rows_as_values
 from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
@@ -159,6 +161,80 @@ def _verified(damage):
 )
 def test_verify_notices_damage_on_any_rank(ranks, damage, message):
     assert all(message in text for text in ranks.run(_verified, damage))
+
+
+@dataclasses.dataclass
+class ComplexBatch(BaseBatch):
+    """Fields whose memory is not what they say: conjugates, negatives, one element out of several."""
+
+    waves: torch.Tensor = dataclasses.field(kw_only=True)
+    signs: torch.Tensor = dataclasses.field(kw_only=True)
+
+
+def _complex_batch(rows: int) -> tuple[ComplexBatch, dict[int, tuple[list[complex], float]]]:
+    rank = dist.get_rank()
+    lengths = torch.full((rows,), 1 + 50 * (rank == 1))
+    features = KeyedJaggedTensor(keys=["item"], values=torch.arange(int(lengths.sum())), lengths=lengths)
+    number = torch.arange(rows, dtype=torch.float64) + 100 * rank + 1
+    waves = torch.complex(number, 2 * number)[:, None].expand(rows, 2).contiguous()[:, ::2].conj()
+    signs = torch._neg_view(number.to(torch.bfloat16))
+    assert waves.is_conj() and signs.is_neg()
+    batch = ComplexBatch(features, rows, {}, labels=number, waves=waves, signs=signs)
+    first = sum([1, 6, 6, 6][:rank])
+    return batch, {first + row: (waves[row].tolist(), float(signs[row])) for row in range(rows)}
+
+
+def _verified_complex() -> tuple[bool, dict[int, tuple[list[complex], float]], dict[int, tuple[list[complex], float]]]:
+    rows = [1, 6, 6, 6][dist.get_rank()]  # one row: its conjugate lies in memory with a stride of two
+    batch, brought = _complex_batch(rows)
+    with closing(SquareShuffler(ShufflerOptions(verify=True, slack=0.0, equal_size=False))) as shuffler:
+        result, indices = shuffler.shuffle(batch, return_indices=True)
+        moved = shuffler.last_stats.moved
+    trained = {row: (result.waves[at].tolist(), float(result.signs[at])) for at, row in enumerate(indices.tolist())}
+    return moved, brought, trained
+
+
+def test_verify_takes_views_of_any_kind(ranks):
+    brought: dict[int, object] = {}
+    trained: dict[int, object] = {}
+    for moved, mine, arrived in ranks.run(_verified_complex):
+        assert moved
+        brought, trained = brought | mine, trained | arrived
+    assert brought == trained
+
+
+def _failing_checksum(at: int, spread: bool, window: bool) -> tuple[str, str, bool]:
+    """What is raised when rank 1 cannot compute its checksum, the first or the second; and whether shuffles go on."""
+    longest = 60 if spread and dist.get_rank() == 0 else 1
+    batches = [my_batch(seed, [16] * 4, max_length=longest) for seed in range(2)]
+    calls: list[int] = []
+    original = verification.checksums
+
+    def failing(*args):
+        calls.append(1)
+        if dist.get_rank() == 1 and len(calls) == at:
+            raise MemoryError("no room for the hashes")
+        return original(*args)
+
+    options = ShufflerOptions(verify=True, min_gain=0.0 if spread else 0.9, timeout=20.0)
+    with closing(SquareShuffler(options)) as shuffler:
+        with mock.patch.object(verification, "checksums", failing):
+            try:
+                next(windowed_iter(iter(batches[:1]), shuffler, 1)) if window else shuffler.shuffle(batches[0])
+            except Exception as error:
+                said = type(error).__name__, str(error)
+            else:
+                said = "none", ""
+        return *said, window or shuffler.shuffle(batches[1]).batch_size == 16
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_checksum_that_fails_on_one_rank_is_an_error_of_all(ranks, at, spread, window):
+    for kind, text, goes_on in ranks.run(_failing_checksum, at, spread, window):
+        assert (kind, text) == ("RuntimeError", "rank 1: MemoryError: no room for the hashes")
+        assert goes_on
 
 
 def _token_cap():

@@ -16,6 +16,7 @@ from commons.trainer import TrainerArgs
 from commons.trainer.args import OptimizationArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.loss_scaling import LossScaler
+from commons.trainer.optimization import StepUpdate
 from tests.helpers.models import (
     KEYS,
     LEARNING_RATE,
@@ -135,6 +136,31 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(ranks, tmp_path, bal
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
     assert len(KEYS) == 2 and len(expected) == 4
+
+
+def _accumulated(dtype: torch.dtype, largest: float, terms: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of an update over several steps, and the same in float64 from the gradients of the steps."""
+    torch.manual_seed(0)  # averaged gradients are the same on all ranks
+    parameter = torch.nn.Parameter(torch.zeros(50, dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    update = StepUpdate(OptimizationArgs(accumulation_steps=steps), optimizer, torch.nn.Module(), 10, CPU)
+    gradients = [(torch.rand(50, dtype=torch.float64) * largest).to(dtype) for _ in range(steps)]
+    counts = [terms + step for step in range(steps)]
+    for step, (gradient, count) in enumerate(zip(gradients, counts)):
+        parameter.grad = gradient.clone()
+        update.after_step(step, count)
+    weighed = torch.stack([gradient.double() * count for gradient, count in zip(gradients, counts)])
+    return -parameter.detach(), weighed.sum(0) / sum(counts)
+
+
+@pytest.mark.parametrize("terms, steps", [(10_000, 2), (300, 256)])
+@pytest.mark.parametrize("largest", [8.0, 6e4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_accumulated_gradients_are_exact_in_the_parameters_dtype(ranks, dtype, largest, terms, steps):
+    for applied, exact in ranks.run(_accumulated, dtype, largest, terms, steps):
+        # Half a unit in the last place of the parameter's dtype, and the roundings of as many sums in float32.
+        precision = max(torch.finfo(dtype).eps / 2, steps * min(2.0**-24, torch.finfo(dtype).eps))
+        torch.testing.assert_close(applied.double(), exact, rtol=1.01 * precision, atol=0)
 
 
 def run_scaled(*args, **kwargs):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+import torch
+
+from commons.distributed import shuffle_session
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
 from commons.distributed.worker import DaemonWorker
+from tests.helpers.batches import random_batch
 
 
 def test_a_job_that_was_cancelled_before_its_turn_is_passed_over():
@@ -39,3 +46,16 @@ def test_a_job_that_ends_its_own_worker_does_not_wait_for_itself():
     worker = DaemonWorker("test")
     assert worker.submit(lambda: worker.stop(10)).result(10) is False
     assert worker.stop(10)
+
+
+def test_a_shuffle_does_not_wait_for_ever_for_a_worker_that_is_stuck(monkeypatch):
+    monkeypatch.setattr(shuffle_session, "GRACE_SECONDS", 0.0)
+    shuffler, go_on = IdentityBalancedBatchShuffler(ShufflerOptions(timeout=0.5)), threading.Event()
+    shuffler._worker.submit(lambda: go_on.wait(60))
+    batch = random_batch(0, 4)
+    handle = shuffler.start_shuffle(batch)
+    with pytest.raises(RuntimeError, match="step 0 is not planned after 1 s, though .* the worker thread is stuck"):
+        shuffler.finish_shuffle(batch, handle)
+    go_on.set()
+    assert torch.equal(shuffler.finish_shuffle(batch, handle).sample_id, batch.sample_id)
+    shuffler.close()

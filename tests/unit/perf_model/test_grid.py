@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commons.perf_model.partitioner import Grid, partition, partition_grid
@@ -122,16 +122,33 @@ def loaded_batches(draw):
     return workloads, tokens, ranks, steps, [step for step, _ in places], [rank for _, rank in places]
 
 
-def batches_alone(workloads, tokens, ranks, steps, home_step, home, **keywords) -> int:
-    """Sum over the batches of the largest load of each planned by itself."""
-    total = 0
+def batches_alone(workloads, tokens, ranks, steps, home_step, home, **keywords) -> float:
+    """Sum over the batches of the largest load of each planned by itself; infinite if counts are not as asked for."""
+    total, counts = 0, []
     for step in range(steps):
         rows = [row for row, loaded in enumerate(home_step) if loaded == step]
         if home is not None:
             keywords["home"] = [home[row] for row in rows]
         batch = partition([workloads[row] for row in rows], ranks, tokens=[tokens[row] for row in rows], **keywords)
         total += int(batch.loads.max())
-    return total
+        counts += np.bincount(batch.assignment, minlength=ranks).tolist()
+    return total if keeps_counts(np.array(counts), keywords["equal_size"]) else float("inf")
+
+
+def keeps_counts(counts: np.ndarray, equal_size: bool) -> bool:
+    """Whether steps and ranks have equally many rows, to within one; free counts, whether none needs to be empty."""
+    if equal_size:
+        return bool(counts.max() - counts.min() <= 1)
+    return bool(counts.min() > 0 or counts.sum() < len(counts))
+
+
+@given(loaded_batches(), st.booleans(), st.sampled_from(METHODS))
+@example(([5, 5, 5, 5, 5, 5, 0, 0], [1] * 8, 2, 2, [0] * 6 + [1] * 2, [0] * 8), True, "refined")
+@example(([9, 9, 0], [1] * 3, 2, 2, [0, 0, 1], [0] * 3), False, "refined")
+def test_batches_of_any_sizes_get_the_counts_that_were_asked_for(case, equal_size, method):
+    workloads, _, ranks, steps, home_step, _ = case
+    grid = partition_grid(workloads, ranks, steps, method=method, equal_size=equal_size, home_step=home_step)
+    assert keeps_counts(counts_of(grid).ravel(), equal_size)
 
 
 @given(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.sequence_batch.host_copies import (
@@ -104,10 +105,47 @@ def test_lengths_that_are_written_to_are_forgotten(side: str) -> None:
     assert host_copy(batch.number) is not None
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("side", ["device", "host"])
+def test_a_tensor_that_was_given_other_memory_forgets(side: str, times: int) -> None:
+    host = counted_batch(0, 4)
+    batch = host.to(META)
+    lengths = (batch if side == "device" else host).features.lengths()
+    for _ in range(times):  # memory that is let go of may be taken again, for other values
+        lengths.data = torch.zeros_like(lengths)
+    assert host_copy(batch.features.lengths()) is None
+
+
+def test_what_writes_without_a_version_is_told_by_torch() -> None:
+    """The remedy that docs name for collectives, DLPack and writes through a storage."""
+    batch = counted_batch(0, 4).to(META)
+    torch.autograd.graph.increment_version(batch.features.lengths())
+    assert host_copy(batch.features.lengths()) is None
+
+
+def test_memory_is_not_kept_for_what_was_known_of_it() -> None:
+    host = torch.arange(1000)
+    copied = torch.empty(1000, dtype=torch.int64, device=META)
+    attach_host_copy(copied, host)
+    before = StorageWeakRef(host.untyped_storage()), StorageWeakRef(copied.untyped_storage())
+    copied.data = torch.empty(2, dtype=torch.int64, device=META)
+    assert before[1].expired() and host_copy(copied) is None
+    del host, copied
+    assert before[0].expired()
+
+
 def test_copies_and_pickles_of_a_tensor_know_nothing() -> None:
     host = counted_batch(0, 4)
     lengths = host.to(META).features.lengths()
-    for copied in (copy.deepcopy(lengths), lengths.clone(), lengths.view(-1), pickle.loads(pickle.dumps(lengths))):
+    shallow = copy.copy(lengths)
+    assert host_copy(shallow) is None and host_copy(lengths) is not None  # each has a version of its own
+    for copied in (
+        copy.deepcopy(lengths),
+        copy.deepcopy(shallow),
+        lengths.clone(),
+        lengths.view(-1),
+        pickle.loads(pickle.dumps(lengths)),
+    ):
         assert copied.device == META and host_copy(copied) is None
     saved = io.BytesIO()
     torch.save(lengths, saved)
