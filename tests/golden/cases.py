@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from commons.perf_model.partitioner import lower_bound, partition, partition_grid
+from commons.perf_model.partitioner.core import count_moves
 from commons.perf_model.routes import route_rows
-from commons.perf_model.row_sums import count_moves
 from commons.perf_model.row_table import RowTable
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 from tests.golden.draws import KINDS, Draws

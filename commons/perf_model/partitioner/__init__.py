@@ -17,10 +17,10 @@ Workloads in, `Partition` out. `partition` is the planner; `lower_bound` is the 
     partitioning.py, grid.py  the public functions
 """
 
+from commons.perf_model.partitioner.core import METHODS
 from commons.perf_model.partitioner.grid import Grid, partition_grid
 from commons.perf_model.partitioner.inputs import as_int64_workloads
-from commons.perf_model.partitioner.partitioning import karmarkar_karp, lower_bound, partition
-from commons.perf_model.partitioner.reference import METHODS
+from commons.perf_model.partitioner.partitioning import karmarkar_karp, lower_bound, partition, refine
 from commons.perf_model.partitioner.result import Partition
 
 __all__ = [
@@ -32,4 +32,5 @@ __all__ = [
     "lower_bound",
     "partition",
     "partition_grid",
+    "refine",
 ]
