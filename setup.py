@@ -31,7 +31,7 @@ class BuildCore(build_ext):
         name = "zig" if "ziglang" in compiler else compiler[0]
         names = [f'-DEVENRANK_SOURCES="{sources}"', f'-DEVENRANK_COMPILER="{name}"']
         command = [*compiler, *FLAGS, *names, str(SOURCE), "-o", str(library)]
-        if subprocess.run(command, check=False).returncode:
+        if subprocess.run(command, check=False).returncode:  # noqa: S603  a compiler of this machine
             sys.exit(f"error: the native core cannot be compiled by {compiler[0]}: its messages are above")
 
 
@@ -44,6 +44,12 @@ class AnyPython(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("commons.perf_model.partitioner.libevenrank", sources=[str(SOURCE)])],
+    ext_modules=[
+        Extension(
+            "commons.perf_model.partitioner.libevenrank",
+            sources=[str(SOURCE)],
+            depends=sorted(str(header) for header in SOURCE.parent.glob("*.hpp")),
+        )
+    ],
     cmdclass={"build_ext": BuildCore, "bdist_wheel": AnyPython},
 )

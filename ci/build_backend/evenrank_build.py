@@ -52,7 +52,7 @@ def build_wheel(
     wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
     """Build the wheel, of this machine or of `target`."""
-    global _target  # noqa: PLW0603  setuptools runs setup.py in this process and passes no settings on
+    global _target  # setuptools runs setup.py in this process and passes no settings on
     _target = _architecture(config_settings)
     return build_meta.build_wheel(wheel_directory, None, metadata_directory)
 

@@ -25,7 +25,7 @@ METHODS = ("karmarkar_karp", "lpt", "refined", "snake")  # in the order of Metho
 # Calls that go over fewer numbers keep the GIL: waiting to get it back would hold up the caller for longer.
 FEW_NUMBERS = 1 << 15
 _ERROR_SIZE = 256
-_REMEDY = "install evenrank again, in a checkout: make install, or pip install --no-deps -e ."
+_REMEDY = "install evenrank again (in a checkout, `make install`)"
 _INT = ctypes.c_int64
 _POINTER = ctypes.c_void_p
 
@@ -88,7 +88,7 @@ def _load(kind: type[ctypes.CDLL]) -> dict[str, Any]:
         ImportError: it has not been built, or cannot be loaded here.
     """
     if not LIBRARY.exists():
-        raise ImportError(f"the native core {LIBRARY} is missing; evenrank plans with it: {_REMEDY}")
+        raise ImportError(f"the native core {LIBRARY.name} is missing; evenrank plans with it: {_REMEDY}")
     try:
         library = kind(str(LIBRARY))
         functions = {name: getattr(library, f"evenrank_{name}") for name in _SIGNATURES}
