@@ -184,11 +184,6 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
         if num_parts == 8:
             value = max(worst[8, "partition(), others"], worst[8, "partition(), bimodal"])
             page.target("`partition()` from Python, 8 × 32", "≤ 0.1 ms", f"{value:.3f} ms", value <= 0.1)
-        for name in ("numpy, others", "numpy, bimodal"):
-            value = worst[num_parts, name]
-            page.target(
-                f"planning, {name}, {num_parts} × 32", f"≤ {numpy_limit} ms", f"{value:.2f} ms", value <= numpy_limit
-            )
 
 
 def cold_start() -> str:
