@@ -25,7 +25,10 @@ help: ## What can be made
 
 install: $(STAMP) ## Make .venv and install evenrank with its pinned dependencies
 
-NATIVE := setup.py $(wildcard commons/perf_model/partitioner/native/*)
+NATIVE := setup.py $(wildcard ci/build_backend/*.py commons/perf_model/partitioner/native/*)
+# The wheel that holds a compiler, where there is none.
+ZIGLANG := $(shell command -v g++ >/dev/null || command -v clang++ >/dev/null || \
+	sed -n 's/^ZIGLANG = "\(.*\)"/\1/p' ci/build_backend/evenrank_build.py)
 
 $(STAMP): requirements/$(STACK).txt requirements/common.txt requirements/dev.txt pyproject.toml $(NATIVE)
 	@test -x $(BIN)/pip || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
@@ -34,6 +37,7 @@ $(STAMP): requirements/$(STACK).txt requirements/common.txt requirements/dev.txt
 	@echo "installing the $(STACK) set (a minute or two, once)"
 	@$(PIP) install $(PIP_ARGS) "$$(grep '^torch==' requirements/$(STACK).txt)"
 	@$(PIP) install $(PIP_ARGS) --no-deps -r requirements/$(STACK).txt -r requirements/dev.txt
+	@test -z "$(ZIGLANG)" || $(PIP) install $(PIP_ARGS) $(ZIGLANG)
 	@$(PIP) install $(PIP_ARGS) --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.installed-* && touch $@
 

@@ -32,7 +32,6 @@ from benchmarks.plain_first_fit import plain_first_fit
 from benchmarks.planner import Page, draw
 from benchmarks.report import table, write_page
 from commons.micro_batching import ffd_allocate, kk_allocate, packing_metrics, refined_allocate
-from commons.perf_model.partitioner.native_core import native_core
 
 ROWS = (64, 256, 1024)
 LENGTHS = ("zipf", "lognormal", "bimodal", "gsm8k-like")
@@ -305,8 +304,6 @@ def main(
         hardware: the machine, in words.
     """
     torch.set_num_threads(1)
-    if native_core() is None:
-        print("the planner's native core has not been built: plans will take longer", file=sys.stderr)
     if quick:
         seeds, repeats = min(seeds, 2), min(repeats, 3)
     page = Page()

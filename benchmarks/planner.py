@@ -32,8 +32,7 @@ from tqdm import tqdm
 from benchmarks.command_line import from_command_line
 from benchmarks.plain_karmarkar_karp import plain_karmarkar_karp
 from benchmarks.report import table, write_page
-from commons.perf_model.partitioner import partition, reference
-from commons.perf_model.partitioner.native_core import native_core
+from commons.perf_model.partitioner import core, partition
 from commons.perf_model.partitioner.request import Request
 
 COSTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -146,9 +145,9 @@ def measure_balance(page: Page, seeds: int, quick: bool) -> None:
 
 
 def measure_speed(page: Page, repeats: int, quick: bool) -> None:
-    """Time of the native call, of `partition` and of the reference."""
-    limits = {8: (0.03, 1.5), 64: (0.5, 3.0), 1024: (20.0, 50.0)}
-    core, body = native_core(), []
+    """Time of the native call and of `partition`."""
+    limits = {8: 0.03, 64: 0.5, 1024: 20.0}
+    body = []
     worst: dict[tuple[int, str], float] = {}
     for (num_parts, rows), lengths in tqdm(list(itertools.product(TIMED[: 2 if quick else 3], LENGTHS)), desc="speed"):
         workloads = COSTS["HSTU"](draw(lengths, num_parts * rows, 0))
@@ -157,9 +156,8 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
         for equal_size in (True, False):
             request = Request(workloads=workloads, num_parts=num_parts, equal_size=equal_size)
             times = {
-                "native": milliseconds(partial(core.plan, request), few) if core else float("nan"),
+                "native": milliseconds(partial(core.make_plan, request), few),
                 "partition()": milliseconds(partial(partition, workloads, num_parts, equal_size=equal_size), few),
-                "numpy": milliseconds(partial(reference.plan, request), max(3, few // 4)),
             }
             row += [f"{value:.3f}" for value in times.values()]
             if equal_size:
@@ -168,15 +166,15 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
                     key = (num_parts, f"{name}, {kind}")
                     worst[key] = max(worst.get(key, 0.0), value)
         body.append(row)
-    columns = [f"{counts}, {name}" for counts in ("equal", "free") for name in ("native", "partition()", "numpy")]
+    columns = [f"{counts}, {name}" for counts in ("equal", "free") for name in ("native", "partition()")]
     page.section(
         "Speed",
-        "Milliseconds per plan, cost HSTU: the native call, `partition()` from Python with all checks, and the numpy "
-        "reference that serves without a compiler. The first plan of a process:",
+        "Milliseconds per plan, cost HSTU: the native call, and `partition()` from Python with all checks. The first "
+        "plan of a process:",
         cold_start(),
         table(["ranks × rows", "lengths", *columns], body),
     )
-    for num_parts, (native_limit, numpy_limit) in limits.items():
+    for num_parts, native_limit in limits.items():
         if (num_parts, "native, others") not in worst:
             continue
         bimodal_limit = 60.0 if num_parts == 1024 else native_limit
@@ -186,11 +184,6 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
         if num_parts == 8:
             value = max(worst[8, "partition(), others"], worst[8, "partition(), bimodal"])
             page.target("`partition()` from Python, 8 × 32", "≤ 0.1 ms", f"{value:.3f} ms", value <= 0.1)
-        for name in ("numpy, others", "numpy, bimodal"):
-            value = worst[num_parts, name]
-            page.target(
-                f"planning, {name}, {num_parts} × 32", f"≤ {numpy_limit} ms", f"{value:.2f} ms", value <= numpy_limit
-            )
 
 
 def cold_start() -> str:
@@ -407,7 +400,6 @@ def measure_lock(page: Page, windows: int) -> None:
         "beside planning 1024 × 32 with home": lambda: partition(
             workloads, 1024, tokens=tokens, home=home, ranks_per_node=NODE, slack=0.01
         ),
-        "beside planning 1024 × 32 in numpy": lambda: reference.plan(Request(workloads=workloads, num_parts=1024)),
     }
     times: dict[str, list[float]] = {name: [] for name in works}
     small = torch.zeros(16)
@@ -452,8 +444,6 @@ def main(
         hardware: the machine, in words.
     """
     torch.set_num_threads(1)
-    if native_core() is None:
-        print("the native core has not been built: its times will be missing", file=sys.stderr)
     if quick:
         seeds, repeats = min(seeds, 2), min(repeats, 10)
     page = Page()

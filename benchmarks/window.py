@@ -30,9 +30,7 @@ from benchmarks.command_line import from_command_line
 from benchmarks.planner import COSTS, NODE, Page, draw, share
 from benchmarks.report import table, write_page
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
-from commons.perf_model.partitioner import Grid, partition, partition_grid, reference
-from commons.perf_model.partitioner.native_core import native_core
-from commons.perf_model.partitioner.request import Request
+from commons.perf_model.partitioner import Grid, partition, partition_grid
 
 WINDOWS = (2, 4, 8)
 
@@ -151,17 +149,15 @@ def measure_balance(page: Page, seeds: int, quick: bool) -> None:
 
 
 def measure_speed(page: Page, repeats: int, quick: bool) -> None:
-    """Time of `partition_grid` from Python, and of the reference."""
+    """Time of `partition_grid` from Python."""
     body = []
     cases = [case for case in TIMED if case.ranks == 64 or not quick]
     for case, window in tqdm(list(itertools.product(cases, WINDOWS)), desc="speed"):
         batches = Batches.draw(case, window, 0)
         few = repeats if case.ranks == 64 else max(3, repeats // 10)
-        request = Request(batches.workloads, case.ranks, num_steps=window)
         free = cpu_milliseconds(partial(partition_grid, batches.workloads, case.ranks, window), few)
         times = [free, cpu_milliseconds(batches.plan, few), cpu_milliseconds(batches.plan_near_home, max(3, few // 4))]
-        slow = "–" if case.ranks > 64 else f"{cpu_milliseconds(partial(reference.plan_grid, request), 3):.0f}"
-        body.append([f"{case}", window, *[f"{value:.2f}" for value in times], slow])
+        body.append([f"{case}", window, *[f"{value:.2f}" for value in times]])
         if case.lengths == "user-like" and window == 8:
             limit = 3.0 if case.ranks == 64 else 80.0
             page.target(f"planning, {case}, window of 8", f"≤ {limit} ms", f"{free:.2f} ms", free <= limit)
@@ -171,8 +167,8 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
         "Speed",
         "Milliseconds of CPU per plan of a whole window, `partition_grid()` from Python with all checks, one thread, "
         "the interpreter lock released: rows alone; with the batch of each, which adds every batch's own plan where "
-        "the bound does not spare it; near home. The last column is the numpy reference, for rows alone.",
-        table(["lengths, ranks × rows", "window", "rows alone", "with batches", "near home", "in numpy"], body),
+        "the bound does not spare it; near home.",
+        table(["lengths, ranks × rows", "window", "rows alone", "with batches", "near home"], body),
     )
 
 
@@ -264,8 +260,6 @@ def main(
         hardware: the machine, in words.
     """
     torch.set_num_threads(1)
-    if native_core() is None:
-        print("the native core has not been built: plans take much longer", file=sys.stderr)
     if quick:
         seeds, repeats = min(seeds, 2), min(repeats, 6)
     page = Page()

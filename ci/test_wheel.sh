@@ -23,7 +23,7 @@ pip() {
 
 echo "== build"
 # From the sdist, in a folder of its own: what an old build left in build/ is not in the wheel.
-"$python" -c 'import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])' "$work" > "$work/log" 2>&1 ||
+PYTHONPATH=ci/build_backend "$python" -c 'import sys, evenrank_build; evenrank_build.build_sdist(sys.argv[1])' "$work" > "$work/log" 2>&1 ||
   { cat "$work/log" >&2; exit 1; }
 pip .venv wheel --no-deps --no-build-isolation -w "$work" "$work"/evenrank-*.tar.gz
 wheel=$(echo "$work"/evenrank-*.whl)

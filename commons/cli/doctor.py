@@ -20,7 +20,7 @@ from commons.cli.findings import NOTE, OK, WRONG, Finding, print_findings
 from commons.cli.interrupts import ended_by_ctrl_c
 from commons.version import __version__
 
-_NATIVE = "commons.perf_model.partitioner._native"
+_CORE = "commons.perf_model.partitioner.core"
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 
@@ -58,34 +58,18 @@ def examine() -> list[Finding]:
 
 
 def _native_core() -> Iterator[Finding]:
-    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
-    found = "none; it is needed to build the native core" if compiler is None else _compiler_version(compiler)
-    yield Finding("compiler", NOTE if compiler is None else OK, found)
+    compiler = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
+    found = "none; to build the native core, one comes from the package index"
+    yield Finding("compiler", OK, found if compiler is None else _compiler_version(compiler))
     try:
-        plans = importlib.import_module("commons.perf_model.partitioner.native_core").PLANS
-    except ImportError as error:  # of what the planner needs, said above
+        core = importlib.import_module(_CORE)
+    except ModuleNotFoundError as error:  # of what the planner needs, said above
         yield Finding("native core", NOTE, f"not looked into ({error})")
-        return
-    try:
-        native = importlib.import_module(_NATIVE)
-    except ImportError:
-        first = "" if compiler else "install a C++ compiler, such as g++; then "
-        yield Finding(
-            "native core",
-            NOTE,
-            "not built; plans are made in numpy, the same ones, slower",
-            f"{first}install evenrank again, in a checkout: pip install --no-deps -e .",
-        )
-        return
-    if plans != native.PLANS:
-        yield Finding(
-            "native core",
-            NOTE,
-            f"built for plans {native.PLANS}, the sources make plans {plans}; numpy plans instead, slower",
-            "pip install --no-deps --no-build-isolation -e .",
-        )
+    except ImportError as error:
+        found, _, remedy = str(error).rpartition(": ")
+        yield Finding("native core", WRONG, found, remedy)
     else:
-        yield Finding("native core", OK, "built")
+        yield Finding("native core", OK, f"built by {core.COMPILER}, sources {core.SOURCES}")
 
 
 def _compiler_version(name: str) -> str:

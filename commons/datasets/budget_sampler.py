@@ -14,7 +14,7 @@ from commons.datasets.planned_sampler import PlannedSampler, PlannedStep, logger
 from commons.datasets.samplers import EPOCH_START, Place
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import partition
-from commons.perf_model.partitioner.problem import INT64_MAX
+from commons.perf_model.partitioner.inputs import INT64_MAX
 
 # A step ends within this part of its rows of the longest one that the planner can deal.
 _TOLERANCE = 256

@@ -18,8 +18,8 @@ from commons.checks import as_count
 from commons.datasets.samplers import EPOCH_START, EpochSampler, Place, check_rank
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
-from commons.perf_model.partitioner.native_core import PLANS
-from commons.perf_model.partitioner.problem import INT64_MAX
+from commons.perf_model.partitioner.core import SOURCES
+from commons.perf_model.partitioner.inputs import INT64_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class PlannedSampler(EpochSampler[list[int]]):
             "drop_last": False,
             "workloads": self._digest,
             "max_tokens": self._max_tokens,
-            "plans": PLANS,
+            "plans": SOURCES,
         }
 
     def require_fits(self, dataset: Any) -> None:

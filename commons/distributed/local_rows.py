@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from commons.perf_model.partitioner import as_int64_workloads
-from commons.perf_model.row_table import encode_columns, encode_rows
+from commons.perf_model.partitioner.core import encode_rows
 from commons.sequence_batch.fields import batch_items, require_dataclass, row_counts
 from commons.sequence_batch.schema import BatchSchema
 
@@ -94,21 +94,23 @@ class LocalRows:
         """
         if self.copied is not None:
             self.copied.synchronize()
-        if isinstance(self.workloads, np.ndarray) and self.workloads.flags.c_contiguous and self.workloads.ndim == 1:
-            sums = self.sizes[: len(self.lengths)]
-            words = encode_rows(
-                self.workloads, self.lengths, sums, self.host_values, counted, self.rows, self.real_rows
-            )
-            if words is not None:
-                return words
-        workloads = as_int64_workloads(_one_per_row(self.workloads, self.rows)[: self.real_rows])
-        lengths = np.concatenate([np.zeros((0, self.real_rows), dtype=np.int64), *self._real_lengths()])
-        return encode_columns(workloads, lengths, [values[: self.real_rows] for values in self.host_values], counted)
+        workloads, sums = self.workloads, self.sizes[: len(self.lengths)]
+        words = None
+        if isinstance(workloads, np.ndarray) and workloads.dtype == np.int64 and workloads.flags.c_contiguous:
+            words = encode_rows(workloads, self.lengths, sums, self.host_values, counted, self.rows, self.real_rows)
+        if words is None:
+            # They are of another type, or something is wrong with them: these two find out what.
+            workloads = as_int64_workloads(_one_per_row(self.workloads, self.rows)[: self.real_rows])
+            self._require_lengths()
+            lengths = [each[:, : self.real_rows] for each in self.lengths]
+            kept = [values[: self.real_rows] for values in self.host_values]
+            words = encode_rows(workloads, lengths, sums, kept, counted, self.real_rows, self.real_rows)
+        assert words is not None  # noqa: S101  everything has been checked
+        return words
 
-    def _real_lengths(self) -> list[np.ndarray]:
-        """int64 `(keys, real_rows)` lengths of every jagged field, after a look at whether they fit its values."""
+    def _require_lengths(self) -> None:
+        """ValueError unless the lengths of every jagged field fit its values."""
         assert self.schema is not None  # noqa: S101  a rank without a batch has no lengths
-        tables = []
         for field, lengths, num_values in zip(self.schema.jagged, self.lengths, self.sizes):
             table = lengths.astype(np.int64)
             stated = int(table.sum())
@@ -126,8 +128,6 @@ class LocalRows:
                     f"field {field.name!r} has values in padding rows [{self.real_rows}, {self.rows}); padding rows "
                     "have zero lengths: raise actual_batch_size or empty these rows"
                 )
-            tables.append(table[:, : self.real_rows])
-        return tables
 
 
 def _one_per_row(workloads: Any, rows: int) -> Any:

@@ -13,6 +13,7 @@ from commons.distributed.errors import attempt
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import Calibration
+from commons.perf_model.partitioner.core import SOURCES
 from commons.sequence_batch.schema import BatchSchema
 from commons.version import __version__
 
@@ -58,7 +59,7 @@ def agree_on_schema(
             "shuffler": shuffler_type,
             "window": window,
             "token_features": None if token_features is None else list(token_features),
-            "versions": {"evenrank": __version__, "torch": torch.__version__},
+            "versions": {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__},
         }
         text = "" if local[0].schema is None else json.dumps(local[0].schema.to_json())
     except Exception as caught:  # whatever it is, the others are waiting for it

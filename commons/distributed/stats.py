@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from commons.perf_model.loads import imbalance
-from commons.perf_model.row_sums import count_moves
+from commons.perf_model.partitioner.core import count_moves
 from commons.perf_model.shuffle_plan import ShufflePlan
 
 

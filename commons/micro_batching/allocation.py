@@ -16,8 +16,7 @@ import numpy as np
 from commons.checks import as_count
 from commons.micro_batching.fewest_groups import PackingProblem, as_groups, fewest_groups
 from commons.micro_batching.l2_bound import l2_bound
-from commons.perf_model.partitioner.inputs import as_int64_workloads
-from commons.perf_model.partitioner.problem import INT64_MAX
+from commons.perf_model.partitioner.inputs import INT64_MAX, as_int64_workloads
 
 AllocateFn = Callable[..., list[list[int]]]
 

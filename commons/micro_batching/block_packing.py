@@ -15,12 +15,7 @@ from commons.micro_batching.fewest_groups import as_groups
 from commons.micro_batching.first_fit import split_heaviest
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
-from commons.perf_model.partitioner import partition
-from commons.perf_model.partitioner.bounds import counting_bound
-from commons.perf_model.partitioner.problem import Problem
-from commons.perf_model.partitioner.refined import near
-from commons.perf_model.partitioner.refinement import refine
-from commons.perf_model.partitioner.swaps import Cap
+from commons.perf_model.partitioner import partition, refine
 
 # What balances workloads under a cap on tokens, by packing algorithm.
 _PLANNERS = {"kk": "karmarkar_karp", "refined": "refined"}
@@ -88,8 +83,9 @@ class BlockPacking:
             groups = []
         if len(groups) == num_micro_batches:
             return groups
-        parts = split_heaviest(*self._by_weight(self.tokens, self.fewest), num_micro_batches)
-        return as_groups(self.tokens, _descending(self.tokens), parts)
+        order = _descending(self.tokens)
+        parts = _group_of(self.fewest, len(self.tokens))[order]
+        return as_groups(self.tokens, order, split_heaviest(self.tokens[order], parts, num_micro_batches))
 
     def _balance(self, workloads: np.ndarray, groups: list[list[int]]) -> list[list[int]]:
         """As many groups of even workloads, under the budget of tokens that `groups` keep."""
@@ -107,21 +103,9 @@ class BlockPacking:
         if int(counts.min()) > 0 and int(sum_by_rank(plan.assignment, self.tokens, number).max()) <= budget:
             return plan.groups()
         # The planner did not get under the budget. The packing is, and swaps balance it from there.
-        weights, parts = self._by_weight(workloads, groups)
+        parts = refine(workloads, _group_of(groups, len(workloads)), number, tokens=self.tokens, max_tokens=budget)
         order = _descending(workloads)
-        problem = Problem.of(workloads, number, equal_size=False)
-        target = near(counting_bound(weights, number, problem.limits)[0])
-        parts = refine(weights, parts, number, problem.limits, target, Cap(self.tokens[order], budget))
-        return as_groups(workloads, order, parts)
-
-    @staticmethod
-    def _by_weight(weights: np.ndarray, groups: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Weights in descending order, and the group of each."""
-        parts = np.empty(len(weights), np.int64)
-        for number, blocks in enumerate(groups):
-            parts[blocks] = number
-        order = _descending(weights)
-        return weights[order], parts[order]
+        return as_groups(workloads, order, parts[order])
 
 
 def blocks_of(spec: MicroBatchSpec, lengths: np.ndarray, has_workloads: bool) -> np.ndarray:
@@ -177,6 +161,14 @@ def in_order(groups: list[list[int]], loads: np.ndarray, order: str) -> list[lis
     if order == "light_ends":
         ranked = [*ranked[::2][::-1], *ranked[1::2]]
     return [groups[each] for each in ranked]
+
+
+def _group_of(groups: list[list[int]], number: int) -> np.ndarray:
+    """int64 `(number,)`, the group of each block."""
+    parts = np.empty(number, np.int64)
+    for group, blocks in enumerate(groups):
+        parts[blocks] = group
+    return parts
 
 
 def _descending(weights: np.ndarray) -> np.ndarray:

@@ -14,8 +14,9 @@ from commons.micro_batching.leveling import level
 from commons.micro_batching.repacking import pack_under
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import lower_bound, partition
-from commons.perf_model.partitioner.problem import Limits
-from commons.perf_model.partitioner.refined import FEW
+
+# Up to this many rows times groups, Karmarkar-Karp is among the starts of "refined": kFew in native/plan.hpp.
+_FEW = 1 << 16
 
 
 @dataclass
@@ -135,15 +136,15 @@ def _refined(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
         parts = _first_fit_equal(problem, num_groups) if problem.equal_size else _packed_tightly(problem, num_groups)
     if parts is None:
         return None
-    limits = Limits.of(len(parts), num_groups, problem.equal_size)
-    return level(problem.weights, split_heaviest(problem.weights, parts, num_groups), num_groups, limits)
+    parts = split_heaviest(problem.weights, parts, num_groups)
+    return level(problem.weights, parts, num_groups, equal_size=problem.equal_size)
 
 
 def _packed_tightly(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
     parts = problem.first_fit
     if int(parts.max()) < num_groups:
         return parts
-    if len(parts) * num_groups > FEW:  # else it was among the starts of the planner
+    if len(parts) * num_groups > _FEW:  # else it was among the starts of the planner
         found = _differencing(problem, num_groups)
         if found is not None:
             return found

@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from commons.perf_model.loads import sum_by_rank
-from commons.perf_model.partitioner.lpt import lpt
-from commons.perf_model.partitioner.problem import Limits
+from commons.perf_model.partitioner import partition
 
 
 class _Rooms:
@@ -140,6 +139,6 @@ def split_heaviest(weights: np.ndarray, groups: np.ndarray, num_groups: int) -> 
         loads, counts = sum_by_rank(groups, weights, new), np.bincount(groups, minlength=new)
         heaviest = int(np.where(counts > 1, loads, -1).argmax())
         rows = np.flatnonzero(groups == heaviest)
-        halves = lpt(weights[rows], 2, Limits(0, len(rows)))
+        halves = partition(weights[rows], 2, method="lpt", equal_size=False).assignment
         groups[rows[halves == 1]] = new
     return groups

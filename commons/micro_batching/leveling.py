@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from commons.perf_model.loads import sum_by_rank
-from commons.perf_model.partitioner.problem import Limits
-from commons.perf_model.partitioner.refined import TOLERANCE
 
+# As where the planner stops: one part in ten thousand is far below what a step time can show.
+TOLERANCE = 10_000
 # Rounds per group after which the groups are as level as they will get.
 PATIENCE = 4
 
 
-def level(weights: np.ndarray, parts: np.ndarray, num_groups: int, limits: Limits) -> np.ndarray:
+def level(weights: np.ndarray, parts: np.ndarray, num_groups: int, *, equal_size: bool) -> np.ndarray:
     """Narrow the spread of the loads: largest − smallest. O(n log n) for each round.
 
     In each round the lightest group looks at all others for the swap of rows, or the row, that brings two loads
@@ -21,15 +21,15 @@ def level(weights: np.ndarray, parts: np.ndarray, num_groups: int, limits: Limit
 
     Args:
         weights: int64 `(n,)`, descending.
-        parts: int64 `(n,)`, the group of each row; `limits` are kept.
+        parts: int64 `(n,)`, the group of each row.
         num_groups: `k`.
-        limits: fewest and most rows per group.
+        equal_size: whether the groups' numbers of rows differ by one at most, before and after.
 
     Returns:
         int64 `(n,)`, the group of each row; the largest load is not larger, the smallest not smaller than before.
 
     """
-    groups = _Groups(weights, parts, num_groups, limits)
+    groups = _Groups(weights, parts, num_groups, equal_size)
     enough = max(1, int(weights.sum()) // num_groups // TOLERANCE)
     for _ in range(PATIENCE * num_groups if num_groups > 1 else 0):
         heaviest, lightest = int(groups.loads.argmax()), int(groups.loads.argmin())
@@ -43,12 +43,12 @@ def level(weights: np.ndarray, parts: np.ndarray, num_groups: int, limits: Limit
 class _Groups:
     """Groups whose rows are swapped. Each has a row of nothing besides: a swap with that is a move."""
 
-    def __init__(self, weights: np.ndarray, parts: np.ndarray, num_groups: int, limits: Limits) -> None:
+    def __init__(self, weights: np.ndarray, parts: np.ndarray, num_groups: int, equal_size: bool) -> None:
         self.weights = np.append(weights, np.zeros(num_groups, np.int64))  # (n + k,)
         self.parts = np.append(parts, np.arange(num_groups))  # (n + k,)
         self.loads = sum_by_rank(parts, weights, num_groups)  # (k,)
         self._counts = np.bincount(parts, minlength=num_groups)  # (k,)
-        self._limits = limits
+        self._equal_size = equal_size
         self._num_rows = len(parts)
 
     def swap_best(self, group: int, *, takes: bool) -> bool:
@@ -70,7 +70,7 @@ class _Groups:
         at = np.array((np.maximum(place - 1, 0), np.minimum(place, len(own) - 1)))  # (2, n) or (2, n + k)
         taken = sign * (weights - own_weights[at])
         gain = np.minimum(taken, gap - taken)  # how far the larger load falls, and the smaller rises
-        if self._limits.min_count > 0:
+        if self._equal_size:
             gain[self._forbidden(group, parts, own[at], takes)] = 0
         side, row = divmod(int(gain.argmax()), len(place))
         if gain[side, row] <= 0:
@@ -80,8 +80,8 @@ class _Groups:
 
     def _forbidden(self, group: int, parts: np.ndarray, own: np.ndarray, takes: bool) -> np.ndarray:
         """Where the swap of each row, in `parts`, for `own`, a row of the group, is a forbidden move, like `own`."""
-        may_give = self._counts > self._limits.min_count
-        may_take = self._counts < self._limits.max_count
+        fewest, larger = divmod(self._num_rows, len(self.loads))
+        may_give, may_take = self._counts > fewest, self._counts < fewest + (larger > 0)
         may_move = may_give & may_take[group] if takes else may_take & may_give[group]
         is_move = own >= self._num_rows
         is_move[:, self._num_rows :] = True

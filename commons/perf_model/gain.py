@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from commons.perf_model.partitioner import lower_bound, partition, partition_grid
-from commons.perf_model.row_sums import sum_at
+from commons.perf_model.partitioner.core import sum_at
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 
 # Shares of the best load that a plan may give up to keep rows where they are; the second is the default of a shuffler.

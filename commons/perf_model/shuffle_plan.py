@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from commons.perf_model.partitioner import partition, partition_grid
-from commons.perf_model.row_sums import digest, place_of_rows, sum_at
+from commons.perf_model.partitioner.core import digest, place_of_rows, sum_at
 from commons.perf_model.row_table import RowTable
 
 

@@ -20,7 +20,7 @@ from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
-from commons.perf_model.partitioner.native_core import PLANS
+from commons.perf_model.partitioner.core import SOURCES
 from commons.pipeline import windowed_iter
 from commons.trainer.args import TrainerArgs
 from commons.trainer.collectives import all_reduce
@@ -160,7 +160,7 @@ class Epochs:
         calibration = options["calibration"]
         return {
             **self._identity(),
-            "plans": PLANS,  # another version may deal the same rows otherwise
+            "plans": SOURCES,  # another version may deal the same rows otherwise
             "world_size": dist.get_world_size(resolve_process_group()),
             "window": self._args.shuffle_window,
             "shuffler": type(self._shuffler).__name__,

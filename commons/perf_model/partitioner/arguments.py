@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from commons.checks import as_count
-from commons.perf_model.partitioner import reference
-from commons.perf_model.partitioner.inputs import as_home, as_int64_workloads, as_slack
-from commons.perf_model.partitioner.problem import INT64_MAX
+from commons.perf_model.partitioner.core import METHODS
+from commons.perf_model.partitioner.inputs import INT64_MAX, as_home, as_int64_workloads, as_slack
 from commons.perf_model.partitioner.request import Plan, Request
 
 # Rows and cells are counted in 32 bits.
@@ -41,8 +40,8 @@ def as_request(
         raise ValueError(
             f"{parts_name} × steps is {k} × {num_steps}; there must be fewer than 2^31 cells: plan fewer steps at once"
         )
-    if method not in reference.METHODS:
-        names = ", ".join(sorted(reference.METHODS))
+    if method not in METHODS:
+        names = ", ".join(METHODS)
         raise ValueError(f"method is {method!r}; it must be one of {names}: choose one of these")
     if max_tokens is not None:
         max_tokens = min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
+from commons.perf_model.partitioner import core
 from commons.perf_model.partitioner.arguments import as_request, refuse_plan_above_cap, refuse_sample_above_cap
-from commons.perf_model.partitioner.native_core import core_for
 
 _MASK = 2**64 - 1
 
@@ -138,8 +138,7 @@ def partition_grid(
         return Grid(empty, empty, np.zeros((request.num_steps, request.num_parts), np.int64), 0)
     if not best_effort:
         refuse_sample_above_cap(request)
-    core = core_for(method)
-    plan = core.plan(request) if request.num_steps == 1 else core.plan_grid(request)
+    plan = core.make_plan(request, grid=request.num_steps > 1)
     if not best_effort:
         refuse_plan_above_cap(request, plan)
     rank, step = np.divmod(plan.assignment, request.num_steps)

@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from commons.perf_model.partitioner.native_core import native_core
-from commons.perf_model.partitioner.problem import INT64_MAX, MOST_LOAD
+from commons.perf_model.partitioner import core
+
+INT64_MAX = 2**63 - 1
+# Most that workloads or tokens may sum up to: loads stay int64 when a slack of 1 doubles them.
+MOST_LOAD = 2**62 - 1
 
 
 def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | None = None) -> np.ndarray:
@@ -40,18 +43,13 @@ def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | Non
         raise ValueError(
             f"{name} has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them"
         )
-    if len(array) == 0 or _native_all_within(array, INT64_MAX, MOST_LOAD):
+    if core.all_within(array, INT64_MAX, MOST_LOAD):
         return array
     if int(array.min()) < 0:
         raise _bad_value(name, int(np.argmax(array < 0)), int(array[np.argmax(array < 0)]))
-    if int(array.max()) > MOST_LOAD // len(array):
-        # Exact where a 64-bit sum might wrap: the two halves of every value are summed apart.
-        total = (int((array >> 32).sum()) << 32) + int((array & 0xFFFFFFFF).sum())
-        if total > MOST_LOAD:
-            raise ValueError(
-                f"the sum of {name} is {total}; it must be below 2^62, {MOST_LOAD + 1}: scale the values down"
-            )
-    return array
+    raise ValueError(
+        f"the sum of {name} is {sum(array.tolist())}; it must be below 2^62, {MOST_LOAD + 1}: scale the values down"
+    )
 
 
 def _as_int64(values: Any, name: str) -> np.ndarray:
@@ -74,12 +72,6 @@ def _as_int64(values: Any, name: str) -> np.ndarray:
     elif kind not in "iu":
         raise ValueError(f"{name} has dtype {array.dtype}; values must be non-negative integers: convert them to int64")
     return array.astype(np.int64)
-
-
-def _native_all_within(array: np.ndarray, largest: int, largest_sum: int) -> bool:
-    """Whether the native core finds nothing to complain of: many numpy operations in one."""
-    core = native_core()
-    return core is not None and core.module.all_within(array, min(largest, INT64_MAX), largest_sum)
 
 
 def _as_array(values: Any, name: str) -> np.ndarray:
@@ -132,11 +124,8 @@ def as_home(home: Any, num_rows: int, number: int, name: str = "home", place: st
         raise ValueError(
             f"{name} has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them"
         )
-    if _native_all_within(array, number - 1, INT64_MAX):
-        return array
-    outside = (array < 0) | (array >= number)
-    if outside.any():
-        index = int(np.argmax(outside))
+    if not core.all_within(array, min(number - 1, INT64_MAX), INT64_MAX):
+        index = int(np.argmax((array < 0) | (array >= number)))
         raise ValueError(f"{name}[{index}] is {int(array[index])}; a home is a {place} in [0, {number}): correct it")
     return array
 

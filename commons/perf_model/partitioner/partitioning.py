@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
+from commons.perf_model.partitioner import core
 from commons.perf_model.partitioner.arguments import as_request, refuse_plan_above_cap, refuse_sample_above_cap
 from commons.perf_model.partitioner.inputs import as_int64_workloads
-from commons.perf_model.partitioner.native_core import core_for
 from commons.perf_model.partitioner.result import Partition
 
 
@@ -74,10 +74,54 @@ def partition(
         return Partition(np.empty(0, np.int64), np.zeros(request.num_parts, np.int64), 0)
     if not best_effort:
         refuse_sample_above_cap(request)
-    plan = core_for(method).plan(request)
+    plan = core.make_plan(request)
     if not best_effort:
         refuse_plan_above_cap(request, plan)
     return Partition(plan.assignment, plan.loads, plan.bound)
+
+
+def refine(
+    workloads: Any,
+    assignment: Any,
+    k_partitions: int,
+    *,
+    equal_size: bool = False,
+    tokens: Any = None,
+    max_tokens: int | None = None,
+) -> np.ndarray:
+    """Swap samples of a plan until its largest load is near the lower bound, or as far as swaps go.
+
+    Args:
+        workloads: what each sample costs, `(n,)`, as for `partition`.
+        assignment: the partition that each sample is in, `(n,)`; it keeps `equal_size` and `max_tokens`.
+        k_partitions: number of partitions, at least 1.
+        equal_size: sizes of partitions differ by one at most, before and after.
+        tokens: memory that each sample takes, `(n,)`.
+        max_tokens: most tokens that a partition may hold, before and after.
+
+    Returns:
+        int64 `(n,)`, the partition of each sample; the largest load is never above that of `assignment`.
+
+    Raises:
+        ValueError: as for `partition`, and a partition outside `[0, k)`.
+
+    Examples:
+        >>> refine([5, 4, 3, 2], [0, 0, 1, 1], 2).tolist()
+        [0, 1, 1, 0]
+    """
+    request = as_request(
+        workloads,
+        k_partitions,
+        method="refined",
+        equal_size=equal_size,
+        tokens=tokens,
+        max_tokens=max_tokens,
+        home=assignment,
+        ranks_per_node=None,
+        slack=0.0,
+    )
+    assert request.home is not None  # noqa: S101  it was given
+    return core.refine(request, request.home) if len(request.workloads) else request.home
 
 
 def karmarkar_karp(workloads: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -106,7 +150,7 @@ def lower_bound(workloads: Any, k_partitions: int, equal_size: bool = True) -> i
     """A load that the heaviest partition of every plan has at least.
 
     The best of the mean load, the heaviest sample with its lightest fillers, and the counting bound
-    (`commons.perf_model.partitioner.bounds`).
+    (`native/bounds.hpp`).
 
     Raises:
         ValueError: as for `partition`.
@@ -117,4 +161,4 @@ def lower_bound(workloads: Any, k_partitions: int, equal_size: bool = True) -> i
     """
     weights = as_int64_workloads(workloads)
     k = as_count(k_partitions, "k_partitions", 1)
-    return core_for().lower_bound(weights, k, bool(equal_size)) if len(weights) else 0
+    return core.lower_bound(weights, k, bool(equal_size)) if len(weights) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -12,8 +13,6 @@ import torch
 
 from commons.cli import doctor, doctor_packages
 from commons.cli.main import main
-from commons.perf_model import partitioner
-from commons.perf_model.partitioner.native_core import PLANS
 from commons.trainer import cuda_check
 
 
@@ -35,7 +34,7 @@ def versions(monkeypatch):
     monkeypatch.setattr(doctor, "_driver_version", lambda: None)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/c++" if name == "c++" else None)
     monkeypatch.setattr(doctor, "_compiler_version", lambda name: f"{name} 12.2")
-    pretend_core(monkeypatch, types.SimpleNamespace(PLANS=PLANS))
+    pretend_core(monkeypatch, types.SimpleNamespace(SOURCES="0123456789ab", COMPILER="g++"))
     return installed
 
 
@@ -51,11 +50,17 @@ def load(monkeypatch, errors):
 
 
 def pretend_core(monkeypatch, core):
-    """A native core, or None for none, wherever it would be found."""
-    monkeypatch.setitem(sys.modules, "commons.perf_model.partitioner._native", core)
-    monkeypatch.delattr(partitioner, "_native", raising=False)
-    if core is not None:
-        monkeypatch.setattr(partitioner, "_native", core, raising=False)
+    """A native core, or the error of its import."""
+    found = importlib.import_module
+
+    def import_module(name, package=None):
+        if name != doctor._CORE:
+            return found(name, package)
+        if isinstance(core, Exception):
+            raise core
+        return core
+
+    monkeypatch.setattr(doctor.importlib, "import_module", import_module)
 
 
 def told(capsys, status):
@@ -262,16 +267,17 @@ def test_the_version_of_the_driver(tmp_path, monkeypatch):
 
 
 def test_no_compiler(versions, monkeypatch, capsys):
-    pretend_core(monkeypatch, None)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    said = told(capsys, 0)
-    assert "compiler note none" in said and "native core: install a C++ compiler, such as g++; then install" in said
+    assert "compiler ok none; to build the native core, one comes from the package index" in told(capsys, 0)
 
 
-@pytest.mark.parametrize(
-    ("core", "found"), [(None, "not built"), (types.SimpleNamespace(PLANS=1), "built for plans 1")]
-)
-def test_a_native_core_that_is_missing_or_old(versions, monkeypatch, capsys, core, found):
-    pretend_core(monkeypatch, core)
-    said = told(capsys, 0)
-    assert re.search(rf"native core note {found}.*numpy", said) and "native core: " in said
+def test_a_native_core_that_is_missing_or_old(versions, monkeypatch, capsys):
+    pretend_core(monkeypatch, ImportError("the native core /x.so is missing; evenrank plans with it: install it again"))
+    said = told(capsys, 1)
+    assert "native core wrong the native core /x.so is missing; evenrank plans with it" in said
+    assert "native core: install it again" in said
+
+
+def test_a_native_core_without_what_it_needs(versions, monkeypatch, capsys):
+    pretend_core(monkeypatch, ModuleNotFoundError("No module named 'numpy'"))
+    assert "native core note not looked into (No module named 'numpy')" in told(capsys, 0)

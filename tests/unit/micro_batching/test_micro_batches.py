@@ -128,7 +128,7 @@ def test_workloads_are_balanced_under_the_token_budget():
 def test_a_budget_so_tight_that_only_the_packing_keeps_it(monkeypatch):
     balanced = []
     refine = block_packing.refine
-    monkeypatch.setattr(block_packing, "refine", lambda *arguments: balanced.append(1) or refine(*arguments))
+    monkeypatch.setattr(block_packing, "refine", lambda *args, **more: balanced.append(1) or refine(*args, **more))
     lowered = 0
     for seed in (5, 8, 15):
         rng = np.random.default_rng(seed)

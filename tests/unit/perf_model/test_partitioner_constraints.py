@@ -188,10 +188,3 @@ def test_a_cap_that_only_the_way_back_home_keeps_is_no_error():
 def test_a_cap_wins_over_home():
     plan = partition([4, 4, 1, 1], 2, tokens=[1, 1, 9, 9], max_tokens=10, home=[0, 0, 1, 1], slack=0.0)
     assert max(sums([1, 1, 9, 9], plan.assignment.tolist(), 2)) <= 10
-
-
-@given(st.integers(0, 2**62 - 1), st.floats(0, 1))
-def test_slack_is_exact(load, slack):
-    from commons.perf_model.partitioner.home_rows import with_slack
-
-    assert with_slack(load, slack) == int(load * (1 + Fraction(slack)))

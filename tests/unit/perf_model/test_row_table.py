@@ -1,4 +1,4 @@
-"""Rows as they cross the ranks: nothing is lost in narrow columns, native and numpy agree, and no mistake is read."""
+"""Rows as they cross the ranks: nothing is lost in narrow columns, and no mistake is read."""
 
 from __future__ import annotations
 
@@ -7,26 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commons.perf_model import row_table
-from commons.perf_model.partitioner import native_core
-from commons.perf_model.row_table import RowTable, encode_columns, encode_rows
+from commons.perf_model.partitioner import core
+from commons.perf_model.partitioner.core import encode_rows
+from commons.perf_model.row_table import RowTable
 
-CORE = native_core.native_core()
-needs_core = pytest.mark.skipif(CORE is None, reason="the native core has not been built (no C++ compiler)")
 # At the edges of every width.
 EDGES = [0, 1, 255, 256, 2**16 - 1, 2**16, 2**32 - 1, 2**32, 2**62]
 
 
-@pytest.fixture
-def in_numpy(monkeypatch):
-    """A function computed as without a compiler."""
-
-    def call(function, *arguments):
-        with monkeypatch.context() as patch:
-            patch.setattr(row_table, "native_core", lambda: None)
-            return function(*arguments)
-
-    return call
+def encode_columns(workloads, lengths, kept, counted):
+    """The block of rows that are all real and whose lengths are those stated."""
+    rows = len(workloads)
+    return encode_rows(workloads, [lengths], [int(lengths.sum())], kept, counted, rows, rows)
 
 
 @st.composite
@@ -48,7 +40,7 @@ def tables(draw):
         blocks = []
         for _ in range(steps):
             rows = draw(st.sampled_from([0, 1, 3, 5]))
-            workloads = draw(numbers(rows))
+            workloads = draw(numbers(rows)) >> 3  # whose sum fits
             # Sums of lengths have to fit: half of the edges do.
             of_keys = [draw(numbers(rows)) >> draw(st.sampled_from([2, 40])) for _ in range(keys)]
             lengths = np.array(of_keys, np.int64).reshape(keys, rows)
@@ -78,23 +70,22 @@ def test_what_ranks_pack_is_what_others_read(case, rows):
         assert table.lengths(rows_read).tolist() == known[rows_read, 2 : 2 + table.num_keys].tolist()
         assert table.kept(rows_read).tolist() == known[rows_read, 2 + table.num_keys :].tolist()
         for first, count in ((0, 2), (2, table.num_keys), (1, table.num_columns - 1)):
-            in_numpy = table.reference_rows(rows_read, first, count)
-            assert in_numpy.dtype == np.int64 and in_numpy.tolist() == known[rows_read, first : first + count].tolist()
+            read = core.read_rows(table, rows_read, first, count)
+            assert read.dtype == np.int64 and read.tolist() == known[rows_read, first : first + count].tolist()
     keys = list(range(table.num_keys))[::-1]
     assert table.lengths_of_keys(keys).tolist() == known[:, [2 + key for key in keys]].T.tolist()
     columns = list(range(table.num_columns))
-    assert table.reference_columns(columns).tolist() == known.T.tolist()
+    assert core.read_columns(table, columns).tolist() == known.T.tolist()
     rebuilt = RowTable.of(known[:, 2 : 2 + table.num_keys], table.real_rows, known[:, 2 + table.num_keys :])
     assert rebuilt.lengths(every).tolist() == table.lengths(every).tolist()
     assert rebuilt.kept(every).tolist() == table.kept(every).tolist()
 
 
-@needs_core
 @given(st.data())
 @settings(max_examples=200)
-def test_the_core_packs_as_numpy_does(data):
+def test_padding_is_left_out(data):
     rows, padding = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 2))
-    workloads = data.draw(numbers(rows)) >> 3  # whose sum fits
+    workloads = data.draw(numbers(rows)) >> 3
     fields = [
         np.stack([data.draw(numbers(rows)) >> 5 for _ in range(keys)])
         for keys in data.draw(st.lists(st.integers(1, 3), max_size=2))
@@ -106,7 +97,7 @@ def test_the_core_packs_as_numpy_does(data):
     def padded(array, with_number=0):
         return np.concatenate([array, np.full((*array.shape[:-1], padding), with_number)], axis=-1)
 
-    native = encode_rows(
+    words = encode_rows(
         padded(workloads, -5),
         [padded(each) for each in fields],
         [int(each.sum()) for each in fields],
@@ -115,8 +106,8 @@ def test_the_core_packs_as_numpy_does(data):
         rows + padding,
         rows,
     )
-    in_numpy = encode_columns(workloads, np.concatenate([np.zeros((0, rows), np.int64), *fields]), kept, counted)
-    assert native.dtype == in_numpy.dtype == np.int64 and native.tolist() == in_numpy.tolist()
+    without = encode_columns(workloads, np.concatenate([np.zeros((0, rows), np.int64), *fields]), kept, counted)
+    assert words.dtype == np.int64 and words.tolist() == without.tolist()
 
 
 def test_columns_are_as_narrow_as_their_numbers():
@@ -147,8 +138,7 @@ def _own_rows(**changes):
     return encode_rows(*(given | changes).values())
 
 
-@needs_core
-def test_what_a_rank_sends_is_put_together_unless_numpy_has_to_look():
+def test_what_a_rank_sends_is_put_together_unless_something_is_wrong():
     words, real = _own_rows(), np.array([3])
     table = RowTable(words[None], np.zeros(1, np.int64), real, 3, 1)
     assert table.workloads_and_tokens()[1].tolist() == [10, 10, 10]
@@ -159,13 +149,11 @@ def test_what_a_rank_sends_is_put_together_unless_numpy_has_to_look():
         {"workloads": np.array([5, -1, 7, 0])},
         {"workloads": np.array([5, 0, 7])},
         {"workloads": np.array([2**61, 2**61, 0, 0])},
-        {"workloads": np.array([5, 0, 7, 1], np.int32)},
         {"sums": [16, 23]},
         {"sums": [16, 25]},
         {"lengths": [np.array([[1, 2, 3, 0], [4, -1, 7, 0]]), padding], "sums": [16, 25]},
         {"lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]]), padding], "sums": [16, 25]},
         {"lengths": [np.zeros((1, 3), np.int64)], "sums": [0], "counted": []},
-        {"lengths": [np.zeros((1, 4))], "sums": [0], "counted": []},
         {"kept": [np.array([-1, -2, -3])]},
     ):
         assert _own_rows(**changes) is None, changes
@@ -175,23 +163,8 @@ def test_what_a_rank_sends_is_put_together_unless_numpy_has_to_look():
         _own_rows(counted=[3])
 
 
-def test_without_a_compiler_numpy_reads(in_numpy):
-    assert in_numpy(_own_rows) is None
-    table = RowTable.of(np.array([[1, 2], [300, 4]]), np.array([1, 0, 1]), np.array([[7], [8]]))
-    assert in_numpy(table.lengths, np.arange(2)).tolist() == [[1, 2], [300, 4]]
-    assert in_numpy(table.kept, np.array([1])).tolist() == [[8]]
-    assert in_numpy(table.lengths_of_keys, [1]).tolist() == [[2, 4]]
-    assert [each.tolist() for each in in_numpy(table.workloads_and_tokens)] == [[0, 0], [1, 1]]
-    assert in_numpy(RowTable().lengths, np.zeros(0, np.int64)).shape == (0, 0)
-
-
-@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_core), False])
-def test_words_that_are_no_rows_are_refused(native, in_numpy):
+def test_words_that_are_no_rows_are_refused():
     """A message that was damaged, or from another release: whatever it holds, nothing outside it is read."""
-
-    def call(function, *arguments):
-        return function(*arguments) if native else in_numpy(function, *arguments)
-
     good = RowTable.of(np.array([[1, 2], [300, 4], [5, 6]]), np.array([2, 1]))
     changed = {
         "words": [good.words[:, :0], np.zeros_like(good.words), np.full_like(good.words, -1), good.words[:, :1]],
@@ -202,18 +175,16 @@ def test_words_that_are_no_rows_are_refused(native, in_numpy):
         for value in values:
             table = RowTable(**{**vars(good), name: value})
             with pytest.raises(ValueError, match="a gathered table: a size or column is out of its range"):
-                call(table.lengths_of_keys, [0, 1])
+                table.lengths_of_keys([0, 1])
             with pytest.raises(ValueError, match="a gathered table: a size or column is out of its range"):
-                call(table.lengths, np.array([0, 2]))
+                table.lengths(np.array([0, 2]))
 
 
-@needs_core
-def test_native_refuses_what_is_out_of_its_range():
+def test_what_is_out_of_its_range_is_refused():
     good = RowTable.of(np.array([[1, 2], [300, 4], [5, 6]]), np.array([2, 1]))
-    of_table = good.words, good.first, good.real_rows, good.num_columns
-    for arguments in (([4],), ([-1],)):
+    for columns in ([4], [-1]):
         with pytest.raises(ValueError, match="a gathered table: a size or column"):
-            CORE.module.read_columns(*of_table, *arguments)
+            core.read_columns(good, columns)
     for rows, first, count in (
         ([3], 0, 1),
         ([1, 0, -1], 0, 1),
@@ -223,37 +194,41 @@ def test_native_refuses_what_is_out_of_its_range():
         ([0], 0, -1),
     ):
         with pytest.raises(ValueError, match="a gathered table: a size or column"):
-            CORE.module.read_rows(*of_table, np.array(rows), first, count)
-    for wrong in (
-        (good.first[:1], good.real_rows),
-        (good.first, np.array([2, -1])),
-        (good.first, np.array([2**31, 1])),
-        (good.first[[0, 1, 1]],) * 2,
+            core.read_rows(good, np.array(rows), first, count)
+    for changes in (
+        {"first": good.first[:1]},
+        {"real_rows": np.array([2, -1])},
+        {"real_rows": np.array([2**31, 1])},
+        {"first": good.first[[0, 1, 1]], "real_rows": good.first[[0, 1, 1]]},
+        {"words": np.zeros((2, 8), np.int64)[:, ::2]},
     ):
         with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
-            CORE.module.read_columns(good.words, *wrong, good.num_columns, [0])
-    with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
-        CORE.module.read_columns(np.zeros((2, 8), np.int64)[:, ::2], *of_table[1:], [0])
+            core.read_columns(RowTable(**{**vars(good), **changes}), [0])
 
 
-@needs_core
-def test_native_refuses_counts_whose_sum_runs_over():
+def test_counts_whose_sum_overflows_are_refused():
     """Of a column with one number for all rows, the words say nothing of how many there are."""
     counts = np.full(16, 2**60)
     counts[-1] += 3
-    words, first = RowTable.of(np.full((16, 1), 7), np.ones(16, np.int64)).words, np.zeros(16, np.int64)
+    table = RowTable.of(np.full((16, 1), 7), np.ones(16, np.int64))
+    table = RowTable(table.words, table.first, counts, 1)
     with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
-        CORE.module.read_columns(words, first, counts, 3, [0, 1])
+        core.read_columns(table, [0, 1])
     with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
-        CORE.module.route_rows(
-            counts, counts, first[:3], words, first, 3, 0, np.zeros((0, 3), np.int64), 1, 0, False, 1
+        core.route_rows(
+            counts,
+            counts,
+            counts[:3],
+            table,
+            np.zeros((0, 3), np.int64),
+            steps=1,
+            rank=0,
+            all_gather=False,
+            pads=True,
         )
-    with pytest.raises(ValueError, match="place_of_rows takes counts: a number is out of its range"):
-        CORE.module.place_of_rows(counts)
 
 
-@needs_core
-def test_many_rows_are_read_without_the_interpreter_lock():
+def test_many_rows_are_read_without_the_gil():
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 900, 32)
     lengths = rng.integers(0, 300, (int(counts.sum()), 5))

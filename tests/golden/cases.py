@@ -1,0 +1,243 @@
+"""Golden cases: thousands of requests to the planner, and a digest of each answer in digests.txt.
+
+They guard plans, routes and tables while the code behind them changes: a change that is not meant to alter plans leaves
+every digest as it is. `python -m tests.golden.cases --check` compares, and prints which differ; without `--check` it
+writes the file anew, for a change that alters plans on purpose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from commons.perf_model.partitioner import lower_bound, partition, partition_grid
+from commons.perf_model.partitioner.core import count_moves
+from commons.perf_model.routes import route_rows
+from commons.perf_model.row_table import RowTable
+from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
+from tests.golden.draws import KINDS, Draws
+
+DIGESTS = Path(__file__).with_name("digests.txt")
+METHODS = ("refined", "karmarkar_karp", "lpt", "snake")
+SLACKS = (0.0, 0.01, 0.3, 5e-324, 1.0)
+# Ranks × rows of a rank (× steps) beyond the small ones, few of each: the cases together take half a minute.
+LARGE = [(64, 32), (64, 8), (128, 16), (256, 16), (600, 8), (1024, 32), (4096, 32)]
+LARGE_GRIDS = [(64, 32, 4), (64, 8, 8), (256, 16, 2), (256, 16, 4), (600, 4, 4), (1024, 8, 4), (4096, 4, 2)]
+
+Answer = Iterator[Any]
+
+
+def _cost(draws: Draws, kind: str, lengths: np.ndarray) -> np.ndarray:
+    return 5120 * lengths + lengths**2 if kind != "huge" and draws.integer(0, 2) else lengths
+
+
+def _home(draws: Draws, rows: int, places: int) -> np.ndarray | None:
+    kinds = [None, np.arange(rows) * places // rows, draws.integers(0, places, rows), np.full(rows, places - 1)]
+    return draws.choice(kinds)
+
+
+def _options(draws: Draws, lengths: np.ndarray, parts: int, cells: int) -> dict[str, Any]:
+    tokens = draws.choice([None, lengths, draws.integers(0, 50, len(lengths))])
+    options: dict[str, Any] = {
+        "method": draws.choice([*METHODS, "refined", "refined"]),
+        "equal_size": bool(draws.integer(0, 2)),
+        "tokens": tokens,
+        "home": _home(draws, len(lengths), parts),
+        "ranks_per_node": draws.choice([None, 1, 2, 8]),
+        "slack": draws.choice(SLACKS),
+        "best_effort": True,
+    }
+    if tokens is not None and draws.integer(0, 2):
+        hundredths = draws.choice([50, 100, 103, 130, 300])
+        options["max_tokens"] = max(1, int(tokens.sum()) * hundredths // (100 * cells))
+    return options
+
+
+def _plan(draws: Draws, number: int) -> Answer:
+    parts = draws.choice([1, 2, 3, 4, 5, 8, 16, 17, 33])
+    kind, rows = draws.choice(KINDS), draws.integer(1, draws.choice([4, 12, 40, 150]) + 1)
+    lengths = draws.lengths(kind, rows)
+    yield from _planned(_cost(draws, kind, lengths), parts, **_options(draws, lengths, parts, parts))
+
+
+def _planned(workloads: np.ndarray, parts: int, **options: Any) -> Answer:
+    plan = partition(workloads, parts, **options)
+    yield from (plan.assignment, plan.loads, plan.lower_bound)
+    yield lower_bound(workloads, parts, not options["equal_size"])
+
+
+def _grid(draws: Draws, number: int) -> Answer:
+    ranks, steps = draws.choice([1, 2, 3, 4, 8, 16]), draws.choice([1, 2, 3, 4, 8])
+    kind, rows = draws.choice(KINDS), draws.integer(1, draws.choice([4, 40, 150, 400]) + 1)
+    lengths = draws.lengths(kind, rows)
+    workloads, options = _cost(draws, kind, lengths), _options(draws, lengths, ranks, ranks * steps)
+    yield from _planned_grid(workloads, ranks, steps, home_step=_home(draws, rows, steps), seed=number, **options)
+
+
+def _planned_grid(workloads: np.ndarray, ranks: int, steps: int, **options: Any) -> Answer:
+    grid = partition_grid(workloads, ranks, steps, **options)
+    yield from (grid.step, grid.assignment, grid.loads, grid.lower_bound)
+
+
+def _large(draws: Draws, number: int) -> Answer:
+    ranks, rows = LARGE[number % len(LARGE)]
+    kind = KINDS[1:][number // len(LARGE) % (len(KINDS) - 1)]
+    lengths = draws.lengths(kind, ranks * rows)
+    workloads, at_home = _cost(draws, kind, lengths), number % 2 == 0
+    yield from _planned(
+        workloads,
+        ranks,
+        equal_size=number % 3 > 0,
+        tokens=lengths if kind != "huge" else None,
+        home=np.arange(len(lengths)) // rows if at_home else None,
+        ranks_per_node=8,
+        slack=0.01 if at_home else 0.0,
+        best_effort=True,
+    )
+
+
+def _large_grid(draws: Draws, number: int) -> Answer:
+    ranks, rows, steps = LARGE_GRIDS[number % len(LARGE_GRIDS)]
+    kind = KINDS[1:][number // len(LARGE_GRIDS) % (len(KINDS) - 1)]
+    lengths = draws.lengths(kind, ranks * rows * steps)
+    place, at_home = np.arange(len(lengths)) // rows, number % 2 == 0
+    yield from _planned_grid(
+        _cost(draws, kind, lengths),
+        ranks,
+        steps,
+        tokens=lengths if kind != "huge" else None,
+        home=place // steps if at_home else None,
+        home_step=place % steps if at_home else None,
+        ranks_per_node=8,
+        slack=0.01 if at_home else 0.0,
+        seed=number,
+        best_effort=True,
+    )
+
+
+def _gathered(draws: Draws) -> GatheredRows:
+    """Rows of a batch or a window: ragged places, padding, ranks without rows, keys with any lengths."""
+    ranks, steps = draws.choice([1, 2, 3, 8]), draws.choice([1, 1, 2, 4])
+    rows = draws.integers(0, draws.choice([1, 4, 9]), ranks * steps)
+    real = np.maximum(rows - draws.integers(0, 3, len(rows)), 0)
+    keys, most = draws.integer(0, 5), draws.choice([1, 5, 3000, 2**40])
+    lengths = draws.integers(0, most, int(real.sum()) * keys).reshape(-1, keys) if keys else np.zeros((real.sum(), 0))
+    lengths, kept = lengths.astype(np.int64), draws.integers(-(2**40), 2**40, int(real.sum()))[:, None]
+    of_rows = lengths.sum(axis=1)
+    return GatheredRows(rows, real, of_rows * 3 + 1, of_rows, RowTable.of(lengths, real, kept), steps)
+
+
+def _routes(draws: Draws, number: int) -> Answer:
+    gathered, parts, key = _gathered(draws), [], 0
+    keys = gathered.table.num_keys
+    while key < keys:
+        count = draws.integer(1, keys - key + 1)
+        parts += [[key, count, words] for words in draws.choice([[1], [2], [4, 1]])]
+        key += count
+    parts += [[-1, 1, draws.integer(0, 6)] for _ in range(draws.integer(0 if parts else 1, 3))]
+    destination = gathered.home.copy()
+    moves = draws.integers(0, 10, len(destination)) < draws.choice([0, 3, 10])
+    destination[moves] = draws.integers(0, gathered.num_places, int(moves.sum()))
+    plan = ShufflePlan(gathered, destination, destination, 0, pads=bool(draws.integer(0, 2)))
+    order = draws.permutation(len(parts))
+    rank, all_gather = draws.integer(0, gathered.num_ranks), bool(draws.integer(0, 2))
+    yield from _routed(plan, np.array(parts, np.int64)[order], rank, all_gather)
+
+
+def _routed(plan: ShufflePlan, parts: np.ndarray, rank: int, all_gather: bool) -> Answer:
+    routes = route_rows(plan, parts, rank, all_gather=all_gather)
+    yield from (routes.indices, routes.moves, routes.block_words, routes.sent_words, routes.segments, routes.regions)
+    yield from (routes.input_splits, routes.output_splits, *routes.own_parts)
+    for result in routes.results:
+        yield from (result.changes, result.rows, result.real_rows, result.parts, result.length_per_key)
+
+
+def _table(draws: Draws, number: int) -> Answer:
+    table = _gathered(draws).table
+    yield from table.workloads_and_tokens()
+    rows = np.flatnonzero(draws.integers(0, 2, int(table.real_rows.sum())))
+    yield from (table.words, table.lengths(rows), table.kept(rows), table.lengths_of_keys(range(table.num_keys)[::-1]))
+
+
+def _shuffle(draws: Draws, number: int) -> Answer:
+    """The plan of a gathered batch or window: gates, caps, modes; and what the stats count of it."""
+    gathered = _gathered(draws)
+    plan = plan_shuffle(
+        gathered,
+        method=draws.choice(["refined", "refined", "lpt", "karmarkar_karp"]),
+        equal_size=bool(draws.integer(0, 2)),
+        slack=draws.choice(SLACKS),
+        ranks_per_node=draws.choice([None, 1, 2]),
+        max_tokens=draws.choice([None, 1, max(1, int(gathered.tokens.sum()) // gathered.num_places)]),
+        min_gain=draws.choice([0.0, 0.02, 0.5]),
+        carry_out=draws.integer(0, 4) > 0,
+        pads=bool(draws.integer(0, 2)),
+    )
+    yield from (plan.destination, plan.planned, plan.lower_bound, plan.gated, plan.excess_tokens, plan.digest())
+    yield from (plan.loads_before, plan.loads_after, plan.result_real_rows)
+    yield count_moves(gathered.home, plan.destination, gathered.tokens, gathered.steps, draws.integer(1, 4))
+
+
+GROUPS: dict[str, tuple[Callable[[Draws, int], Answer], int]] = {
+    "plan": (_plan, 3000),
+    "grid": (_grid, 1500),
+    "routes": (_routes, 1000),
+    "table": (_table, 500),
+    "shuffle": (_shuffle, 1000),
+    "large": (_large, 126),
+    "large_grid": (_large_grid, 63),
+}
+
+
+def digest_of(group: str, number: int) -> str:
+    """12 hexadecimal digits over the answer to one case: dtypes do not count, shapes and numbers do."""
+    answer, _ = GROUPS[group]
+    hashed = hashlib.blake2b(digest_size=6)
+    for part in answer(Draws(hash_of_name(group) + number), number):
+        array = np.asarray(part).astype(np.int64)
+        hashed.update(np.array([array.ndim, *array.shape], "<i8").tobytes())
+        hashed.update(array.astype("<i8").tobytes())
+    return hashed.hexdigest()
+
+
+def hash_of_name(name: str) -> int:
+    """32 bits of a group's name, so that groups draw different numbers."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+
+
+def expected() -> dict[str, list[str]]:
+    """The digests in the file, by group."""
+    lines = (line.split(" ") for line in DIGESTS.read_text().splitlines())
+    return {name: list(digests) for name, *digests in lines}
+
+
+def compute(group: str) -> list[str]:
+    """The digests of a group's cases."""
+    return [digest_of(group, number) for number in range(GROUPS[group][1])]
+
+
+def main() -> int:
+    """Write the digests, or with `--check` compare them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with the file instead of writing it")
+    check = parser.parse_args().check
+    digests = {group: compute(group) for group in GROUPS}
+    if not check:
+        DIGESTS.write_text("".join(f"{group} {' '.join(each)}\n" for group, each in digests.items()))
+        return 0
+    known, status = expected(), 0
+    for group, each in digests.items():
+        differ = [number for number, (old, new) in enumerate(zip(known[group], each, strict=True)) if old != new]
+        status |= bool(differ)
+        print(f"{group}: {len(differ)} of {len(each)} differ{': ' if differ else ''}{differ[:20] if differ else ''}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Plans, routes and tables are those of digests.txt: a change that is not meant to alter them has not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.golden.cases import GROUPS, compute, expected
+from tests.golden.draws import Draws
+
+
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_golden_answers_have_not_changed(group):
+    known, now = expected()[group], compute(group)
+    assert len(known) == len(now)
+    differ = [number for number, (old, new) in enumerate(zip(known, now)) if old != new]
+    assert not differ, (
+        f"{len(differ)} of {len(now)} answers of {group!r} differ, first {differ[:5]}: if that is meant, run "
+        "`python -m tests.golden.cases` and say why in the commit"
+    )
+
+
+def test_digests_tell_cases_apart():
+    for group, digests in expected().items():
+        most_alike = max(digests.count(each) for each in set(digests))
+        # Trivial cases, such as one row on one partition, may be alike.
+        assert most_alike < max(2, len(digests) // 10), group
+
+
+def test_draws_are_the_same_everywhere():
+    """Numbers computed by hand with the reference implementation of splitmix64, in Python integers."""
+
+    def mixed(value):
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+        return value ^ (value >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    state = mixed((7 + golden) % 2**64)
+    want = [5 + mixed((state + number * golden) % 2**64) % 1000 for number in range(1, 6)]
+    draws = Draws(7)
+    assert [*draws.integers(5, 1005, 2), *draws.integers(5, 1005, 3)] == want
+    assert sorted(draws.permutation(50)) == list(np.arange(50))

@@ -1,0 +1,258 @@
+"""The native core: one library for every Python, what is summed over rows, and mistakes that it refuses."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.perf_model.partitioner import as_int64_workloads, core, partition, refine
+from commons.perf_model.partitioner.request import Request
+from commons.perf_model.partitioner.sources import NATIVE, hash_of_sources
+
+INT64_MAX = 2**63 - 1
+IMPORT = "import commons.perf_model.partitioner.core"
+
+
+@st.composite
+def plans(draw):
+    """Home, destination, values, ranks and steps of rows."""
+    ranks, steps, rows = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.integers(0, 40))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    home, destination = (rng.integers(0, ranks * steps, rows) for _ in range(2))
+    stays = rng.random(rows) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return home, np.where(stays, home, destination), rng.integers(0, 2**50, rows), ranks, steps
+
+
+def moves_by_hand(home, destination, tokens, steps, ranks_per_node):
+    """`count_moves`, row by row."""
+    counts = [[0] * steps for _ in range(6)]
+    for start, end, size in zip(home.tolist(), destination.tolist(), tokens.tolist()):
+        step, sender, receiver = end % steps, start // steps, end // steps
+        kinds = [True, sender != receiver, sender // ranks_per_node != receiver // ranks_per_node]
+        for kind in np.flatnonzero(kinds):
+            counts[2 * kind][step] += 1
+            counts[2 * kind + 1][step] += size
+    return counts
+
+
+@given(case=plans(), ranks_per_node=st.integers(1, 10))
+def test_sums_and_moves_are_those_counted_by_hand(case, ranks_per_node):
+    home, destination, values, ranks, steps = case
+    moves = home, destination, values, steps, ranks_per_node
+    assert core.count_moves(*moves).tolist() == moves_by_hand(*moves)
+    sums = [int(values[home == place].sum()) for place in range(ranks * steps)]
+    assert core.sum_at(home, values, ranks * steps).tolist() == sums
+    counts = np.bincount(home, minlength=ranks * steps)
+    assert core.sum_at(home, None, ranks * steps).tolist() == counts.tolist()
+    assert core.place_of_rows(counts).tolist() == sorted(home.tolist())
+
+
+def digest_by_hand(values):
+    """`core.digest` in Python's integers."""
+
+    def mixed(value):
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+        return value ^ (value >> 31)
+
+    return (
+        mixed(sum(mixed((value + at * 0x9E3779B97F4A7C15) % 2**64) for at, value in enumerate(values, 1)) % 2**64) >> 1
+    )
+
+
+@given(st.lists(st.lists(st.integers(-(2**63), INT64_MAX), max_size=9), max_size=4))
+def test_a_digest_is_the_published_mixing(arrays):
+    digest = core.digest([np.array(each, np.int64) for each in arrays])
+    assert digest == digest_by_hand([value for each in arrays for value in each])
+    assert 0 <= digest <= INT64_MAX
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 29), st.integers(0, 29))
+def test_a_digest_tells_orders_and_numbers_apart(values, one, other):
+    changed, swapped = np.array(values), np.array(values)
+    one, other = one % len(values), other % len(values)
+    changed[one] += 1
+    swapped[[one, other]] = swapped[[other, one]]
+    digest = core.digest([np.array(values)])
+    assert digest != core.digest([changed])
+    assert (digest == core.digest([swapped])) == (values[one] == values[other])
+
+
+@given(st.lists(st.sampled_from([0, 1, 7, 2**61, 2**62 - 1, 2**62, INT64_MAX, -1]), max_size=6))
+def test_sums_that_overflow_are_seen(values):
+    array = np.array(values, np.int64)
+    fits = min(values, default=0) >= 0 and sum(values) < 2**62
+    assert core.all_within(array, INT64_MAX, 2**62 - 1) == fits
+    assert core.all_within(array, 6, INT64_MAX) == all(0 <= value <= 6 for value in values)
+    if fits:
+        assert as_int64_workloads(array).tolist() == values
+    elif min(values) < 0:
+        with pytest.raises(ValueError, match=rf"workloads\[{values.index(-1)}\] is -1; values must be non-negative"):
+            as_int64_workloads(array)
+    else:
+        with pytest.raises(ValueError, match=f"the sum of workloads is {sum(values)}; it must be below 2\\^62"):
+            as_int64_workloads(array)
+
+
+def test_many_rows_are_the_same_without_the_gil():
+    """More than `FEW_NUMBERS`: the calls that release the GIL."""
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 2000, 64)
+    home = core.place_of_rows(counts)
+    destination = rng.permutation(home)
+    assert len(home) > core.FEW_NUMBERS
+    np.testing.assert_array_equal(home, np.repeat(np.arange(64), counts))
+    sums = np.bincount(destination, weights=home, minlength=64)
+    np.testing.assert_array_equal(core.sum_at(destination, home, 64), sums.astype(np.int64))
+    moves = core.count_moves(home, destination, home, 4, 8)
+    assert moves[0].tolist() == np.bincount(destination % 4).tolist()
+    assert int(moves[2].sum()) == np.count_nonzero(home // 4 != destination // 4)
+    assert core.digest([home, destination]) == core.digest([np.concatenate([home, destination])])
+    assert core.all_within(home, 63, 2**62) and not core.all_within(home, 62, 2**62)
+
+
+def test_the_planner_takes_lists_arrays_and_tensors():
+    workloads = [9, 7, 5, 3, 1, 1]
+    expected = partition(workloads, 2).assignment.tolist()
+    assert partition(np.array(workloads, np.int32), 2).assignment.tolist() == expected
+    assert partition(torch.tensor(workloads), 2).assignment.tolist() == expected
+    assert partition(np.repeat(workloads, 2)[::2], 2).assignment.tolist() == expected
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_arrays_of_another_type_or_size_are_refused(grid):
+    rows = np.zeros(3, np.int64)
+
+    def plan(workloads=rows, **changes):
+        request = {"num_parts": 2, "method": "lpt", "num_steps": 2, **changes}
+        return core.make_plan(Request(workloads, **request), grid=grid)
+
+    plan()
+    for workloads in (np.zeros(3), np.zeros(3, np.int32), np.zeros(6, np.int64)[::2], [0, 0, 0]):
+        with pytest.raises(TypeError, match="it reads contiguous int64 arrays: convert it"):
+            plan(workloads=workloads)
+    for mistake in ({"tokens": rows[:2]}, {"home": rows[:2]}):
+        with pytest.raises(ValueError, match="sizes do not match"):
+            plan(**mistake)
+    for mistake in ({"max_tokens": 5}, {"slack": 1.5}, {"ranks_per_node": 0}):
+        with pytest.raises(ValueError, match="a number is out of its range"):
+            plan(**mistake)
+    with pytest.raises(ValueError, match="at least one row and one partition"):
+        plan(workloads=rows[:0])
+    with pytest.raises(ValueError, match="at least one row and one partition"):
+        core.lower_bound(rows, 0, True)
+
+
+def test_grids_of_another_size_are_refused():
+    rows = np.zeros(3, np.int64)
+    with pytest.raises(ValueError, match="fewer than 2\\^31 cells"):
+        core.make_plan(Request(rows, 2, num_steps=2**30), grid=True)
+    with pytest.raises(ValueError, match="sizes do not match"):
+        core.make_plan(Request(rows, 2, num_steps=2, home_step=rows[:2]), grid=True)
+
+
+def test_what_is_out_of_its_range_is_refused():
+    three = np.zeros(3, np.int64)
+    for place in (three + 2, three - 1):
+        with pytest.raises(ValueError, match="sum_at: a place is out of its range"):
+            core.sum_at(place, None, 2)
+    with pytest.raises(ValueError, match="sum_at: sizes do not match"):
+        core.sum_at(three, three[:2], 1)
+    with pytest.raises(ValueError, match="count_moves takes a plan: a number"):
+        core.count_moves(three - 1, three, three, 1, 1)
+    with pytest.raises(ValueError, match="count_moves takes a plan: a number"):
+        core.count_moves(three, three, three, 0, 1)
+    with pytest.raises(ValueError, match="count_moves takes a plan: sizes"):
+        core.count_moves(three, three, three[:2], 1, 1)
+    for counts in (three - 1, three + 2**30, three + 2**60):
+        with pytest.raises(ValueError, match="place_of_rows takes counts"):
+            core.place_of_rows(counts)
+    with pytest.raises(ValueError, match=r"home\[1\] is 2; a home is a partition in \[0, 2\)"):
+        refine([1, 2, 3], [0, 2, 1], 2)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 5), st.data())
+def test_refine_lowers_the_largest_load_and_keeps_the_cap(workloads, parts, data):
+    rows = len(workloads)
+    start = np.array(data.draw(st.lists(st.integers(0, parts - 1), min_size=rows, max_size=rows)))
+    tokens = np.array(data.draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows)))
+    cap = max(1, int(np.bincount(start, weights=tokens, minlength=parts).max()))
+    refined = refine(workloads, start, parts, tokens=tokens, max_tokens=cap)
+    before, after = (np.bincount(each, weights=workloads, minlength=parts).max() for each in (start, refined))
+    assert after <= before
+    assert np.bincount(refined, weights=tokens, minlength=parts).max() <= cap
+
+
+def test_planning_lets_other_threads_run():
+    workloads = np.random.default_rng(0).zipf(1.3, 4096).clip(max=4096) ** 2
+    request = Request(workloads=workloads, num_parts=128)
+    main_ran = threading.Event()
+    plans_until_main_ran = []
+
+    def plan_until_main_ran():
+        for count in range(2000):
+            if main_ran.is_set():
+                plans_until_main_ran.append(count)
+                return
+            core.make_plan(request)
+
+    # With a switch interval this long, the main thread gets the interpreter only where planning lets go of it.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        planner = threading.Thread(target=plan_until_main_ran)
+        planner.start()
+        main_ran.set()
+        planner.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert plans_until_main_ran
+
+
+def test_the_version_is_that_of_the_sources_less_their_comments(tmp_path):
+    assert hash_of_sources() == core.SOURCES
+    copied = Path(shutil.copytree(NATIVE, tmp_path / "native"))
+    header = copied / "bounds.hpp"
+    header.write_text("// Another comment.\n\n" + header.read_text())
+    assert hash_of_sources(copied) == core.SOURCES
+    header.write_text(header.read_text().replace("return value / by", "return 1 + value / by"))
+    assert hash_of_sources(copied) != core.SOURCES
+
+
+@pytest.fixture
+def copied_package(tmp_path):
+    """A copy of the planner's package, whose core can be damaged."""
+    commons = tmp_path / "commons"
+    whole = Path(core.__file__).parents[2]
+    for path in ("__init__.py", "checks.py", "perf_model"):
+        copy = shutil.copytree if (whole / path).is_dir() else shutil.copy
+        commons.mkdir(exist_ok=True)
+        copy(whole / path, commons / path)
+    return commons / "perf_model" / "partitioner"
+
+
+def error_of_import(package):
+    """The last line that an import prints on stderr."""
+    done = subprocess.run([sys.executable, "-c", IMPORT], cwd=package.parents[2], capture_output=True, text=True)
+    assert done.returncode
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_core_that_is_missing_damaged_or_old_says_what_to_do(copied_package):
+    source = copied_package / "native" / "bounds.hpp"
+    source.write_text(source.read_text() + "\nnamespace { int more; }\n")
+    assert "was built from other sources than those beside it: install" in error_of_import(copied_package)
+    library = copied_package / "libevenrank.so"
+    library.write_bytes(b"no library")
+    assert "cannot be loaded" in error_of_import(copied_package)
+    library.unlink()
+    assert "is missing; evenrank plans with it: install evenrank again" in error_of_import(copied_package)
