@@ -1,4 +1,4 @@
-// The mean load and the counting bound. The twin of bounds.py, which derives it.
+// Lower bounds of the largest load: no plan can beat them, so that every plan can say how near the optimum it is.
 #pragma once
 
 #include <optional>
@@ -7,6 +7,9 @@
 
 namespace evenrank {
 
+// Where the counting bound is attained: `num_parts` partitions must hold `num_top` of the `end_top` heaviest rows.
+// A plan that meets the bound gives these partitions the lightest rows that they can have: the rows
+// [end_top - num_top, end_top) and the `num_fill` last ones.
 struct Split {
   Weight num_parts;
   Weight end_top;
@@ -16,20 +19,22 @@ struct Split {
 
 struct Bound {
   Weight load;
-  std::optional<Split> split;
+  std::optional<Split> split;  // none where the bound is the mean load
 };
 
 inline Weight divide_up(Weight value, Weight by) { return value / by + (value % by != 0); }
 
-// One candidate T = tops = quotient * k + remainder.
+// One candidate T of counting_bound(): T = tops = quotient * k + remainder. `sums` are the prefix sums of the weights.
 class Group {
  public:
   Group(const Weights& sums, Weight tops, Weight quotient, Weight remainder, const Limits& limits)
       : sums_(sums), tops_(tops), quotient_(quotient), remainder_(remainder), limits_(limits) {}
 
+  // Whether a partition may hold quotient + beyond of the top rows.
   bool may_hold(Weight beyond) const { return quotient_ + beyond <= std::min(limits_.max_count, tops_); }
 
-  // The group in which `extra` partitions hold quotient + 2 of the top rows.
+  // The group in which `extra` partitions hold quotient + 2 of the top rows and remainder - 2 * extra others hold
+  // quotient + 1; fillers are the rows that these partitions lack of min_count.
   Split make_up(Weight extra) const {
     const Weight single = std::max<Weight>(remainder_ - 2 * extra, 0);
     return {extra + single, tops_, (quotient_ + 2) * extra + (quotient_ + 1) * single,
@@ -37,7 +42,7 @@ class Group {
                 std::max<Weight>(limits_.min_count - quotient_ - 1, 0) * single};
   }
 
-  // Whether mean_load(0) > load, which rules most candidates out, without dividing.
+  // Whether mean_load(0) > load. It rules most candidates out, so it avoids the division.
   bool is_above(Weight load) const {
     const Weight num_fill = std::max<Weight>(limits_.min_count - quotient_ - 1, 0) * remainder_;
     return lightest((quotient_ + 1) * remainder_, num_fill) > static_cast<__int128>(load) * remainder_;
@@ -59,6 +64,7 @@ class Group {
   Weight remainder() const { return remainder_; }
 
  private:
+  // Load of the `num_top` lightest of the top rows and the `num_fill` lightest of all.
   Weight lightest(Weight num_top, Weight num_fill) const {
     // Top rows and fillers are disjoint, so these two sums together are at most the sum of all.
     return (sums_[tops_] - sums_[tops_ - num_top]) + (sums_.back() - sums_[sums_.size() - 1 - num_fill]);
@@ -71,6 +77,17 @@ class Group {
   Limits limits_;
 };
 
+// The larger of the mean load and the counting bound. `weights` descend; k is num_parts.
+//
+// Look at the T heaviest rows, T = q * k + m with 0 < m < k. However they are dealt, the rows beyond q in each
+// partition are at least m in all. So for some e, either one partition has q + 3 of them, or e partitions have q + 2
+// and m - 2e others have q + 1. These partitions also have to be filled up to min_count rows. The mean load of such a
+// group is at least that of the lightest rows it can be made of, and its largest load is at least the mean. For one T
+// the bound is the smallest over the cases; the result is the largest over all T. T = 1 is the heaviest row with the
+// lightest fillers.
+//
+// Each case alone is an upper bound of what its T can give. A few cases per T (e of 0, m / 4 and m / 2, and q + 3) give
+// a ceiling; candidates are tried from the highest ceiling down, all cases each, until no ceiling is above the bound.
 inline Bound counting_bound(const Weights& weights, Index num_parts, const Limits& limits) {
   const Weight num_rows = static_cast<Weight>(weights.size());
   Weights sums(num_rows + 1, 0);

@@ -1,4 +1,12 @@
-// Karmarkar-Karp, the largest differencing method. The twin of differencing.py.
+// Karmarkar-Karp, the largest differencing method.
+//
+// A state is a tentative plan of a few rows into k sets. The two states with the largest spread (largest set - smallest
+// set) are merged, the largest set of one with the smallest of the other and so on, until one state is left. Among
+// equal spreads the older state goes first, and equal sums keep their places, so that the plan is deterministic.
+//
+// Karmarkar and Karp, "The differencing method of set partitioning", UCB/CSD 82/113 (1982). For equal sizes: Michiels,
+// Korst, Aarts and van Leeuwen, "Performance ratios for the differencing method applied to the balanced number
+// partitioning problem" (2003).
 #pragma once
 
 #include <utility>
@@ -12,6 +20,7 @@ class RowLists {
  public:
   explicit RowLists(std::size_t num_rows) : next_(num_rows, kNone), last_(range(static_cast<Index>(num_rows))) {}
 
+  // Appends the list that begins at `other` to the one that begins at `head`.
   void append(Index head, Index other) {
     next_[last_[head]] = other;
     last_[head] = last_[other];
@@ -30,11 +39,11 @@ struct Set {
   Index head;
 };
 
-// Set sums descend. Sets beyond size() are empty; an empty set in between comes from padding rows only.
+// The sets, heaviest first; with fewer than k, the rest are empty. Padding rows are sets without a row.
 using State = std::vector<Set>;
 
+// Appends the sets of `state` from `from` on whose sum is larger than `above`; of equal sums the later one first.
 inline void append_reversed_runs(const State& state, State& result, std::size_t& from, Weight above) {
-  // Takes the sets whose sum is larger than `above`; of equal sums the later one first.
   while (from < state.size() && state[from].sum > above) {
     std::size_t end = from;
     while (end < state.size() && state[end].sum == state[from].sum) ++end;
@@ -55,7 +64,7 @@ inline State merge(State&& left, const State& right, std::size_t num_parts, RowL
     }
   };
   if (left.size() + right.size() <= num_parts) {
-    // No set of one meets a set of the other.
+    // The empty sets suffice: every set of one is merged with an empty set of the other.
     if (right.size() == 1 && left.back().sum >= right.front().sum) {
       left.push_back(right.front());
       return std::move(left);
@@ -83,6 +92,7 @@ inline State merge(State&& left, const State& right, std::size_t num_parts, RowL
   return std::move(left);
 }
 
+// Merges the states in a heap, largest spread first, until one is left.
 inline State merge_all(std::vector<State> states, std::size_t num_parts, RowLists& lists) {
   struct Entry {
     Weight spread;
@@ -114,6 +124,12 @@ inline State merge_all(std::vector<State> states, std::size_t num_parts, RowList
   return std::move(states[heap.front().state]);
 }
 
+// The partition of each row; `weights` descend, and partition 0 is the heaviest.
+//
+// Equal sizes: the first states are blocks of k consecutive rows, one row per set, the last block padded by rows of
+// weight zero. A merge joins each set of one state with one of the other, so every partition gets one row of each
+// block. Free sizes: the first states are single rows. Rows of weight zero change no sum; they go where the fewest rows
+// are.
 inline Indices differencing(const Weights& weights, Index num_parts, bool equal_size) {
   const std::size_t num_rows = weights.size();
   Indices parts(num_rows);
@@ -140,7 +156,6 @@ inline Indices differencing(const Weights& weights, Index num_parts, bool equal_
     }
   }
   if (num_merged < num_rows) {
-    // Zero rows go to the partition with the fewest rows.
     Weights counts(num_parts, 0);
     for (std::size_t row = 0; row < num_merged; ++row) ++counts[parts[row]];
     LightestFirst fewest(counts);

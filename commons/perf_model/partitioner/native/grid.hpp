@@ -1,4 +1,9 @@
-// Plans of a grid. The twin of grid_plan.py.
+// Plans of a grid: rows to ranks * steps, so that the sum over the steps of the largest load is small.
+//
+// A step that must hold a very heavy row has room below its load on all other ranks. Rows of other steps can fill it,
+// so that these take less. Every step therefore gets a limit of its own. Each cell of a step begins with the difference
+// between the largest limit and that of its step, so that one target serves all cells, and the starts and swaps for one
+// batch do the rest. The cell of rank r and step s is r * num_steps + s.
 #pragma once
 
 #include "grid_bound.hpp"
@@ -7,8 +12,12 @@
 
 namespace evenrank {
 
+// A sum within 1 / kGridTolerance of the bound cannot be told from an ideal one; half of that is room in the limits of
+// the steps, half is room above them.
 constexpr Weight kGridTolerance = 1000;
 
+// Tries at a lower limit of a step, for grids of up to `most` rows times cells: every try takes a part of the time that
+// the plan takes, so large grids get fewer.
 struct Tries {
   Weight most;
   int number;
@@ -16,12 +25,14 @@ struct Tries {
 constexpr std::array<Tries, 3> kTries = {{{1 << 21, 24}, {1 << 24, 8}, {1 << 27, 4}}};
 
 struct Candidate {
-  Indices cells;    // by sample
-  Weights largest;  // per step
-  Weight most_tokens;
+  Indices cells;       // by sample
+  Weights largest;     // the largest load of each step
+  Weight most_tokens;  // of a cell, or the cap if that is more; 0 without a cap
 
+  // The sum over the steps of the largest load: what a plan minimises.
   Weight total() const { return std::accumulate(largest.begin(), largest.end(), Weight{0}); }
 
+  // Fewer tokens above the cap, or as many and a smaller sum.
   bool beats(const Candidate& other) const {
     return most_tokens != other.most_tokens ? most_tokens < other.most_tokens : total() < other.total();
   }
@@ -36,10 +47,12 @@ class GridPlanner {
         problem_(Problem::of(request.workloads, num_cells_, request.equal_size, limits_)),
         bound_(grid_bound(problem_.weights, request.num_parts, request.num_steps, limits_)) {}
 
+  // The best of the grid, every batch alone, and the rows as they were loaded; then one in which few rows change rank.
   Plan plan() const {
     Candidate chosen = choose(free_plan());
     Weight total = bound_.total;
     if (!limits_.keep(count_per_part(chosen.cells, num_cells_))) {
+      // Rows as they were loaded, or batches of different sizes: only the bound for free sizes holds for these.
       const Weight num_rows = static_cast<Weight>(problem_.weights.size());
       total = grid_bound(problem_.weights, request_.num_parts, request_.num_steps, {0, num_rows}).total;
     }
@@ -48,6 +61,7 @@ class GridPlanner {
   }
 
  private:
+  // `best`, or what it does not beat; with a home, a plan near it within the slack.
   Candidate choose(Candidate best) const {
     std::optional<Candidate> loaded = as_loaded();
     std::optional<Candidate> alone;
@@ -57,6 +71,7 @@ class GridPlanner {
     if (alone && !best.beats(*alone)) return std::move(!loaded || alone->beats(*loaded) ? *alone : *loaded);
     if (request_.home.empty()) return best;
     Weight most = with_slack(best.total(), request_.slack);
+    // The batches alone had the slack too, so nothing worse than them is worth its moves.
     if (alone) most = std::min(most, std::max(alone->total(), best.total()));
     if (loaded) {
       const bool even = limits_.keep(count_per_part(loaded->cells, num_cells_));
@@ -66,6 +81,7 @@ class GridPlanner {
     return near_ranks(best, most);
   }
 
+  // Equal counts, or free ones down to a row per cell: a step without rows would be one batch less.
   static Limits limits_of(const Request& request) {
     const Weight num_rows = static_cast<Weight>(request.workloads.size());
     const Weight num_cells = static_cast<Weight>(request.num_parts) * request.num_steps;
@@ -89,12 +105,14 @@ class GridPlanner {
 
   bool keeps_cap(const Candidate& plan) const { return !request_.max_tokens || plan.most_tokens <= *request_.max_tokens; }
 
+  // `cells`, changed until they keep the cap, if there is one.
   Indices capped(const Problem& problem, Indices cells, Weight target) const {
     if (!request_.max_tokens) return cells;
     return under_cap(problem, std::move(cells), target, Cap{request_.tokens, *request_.max_tokens});
   }
 
-  // Also for the rows of a problem with steps' limits: what every cell begins with.
+  // The problem in which every cell begins with what the limit of its step, one of `largest`, is below the largest
+  // limit.
   Problem above(const Weights& largest) const {
     const Weight most = largest_of(largest);
     Problem problem = problem_;
@@ -103,6 +121,10 @@ class GridPlanner {
     return problem;
   }
 
+  // The best plan that does not look at where rows are.
+  //
+  // The refined method first tries limits that sum up to the bound, unless all steps have the same. Then come even
+  // partitions, sorted by load and cut into steps. The refined method improves the better of both step by step.
   Candidate free_plan() const {
     const bool is_refined = request_.method == Method::kRefined;
     std::optional<Candidate> best;
@@ -118,6 +140,8 @@ class GridPlanner {
     return is_refined ? lower_steps(std::move(*best)) : std::move(*best);
   }
 
+  // Takes half of what is left above the bound off the largest load of one step after the other, where swaps can, until
+  // the sum is good, no step gives way, or the tries are used up.
   Candidate lower_steps(Candidate best) const {
     Index failed = 0;
     Index step = 0;
@@ -142,6 +166,7 @@ class GridPlanner {
     return best;
   }
 
+  // Half the tolerance of a sum, and the sum at which a grid is good enough, given a lower bound of it.
   static Weight half(Weight total) { return total / (2 * kGridTolerance); }
   static Weight good(Weight bound) { return bound + bound / kGridTolerance; }
 
@@ -153,6 +178,7 @@ class GridPlanner {
     return 0;
   }
 
+  // LPT and swaps towards a largest load per step.
   Candidate within(const Weights& largest) const {
     const Problem problem = above(largest);
     const Weight sum = std::accumulate(largest.begin(), largest.end(), Weight{0});
@@ -161,6 +187,7 @@ class GridPlanner {
     return candidate(capped(problem, problem.by_sample(parts), target));
   }
 
+  // Even partitions by the algorithm of the request, sorted by load and cut into steps.
   Candidate cut_into_steps() const {
     const Bound bound = counting_bound(problem_.weights, num_cells_, limits_);
     Indices cells = problem_.by_sample(by_method(request_.method, problem_, bound));
@@ -174,6 +201,7 @@ class GridPlanner {
     return candidate(take(place, cells));
   }
 
+  // The rows where they are, if that is known and keeps the cap.
   std::optional<Candidate> as_loaded() const {
     if (request_.home.empty() || request_.home_step.empty()) return std::nullopt;
     Indices cells(request_.home.size());
@@ -185,6 +213,8 @@ class GridPlanner {
     return plan;
   }
 
+  // Each batch planned by itself; none where `best` keeps the cap and is below the sum of their
+  // lower bounds.
   std::optional<Candidate> batches_alone(const Candidate& best) const {
     std::vector<Indices> batches(request_.num_steps);
     for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
@@ -219,6 +249,10 @@ class GridPlanner {
     return candidate(std::move(cells));
   }
 
+  // A plan whose sum is at most `most`, which is at least that of `best`, with few tokens that change rank.
+  //
+  // Every step may take more than in `best`: half of the room in proportion to its load, half in equal parts, because
+  // beside a very heavy step the others have little of their own.
   Candidate near_ranks(const Candidate& best, Weight most) const {
     const Weight room = most - best.total();
     const __int128 total = std::max<Weight>(best.total(), 1);

@@ -1,4 +1,4 @@
-// The lower bound of a grid. The twin of grid_bound.py, which derives it.
+// A lower bound of what the steps of a grid take together: the sum over the steps of the largest load.
 #pragma once
 
 #include "bounds.hpp"
@@ -6,10 +6,26 @@
 namespace evenrank {
 
 struct GridBound {
-  Weight total;
-  Weights largest;  // per step, heaviest first
+  Weight total;     // no plan has a smaller sum over the steps of the largest load
+  Weights largest;  // a largest load per step, heaviest step first; together at most `total`
 };
 
+// With W ranks and T steps, follow the steps of any plan from the one with the largest largest load to the one with the
+// smallest. Let M_1 >= M_2 >= ... >= M_T be these loads, P_i = M_1 + ... + M_i, and S_r the sum of the r heaviest rows.
+// M_1 is at least the counting bound for all rows in all T * W cells. Number rows from 0, and let r be the first
+// (heaviest) row that the first i - 1 steps do not hold.
+//
+// - It is in a later step, so M_i >= w_r.
+// - The first i - 1 steps hold all rows before it, and at least (i-1) * W * min_count in all. No cell of step j holds
+//   more than M_j, so W * P_(i-1) >= S_r + the lightest rows (fillers) that make up this number.
+// - They hold at most c = (i-1) * W * max_count rows, so r <= c, and the others hold no less than the rows from c on,
+//   whichever these steps hold. Of the q * m + 1 heaviest of these, in the m = (T-i+1) * W cells of the other steps,
+//   some cell has q + 1, so M_i is at least L_i, the lightest q + 1 of them, for the best q.
+//
+// So from any lower bound P of P_(i-1), P_i >= max(P, ceil((S_r + fillers) / W)) + max(w_r, L_i) for some r, and the
+// smallest over all r is a lower bound of P_i. For every i the steps after the first i hold what the i * W * max_count
+// heaviest rows leave over, so the sum is at least P_i + ceil(rest / W). The best over all i counts; i = 0 is the mean
+// load, i = T the last P_i.
 inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num_steps, const Limits& limits) {
   const Weight num_rows = static_cast<Weight>(weights.size());
   Weights sums(num_rows + 1, 0);
@@ -20,17 +36,19 @@ inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num
   for (Weight step = 1; step < num_steps; ++step) {
     const Weight most_rows = std::min(step * num_ranks * limits.max_count, num_rows);
     bound.total = std::max(bound.total, reached + divide_up(total - sums[most_rows], num_ranks));
-    // In one cell q + 1 rows up to and with `last`.
+    // L_i: one cell has q + 1 rows, of which the lightest possible end with `last`.
     Weight least = 0;
     for (Weight q = 0, last = most_rows; last < num_rows; ++q, last += (num_steps - step) * num_ranks) {
       least = std::max(least, sums[last + 1] - sums[last - q]);
     }
+    // S_r + fillers; it does not fall as r grows, and load() does not rise.
     const auto before = [&](Weight rows) {
       const Weight fillers = std::max<Weight>(step * num_ranks * limits.min_count - rows, 0);
       return sums[rows] + total - sums[num_rows - fillers];
     };
     const auto load = [&](Weight rows) { return std::max(rows < num_rows ? weights[rows] : 0, least); };
-    // The steps before can hold ever more rows at the load they have reached anyway: the first of the best of these.
+    // As long as before() is within what the first steps have reached anyway, a larger r only lowers the load: search
+    // for the largest such r, and begin there.
     Weight most = 0;
     for (Weight above = most_rows + 1; above - most > 1;) {
       const Weight middle = most + (above - most) / 2;
@@ -53,7 +71,8 @@ inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num
   return bound;
 }
 
-// `total` in even shares, but no step below its part of the bound.
+// A largest load per step, heaviest first: `total` in even shares, but no step below its part of the bound.
+// share_out(20, {11, 4, 2}) is {11, 5, 5}.
 inline Weights share_out(Weight total, const Weights& largest) {
   Weights shares;
   const Weight num_steps = static_cast<Weight>(largest.size());

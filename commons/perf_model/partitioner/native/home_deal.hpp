@@ -1,4 +1,4 @@
-// A start for the repair of a grid. The twin of home_deal.py.
+// A start for the repair of a grid: the rows of each rank dealt to its own steps, but for those that do not fit.
 #pragma once
 
 #include <queue>
@@ -8,6 +8,8 @@
 
 namespace evenrank {
 
+// A row of less than 1 / kLarge of what the lightest step may hold goes home even where it is too much there: swaps
+// find better rows to give away for it. A larger row seldom leaves by a swap.
 constexpr Weight kLarge = 8;
 
 // Loads and counts of the cells while they fill, and which of them may take one more row.
@@ -24,7 +26,7 @@ class FillingCells {
   Weight load(Index cell) const { return loads_[cell]; }
   Weight largest() const { return largest_of(loads_); }
 
-  // kNone if all are full.
+  // The lightest of [first, last) with room for a row, ties by fewest rows, then by index; kNone if all are full.
   Index lightest(Index first, Index last) const {
     Index best = kNone;
     for (Index cell = first; cell < last; ++cell) {
@@ -33,6 +35,7 @@ class FillingCells {
     return best;
   }
 
+  // The same among all cells, one of which has room.
   Index lightest_of_all() {
     while (true) {
       const Index cell = std::get<2>(changes_.top());
@@ -60,10 +63,16 @@ class FillingCells {
   Limits limits_;
   Weights loads_;
   Indices counts_;
-  Weight spare_;
+  Weight spare_;  // rows beyond min_count that cells may still take; see lpt()
+  // One entry for every change of a cell, of which only the last is valid.
   std::priority_queue<Key, std::vector<Key>, std::greater<Key>> changes_;
 };
 
+// LPT that prefers the cells of a row's own rank, then those of its node. Returns the cell of each row.
+//
+// Among the cells that a row prefers it goes to the lightest one with room for one more row. A large row that would
+// take that above the limit goes to its node's lightest, or the lightest of all, if it fits there. Rows beyond the
+// number that the cells of a rank may take go the same way.
 inline Indices deal_at_home(const Problem& problem, const Home& home, Weight limit) {
   FillingCells cells(problem);
   const Index steps = home.steps;

@@ -1,15 +1,26 @@
-// Repair from home, even counts, and names for a finished plan. The twin of locality.py.
+// Locality: reach a load as good as the refined one while most rows stay where they are.
+//
+// A plan is repaired from home: every partition starts with the rows that are there now, and those that are too heavy
+// swap rows with others. The swap chosen is the one that takes off most load per token moved. A token that crosses
+// nodes counts kNodeCost times.
 #pragma once
 
 #include "swaps.hpp"
 
 namespace evenrank {
 
+// A token over the network between nodes costs as much as this many within a node.
 constexpr Weight kNodeCost = 4;
+// Rows of the light partition looked at for each row: the lightest that brings enough back makes the cheapest swap,
+// unless one of the next is away from home.
 constexpr Weight kHomeReach = 4;
+// Every round lowers the sum of all excess loads, and these are far more rounds than plans need.
 constexpr int kMaxRounds = 64;
+// With several steps, go on to larger groups when this many rounds have not taken a quarter off the excess loads.
 constexpr int kRepairPatience = 4;
+// Efficiency is (load taken off) * 2^31 / (cost), both reduced to 31 bits: an integer, and the same on every CPU.
 constexpr int kBits = 31;
+// A swap that costs nothing, or brings rows home, is worth more than any other: all others are below 2^62.
 constexpr Weight kFree = Weight{1} << 62;
 
 inline int bit_length(Weight value) {
@@ -22,26 +33,29 @@ inline Weight largest_of(const Weights& values) {
   return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
 }
 
+// Where rows are now, and what it costs to move them.
 struct Home {
-  Indices parts;
-  Weights sizes;  // their sum is below 2^60
+  Indices parts;  // the rank of each row; rank r has the partitions [r * steps, r * steps + steps)
+  Weights sizes;  // tokens of each row; their sum is below 2^60, so that costs fit into an int64
   Index ranks_per_node;
-  Index steps = 1;
+  Index steps = 1;  // partitions per rank, between which rows move at no cost
 
   bool same_node(Index a, Index b) const { return a / ranks_per_node == b / ranks_per_node; }
 
-  // Where a partition is: dividing once for many rows is most of what a cost takes.
+  // Where a partition is, found once for many rows: divisions are most of what a cost takes.
   struct Place {
     Index rank;
     Index node;
   };
   Place place_of(Index part) const { return {part / steps, part / steps / ranks_per_node}; }
 
+  // Cost of having `row` at `place`: 0 at home, its size within the node, kNodeCost times that beyond.
   Weight cost_at(Index row, const Place& place) const {
     if (parts[row] == place.rank) return 0;
     return sizes[row] * (parts[row] / ranks_per_node == place.node ? 1 : kNodeCost);
   }
 
+  // Cost of a whole plan.
   Weight cost(const Indices& plan) const {
     Weight sum = 0;
     for (std::size_t row = 0; row < plan.size(); ++row) sum += cost_at(static_cast<Index>(row), place_of(plan[row]));
@@ -49,7 +63,7 @@ struct Home {
   }
 };
 
-// What the repair is after, and how it reduces gains and costs to 31 bits.
+// The goal of a repair, and the shifts that reduce gains and costs to 31 bits.
 struct Repair {
   const Home& home;
   Weight limit;
@@ -63,7 +77,10 @@ struct Repair {
   }
 };
 
-// The most efficient swap of `heavy` with its share of the others; whether there was one.
+// Carries out the most efficient swap of `heavy` with its share of the others; returns whether there was one.
+//
+// No swap takes the light partition above the limit: it takes at most `room` off the heavy one. So the lightest row
+// that may come back weighs at least (weight of the row) - room. Load taken off beyond the excess is no gain.
 inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, const Repair& repair) {
   const Weights& loads = plan.loads();
   const std::vector<Item>& rows = plan.items(heavy);
@@ -115,6 +132,7 @@ struct Round {
   Index most_heavy = 0;
 };
 
+// `level` is that of heavy_at_level().
 inline Round relieve_groups(WorkingPartition& plan, std::vector<Indices>& groups, const Repair& repair, int level) {
   Round round;
   for (Indices& group : groups) {
@@ -132,7 +150,7 @@ inline Round relieve_groups(WorkingPartition& plan, std::vector<Indices>& groups
   return round;
 }
 
-// Partitions of a rank, of a node and of all.
+// Partitions of a rank, of a node and of all. Ranks of one partition, and sizes equal to the next, are left out.
 inline Weights group_sizes(const Home& home, Index num_parts) {
   const Weight rank = home.steps;
   const Weight node = rank * home.ranks_per_node;
@@ -149,6 +167,9 @@ inline Weight excess_of(const Weights& loads, Weight limit) {
   return sum;
 }
 
+// Takes the load above `limit` off every partition by swaps that move few tokens: first within ranks, then within
+// nodes, then between all partitions. A swap takes no partition above the limit, so it may end with some that still are
+// above it. `parts`, by row, keeps the limits; a swap takes no partition above the cap.
 inline Indices repair(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, Weight limit,
                       const Home& home, const Cap* cap = nullptr, const Weights& base = {}) {
   WorkingPartition plan(weights, std::move(parts), num_parts, limits, cap, base);
@@ -185,6 +206,11 @@ inline Indices repair(const Weights& weights, Indices parts, Index num_parts, co
   return plan.release();
 }
 
+// Starts from home, and moves as few and as light rows as make the counts keep their limits.
+//
+// The fullest partitions keep the most rows. One with too many gives up consecutive rows by weight: the lightest, or if
+// that leaves it above `limit`, the lightest that do not. A row given up goes to the lightest partition with room in
+// its node if it fits there, else to the lightest of all.
 inline Indices even_counts(const Weights& weights, Index num_parts, const Limits& limits, Weight limit,
                            const Home& home) {
   const Indices counts = count_per_part(home.parts, num_parts);
@@ -195,6 +221,7 @@ inline Indices even_counts(const Weights& weights, Index num_parts, const Limits
     quota[part] = static_cast<Index>(std::clamp<Weight>(counts[part], limits.min_count, limits.max_count));
     surplus += quota[part];
   }
+  // Quotas must add up to the number of rows: the emptiest partitions lower theirs, or the fullest raise theirs.
   Indices fullest = range(num_parts);
   std::stable_sort(fullest.begin(), fullest.end(), [&](Index a, Index b) { return counts[a] > counts[b]; });
   for (auto part = fullest.rbegin(); part != fullest.rend() && surplus > 0; ++part) {
@@ -244,6 +271,9 @@ inline Indices even_counts(const Weights& weights, Index num_parts, const Limits
   return parts;
 }
 
+// Names the partitions of a finished plan so that many tokens are at home: the largest saving first. Returns for each
+// of `rows` one of `names`; `parts` is its partition in the plan, from 0 to names.size() - 1. With several partitions
+// per rank, only those of one step exchange their names: names[part] says whose step it is.
 inline Indices relabel(const Indices& parts, const Indices& rows, const Indices& names, const Home& home) {
   const Weight num_names = static_cast<Weight>(names.size());
   const Index steps = home.steps;
@@ -275,6 +305,7 @@ inline Indices relabel(const Indices& parts, const Indices& rows, const Indices&
 
   const Weight num_nodes = last / home.ranks_per_node + 1;
   if (num_nodes > 1) {
+    // Rows that only stay in their node are saved too: from the higher cost of crossing nodes.
     Weights node_sizes(num_names * num_nodes, 0);
     for (std::size_t at = 0; at < rows.size(); ++at) {
       node_sizes[parts[at] * num_nodes + home.parts[rows[at]] / home.ranks_per_node] += home.sizes[rows[at]];

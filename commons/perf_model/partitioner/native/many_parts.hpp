@@ -1,15 +1,19 @@
-// Plans near home for many partitions. The twin of many_parts.py; by sample, as rows of a rank lie together there.
+// Plans near home for many partitions, in a time that grows with the rows that have to move.
+// The lower bound says how low the loads may go. As long as one is above that, the heaviest partition swaps a row with
+// the lightest one. repair() makes plans as good, but each of its dozens of rounds looks at all partitions: it gets
+// only what these swaps leave above the limit. A few left of thousands are dealt anew instead, with the lightest of
+// all. Plans are by sample here: the samples of a rank are neighbours in memory, its rows are not.
 #pragma once
 
 #include "plan.hpp"
 
 namespace evenrank {
 
-constexpr Index kMany = 512;
-constexpr int kAsked = 64;
-constexpr std::size_t kMostSwaps = 2;
-constexpr Index kFewLeft = 4096;
-constexpr Weight kFewMoved = 32;
+constexpr Index kMany = 512;           // from this many partitions on, plans are made here first
+constexpr int kAsked = 64;             // partitions that may fail to swap with a heavy one before it is left as it is
+constexpr std::size_t kMostSwaps = 2;  // swaps per row, far more than plans need
+constexpr Index kFewLeft = 4096;       // one partition of so many left above the limit is dealt anew,
+constexpr Weight kFewMoved = 32;       // which may cost as much as moving one of so many tokens
 
 // The partition with the largest (or smallest) load of a range, ties by index: a tournament over those that take part.
 template <bool largest>
@@ -21,9 +25,7 @@ class Tournament {
     for (std::size_t part = 0; part < loads.size(); ++part) winners_[first_ + part] = static_cast<Index>(part);
     for (std::size_t at = first_; --at > 0;) winners_[at] = better(winners_[2 * at], winners_[2 * at + 1]);
   }
-
   Index winner() const { return winners_[1]; }
-
   Index winner(std::size_t begin, std::size_t end) const {
     Index left = kNone;
     Index right = kNone;
@@ -33,12 +35,10 @@ class Tournament {
     }
     return better(left, right);
   }
-
   bool takes_part(Index part) const { return winners_[first_ + part] != kNone; }
   void enter(Index part) { set(part, part); }
   void leave(Index part) { set(part, kNone); }
-
-  // Further up nothing changes where another one has won, and still does.
+  // Replays the matches of `part`, up to one that another partition had won and wins again.
   void changed(Index part) {
     for (std::size_t at = (first_ + part) / 2; at > 0; at /= 2) {
       const Index winner = better(winners_[2 * at], winners_[2 * at + 1]);
@@ -52,8 +52,7 @@ class Tournament {
     winners_[first_ + part] = value;
     changed(part);
   }
-
-  // `a` stands before `b`.
+  // The winner of two; `a` has the smaller index.
   Index better(Index a, Index b) const {
     if (a == kNone || b == kNone) return a == kNone ? b : a;
     return (largest ? loads_[b] > loads_[a] : loads_[b] < loads_[a]) ? b : a;
@@ -64,8 +63,7 @@ class Tournament {
   Indices winners_;
 };
 
-// The rows of every partition, heaviest first, ties by sample. They are put in order when a partition is first looked
-// at, which few are, and lie side by side.
+// The rows of every partition, heaviest first, ties by sample. Few partitions are ever read, so each is sorted then.
 class SortedRows {
  public:
   struct Row {
@@ -73,7 +71,6 @@ class SortedRows {
     Weight size;
     Index sample;
     Index home;
-
     bool before(const Row& other) const {
       return weight != other.weight ? weight > other.weight : sample < other.sample;
     }
@@ -93,8 +90,7 @@ class SortedRows {
     if (counts_[part] > 0) sort(part);
     return rows;
   }
-
-  // Where the row stands among those that it comes to.
+  // Moves a row; returns its new position.
   Index move(Index from, Index at, Index to) {
     const Row row = of(from)[at];
     of(to);
@@ -106,7 +102,7 @@ class SortedRows {
   void sort(Index part) {
     std::vector<Row>& rows = rows_[part];
     const Index count = std::exchange(counts_[part], 0);
-    rows.reserve(count + 1);  // a row comes before one goes
+    rows.reserve(count + 1);  // a swap adds a row before it removes one
     for (Index at = starts_[part]; at < starts_[part] + count; ++at) {
       const Index sample = samples_[at];
       insert(rows, {request_.workloads[sample], sizes_[sample], sample, request_.home[sample]});
@@ -129,6 +125,12 @@ class SortedRows {
   std::vector<std::vector<Row>> rows_;
 };
 
+// Lets the heaviest partition swap a row with the lightest one until no load is above the limit, if it can.
+//
+// The swap is the one that takes off most load per token moved and leaves the lightest within the limit. The lightest
+// of the node is tried first, then up to kAsked of the lightest of all. Where none of them can swap, as with two rows
+// that each fill a partition, the lightest of all may once rise above the limit and pass the rest on. Before all that,
+// while there is room, partitions with a row that almost fills them swap the rest of theirs for the lightest of all.
 class HeaviestLowered {
  public:
   HeaviestLowered(const Problem& problem, const Request& request, Indices parts, const Weights& sizes, Weight limit)
@@ -186,12 +188,10 @@ class HeaviestLowered {
   struct Swap {
     Weight efficiency = -1;
     Index light = kNone;
-    Index row = kNone;   // where it stands among those of the heavy one
-    Index back = kNone;  // among those of the light one
+    Index row = kNone;   // position among the rows of the heavy one
+    Index back = kNone;  // position among the rows of the light one; kNone for a move
   };
-
-  // A partition with one row that no second one of its size fits beside is left the lightest rows of all, as far as it
-  // has to give others up, while there is room for what it gives. Whether it has given any.
+  // Gives a partition with one large row the lightest rows of all for others; returns whether its load fell.
   bool leave_lightest(Index heavy) {
     const std::vector<SortedRows::Row>& own = rows_.of(heavy);
     if (own.empty() || !is_large(own[0].weight) || (own.size() > 1 && is_large(own[1].weight))) return false;
@@ -213,8 +213,7 @@ class HeaviestLowered {
     }
     return loads_[heavy] < load;
   }
-
-  // No second row of its size fits beside it.
+  // Whether no second row of this weight fits beside it.
   bool is_large(Weight weight) const { return weight > limit_ - weight; }
 
   void carry_out(Index heavy, const Swap& swap) {
@@ -226,8 +225,7 @@ class HeaviestLowered {
       lightest_.changed(part);
     }
   }
-
-  // A swap with the lightest of the node, unless that has failed before.
+  // A swap with the lightest of the node; none where that has failed before.
   Swap within_node(Index heavy) {
     const Index num_parts = static_cast<Index>(loads_.size());
     const Index node = request_.ranks_per_node;
@@ -237,7 +235,7 @@ class HeaviestLowered {
     if (swap.efficiency < 0) left_node_[heavy] = true;
     return swap;
   }
-
+  // A swap with the lightest of the node or of all; efficiency is -1 if there is none.
   Swap find_swap(Index heavy) {
     Swap swap = within_node(heavy);
     if (swap.efficiency >= 0) return swap;
@@ -261,9 +259,9 @@ class HeaviestLowered {
     }
     return swap;
   }
-
+  // The best swap that leaves `light` within the limit.
   Swap best_within(Index heavy, Index light) { return best(heavy, light, limit_ - loads_[light]); }
-
+  // The most efficient swap that takes at most `room` off `heavy`: each row for the lightest that suffices, or none.
   Swap best(Index heavy, Index light, Weight room) {
     Swap best;
     if (room <= 0) return best;
@@ -274,10 +272,10 @@ class HeaviestLowered {
     const Weight excess = loads_[heavy] - limit_;
     const Weight lightest = others.empty() ? kMax : others.back().weight;
     const bool may_move = static_cast<Weight>(rows.size()) > limits_.min_count && num_others < limits_.max_count;
-    Index enough = 0;  // of the others bring enough back
+    Index enough = 0;  // so many of the others bring enough back
     for (Index at = 0; at < static_cast<Index>(rows.size()); ++at) {
       const SortedRows::Row& row = rows[at];
-      if (row.weight <= lightest && !may_move) break;  // nor is there anything for the lighter ones
+      if (row.weight <= lightest && !may_move) break;  // no swap for lighter rows either
       while (enough < num_others && others[enough].weight >= row.weight - room) ++enough;
       const Weight taken = enough > 0 ? row.weight - others[enough - 1].weight : 0;
       const bool moves = may_move && 0 < row.weight && row.weight <= room;
@@ -301,8 +299,7 @@ class HeaviestLowered {
     }
     return best;
   }
-
-  // The efficiency of a swap if it is above `least`, else -1: most are not, and a product tells without a division.
+  // The efficiency of a swap if it is above `least`, else -1. Most are not: a product shows that without a division.
   Weight efficiency_above(Weight least, Weight gain, Weight cost) const {
     if (cost <= 0) return kFree + gain;
     const Weight divisor = std::max<Weight>(cost >> cost_shift_, 1);
@@ -320,8 +317,7 @@ class HeaviestLowered {
     const Weight taken = request_.tokens[row] - (back == kNone ? 0 : request_.tokens[back]);
     return held_[heavy] - taken <= *request_.max_tokens && held_[light] + taken <= *request_.max_tokens;
   }
-
-  // Where the row stands among those that it comes to.
+  // Moves a row and its load; returns its new position.
   Index give(Index from, Index to, Index at) {
     const SortedRows::Row row = rows_.of(from)[at];
     parts_[row.sample] = to;
@@ -336,20 +332,20 @@ class HeaviestLowered {
 
   const Request& request_;
   const Indices& order_;
-  Index num_light_;  // of the order: the lighter ones are in partitions without room
+  Index num_light_;  // rows of order_ from this one on are in partitions without room
   Limits limits_;
   Weight limit_;
   Indices parts_;
   Indices nodes_;
   SortedRows rows_;
   Weights loads_;
-  Weights held_;
+  Weights held_;  // tokens per partition; empty without a cap
   Tournament<true> heaviest_;
   Tournament<false> lightest_;
-  std::vector<bool> left_node_;
-  std::vector<bool> left_lightest_;
-  std::vector<bool> forced_;
-  std::vector<bool> has_large_;
+  std::vector<bool> left_node_;      // partitions that found no swap with the lightest of their node
+  std::vector<bool> left_lightest_;  // those that found none with the lightest of all
+  std::vector<bool> forced_;         // those that have tried to bring another above the limit
+  std::vector<bool> has_large_;      // those with a row that no second one of its size fits beside
   int gain_shift_;
   int cost_shift_;
 };
@@ -358,6 +354,8 @@ inline Index num_above(const Weights& loads, Weight limit) {
   return static_cast<Index>(std::count_if(loads.begin(), loads.end(), [&](Weight load) { return load > limit; }));
 }
 
+// A plan within 1 + slack of the bound that leaves many rows at home; by sample. None where no such plan is found, or
+// is better sought otherwise: a slack below what plans are refined to, or a home above the cap.
 inline std::optional<Indices> near_home_of_many(const Request& request, const Problem& problem, Weight bound) {
   const Index num_parts = request.num_parts;
   Weight limit = with_slack(bound, request.slack);
@@ -380,7 +378,7 @@ inline std::optional<Indices> near_home_of_many(const Request& request, const Pr
     if (above_cap(parts)) return std::nullopt;
   }
   parts = HeaviestLowered(problem, request, std::move(parts), sizes, limit).run();
-  if (largest_load(request.workloads, parts, num_parts) > limit) {  // those that are left look at all others
+  if (largest_load(request.workloads, parts, num_parts) > limit) {
     Cap cap;
     if (request.max_tokens) cap = {take(request.tokens, problem.order), *request.max_tokens};
     const Home home = by_row();

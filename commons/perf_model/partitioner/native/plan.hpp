@@ -1,4 +1,4 @@
-// What plans are made of. The twin of refined.py, token_cap.py, home_rows.py and request.py.
+// What plans are made of: a request, the default algorithm, plans under a cap on tokens, and plans that keep rows home.
 #pragma once
 
 #include <cmath>
@@ -9,17 +9,19 @@
 
 namespace evenrank {
 
-// Raised, here and in native_core.py, whenever the same request gives another plan or a plan another digest, or
-// there are new ones.
-constexpr int kPlans = 9;
-
+// Swaps stop this near the lower bound: one part in ten thousand is far below what a step time can show.
 constexpr Weight kTolerance = 10'000;
+// Up to this many rows times partitions, a second start is worth its time, and so are the n merges of k sums that
+// Karmarkar-Karp takes with free sizes.
 constexpr Weight kFew = 1 << 16;
+// While tokens are lowered, loads may rise by 2^-8 of the largest, if that is not enough by more; at last by any
+// amount.
 constexpr std::array<int, 7> kLoadRoom = {8, 6, 5, 4, 3, 2, 1};
 
 enum class Method { kKarmarkarKarp, kLpt, kRefined, kSnake };
 
-// floor(load * (1 + slack)), exact, for a slack in [0, 1]: a float is 53 bits and a power of two.
+// floor(load * (1 + slack)) for a slack in [0, 1]. Exact: a float times a load of 60 bits would round, and rounding
+// must not decide. A float is 53 bits and a power of two.
 inline Weight with_slack(Weight load, double slack) {
   int exponent;
   const auto mantissa = static_cast<std::uint64_t>(std::ldexp(std::frexp(slack, &exponent), 53));
@@ -27,27 +29,29 @@ inline Weight with_slack(Weight load, double slack) {
   return load + static_cast<Weight>(product >> std::min(53 - exponent, 127));
 }
 
+// The arguments of a plan, checked; all by sample.
 struct Request {
-  Weights workloads;
+  Weights workloads;  // at least one
   Index num_parts;
   Method method;
-  bool equal_size;
-  Weights tokens;  // empty if there are none
-  std::optional<Weight> max_tokens;
-  Indices home;  // empty if there is none
-  Index ranks_per_node;
-  double slack;
-  Index num_steps = 1;
-  Indices home_step{};  // empty if it is not known
+  bool equal_size;                   // whether sizes of partitions differ by one at most
+  Weights tokens;                    // empty if there are none
+  std::optional<Weight> max_tokens;  // most tokens that a partition may hold; there are tokens if it is given
+  Indices home;                      // the partition each sample is in now; empty if there is none
+  Index ranks_per_node;              // partitions per node
+  double slack;                      // balance given up for staying home, as a fraction
+  Index num_steps = 1;  // of a grid: its partitions are ranks, and the cell of rank r, step s is r * num_steps + s
+  Indices home_step{};  // the step each sample was loaded in; empty if it is not known
 };
 
 struct Plan {
-  Indices assignment;
-  Weights loads;
-  Weight bound;
-  Weight most_tokens;
+  Indices assignment;  // the partition (of a grid: the cell) of each sample
+  Weights loads;       // sum of workloads per partition
+  Weight bound;        // lower bound of the largest load of such a plan; of a grid, of the sum over the steps
+  Weight most_tokens;  // max_tokens, or what the fullest partition holds if that is more; 0 without a cap
 };
 
+// The largest load at which a plan is good enough, given a lower bound of it.
 inline Weight near(Weight bound) { return bound + bound / kTolerance; }
 
 inline Indices refine(const Problem& problem, Indices parts, Weight target, const Cap* cap = nullptr) {
@@ -55,6 +59,12 @@ inline Indices refine(const Problem& problem, Indices parts, Weight target, cons
                 problem.base);
 }
 
+// The better of several starts, then swaps until the largest load is at most `target`. LPT alone, if it is at most
+// `bound`.
+//
+// The starts are LPT, LPT on either side of the split at which the bound is attained, and Karmarkar-Karp where its
+// merges are cheap: with equal sizes, or few rows. Swaps improve the start with the smallest load; with few rows also
+// the second one, if the first ends above the target. So the largest load is never above that of any of the starts.
 inline Indices refined_to(const Problem& problem, Weight bound, Weight target, const std::optional<Split>& split) {
   struct Start {
     Weight load;
@@ -82,11 +92,17 @@ inline Indices refined_to(const Problem& problem, Weight bound, Weight target, c
   return problem.largest(other) < load ? other : best;
 }
 
+// The default algorithm: refined_to() until the largest load is near the bound.
 inline Indices refined(const Problem& problem, const Bound& bound) {
   return refined_to(problem, bound.load, near(bound.load), bound.split);
 }
 
-// A plan by sample in, a plan by sample out; `cap.weights` by sample.
+// Changes a plan until no partition holds more tokens than the cap allows, then balances its loads under it. The plan
+// and `cap.weights` are by sample.
+//
+// Tokens are lowered by the same swaps as loads, while a growing limit on the loads (kLoadRoom) is the cap. If those do
+// not get there, a plan that balances tokens alone may. If that does not either, the loads are balanced under the least
+// tokens reached; it is for the caller to see whether the plan keeps the cap.
 inline Indices under_cap(const Problem& problem, Indices assignment, Weight target, const Cap& cap) {
   const Index num_parts = problem.num_parts;
   const Problem tokens = Problem::of(cap.weights, num_parts, problem.equal_size, problem.limits);
@@ -112,10 +128,13 @@ inline Indices under_cap(const Problem& problem, Indices assignment, Weight targ
   return problem.by_sample(refine(problem, std::move(parts), target, &by_row));
 }
 
+// Whether the plan keeps the cap, if there is one.
 inline bool keeps(const Cap* cap, const Indices& parts, Index num_parts) {
   return cap == nullptr || largest_load(cap->weights, parts, num_parts) <= cap->limit;
 }
 
+// Plans the partitions still above the limit afresh, together with as many of the lightest as it takes; their number
+// doubles until it is enough. None if that would be all partitions. By row.
 inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices parts, const Home& home,
                                               Weight load_limit, const Cap* cap) {
   const Index num_parts = problem.num_parts;
@@ -152,6 +171,7 @@ inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices pa
   return std::nullopt;
 }
 
+// Brings tokens under the cap by swaps, first with few tokens moved, then whatever moves. By row.
 inline Indices repair_tokens(const Problem& problem, const Indices& parts, const Home& home, const Cap& cap) {
   const Problem tokens = Problem::of(cap.weights, problem.num_parts, problem.equal_size, problem.limits);
   const Home by_tokens{take(home.parts, tokens.order), take(home.sizes, tokens.order), home.ranks_per_node, home.steps};
@@ -160,6 +180,8 @@ inline Indices repair_tokens(const Problem& problem, const Indices& parts, const
   return tokens.by_sample(refine(tokens, std::move(repaired), cap.limit));
 }
 
+// Repairs `parts`, by row, first for the cap, then for the limit of the loads: by repair(), then by refine(), which
+// ignores where rows are, then by redeal_heaviest(). None if that does not get within the limits.
 inline std::optional<Indices> repair_start(const Problem& problem, Indices parts, const Home& home, Weight load_limit,
                                            const Cap* cap) {
   const Index num_parts = problem.num_parts;
@@ -172,7 +194,10 @@ inline std::optional<Indices> repair_start(const Problem& problem, Indices parts
   return redeal_heaviest(problem, std::move(parts), home, load_limit, cap);
 }
 
-// Repairs `start`, or gives the parts of `plan` good names, whichever moves less; all by row.
+// Repairs `start` until no load is above the limit; all by row. `plan` is within the limit; if the repair fails, or
+// moves more tokens than `plan` does with well-chosen names, the result is `plan` with these. Repair moves least by
+// far, unless home is so uneven that almost everything has to move, so names are tried only where it moves over half of
+// all tokens.
 inline Indices near_home(const Problem& problem, const Indices& plan, Indices start, const Home& home,
                          Weight load_limit, const Cap* cap) {
   std::optional<Indices> repaired = repair_start(problem, std::move(start), home, load_limit, cap);
@@ -184,13 +209,17 @@ inline Indices near_home(const Problem& problem, const Indices& plan, Indices st
   return std::move(*repaired);
 }
 
-// Sizes whose sum, four times, fits into an int64.
+// Sizes whose sum, kNodeCost times, fits into an int64. Costs are compared, so a common scale changes nothing.
 inline Weights movable(Weights sizes) {
   const int shift = std::max(0, bit_length(std::accumulate(sizes.begin(), sizes.end(), Weight{0})) - 60);
   for (Weight& size : sizes) size >>= shift;
   return sizes;
 }
 
+// A plan within 1 + slack of the largest load of `assignment` that leaves many rows at home; by sample.
+//
+// Never worse than home: if `assignment` does not lower the largest load of a home that keeps the cap, the result is
+// home itself, whatever its counts. `assignment` keeps the cap unless home alone does.
 inline Indices keep_rows_home(const Problem& problem, Indices assignment, const Request& request, const Cap* cap) {
   const Index num_parts = problem.num_parts;
   const Weight best_load = problem.largest(take(assignment, problem.order));
@@ -211,7 +240,7 @@ inline Indices keep_rows_home(const Problem& problem, Indices assignment, const 
                                      cap == nullptr ? nullptr : &by_row));
 }
 
-// What the algorithm asked for makes of the rows.
+// The partition of each row by one of the algorithms. Their order in Method is that of METHODS in core.py.
 inline Indices by_method(Method method, const Problem& problem, const Bound& bound) {
   switch (method) {
     case Method::kKarmarkarKarp:

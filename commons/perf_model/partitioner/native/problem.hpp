@@ -1,4 +1,8 @@
-// Sorted workloads and what a plan has to keep. The twin of problem.py.
+// Workloads in the form that every algorithm works on, sorted once.
+//
+// Algorithms see rows: row 0 is the heaviest sample, ties in the order of the samples. They return `parts`, the
+// partition of each row. A plan by sample is an `assignment`. All numbers are integers, so that plans are the same on
+// every CPU.
 #pragma once
 
 #include <algorithm>
@@ -17,18 +21,20 @@ using Weights = std::vector<Weight>;
 using Indices = std::vector<Index>;
 
 constexpr Weight kMax = INT64_MAX;
-constexpr Index kNone = -1;
+constexpr Index kNone = -1;  // no row, or no partition
 
 // Fewest and most rows that a partition may have.
 struct Limits {
   Weight min_count;
   Weight max_count;
 
+  // Within one of each other with equal sizes, anything otherwise.
   static Limits of(Weight num_rows, Weight num_parts, bool equal_size) {
     if (!equal_size) return {0, num_rows};
     return {num_rows / num_parts, num_rows / num_parts + (num_rows % num_parts > 0)};
   }
 
+  // Whether all `counts`, rows per partition, are within the limits.
   bool keep(const Indices& counts) const {
     const auto [least, most] = std::minmax_element(counts.begin(), counts.end());
     return min_count <= *least && *most <= max_count;
@@ -42,6 +48,7 @@ struct Cap {
   Weights base{};  // what each partition holds before it has any rows; empty for nothing
 };
 
+// Sum of the weights in each partition, on top of `base`.
 inline Weights sum_by_rank(const Indices& parts, const Weights& weights, Index num_parts, const Weights& base = {}) {
   Weights loads = base.empty() ? Weights(num_parts, 0) : base;
   for (std::size_t row = 0; row < weights.size(); ++row) loads[parts[row]] += weights[row];
@@ -59,17 +66,18 @@ inline Indices count_per_part(const Indices& parts, Index num_parts) {
   return counts;
 }
 
+// 0, 1, ..., size - 1.
 inline Indices range(Index size) {
   Indices result(size);
   std::iota(result.begin(), result.end(), 0);
   return result;
 }
 
-// Positions of `values` in descending order of value, ties in ascending order of position.
+// Positions of `values`, not negative, in descending order of value, ties in ascending order of position.
 inline Indices descending(const Weights& values) {
   const std::size_t size = values.size();
   Indices order = range(static_cast<Index>(size));
-  if (size <= 64) {
+  if (size <= 64) {  // insertion sort: a radix sort would fill 256 counters per byte
     for (std::size_t i = 1; i < size; ++i) {
       const Index moved = order[i];
       std::size_t to = i;
@@ -78,7 +86,8 @@ inline Indices descending(const Weights& values) {
     }
     return order;
   }
-  // Radix sort by the bytes that are not zero everywhere; counting down the digits makes the order descend.
+  // Radix sort, lowest byte first, without the high bytes that are zero in all values. A digit is 255 - byte, so that
+  // the order descends.
   const std::uint64_t largest = *std::max_element(values.begin(), values.end());
   std::size_t num_digits = 0;
   while (num_digits < sizeof(Weight) && largest >> (8 * num_digits) > 0) ++num_digits;
@@ -100,6 +109,7 @@ inline Indices descending(const Weights& values) {
   return order;
 }
 
+// The values at some positions.
 template <typename Values>
 Values take(const Values& values, const Indices& at) {
   Values taken;
@@ -108,13 +118,14 @@ Values take(const Values& values, const Indices& at) {
   return taken;
 }
 
+// Sorted workloads and what a plan has to keep.
 struct Problem {
   Weights weights;  // descending
   Indices order;    // the sample that each row is
   Index num_parts;
-  bool equal_size;
-  Limits limits;
-  Weights base{};  // the load of each partition before it has any rows; empty if all begin with nothing
+  bool equal_size;  // whether sizes of partitions differ by one at most
+  Limits limits;    // the same as fewest and most rows, unless a caller gave others
+  Weights base{};   // the load of each partition before it has any rows; empty if all begin with nothing
 
   static Problem of(const Weights& workloads, Index num_parts, bool equal_size,
                     const std::optional<Limits>& limits = std::nullopt) {
@@ -124,6 +135,7 @@ struct Problem {
     return {std::move(weights), std::move(order), num_parts, equal_size, kept};
   }
 
+  // Turns values by row into values by sample.
   template <typename Values>
   Values by_sample(const Values& by_row) const {
     Values result(by_row.size());
@@ -131,6 +143,7 @@ struct Problem {
     return result;
   }
 
+  // Load of the heaviest partition.
   Weight largest(const Indices& parts) const { return largest_load(weights, parts, num_parts, base); }
 };
 

@@ -1,15 +1,22 @@
-// Swaps that lower the largest load. The twin of refinement.py.
+// Refinement: swap rows between a heavy and a light partition until the largest load is near its lower bound.
 #pragma once
 
 #include "swaps.hpp"
 
 namespace evenrank {
 
+// Give up when this many rounds have not taken a quarter off what is left above the target.
 constexpr int kPatience = 16;
+// Rows looked at on either side of the best difference. A cap rules many of them out, so then it is more.
 constexpr Weight kReach = 1;
 constexpr Weight kReachWithCap = 16;
 
-// The best swap of `heavy` with its share of the others; whether there was one.
+// Carries out the best swap of `heavy` with its share of the others; returns whether there was one.
+//
+// A swap takes d = weight of the row - weight of the one that comes back off the heavy load H and adds it to the light
+// load L. The larger of both loads falls by min(d, H - L - d), which is most for d = (H - L) / 2. So for each row of
+// the heavy partition the candidates are the rows of the light one next to its weight - (H - L) / 2. Rows are sorted by
+// weight on both sides, so one pass over both finds them all.
 inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weight reach) {
   const Weights& loads = plan.loads();
   const std::vector<Item>& rows = plan.items(heavy);
@@ -49,6 +56,11 @@ inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weigh
   return true;
 }
 
+// Lowers the largest load to `target`, or as far as swaps go; it never rises. `parts` keeps the limits and the cap.
+//
+// In each round the partitions above the target share the others out among them (swaps.hpp), and each carries out its
+// best swap. If the heaviest finds none, half as many heavy partitions look among all others in the next round, at last
+// the heaviest alone; after a round in which it finds one, twice as many again.
 inline Indices refine(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, Weight target,
                       const Cap* cap = nullptr, const Weights& base = {}) {
   if (num_parts == 1) return parts;

@@ -1,5 +1,18 @@
-// From a plan to one rank's index arrays. The twin of reference_routes in commons/perf_model/routes.py, which says what
-// they are.
+// From a plan to one rank's index arrays: which segment of which row lies where, who gets it, and how long it is.
+// commons/perf_model/routes.py names the results.
+//
+// The rank exchanges rows through a buffer of 4-byte words. A segment is the words of one key (or of a dense part) of
+// one row. The buffer has three regions:
+//   own        per batch that the rank brought: the segments of all its rows, padding included, key by key; then a
+//              segment that aligns the next batch
+//   received   the rows that arrive, by sender, row by row; in an all-gather what every rank sends, a block per sender
+//              that ends in a segment that pads it to the largest sender
+//   zero row   one row of padding
+// Sent rows are sorted by sender, receiver and row, on every rank alike.
+//
+// `indices` are, one after another: the words of every segment of the buffer; by result (a batch that the rank trains)
+// the lengths (num_keys, rows); then, as int32, the segments of the own region that are sent and, by result, the
+// segments of the buffer that it is made of. Only the lengths of rows that concern this rank are read.
 #pragma once
 
 #include <cstring>
@@ -9,20 +22,20 @@
 
 namespace evenrank {
 
+// Every batch in the buffer begins at a multiple of the largest element, a complex number of two doubles.
 constexpr Weight kAlignedWords = 4;
 
-// Of the payload: its first column in the table of lengths (negative for a dense part), segments of a row, and words of
-// an element (dense: of a row).
 struct PayloadPart {
-  Weight first_key;
-  Weight num_segments;
-  Weight words;
+  Weight first_key;     // its first column in the table of lengths; negative for a dense part
+  Weight num_segments;  // of a row
+  Weight words;         // of an element; of a dense part, of a row
 };
 
+// A place is rank * steps + step.
 struct RouteRequest {
-  const Weight* rows;  // of every place
-  const Weight* real_rows;
-  const Weight* destination;  // of every real row
+  const Weight* rows;         // of every place, padding included
+  const Weight* real_rows;    // of every place, without padding
+  const Weight* destination;  // the place that trains each real row
   RowTable table;
   Index num_places;
   Weight num_rows;
@@ -30,13 +43,13 @@ struct RouteRequest {
   std::vector<PayloadPart> parts;
   Weight steps;
   Weight rank;
-  bool all_gather;
-  bool pads;
+  bool all_gather;  // whether every rank receives all rows that move, else only those it trains
+  bool pads;        // whether results are padded to the rows of their place, or one
 };
 
 struct Routes {
   Weights indices;
-  Weights sizes;
+  Weights sizes;  // all other numbers, in the order in which routes.py reads them
 };
 
 class Router {
@@ -77,12 +90,13 @@ class Router {
     Weight receiver;
     Weight words;
   };
+  // Where the segments of a row are in the buffer: the first one, and how far it is to the next.
   struct Place {
     Weight first;
     Weight stride;
   };
 
-  // Dividing for every row would be most of the time.
+  // No division where steps is 1: divisions would be most of the time.
   Weight rank_of(Weight place) const { return request_.steps == 1 ? place : place / request_.steps; }
 
   Weight num_segments() const { return static_cast<Weight>(segments_.size()); }
@@ -102,7 +116,7 @@ class Router {
     return words;
   }
 
-  // Moved rows by sender and row, those alone that concern this rank; rows come in ascending order of their senders.
+  // Finds the rows that concern this rank, and those of them that move, by sender and row.
   void find_moved() {
     for (Weight sender = 0; sender < num_ranks(); ++sender) {
       const bool own = sender == request_.rank;
@@ -119,7 +133,7 @@ class Router {
     }
   }
 
-  // Those of the rows that concern this rank, and no others: of many ranks most rows are strangers.
+  // Reads the lengths of the rows that concern this rank; with many ranks these are few of all rows.
   void read_lengths() {
     lengths_.resize(near_.size() * request_.num_keys);
     if (request_.num_keys > 0 && !read_rows(request_.table, near_.data(), static_cast<Weight>(near_.size()), kLengthsFrom,
@@ -132,6 +146,7 @@ class Router {
     });
   }
 
+  // The own region. Real rows come first in their batch, then padding.
   void write_own() {
     const Weight first_place = request_.rank * request_.steps;
     place_of_own_.reserve(num_own());
@@ -154,6 +169,7 @@ class Router {
     own_segments_ = static_cast<Weight>(indices_.size());
   }
 
+  // One part of a batch; returns its words. `first` is the slot of the first of its `real` rows.
   Weight write_part(const PayloadPart& part, Weight first, Weight real, Weight rows) {
     Weight total = 0;
     for (Weight index = 0; index < part.num_segments; ++index) {
@@ -166,6 +182,7 @@ class Router {
     return total;
   }
 
+  // The received region, and the words to and from every rank.
   void write_received() {
     input_splits_.assign(num_ranks(), 0);
     output_splits_.assign(num_ranks(), 0);
@@ -192,6 +209,7 @@ class Router {
     }
   }
 
+  // The zero row, and the order in which own segments are sent.
   void write_zero_row() {
     first_zero_ = static_cast<Weight>(indices_.size());
     for (const Segment& segment : segments_) {
@@ -209,13 +227,15 @@ class Router {
     sent_segments_ = static_cast<Weight>(orders_.size());
   }
 
+  // By result, its lengths and the segments of the buffer that it is made of; padding is the zero row.
   void write_results() {
     struct Chosen {
       Weight row;
       Weight slot;
       Place place;
     };
-    // Of every step, rows in ascending order: those that arrived lie, by row, before or after all own ones.
+    // The rows of every step, in ascending order. Rows are numbered rank by rank, so those that arrived are before or
+    // after all own ones.
     std::vector<std::vector<Chosen>> chosen(request_.steps);
     std::sort(arrived_.begin(), arrived_.end(), [](const Arrived& one, const Arrived& other) { return one.row < other.row; });
     const Weight first_place = request_.rank * request_.steps;
@@ -265,7 +285,7 @@ class Router {
     }
   }
 
-  // Behind the lengths, two to a word of eight bytes.
+  // Appends the int32 orders to the int64 lengths, two to a number.
   void pack_orders() {
     if (orders_.size() % 2) orders_.push_back(0);
     const std::size_t begin = indices_.size();
@@ -276,7 +296,7 @@ class Router {
   Weights write_sizes() const {
     Weight sent_words = 0;
     for (const Weight words : input_splits_) sent_words += words;
-    // The same on all ranks, which know the lengths of all moved rows for an all-gather alone.
+    // `moves` is the same on all ranks. Only in an all-gather does a rank know the words of all rows that move.
     const bool moves = request_.all_gather ? block_words_ > 0 : any_moved_ && num_segments() > 0;
     Weights sizes = {moves, block_words_, sent_words, own_segments_, buffer_segments_, sent_segments_};
     sizes.insert(sizes.end(), regions_.begin(), regions_.end());
@@ -295,9 +315,9 @@ class Router {
   const RouteRequest& request_;
   Weights first_of_place_;
   std::vector<Segment> segments_;
-  Weights near_;               // own rows, and others that this rank gets; of an all-gather all that move
-  Weight first_own_slot_ = 0;  // among these
-  Weights lengths_;            // of every key of these
+  Weights near_;               // own rows, and those that this rank gets; in an all-gather, all that move
+  Weight first_own_slot_ = 0;  // a slot is an index into near_
+  Weights lengths_;            // (slots, num_keys)
   std::vector<Moved> moved_;
   std::vector<Place> place_of_own_;
   std::vector<Arrived> arrived_;

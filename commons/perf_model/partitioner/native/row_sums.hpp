@@ -1,12 +1,14 @@
-// What is summed over all rows of a global batch. The twin of commons/perf_model/row_sums.py, which says what it is.
+// What is counted and summed over all rows of a global batch, each in one pass.
 #pragma once
 
 #include "problem.hpp"
 
 namespace evenrank {
 
+// Most that workloads or tokens may sum up to: loads stay an int64 when a slack of 1 doubles them.
 constexpr Weight kMostLoad = (Weight{1} << 62) - 1;
 
+// Whether all values lie in [0, largest], and their sum is at most largest_sum; the sum cannot overflow.
 inline bool all_within(const Weight* values, Weight size, Weight largest, Weight largest_sum) {
   unsigned __int128 sum = 0;
   bool within = true;
@@ -17,7 +19,9 @@ inline bool all_within(const Weight* values, Weight size, Weight largest, Weight
   return within && sum <= static_cast<unsigned __int128>(largest_sum);
 }
 
-// Of every step: rows and their tokens, those that change rank, and those that leave their node.
+// What moves, by the step in which it is trained. A place is rank * steps + step: `home` is the place of each row, and
+// `destination` the place that trains it. counts (6, steps): rows and their tokens, those that change rank and theirs,
+// those that leave their node and theirs.
 inline void count_moves(const Weight* home, const Weight* destination, const Weight* tokens, Weight num_rows,
                         Weight steps, Weight ranks_per_node, Weight* counts) {
   const auto add = [&](Weight kind, Weight step, Weight row) {
@@ -25,7 +29,7 @@ inline void count_moves(const Weight* home, const Weight* destination, const Wei
     counts[(2 * kind + 1) * steps + step] += tokens[row];
   };
   for (Weight row = 0; row < num_rows; ++row) {
-    // Where steps is 1, and for rows that stay, nothing is divided: that would be most of the time.
+    // No division where steps is 1, or for rows that stay: divisions would be most of the time.
     const bool batch = steps == 1;
     const Weight step = batch ? 0 : destination[row] % steps;
     add(0, step, row);
@@ -44,7 +48,8 @@ inline std::uint64_t mixed(std::uint64_t value) {
   return value ^ (value >> 31);
 }
 
-// Sums of the mixed numbers, each by its position.
+// 63 bits over numbers: the sum of them, each mixed with its position. It tells apart what differs by accident, not by
+// design. As in splitmix64, a position counts times kGolden, which is 2^64 over the golden ratio.
 class Digest {
  public:
   void add(const Weight* values, Weight size) {

@@ -1,4 +1,9 @@
-// Numbers of rows in narrow columns. The twin of commons/perf_model/row_table.py, which says how they lie.
+// Rows as they cross the ranks: columns of numbers, each as narrow as the batch allows, read where they are needed.
+//
+// The rows of one batch are a block of bytes, empty without rows: a code of one byte for every column, then the
+// columns. A code is the width of the column's numbers, 1, 2, 4 or 8 bytes, unsigned but for the last, plus kSameForAll
+// where all rows have the same number, which is written once. Zeros fill the last word of eight bytes. Bytes are in the
+// order of the machine. commons/perf_model/row_table.py says how the ranks use them.
 #pragma once
 
 #include <cstring>
@@ -10,8 +15,10 @@ namespace evenrank {
 using Byte = unsigned char;
 
 constexpr Byte kSameForAll = 16;
+// The columns are workload and tokens, then the lengths of every key, then what else the host keeps of a row.
 constexpr Weight kLengthsFrom = 2;
 
+// Bytes that hold all numbers of [least, most].
 inline Weight width_of(Weight least, Weight most) {
   if (least < 0) return 8;
   return most <= UINT8_MAX ? 1 : most <= UINT16_MAX ? 2 : most <= UINT32_MAX ? 4 : 8;
@@ -32,7 +39,7 @@ Weight number_at(const Byte* at) {
   return static_cast<Weight>(number);
 }
 
-// Words of eight bytes; none without rows.
+// The block of a batch's rows, in words of eight bytes; none without rows.
 inline Weights encode_columns(const std::vector<const Weight*>& columns, Weight rows) {
   if (rows == 0) return {};
   std::vector<Byte> codes;
@@ -58,6 +65,7 @@ inline Weights encode_columns(const std::vector<const Weight*>& columns, Weight 
   return words;
 }
 
+// One column of a block.
 struct Column {
   const Byte* first;
   Weight width;
@@ -91,17 +99,19 @@ struct Column {
   }
 };
 
+// The packed rows of all ranks. Every rank has the same number of places (batches), and each place one block.
 struct RowTable {
-  const Weight* words;
+  const Weight* words;  // (num_ranks, num_words): the blocks of each rank's places, then anything
   Weight num_ranks;
   Weight stride;        // from one rank's words to the next one's
   Weight num_words;     // of a rank
-  const Weight* first;  // word of every place, among its rank's
-  const Weight* real_rows;
+  const Weight* first;  // where the block of every place begins among its rank's words
+  const Weight* real_rows;  // rows of every place, without padding
   Index num_places;
   Weight num_columns;
 
-  // The first columns of a place with rows; false where they do not lie within its rank's words.
+  // Finds the first `count` columns of a place with rows; false where they do not lie within its rank's words. Words
+  // come from other ranks, so every size is checked.
   bool open(Weight place, Weight count, std::vector<Column>& columns) const {
     columns.clear();
     const Weight offset = first[place];
@@ -122,7 +132,7 @@ struct RowTable {
   }
 };
 
-// The numbers of all rows in some columns, column after column.
+// Reads some columns of all rows, column after column; false where a block is not valid.
 inline bool read_columns(const RowTable& table, const Weights& wanted, Weight num_rows, Weight* out) {
   const Weight count = wanted.empty() ? 0 : *std::max_element(wanted.begin(), wanted.end()) + 1;
   std::vector<Column> columns;
@@ -138,7 +148,7 @@ inline bool read_columns(const RowTable& table, const Weights& wanted, Weight nu
   return true;
 }
 
-// The numbers of some rows, ascending, in neighbouring columns: row after row.
+// Reads neighbouring columns of some rows, row after row; false where `rows` do not ascend or a block is not valid.
 inline bool read_rows(const RowTable& table, const Weight* rows, Weight num_rows, Weight first_column, Weight count,
                       Weight* out) {
   std::vector<Column> columns;

@@ -1,4 +1,4 @@
-// Plans to begin with: LPT, snake order and LPT on either side of a split. The twin of lpt.py, snake.py, refined.py.
+// Plans to begin with: LPT, snake order, and LPT on either side of a split.
 #pragma once
 
 #include <optional>
@@ -7,7 +7,8 @@
 
 namespace evenrank {
 
-// A binary heap whose top is replaced or removed, never anything else.
+// Partitions in a binary heap, the lightest on top, ties by fewest rows, then by index. Only the top is replaced or
+// removed.
 class LightestFirst {
  public:
   struct Entry {
@@ -54,6 +55,12 @@ class LightestFirst {
   std::vector<Entry> entries_;
 };
 
+// LPT, longest processing time first: the next heaviest row goes to the lightest partition that may take it, ties by
+// fewest rows, then by index. `base` is the load of each partition before it has any rows.
+//
+// Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969); with a limit on the number of
+// rows per partition as in the k-partitioning literature. There are n - k * min_count rows beyond min_count in a
+// partition; each one taken leaves one less, and when none is left a partition with min_count rows is full.
 inline Indices lpt(const Weights& weights, Index num_parts, const Limits& limits, const Weights& base = {}) {
   const Weight num_rows = static_cast<Weight>(weights.size());
   Indices parts(num_rows);
@@ -78,6 +85,8 @@ inline Indices lpt(const Weights& weights, Index num_parts, const Limits& limits
   return parts;
 }
 
+// Snake order: rows go to partitions 0, 1, ..., k-1, k-1, ..., 1, 0, 0, ... in turn. The cheapest plan, and a weak one;
+// sizes differ by one at most.
 inline Indices snake(Index num_rows, Index num_parts) {
   Indices parts(num_rows);
   for (Index row = 0; row < num_rows; ++row) {
@@ -87,9 +96,13 @@ inline Indices snake(Index num_rows, Index num_parts) {
   return parts;
 }
 
+// LPT within the partitions that the counting bound is about, and within the others, each with the rows that the bound
+// gives them. LPT over all partitions cannot see that some of them must hold one large row more, and so only the
+// lightest others. None where these rows do not exist or do not keep the limits.
 inline std::optional<Indices> split_start(const Problem& problem, const Split& split) {
   const Weight num_rows = static_cast<Weight>(problem.weights.size());
   const Weight rest = problem.num_parts - split.num_parts;
+  // The other partitions cannot hold more than max_count rows each.
   const Weight num_fill =
       std::max(split.num_fill, num_rows - rest * problem.limits.max_count - split.num_top);
   if (split.end_top > num_rows - num_fill) return std::nullopt;

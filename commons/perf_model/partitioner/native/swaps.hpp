@@ -1,10 +1,15 @@
-// A partition that swaps change in place. The twin of swaps.py, one swap at a time.
+// Swaps of rows between partitions, for refinement and repair.
+//
+// A round pairs the heaviest partitions with others and carries out the best swap of each of them. Every partition
+// takes part in one swap of a round at most, so that the swaps do not disturb one another. A swap gives one row for
+// one, or for none: then it is a move.
 #pragma once
 
 #include "problem.hpp"
 
 namespace evenrank {
 
+// A row and its weight; {0, kNone} is what comes back for a move.
 struct Item {
   Weight weight;
   Index row;
@@ -16,6 +21,7 @@ inline void rank_by_load(const Weights& loads, Indices& parts) {
             [&](Index a, Index b) { return loads[a] != loads[b] ? loads[a] > loads[b] : a < b; });
 }
 
+// A plan that swaps change in place.
 class WorkingPartition {
  public:
   WorkingPartition(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, const Cap* cap,
@@ -38,6 +44,7 @@ class WorkingPartition {
   const std::vector<Item>& items(Index part) const { return items_[part]; }
   Indices release() { return std::move(parts_); }
 
+  // Whether the counts allow a move.
   bool may_move(Index heavy, Index light) const {
     return static_cast<Weight>(items_[heavy].size()) > limits_.min_count &&
            static_cast<Weight>(items_[light].size()) < limits_.max_count;
@@ -50,6 +57,7 @@ class WorkingPartition {
     return held_[heavy] - taken <= cap_->limit && held_[light] + taken <= cap_->limit;
   }
 
+  // Gives `item` from `heavy` to `light`, and `back`, if it is a row, the other way.
   void apply(Index heavy, Index light, const Item& item, const Item& back) {
     give(heavy, light, item);
     if (back.row != kNone) give(light, heavy, back);
@@ -73,13 +81,14 @@ class WorkingPartition {
 
   Indices parts_;
   Weights loads_;
-  Weights held_;
-  std::vector<std::vector<Item>> items_;  // heaviest first
+  Weights held_;                          // the second weight per partition; empty without a cap
+  std::vector<std::vector<Item>> items_;  // rows per partition, heaviest first
   Limits limits_;
   const Cap* cap_;
 };
 
-// The light partitions that fall to one of the heavy ones: in turn, lightest first.
+// The partitions that one of the heavy ones may swap with. The others are dealt to the `num_heavy` heaviest of `ranked`
+// in turn, lightest first; those left over take no part.
 class Share {
  public:
   Share(const Indices& ranked, Index num_heavy, Index heavy)
@@ -94,6 +103,8 @@ class Share {
   Index heavy_;
 };
 
+// How many of the `num_over` partitions above the limit look for a swap: at most half of all, and half as many at each
+// further level.
 inline Index heavy_at_level(Index num_over, std::size_t num_parts, int level) {
   return std::max(1, std::min(num_over, static_cast<Index>(num_parts / 2)) >> level);
 }

@@ -1,10 +1,12 @@
-// A whole plan: the algorithm asked for, then the cap on tokens, then rows kept home. The twin of plan.py.
+// A whole plan: the algorithm of the request, then the cap on tokens, then rows kept home.
 #pragma once
 
 #include "many_parts.hpp"
 
 namespace evenrank {
 
+// Plans as if rows were nowhere, then brings tokens under the cap and rows home; by sample. Where the plan
+// does not keep the cap, its most tokens, or those of home if they are less, are the cap for bringing rows home.
 inline Indices plan_freely(const Request& request, const Problem& problem, const Bound& bound) {
   const Index num_parts = request.num_parts;
   Indices assignment = problem.by_sample(by_method(request.method, problem, bound));
@@ -20,6 +22,8 @@ inline Indices plan_freely(const Request& request, const Problem& problem, const
   return keep_rows_home(problem, std::move(assignment), request, request.max_tokens ? &cap : nullptr);
 }
 
+// The plan of one batch. With the refined method, many partitions and a home, a plan near home is tried first
+// (many_parts.hpp): it takes a time that grows with the rows that have to move, not with all rows.
 inline Plan make_plan(const Request& request) {
   const Index num_parts = request.num_parts;
   const Problem problem = Problem::of(request.workloads, num_parts, request.equal_size);
@@ -30,6 +34,7 @@ inline Plan make_plan(const Request& request) {
   }
   if (!assignment) assignment = plan_freely(request, problem, bound);
   if (!request.home.empty() && !problem.limits.keep(count_per_part(*assignment, num_parts))) {
+    // Home won over equal sizes, so only the bound for free sizes holds for it.
     const Limits free = Limits::of(static_cast<Weight>(problem.weights.size()), num_parts, false);
     bound = counting_bound(problem.weights, num_parts, free);
   }
