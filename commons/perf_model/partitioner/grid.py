@@ -93,10 +93,10 @@ def partition_grid(
         home: the rank each sample is on now, `(n,)`. Then few tokens leave their rank; between the steps of its rank a
             sample moves at no cost.
         home_step: the step each sample was loaded in, `(n,)`: its batch. Then the sum is never above that of
-            `partition` for each batch alone with the same arguments (with `home`, its `slack` counts for both), if
-            those have the counts that `equal_size` says: batches of one size have, others may not. With `home` too it
-            is never above that of the samples as they were loaded either: where no plan lowers it, that is the plan,
-            even if its counts differ. Samples as loaded that break `max_tokens` are not protected.
+            `partition` for each batch alone with the same arguments (with `home`, its `slack` counts for both);
+            without `home`, if those have the counts that `equal_size` says: batches of one size have, others may not.
+            With `home` too it is never above that of the samples as they were loaded either: where no plan lowers it,
+            that is the plan, even if its counts differ. Samples as loaded that break `max_tokens` are not protected.
         ranks_per_node: ranks `[0, r)`, `[r, 2r)`, … share a node; tokens that leave it count four times.
         slack: with `home`, how far the sum may be above that of the plan without it, in [0, 1].
         best_effort: where no plan keeps `max_tokens`, return the one found that exceeds it least.

@@ -123,7 +123,7 @@ def loaded_batches(draw):
 
 
 def batches_alone(workloads, tokens, ranks, steps, home_step, home, **keywords) -> float:
-    """Sum over the batches of the largest load of each planned by itself; infinite if counts are not as asked for."""
+    """Sum over the batches of the largest load of each planned by itself; infinite if nothing is promised of it."""
     total, counts = 0, []
     for step in range(steps):
         rows = [row for row, loaded in enumerate(home_step) if loaded == step]
@@ -132,7 +132,7 @@ def batches_alone(workloads, tokens, ranks, steps, home_step, home, **keywords) 
         batch = partition([workloads[row] for row in rows], ranks, tokens=[tokens[row] for row in rows], **keywords)
         total += int(batch.loads.max())
         counts += np.bincount(batch.assignment, minlength=ranks).tolist()
-    return total if keeps_counts(np.array(counts), keywords["equal_size"]) else float("inf")
+    return total if home is not None or keeps_counts(np.array(counts), keywords["equal_size"]) else float("inf")
 
 
 def keeps_counts(counts: np.ndarray, equal_size: bool) -> bool:

@@ -41,8 +41,8 @@ def tables(draw):
         for _ in range(steps):
             rows = draw(st.sampled_from([0, 1, 3, 5]))
             workloads = draw(numbers(rows)) >> 3  # whose sum fits
-            # Sums of lengths have to fit: half of the edges do.
-            of_keys = [draw(numbers(rows)) >> draw(st.sampled_from([2, 40])) for _ in range(keys)]
+            # The sum of all lengths has to fit.
+            of_keys = [draw(numbers(rows)) >> draw(st.sampled_from([6, 40])) for _ in range(keys)]
             lengths = np.array(of_keys, np.int64).reshape(keys, rows)
             further = [draw(numbers(rows, signed=True)) for _ in range(kept)]
             first.append(sum(map(len, blocks)))

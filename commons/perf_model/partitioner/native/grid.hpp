@@ -66,8 +66,8 @@ class GridPlanner {
     std::optional<Candidate> loaded = as_loaded();
     std::optional<Candidate> alone;
     if (!request_.home_step.empty()) alone = batches_alone(best);
-    // Batches of different sizes have other counts than were asked for.
-    if (alone && !limits_.keep(count_per_part(alone->cells, num_cells_))) alone.reset();
+    // Batches of different sizes have other counts than were asked for; home wins over equal counts.
+    if (alone && request_.home.empty() && !limits_.keep(count_per_part(alone->cells, num_cells_))) alone.reset();
     if (alone && !best.beats(*alone)) return std::move(!loaded || alone->beats(*loaded) ? *alone : *loaded);
     if (request_.home.empty()) return best;
     Weight most = with_slack(best.total(), request_.slack);
