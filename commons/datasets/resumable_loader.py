@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from commons.datasets.samplers import EpochSampler, Place
-from commons.sequence_batch.wire import decode, encode
+from commons.sequence_batch.wire import UnsendableError, decode, encode
 
 # How torch begins the message of an error that a worker process met, before the worker's traceback.
 _OF_A_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
@@ -133,11 +133,17 @@ class WrappedBatch:
 
 
 def wrap(batch: Any) -> Any:
-    """A batch as one tensor in shared memory; one with something that a message cannot hold stays as it is."""
+    """A batch as one tensor in shared memory; one with something that a message cannot hold stays as it is.
+
+    Raises:
+        TypeError: a tensor computed with gradients, or a defaultdict whose factory has no name of its own.
+    """
     try:
         message = encode(batch)
         shared = torch.empty(message.nbytes, dtype=torch.uint8).share_memory_()
         message.write(shared)
+    except UnsendableError:
+        raise
     except Exception:  # of whatever kind of tensor; torch sends it, or says why it cannot
         return batch
     return WrappedBatch(shared)

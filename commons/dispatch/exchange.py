@@ -107,7 +107,8 @@ def _pack(
     """This rank's own piece, and the messages to the others; None if there are none."""
     own, buffer = None, None
     for rank in range(channel.world_size):
-        piece = pieces(rank)
+        with torch.no_grad():  # of rows that stay too: what a result is does not depend on where its rows were
+            piece = pieces(rank)
         if rank == channel.rank:
             own, piece = piece, None
         message = None

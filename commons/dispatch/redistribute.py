@@ -73,7 +73,7 @@ class RedistributedRows(Trimmed, Generic[B]):
         )
 
     def send_home(self, results: R) -> R | None:
-        """Bring results to the ranks that the rows come from, in the order in which these had them.
+        """Bring results, without gradients, to the ranks that the rows come from, in the order in which these had them.
 
         All ranks of the group call this together.
 
@@ -144,7 +144,8 @@ def redistribute_balanced(
     """Move rows between ranks so that all carry equal work; rows that stay do not travel.
 
     All ranks of the group call this together, each with the rows that it has, such as the rollouts it has generated.
-    Ranks may bring different numbers of rows, none included. Padding that a batch states is left out.
+    Ranks may bring different numbers of rows, none included. Padding that a batch states is left out. Gradients end
+    here, for rows that stay too.
 
     Args:
         batch: this rank's rows, anything with rows (`commons.sequence_batch.rows`); None for none.
@@ -164,7 +165,8 @@ def redistribute_balanced(
         ValueError: on all ranks: fields of different numbers of rows, wrong workloads, no rows at all or fewer (or
             fewer groups) than ranks, batches that differ between ranks, sequences to widen whose padding is not one
             value, or ranks that pass different options.
-        TypeError: on all ranks: a batch that cannot be sent.
+        TypeError: on all ranks: a batch that cannot be sent, or would arrive as something else: masked arrays,
+            subclasses of tensors.
         KeyError: on all ranks: a field to trim that is not there, or a class that a rank has not imported.
         RankMissingError: a rank did not take part in time.
     """

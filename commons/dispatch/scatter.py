@@ -137,7 +137,7 @@ class BalancedShare(Trimmed, Generic[B]):
             return share.batch
 
     def gather_back(self, results: R, *, to_all: bool = False) -> R | None:
-        """Bring the results of all ranks together, in the order of the whole batch and without padding.
+        """Bring the results of all ranks together, without gradients, in the order of the batch and without padding.
 
         All ranks of the group call this together.
 
@@ -185,7 +185,7 @@ class BalancedShare(Trimmed, Generic[B]):
                 "share, padding included: keep all rows"
             )
         real = self.indices[self.indices >= 0]
-        with torch.no_grad():  # as what comes from other ranks
+        with torch.no_grad():  # selected once for all receivers
             return Piece(rows.select(range(len(real))), real)
 
 

@@ -104,7 +104,7 @@ def map_trees(nodes: Sequence[Node], function: LeafFunction, rows: int, real: in
         _require_same(path, [node.leaf_type is first.leaf_type for node in nodes], nodes)
         return Node(function(path, first.leaf_type, [node.value for node in nodes]), first.leaf_type)
     if first.kind is None:
-        _require_same(path, [not node.has_rows and _is_equal(node.value, first.value) for node in nodes], nodes)
+        _require_same(path, [not node.has_rows and is_equal(node.value, first.value) for node in nodes], nodes)
         return first
     keys = first.children.keys()
     _require_same(path, [type(n.value) is type(first.value) and n.children.keys() == keys for n in nodes], nodes)
@@ -233,11 +233,12 @@ def _holds_tensors(value: Any) -> bool:
     return kind == "tensordict" or any(_holds_tensors(child) for child in children.values())
 
 
-def _is_equal(value: Any, other: Any) -> bool:
+def is_equal(value: Any, other: Any) -> bool:
+    """Whether two values are the same metadata; False where they cannot be compared."""
     if value is other:
         return True
     if isinstance(value, Constant) and isinstance(other, Constant):
-        return _is_equal(value.value, other.value)
+        return is_equal(value.value, other.value)
     try:
         # NaN is the same metadata on all ranks, although it does not equal itself.
         return bool(value == other) or (value != value and other != other)

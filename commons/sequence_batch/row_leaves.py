@@ -131,6 +131,7 @@ class _Array(LeafType[np.ndarray]):
     """A numpy array `(rows, ...)`; one of dtype object holds a Python object per row."""
 
     def count(self, value: np.ndarray, name: str) -> int:
+        require_plain_array(value, name)
         if value.ndim == 0:
             raise ValueError(
                 f"field {name!r} is a 0-dimensional array; an array must have the batch as its first dimension: make "
@@ -298,6 +299,16 @@ class _Jagged(LeafType["JaggedTensor"]):
     def tensors(self, value: JaggedTensor) -> list[torch.Tensor]:
         weights, rows = value.weights_or_none(), slice(*_ends(value))
         return [value.values()[rows], value.lengths(), *([] if weights is None else [weights[rows]])]
+
+
+def require_plain_array(value: np.ndarray, name: str) -> None:
+    """Raise TypeError for an array of a subclass, whose rows would be joined and sent as those of a plain one."""
+    if type(value) not in (np.ndarray, np.memmap):
+        remedy = "np.ma.getdata and np.ma.getmaskarray" if isinstance(value, np.ma.MaskedArray) else "np.asarray"
+        raise TypeError(
+            f"field {name!r} is a {type(value).__name__}; rows are taken from plain arrays, and what it has beside its "
+            f"values would be lost: pass what {remedy} give of it"
+        )
 
 
 def _ends(value: JaggedTensor) -> tuple[int, int]:

@@ -7,7 +7,7 @@ A batch is a tree. Its leaves hold an entry per row; everything else is metadata
 =================================================  =================================================================
 value                                              what it is
 =================================================  =================================================================
-tensor, numpy array                                leaf: the first dimension is the batch
+tensor, numpy array (no masked or other subclass)  leaf: the first dimension is the batch
 nested tensor of layout torch.jagged               leaf
 KeyedJaggedTensor, JaggedTensor                    leaf; weights are kept
 dict or other mapping, TensorDict, dataclass       branch; stays of its type
@@ -74,7 +74,7 @@ class Rows(Generic[B]):
         Raises:
             ValueError: leaves with different numbers of rows, a 0-dimensional tensor, no leaf at all, an
                 `actual_batch_size` outside the batch, or several that differ.
-            TypeError: a tensorclass or a KeyedTensor.
+            TypeError: a tensorclass, a KeyedTensor, or an array of a subclass such as a masked one.
 
         >>> Rows.of({"ids": torch.zeros(3, 5), "text": ["a", "b", "c"], "split": "train"}).count
         3

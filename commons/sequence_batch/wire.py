@@ -1,5 +1,8 @@
 """A batch as bytes: its structure as JSON, its tensors as they lie in memory. Nothing is pickled.
 
+What would arrive as something else is refused: the mask of a masked array, gradients, subclasses of tensors, attributes
+of a mapping beside its items.
+
     message: length of the JSON (8 bytes), JSON, tensor after tensor
 
 A receiver makes the batch again out of the message alone. Classes travel by name and are looked up among the modules
@@ -11,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from commons.sequence_batch.batch_tree import Constant, Node, Path, make_tensordict, parse, path_name
+from commons.sequence_batch.batch_tree import Constant, Node, Path, is_equal, make_tensordict, parse, path_name
 from commons.sequence_batch.fields import make_batch
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.row_leaves import (
@@ -31,6 +36,7 @@ from commons.sequence_batch.row_leaves import (
     nested_from_lengths,
     nested_lengths,
     ragged_axis,
+    require_plain_array,
 )
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.torchrec_types import new_jagged, new_keyed_jagged
@@ -40,6 +46,12 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 _LENGTH_BYTES = 8
+# Factories of a defaultdict: a receiver runs no other callable on a sender's word.
+_FACTORIES: dict[str, Any] = {each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool)}
+
+
+class UnsendableError(TypeError):
+    """A value that torch's own workers could not send either: theirs would wait for ever."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,7 @@ class Message:
 
     Attributes:
         header: the JSON, with its length in front.
-        tensors: what the header refers to, in order; contiguous, without gradients.
+        tensors: what the header refers to, in order; contiguous.
     """
 
     header: bytes
@@ -114,7 +126,9 @@ def encode(*batches: Any, extra: Any = None) -> Message:
         extra: a plain value that travels with them.
 
     Raises:
-        TypeError: metadata, or a Python object per row, that JSON cannot hold; a class that no receiver could find.
+        TypeError: metadata, or a Python object per row, that JSON cannot hold; a class that no receiver could find, or
+            make as it was; a tensor that requires gradients or is no plain one; an array of a subclass such as a masked
+            one.
         ValueError: a KeyedJaggedTensor whose keys differ in their number of rows.
     """
     encoder = _Encoder()
@@ -161,6 +175,10 @@ class _Encoder:
         nodes = [[encode_plain(key, path), self.node(child, (*path, key))] for key, child in children.items()]
         if node.kind == "tensordict":
             return ["tensordict", list(value.batch_size), _place(value.device), nodes]
+        if type(value) is defaultdict:
+            return ["defaultdict", _factory_name(value.default_factory, path), nodes]
+        if node.kind != "dataclass":
+            _require_only_items(value, path)
         return [node.kind, type_name(type(value), path_name(path)), nodes]
 
     def leaf(self, leaf_type: LeafType[Any], value: Any, path: Path) -> list[Any]:
@@ -169,29 +187,41 @@ class _Encoder:
         if leaf_type is ARRAY:
             return self.array(value, path)
         if leaf_type is DENSE_TENSOR:
-            return ["tensor", self.tensor(value)]
+            return ["tensor", self.tensor(value, path)]
         if leaf_type is KEYED_JAGGED:
             leaf_type.count(value, path_name(path))  # of one number of rows, or an error
-            parts = [self.tensor(part) for part in leaf_type.tensors(value)]
+            parts = [self.tensor(part, path) for part in leaf_type.tensors(value)]
             return ["keyed_jagged", value.keys(), value.stride(), value.length_per_key(), parts]
         if leaf_type is JAGGED:
-            return ["jagged", [self.tensor(part) for part in leaf_type.tensors(value)]]
+            return ["jagged", [self.tensor(part, path) for part in leaf_type.tensors(value)]]
         compact = leaf_type.select(value, torch.arange(value.size(0)))  # without gaps between the rows
-        return ["nested", ragged_axis(value), self.tensor(compact.values()), self.tensor(nested_lengths(compact))]
+        values, lengths = compact.values(), nested_lengths(compact)
+        return ["nested", ragged_axis(value), self.tensor(values, path), self.tensor(lengths, path)]
 
     def array(self, value: np.ndarray, path: Path) -> list[Any]:
+        require_plain_array(value, path_name(path))
         if value.dtype == object:
             return ["objects", list(value.shape), [encode_plain(item, path) for item in value.ravel().tolist()]]
-        if value.dtype.fields is not None:
+        if value.dtype.fields is not None or not _is_dtype_of_numpy(value.dtype):
             raise TypeError(
-                f"{path_name(path)!r} is an array of dtype {value.dtype}; arrays of one simple dtype can be sent: pass "
-                "its fields as arrays of their own"
+                f"{path_name(path)!r} is an array of dtype {value.dtype}; arrays of one simple dtype of numpy can be "
+                "sent: pass its fields as arrays of their own, or convert it"
             )
         raw = np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)
-        return ["array", value.dtype.str, list(value.shape), self.tensor(torch.from_numpy(raw))]
+        return ["array", value.dtype.str, list(value.shape), self.tensor(torch.from_numpy(raw), path)]
 
-    def tensor(self, tensor: torch.Tensor) -> list[Any]:
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    def tensor(self, tensor: torch.Tensor, path: Path) -> list[Any]:
+        if type(tensor) is not torch.Tensor:
+            raise TypeError(
+                f"{path_name(path)!r} is a {type(tensor).__name__}; it would arrive as a plain tensor: pass one, and "
+                "what it has beside its values as a field of its own"
+            )
+        if tensor.requires_grad:
+            error = TypeError if tensor.is_leaf else UnsendableError
+            raise error(
+                f"{path_name(path)!r} requires gradients, which end where a tensor leaves its process: pass detach()"
+            )
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
         self.tensors.append(tensor)
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _place(tensor.device)]
 
@@ -265,6 +295,9 @@ class _Decoder:
             result[key] = child
         return result
 
+    def make_defaultdict(self, factory: str | None, nodes: list[Any]) -> Any:
+        return defaultdict(None if factory is None else _FACTORIES[factory], self.children(nodes))
+
     def make_namedtuple(self, name: str, nodes: list[Any]) -> Any:
         return _find_type(name)._make(self.children(nodes).values())
 
@@ -273,6 +306,54 @@ class _Decoder:
 
     def children(self, nodes: list[Any]) -> dict[Any, Any]:
         return {decode_plain(key): self.value(node) for key, node in nodes}
+
+
+def _factory_name(factory: Any, path: Path) -> str | None:
+    """What a message calls the factory of a defaultdict; TypeError for one that a receiver may not run."""
+    if factory is None:
+        return None
+    name = next((name for name, known in _FACTORIES.items() if known is factory), None)
+    if name is None:
+        found = sys.modules.get(getattr(factory, "__module__", None) or "")
+        for part in getattr(factory, "__qualname__", "").split("."):
+            found = getattr(found, part, None)
+        error = TypeError if found is factory else UnsendableError
+        raise error(
+            f"{path_name(path)!r} is a defaultdict whose factory is {factory!r}; those that can be sent are "
+            f"{', '.join(_FACTORIES)}: pass dict(...) of it"
+        )
+    return name
+
+
+def _require_only_items(value: Any, path: Path) -> None:
+    """Raise TypeError for a mapping or sequence that its items alone do not make again."""
+    made = type(value).__name__
+    if isinstance(value, Mapping):
+        try:
+            empty = type(value)()
+        except TypeError as error:
+            raise TypeError(
+                f"{path_name(path)!r} is a {made}, which cannot be made without arguments ({error}); a mapping arrives "
+                "by its items: pass dict(...) of it"
+            ) from error
+        known = getattr(empty, "__dict__", {})
+    else:
+        known = {}
+    for name, held in getattr(value, "__dict__", {}).items():
+        holds_items = isinstance(held, Mapping) and held.keys() == getattr(value, "keys", dict)()
+        if not holds_items and not (name in known and is_equal(held, known[name])):
+            raise TypeError(
+                f"{path_name(path)!r} is a {made} with the attribute {name!r} beside its items, which alone arrive: "
+                "pass a dict, list or tuple of them"
+            )
+
+
+def _is_dtype_of_numpy(dtype: np.dtype[Any]) -> bool:
+    """Whether the text that a message holds of a dtype gives it back; other packages' dtypes read as bytes."""
+    try:
+        return np.dtype(dtype.str) == dtype
+    except TypeError:
+        return False
 
 
 def _place(device: torch.device | None) -> int | None:

@@ -170,7 +170,8 @@ def as_values(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__"):
         return (type(value).__name__, {name: as_values(getattr(value, name)) for name in value.__dataclass_fields__})
     if isinstance(value, dict):
-        return (type(value).__name__, {key: as_values(child) for key, child in value.items()})
+        factory = getattr(value, "default_factory", None)
+        return (type(value).__name__, factory, {key: as_values(child) for key, child in value.items()})
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, [as_values(child) for child in value])
     return value
