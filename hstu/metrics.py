@@ -74,7 +74,7 @@ class RankingMetrics:
             a prediction is no number, and for the error of a task with a single prediction of a label.
 
         """
-        found = {}
+        found: dict[str, float] = {}
         for kind, metrics in (("auc", self._auc), ("popularity_auc", self._popularity_auc)):
             for task, metric in enumerate(metrics):
                 name, (value, error) = f"{kind}_task_{task}", metric.compute().tolist()

@@ -184,14 +184,15 @@ def _evaluations(base: RunLog, other: RunLog) -> tuple[int | None, dict[str, flo
     common = sorted(set(first) & set(second))
     if not common:
         return None, {}, {}
-    before, after = ({name: each for name, *each in with_errors(found[common[-1]])} for found in (first, second))
+    before, after = first[common[-1]], second[common[-1]]
+    known_errors = {name: error for name, _, error in with_errors(after) if error is not None}
     apart, errors = {}, {}
-    for name, (value, error) in before.items():
-        if name == "rows" or name not in after or not np.isfinite(after[name][0] - value):
+    for name, value, error in with_errors(before):
+        if name == "rows" or name not in after or not np.isfinite(after[name] - value):
             continue
-        apart[name] = after[name][0] - value
-        if error is not None and after[name][1] is not None:
-            errors[name] = float(np.hypot(error, after[name][1]))
+        apart[name] = after[name] - value
+        if error is not None and name in known_errors:
+            errors[name] = float(np.hypot(error, known_errors[name]))
     return common[-1], apart, errors
 
 
