@@ -7,11 +7,17 @@ import struct
 
 import pytest
 
-from commons.trainer import TrainerArgs
+from commons.trainer import TrainerArgs, sinks
 from commons.trainer.args import SinkOptions
 from commons.trainer.sinks import open_sinks
 
 RECORDS = [{"step": 7, "loss": 0.5, "rank_speeds": [2.0, None]}, {"step": 7, "eval_NDCG@10": 0.25}]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A busy machine takes longer to begin a run than its end waits for it."""
+    monkeypatch.setattr(sinks, "_CLOSE_SECONDS", 120.0)
 
 
 def keep(tmp_path, sink, first_step=0, **options):
@@ -55,9 +61,12 @@ def test_mlflow(tmp_path, caplog, monkeypatch):
 
 @pytest.mark.extra("wandb")
 def test_wandb_offline(tmp_path, caplog):
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     name = keep(tmp_path, "wandb", project="mine", wandb_mode="offline")
+    # A finished run is written by wandb's own process, which may not have begun: this waits until it has ended.
+    wandb.teardown()
     assert [record.getMessage() for record in caplog.records if record.name.startswith("commons")] == []
     (path,) = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb")
     found, run = {}, None
