@@ -98,6 +98,11 @@ class GPTSIDBatch(BaseBatch):
                     f"{attribute} is {getattr(self, attribute)!r}, the keys are {keys}; it names one of the keys: "
                     "correct it"
                 )
+            if getattr(self, attribute) not in self.feature_to_max_seqlen:
+                raise ValueError(
+                    f"feature_to_max_seqlen has {list(self.feature_to_max_seqlen)} and not the {attribute} "
+                    f"{getattr(self, attribute)!r}; the decoder's layout follows from the most ids of both: add it"
+                )
         if self.history_feature_name == self.candidate_feature_name:
             raise ValueError(
                 f"history_feature_name and candidate_feature_name are both {self.history_feature_name!r}; histories "

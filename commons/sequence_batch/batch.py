@@ -32,7 +32,7 @@ class _GlobalBatchSlot:
 
 @dataclass
 class BaseBatch(Pipelineable, _GlobalBatchSlot):
-    """A batch of sequences with labels.
+    """A batch of sequences with labels; `features` alone are enough, `labels` for training.
 
     Subclasses are dataclasses that add fields. Every KeyedJaggedTensor and every tensor among them must have
     `batch_size` rows and then moves, is selected and is exchanged without further code; any other field is a plain
@@ -49,8 +49,8 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
 
     Attributes:
         features: sequences, `K` keys over `batch_size` rows.
-        batch_size: rows, padding included.
-        feature_to_max_seqlen: the longest sequence a key can have.
+        batch_size: rows, padding included; those of the fields if not given.
+        feature_to_max_seqlen: the longest sequence a key can have, for models that ask for it; empty if not given.
         contextual_feature_names: keys of `features` that describe the user rather than the history.
         labels: KeyedJaggedTensor over `batch_size` rows, or a tensor `(batch_size, ...)`.
         actual_batch_size: rows that are no padding; all of them if not given.
@@ -64,14 +64,14 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     host_fields: ClassVar[tuple[str, ...]] = ()
 
     features: KeyedJaggedTensor
-    batch_size: int
-    feature_to_max_seqlen: dict[str, int]
+    batch_size: int = None  # type: ignore[assignment]  # an int once it is made
+    feature_to_max_seqlen: dict[str, int] = field(default_factory=dict)
     contextual_feature_names: list[str] = field(default_factory=list)
     labels: KeyedJaggedTensor | torch.Tensor | None = None
     actual_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        _, self.actual_batch_size = row_counts(self)
+        self.batch_size, self.actual_batch_size = row_counts(self)
         unknown = [name for name in self.contextual_feature_names if name not in self.features.keys()]
         if unknown:
             raise ValueError(

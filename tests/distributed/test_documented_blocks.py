@@ -190,6 +190,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         given.torchrec_script, given.all_rows_were_trained, excerpt_of="examples/torchrec_dlrm.py"
     ),
     ("docs/torchrec_model.md", "The loss", 0): Excerpt("examples/torchrec_dlrm.py"),
+    ("docs/torchrec_model.md", "The batch", 0): Python(pages.clicks_and_labels, pages.clicks_went_with_their_labels),
     ("docs/torchrec_model.md", "Evaluation and checkpoints", 0): Python(
         training.script_with_evaluation, training.segments_were_evaluated
     ),

@@ -61,6 +61,25 @@ def padding_is_stated(names: dict[str, Any]) -> None:
     assert counts == [(1, 1, 2.0), (1, 0, 0.0)]
 
 
+def clicks_and_labels() -> dict[str, Any]:
+    """Long histories on rank 0, short ones on rank 1; a row's label is its first value."""
+    features = _sparse({"clicks": [[90, 80, 70, 60], [3, 2, 1, 4]][dist.get_rank()]})
+    features = KeyedJaggedTensor(["clicks"], features.values() + 1000 * dist.get_rank(), lengths=features.lengths())
+    return {"features": features, "labels": features.values()[features.offsets()[:-1]]}
+
+
+def clicks_went_with_their_labels(names: dict[str, Any]) -> None:
+    """Every row of both ranks is trained once, with its own label, and the ranks are even."""
+    before, after = names["batch"], names["shuffled"]
+    assert after.labels.tolist() == after.features.values()[after.features.offsets()[:-1]].tolist()
+    assert sorted(of_all(after.labels.tolist())) == sorted(of_all(before.labels.tolist()))
+    assert sorted(of_all(after.features.values().tolist())) == sorted(of_all(before.features.values().tolist()))
+    assert (type(after).__name__, after.batch_size, after.actual_batch_size) == ("ClickBatch", 4, 4)
+    stats = names["shuffler"].last_stats
+    assert stats.moved and stats.imbalance_after < 0.1 < 0.9 < stats.imbalance_before
+    names["shuffler"].close()
+
+
 def rows_of_prompts() -> dict[str, Any]:
     """Answers to sixteen prompts, two each, not beside each other."""
     lengths = [int(3 + 1.25**row) for row in range(32)]

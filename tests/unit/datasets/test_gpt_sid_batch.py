@@ -133,6 +133,7 @@ class TestChecks:
         [
             ({"history_feature_name": "past"}, "history_feature_name is 'past', the keys are"),
             ({"candidate_feature_name": "history"}, "are both 'history'"),
+            ({"feature_to_max_seqlen": {"history": 9}}, "not the candidate_feature_name 'candidate'"),
             ({"num_hierarchies": 0, "codebook_sizes": None}, "num_hierarchies is 0"),
             ({"num_hierarchies": 2}, "codebook_sizes is [5, 3, 7], num_hierarchies is 2"),
             ({"codebook_sizes": [5, 3, 0]}, "at least one code"),

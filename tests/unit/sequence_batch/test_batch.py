@@ -69,6 +69,38 @@ def test_loss_tokens_count_real_rows_only():
     assert padded.num_loss_tokens() == 4
 
 
+@dataclasses.dataclass
+class PlainBatch(BaseBatch):
+    """A user's class that adds nothing."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class PricedBatch(BaseBatch):
+    """A user's class with a field that has no default."""
+
+    prices: torch.Tensor
+
+
+def test_features_and_labels_are_enough():
+    features, labels = make().features, torch.arange(3.0)
+    for batch in (
+        PlainBatch(features, labels=labels),
+        PricedBatch(features, labels=labels, prices=torch.ones(3)),
+        PlainBatch(features, 3, {}, [], labels, 3),  # in the order of all fields
+    ):
+        assert (batch.batch_size, batch.actual_batch_size) == (3, 3)
+        assert (batch.feature_to_max_seqlen, batch.contextual_feature_names) == ({}, [])
+        assert batch.num_loss_tokens() == 3 and batch.host_lengths("item")[0].tolist() == [1, 1, 1]
+        selected = batch.index_select([2, 0])
+        assert selected.batch_size == 2 and selected.labels.tolist() == [2.0, 0.0]
+        assert BatchSchema.of(batch).empty_batch().batch_size == 0
+    assert PlainBatch(features).num_loss_tokens() == 0
+    with pytest.raises(ValueError, match=r"disagree on the number of rows: \{'features': 3, 'labels': 2\}"):
+        PlainBatch(features, labels=torch.zeros(2))
+    with pytest.raises(ValueError, match="actual_batch_size is 4, batch_size is 3"):
+        PlainBatch(features, actual_batch_size=4)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
