@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from commons.checks import require_at_least
+from commons.sequence_batch.row_leaves import ragged_axis
 
 MaskKind = Literal["block_diagonal", "causal"]
 
@@ -85,8 +86,8 @@ def pack_rows(
     Args:
         batch: dict (or TensorDict) of tensors as Hugging Face's models take them: `attention_mask` `(rows, width)`, not
             0 where there is a token, on any side of it; fields that begin with these two dimensions have an entry per
-            token, the others are kept as they are. Or without `attention_mask`, fields per token as nested tensors of
-            layout torch.jagged.
+            token, the others are kept as they are. Or without `attention_mask`, fields per token as nested tensors
+            `(rows, tokens, ...)` of layout torch.jagged.
         mask: "block_diagonal" for tokens that see their whole row, "causal" for those that see what precedes them in
             it. It takes T² bytes; kernels that know `cu_seqlens` need none.
         pad_to_multiple_of: fill up to a multiple of so many tokens, with zeros and ignored labels in a row of their
@@ -94,8 +95,9 @@ def pack_rows(
         ignore_index: label that the loss leaves out.
 
     Raises:
-        ValueError: neither an attention mask nor nested tensors, nested tensors of different lengths, a mask that is
-            not `(rows, width)`, no token at all, an unknown kind of mask, or a multiple below 1.
+        ValueError: neither an attention mask nor nested tensors, nested tensors of different lengths, ragged in another
+            dimension, with gaps or with values outside their rows, a mask that is not `(rows, width)`, no token at all,
+            an unknown kind of mask, or a multiple below 1.
 
     Examples:
         >>> ids, mask = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -194,6 +196,18 @@ def _token_places(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, t
                 raise ValueError(
                     f"field {name!r} is a nested tensor with gaps or of layout {value.layout}; tokens have to lie "
                     "end to end: make it a contiguous one of layout torch.jagged"
+                )
+            axis = ragged_axis(value)
+            if axis != 1:
+                raise ValueError(
+                    f"field {name!r} has shape {tuple(value.shape)}, in which dimension {axis} is ragged; a nested "
+                    "tensor holds its tokens along dimension 1: transpose its rows"
+                )
+            begin, end = value.offsets()[[0, -1]].tolist()
+            if (begin, end) != (0, value.values().shape[0]):
+                raise ValueError(
+                    f"field {name!r} has offsets from {begin} to {end} and {value.values().shape[0]} values; the rows "
+                    "of a nested tensor are all of its values: cut off the others, and let the offsets begin at 0"
                 )
         offsets: dict[str, torch.Tensor] = {name: value.offsets() for name, value in nested.items()}
         first = next(iter(offsets))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from commons.micro_batching import MicroBatchSpec, count_loss_tokens, pack_micro_batches, pack_rows
+from commons.sequence_batch.rows import select_rows
 
 EXAMPLE = Path(__file__).parents[3] / "examples/gradient_accumulation.py"
 
@@ -103,6 +104,24 @@ def test_nested_tensors_need_no_mask():
         pack_rows({"input_ids": ids, "other": other})
     with pytest.raises(ValueError, match="'input_ids' is a nested tensor with gaps or of layout torch.strided"):
         pack_rows({"input_ids": torch.nested.nested_tensor(rows, layout=torch.strided)})
+
+
+def test_nested_tensors_whose_values_are_not_their_tokens():
+    def jagged(values, offsets, dim=1):
+        return torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets), jagged_dim=dim)
+
+    ids = jagged(torch.arange(6), [0, 2, 6])
+    heads = jagged(torch.arange(12.0).view(2, 6), [0, 2, 6], dim=2)
+    with pytest.raises(ValueError, match=r"'heads' has shape \(2, 2, \w+\), in which dimension 2 is ragged; a nested"):
+        pack_rows({"input_ids": ids, "heads": heads})
+    for offsets in ([0, 2, 6], [3, 5, 9], [2, 4, 8]):
+        outside = jagged(torch.arange(9), offsets)
+        message = f"'ids' has offsets from {offsets[0]} to {offsets[-1]} and 9 values; the rows of a nested tensor"
+        with pytest.raises(ValueError, match=message):
+            pack_rows({"input_ids": jagged(torch.arange(9), [0, 5, 9]), "ids": outside})
+        # Selecting all rows leaves out what is in none of them.
+        packed = pack_rows(select_rows({"ids": outside}, [0, 1]))
+        assert packed.inputs["ids"].tolist() == [list(range(offsets[0], offsets[-1]))]
 
 
 def test_other_fields_are_kept():
