@@ -44,17 +44,16 @@ def page_of(reports: Sequence[RunReport], against: Sequence[Against], command: s
         rows += [(label, *cells) for label, cells in of_section]
     table = PageTable(("", *names), tuple(rows))
     numbers = Section("All numbers", tables=(table,), notes=tuple(notes_of(reports, against)))
-    pictures, said = pictures_of(reports), tuple(advice[:-1])
-    if len(reports) > 1:
-        sections = [numbers, Section("Beside each other", said, pictures)]
+    pictures, several = pictures_of(reports), len(reports) > 1
+    if several:
+        sections = [numbers, Section("Beside each other", tuple(advice[:-1]), pictures)]
     else:
-        sections = [Section("Balance over the run", said, pictures)] if pictures or said else []
-        sections.append(numbers)
+        sections = [*([Section("Balance over the run", pictures=pictures)] if pictures else []), numbers]
     sections.append(Section("How to read it", terms=_TERMS))
     return Page(
         title="What balancing gained",
         subtitle="; ".join(map(_describe, reports)) + ".",
-        answer=advice[-1],
+        answer=advice[-1] if several else " ".join(advice),
         copy=(),
         figures=tuple(_figures(reports)),
         sections=tuple(sections),
