@@ -19,9 +19,13 @@ class BalancedBatchSampler(PlannedSampler):
 
     The epoch's order of all rows is cut into windows of `window · num_ranks · batch_size` rows; `partition_grid` deals
     the rows of each to its steps and ranks. Every rank computes the same plan, a window at a time, and reads its own
-    rows: no row is exchanged. Every row comes once per epoch, and every batch has `batch_size` rows, but for those of
-    the last window: it has as many steps as its rows need, and they share its rows evenly (sizes differ by one at
-    most). A rank without a row in the very last step has one batch less.
+    rows: no row is exchanged. Every row comes once per epoch, all ranks have the same number of batches, and none is
+    empty: a loop that meets the other ranks in every step ends with them. Every batch has `batch_size` rows, but for
+    those of the last window: it has as many steps as its rows need, and they share its rows evenly (sizes differ by one
+    at most). Fewer rows than ranks at the end are too few for a step. With `batch_size` 1 they come as second rows of
+    batches before; otherwise the last window begins earlier by the rows that are missing.
+
+    Where a place (`start_at`) leaves fewer rows than ranks, the last rows before it come a second time, with a warning.
 
     It gives lists of row numbers: `DataLoader(dataset, batch_sampler=sampler)` for any map-style data set, with worker
     processes or without. `set_epoch` chooses an epoch, `start_at` a place in it.
@@ -42,7 +46,8 @@ class BalancedBatchSampler(PlannedSampler):
             taken, and a warning says so once.
 
     Raises:
-        ValueError: an argument out of its range or of another length, or a row that breaks `max_tokens` alone.
+        ValueError: an argument out of its range or of another length, a row that breaks `max_tokens` alone, or, without
+            `drop_last`, fewer rows than ranks.
 
     Examples:
         >>> work = [9, 9, 8, 8, 2, 2, 1, 1]
@@ -73,19 +78,16 @@ class BalancedBatchSampler(PlannedSampler):
             max_tokens=max_tokens,
             shuffle=shuffle,
             seed=seed,
+            drop_last=drop_last,
         )
         self._batch_size = as_count(batch_size, "batch_size", 1)
         self._window = as_count(window, "window", 1)
-        self._drop_last = bool(drop_last)
         self._per_step = self._num_ranks * self._batch_size
         self._has_warned = False
 
     def __len__(self) -> int:
-        """Batches of this rank in a whole epoch."""
-        steps, last = self._num_steps(self.num_rows), self.num_rows % self._per_step
-        # Only one step of fewer rows than ranks leaves ranks without.
-        is_alone = steps % self._window == 1 or self._window == 1 or self._batch_size == 1
-        return steps - (0 < last <= self._rank and is_alone)
+        """Batches of this rank in a whole epoch, as many as of every other."""
+        return self._num_steps(0)
 
     @property
     def window(self) -> int:
@@ -104,54 +106,59 @@ class BalancedBatchSampler(PlannedSampler):
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
         """See EpochSampler."""
         done = start.steps + num_steps
-        if done >= self._num_steps(self._end(start.row) - start.row):
+        if done >= self._num_steps(start.row):
             return Place(max(start.row, len(self._workloads)))
         windows, steps = divmod(done, self._window)
-        return Place(start.row + windows * self._window * self._per_step, steps)
+        return Place(self._window_begin(start.row, windows), steps)
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""
-        own = {"batch_size": self._batch_size, "window": self._window, "drop_last": self._drop_last}
-        return super().identity() | own
+        return super().identity() | {"batch_size": self._batch_size, "window": self._window}
 
     def _end(self, row: int) -> int:
         """Where the rows end that are read from a row on."""
         left = max(0, len(self._workloads) - row)
         return row + left - (left % self._per_step if self._drop_last else 0)
 
-    def _num_steps(self, num_rows: int) -> int:
-        return -(-num_rows // self._per_step)
+    def _num_steps(self, row: int) -> int:
+        """Steps from a row on; each has a row for every rank."""
+        left = self._end(row) - row
+        if self._batch_size == 1 and left > self._num_ranks:
+            return left // self._num_ranks
+        return -(-left // self._per_step)
 
-    def _plan_windows(self, epoch: int, first: int) -> Iterator[PlannedStep]:
-        order, end = self.order(len(self._workloads), epoch), self._end(first)
-        for begin in range(first, end, self._window * self._per_step):
-            rows = order[begin : min(begin + self._window * self._per_step, end)]
-            yield from self._plan_window(rows, [self._seed, epoch, begin])
+    def _window_begin(self, row: int, number: int) -> int:
+        """Where a window begins, counted from the one that begins at `row`; where the rows end, behind the last."""
+        end = self._end(row)
+        if number * self._window >= self._num_steps(row):
+            return end
+        begin = row + number * self._window * self._per_step
+        return min(begin, max(row, end - self._num_ranks))  # the last one has a row for every rank
 
-    def _plan_window(self, rows: np.ndarray, seed: list[int]) -> Iterator[PlannedStep]:
-        """The steps of a window's rows; in none but the last one is a rank without a row."""
-        steps = self._num_steps(len(rows))
-        rest = rows[:0]
-        if len(rows) < steps * self._num_ranks:  # fewer rows than batches: the last step has those that are too few
-            rows, rest = np.split(rows, [(steps - 1) * self._num_ranks])
-            steps -= 1
-        if steps:
-            grid = partition_grid(
-                self._workloads[rows],
-                self._num_ranks,
-                steps,
-                tokens=None if self._max_tokens is None or self._tokens is None else self._tokens[rows],
-                max_tokens=self._max_tokens,
-                home_step=np.arange(len(rows)) * steps // len(rows),  # in order, as many in every step
-                best_effort=True,
-                seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),
-            )
-            self._warn_above_cap(rows, grid.step * self._num_ranks + grid.assignment, steps * self._num_ranks)
-            for step in range(steps):
-                chosen = np.flatnonzero(grid.step == step)
-                yield PlannedStep(rows[chosen], grid.assignment[chosen])
-        if len(rest):
-            yield PlannedStep(rest, np.arange(len(rest)))
+    def _plan_windows(self, epoch: int, row: int) -> Iterator[PlannedStep]:
+        order = self.order(len(self._workloads), epoch)
+        row = self._enough_rows_from(row)
+        total = self._num_steps(row)
+        for number in range(-(-total // self._window)):
+            begin, end = self._window_begin(row, number), self._window_begin(row, number + 1)
+            steps = min(self._window, total - number * self._window)
+            yield from self._plan_window(order[begin:end], steps, [self._seed, epoch, begin])
+
+    def _plan_window(self, rows: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
+        grid = partition_grid(
+            self._workloads[rows],
+            self._num_ranks,
+            steps,
+            tokens=None if self._max_tokens is None or self._tokens is None else self._tokens[rows],
+            max_tokens=self._max_tokens,
+            home_step=np.arange(len(rows)) * steps // len(rows),  # in order, as many in every step
+            best_effort=True,
+            seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),
+        )
+        self._warn_above_cap(rows, grid.step * self._num_ranks + grid.assignment, steps * self._num_ranks)
+        for step in range(steps):
+            chosen = np.flatnonzero(grid.step == step)
+            yield PlannedStep(rows[chosen], grid.assignment[chosen])
 
     def _warn_above_cap(self, rows: np.ndarray, cells: np.ndarray, num_cells: int) -> None:
         if self._max_tokens is None or self._tokens is None or self._has_warned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,12 @@ class BudgetBatchSampler(PlannedSampler):
 
     Each step has the first rows of what is left of the epoch's order, as many as can be dealt so that every rank keeps
     `budget_per_rank`, `max_tokens` and `max_rows`: the longest prefix that a bisection with the planner finds, to
-    within 1/256 of its rows. Every rank has at least one row, but for ranks without a row in the very last step, which
-    have one batch less. A row that exceeds the budget alone is the only row of its rank in its step; a warning names
-    the first and their number.
+    within 1/256 of its rows. Every rank has at least one row in every step, so that a loop that meets the other ranks
+    in every step ends with them. Where fewer rows than ranks would be left over, the steps before are shorter; where
+    that does not do, the last step exceeds the limits, with one warning. A row that exceeds the budget alone is the
+    only row of its rank in its step; a warning names the first and their number.
+
+    Where a place (`start_at`) leaves fewer rows than ranks, the last rows before it come a second time, with a warning.
 
     Steps are prefixes of the order, so a place is a number of rows to any number of ranks. It gives lists of row
     numbers, as BalancedBatchSampler does. Every row weighs the same where the loss is
@@ -45,10 +48,11 @@ class BudgetBatchSampler(PlannedSampler):
         max_rows: most rows of a rank in a step; None for any number.
         seed: of the order; the same on every rank.
         shuffle: a new order in every epoch.
+        drop_last: leave out rows at the end of the order, fewer than ranks, instead of making the steps before shorter.
 
     Raises:
-        ValueError: an argument out of its range or of another length, a budget below every row, or a row that breaks
-            `max_tokens` alone.
+        ValueError: an argument out of its range or of another length, a budget below every row, a row that breaks
+            `max_tokens` alone, or, without `drop_last`, fewer rows than ranks.
 
     Examples:
         >>> work = [9, 1, 1, 8, 2, 2, 1, 8]
@@ -70,6 +74,7 @@ class BudgetBatchSampler(PlannedSampler):
         max_rows: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        drop_last: bool = False,
     ) -> None:
         super().__init__(
             workloads,
@@ -79,7 +84,9 @@ class BudgetBatchSampler(PlannedSampler):
             max_tokens=max_tokens,
             shuffle=shuffle,
             seed=seed,
+            drop_last=drop_last,
         )
+        self._has_exceeded = False
         self._limits = _Limits(
             self._num_ranks,
             min(as_count(budget_per_rank, "budget_per_rank", 1), INT64_MAX),  # what it is compared with is int64
@@ -111,13 +118,13 @@ class BudgetBatchSampler(PlannedSampler):
             )
 
     def __len__(self) -> int:
-        """Batches of this rank in the next epoch; plans all of it."""
-        return sum(1 for _ in self.items(self.epoch, EPOCH_START))
+        """Batches of this rank in the next epoch, as many as of every other; plans all of it."""
+        return sum(1 for _ in self.step_rows(self.epoch, EPOCH_START))
 
     @property
     def num_rows(self) -> int:
-        """See EpochSampler."""
-        return len(self._workloads)
+        """See EpochSampler; plans the next epoch with drop_last."""
+        return sum(self.step_rows(self.epoch, EPOCH_START)) if self._drop_last else len(self._workloads)
 
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
         """See PlannedSampler."""
@@ -128,17 +135,58 @@ class BudgetBatchSampler(PlannedSampler):
         sums = [(_sums(np.minimum(workloads, self._limits.budget)), self._limits.budget)]
         if tokens is not None and self._max_tokens is not None:
             sums.append((_sums(tokens), self._max_tokens))
-        begin = start.row
-        while begin < len(order):
+
+        def deal(begin: int, end: int) -> np.ndarray:
             most = min(_most_within(sums_of, begin, limit * self._num_ranks) for sums_of, limit in sums)
-            end = begin + most
-            ranks = self._limits.deal_longest(workloads[begin:end], None if tokens is None else tokens[begin:end])
+            end = min(end, begin + most)
+            return self._limits.deal_longest(workloads[begin:end], None if tokens is None else tokens[begin:end])
+
+        begin = self._enough_rows_from(start.row)
+        while len(order) - begin >= self._num_ranks:
+            ranks = self._leave_enough(deal, begin, len(order))
+            if ranks is None:
+                self._warn_above_limits(len(order) - begin)
+                ranks = self._limits.deal_above(workloads[begin:], None if tokens is None else tokens[begin:])
             yield PlannedStep(order[begin : begin + len(ranks)], ranks)
             begin += len(ranks)
 
+    def _leave_enough(self, deal: Callable[[int, int], np.ndarray], begin: int, end: int) -> np.ndarray | None:
+        """The ranks of a step's rows, such that all ranks get rows of the rest too; None where the rest is one step.
+
+        A rest of twice the ranks or more makes steps by itself, and one of as many rows as ranks makes one.
+        """
+        ranks, least = deal(begin, end), self._num_ranks
+        if self._drop_last:
+            return ranks
+        for rest in (0, least, 2 * least):  # the least to leave, unless it is nothing
+            if end - begin - rest < least:
+                break
+            if end - begin - len(ranks) < rest:
+                ranks = deal(begin, end - rest)
+            left = end - begin - len(ranks)
+            if left in (0, least) or left >= 2 * least:
+                return ranks
+            if left > least and len(deal(end - left, end)) == left:
+                return ranks
+        return None if end - begin < 2 * least else deal(begin, end - least)
+
+    def _warn_above_limits(self, num_rows: int) -> None:
+        if self._rank == 0 and not self._has_exceeded:
+            self._has_exceeded = True
+            logger.warning(
+                "the last %d rows of an epoch make no steps in which each of %d ranks has a row and keeps "
+                "budget_per_rank, max_tokens and max_rows; one step has them all, here and from now on: raise the "
+                "limits, or leave rows out with drop_last=True",
+                num_rows,
+                self._num_ranks,
+            )
+
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
         """See EpochSampler; plans these steps, unless they have been read."""
-        return Place(start.row + sum(itertools.islice(self.step_rows(epoch, start), num_steps)))
+        row = start.row + sum(itertools.islice(self.step_rows(epoch, start), num_steps))
+        # What does not make a step is behind the last one.
+        at_end = num_steps > 0 and len(self._workloads) - row < self._num_ranks
+        return Place(max(start.row, len(self._workloads)) if at_end else row)
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""
@@ -191,6 +239,12 @@ class _Limits:
             else:
                 low, ranks = middle, found
         return ranks
+
+    def deal_above(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
+        """The ranks of rows that no dealing keeps within the limits: int64 `(n,)`, as many on each."""
+        return partition(
+            workloads, self.num_ranks, tokens=tokens, max_tokens=self.max_tokens, best_effort=True
+        ).assignment
 
     def _most_rows(self, workloads: np.ndarray) -> int:
         """Rows at the front that leave every rank at most `max_rows`, and rows above the budget alone."""

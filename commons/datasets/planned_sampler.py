@@ -53,9 +53,11 @@ class PlannedSampler(EpochSampler[list[int]]):
         max_tokens: most tokens of a rank in a step.
         shuffle: a new order in every epoch.
         seed: of the order; the same on every rank.
+        drop_last: leave rows at the end of the order out that do not make a step.
 
     Raises:
-        ValueError: an argument out of its range or of another length, or a row that breaks `max_tokens` alone.
+        ValueError: an argument out of its range or of another length, a row that breaks `max_tokens` alone, or, without
+            `drop_last`, fewer rows than ranks.
 
     """
 
@@ -69,6 +71,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         max_tokens: int | None,
         shuffle: bool,
         seed: int,
+        drop_last: bool,
     ) -> None:
         super().__init__(shuffle=shuffle, seed=as_count(seed, "seed", 0))
         self._workloads = as_int64_workloads(workloads)
@@ -77,11 +80,14 @@ class PlannedSampler(EpochSampler[list[int]]):
         check_rank(self._rank, self._num_ranks, "num_ranks")
         self._tokens = None if tokens is None else as_int64_workloads(tokens, "tokens", len(self._workloads))
         self._max_tokens = None if max_tokens is None else min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
+        self._drop_last = bool(drop_last)
         self._require_rows_below_cap()
+        self._require_rows_for_ranks()
         digest = hashlib.blake2b(self._workloads.tobytes(), digest_size=8)
         if self._max_tokens is not None and self._tokens is not None:
             digest.update(self._tokens.tobytes())
         self._digest = digest.hexdigest()
+        self._has_repeated = False
         self._kept: dict[tuple[int, Place], _OwnSteps] = {}
 
     def _require_rows_below_cap(self) -> None:
@@ -98,14 +104,38 @@ class PlannedSampler(EpochSampler[list[int]]):
                 "keep that: raise max_tokens or truncate the row"
             )
 
+    def _require_rows_for_ranks(self) -> None:
+        if 0 < len(self._workloads) < self._num_ranks and not self._drop_last:
+            raise ValueError(
+                f"the data set has {len(self._workloads)} rows, num_ranks is {self._num_ranks}; every rank trains a "
+                "row in every step: use fewer ranks or more rows, or leave them out with drop_last=True"
+            )
+
+    def _enough_rows_from(self, row: int) -> int:
+        """A row to begin at, from which on every rank gets one; warns once where that is an earlier one."""
+        missing = self._num_ranks - (len(self._workloads) - row)
+        if self._drop_last or not 0 < missing < self._num_ranks:
+            return row
+        if self._rank == 0 and not self._has_repeated:
+            self._has_repeated = True
+            logger.warning(
+                "row %d leaves %d rows for %d ranks, and every rank trains one; the %d rows before it come a second "
+                "time: begin at row %d, or with the next epoch, if they must not",
+                row,
+                self._num_ranks - missing,
+                self._num_ranks,
+                missing,
+                len(self._workloads),
+            )
+        return row - missing
+
     @abstractmethod
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
         """The steps of an epoch from a place on, planned as they are asked for; the same on every rank."""
 
     def items(self, epoch: int, start: Place) -> Iterator[list[int]]:
         """See EpochSampler."""
-        # Only in its last step may a rank be without rows; it ends one batch earlier then.
-        return (rows.tolist() for rows, _ in self._own_steps(epoch, start) if len(rows))
+        return (rows.tolist() for rows, _ in self._own_steps(epoch, start))
 
     def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
         """See EpochSampler."""
@@ -127,7 +157,7 @@ class PlannedSampler(EpochSampler[list[int]]):
             "world_size": self._num_ranks,
             "shuffle": self._shuffle,
             "seed": self._seed,
-            "drop_last": False,
+            "drop_last": self._drop_last,
             "workloads": self._digest,
             "max_tokens": self._max_tokens,
             "plans": SOURCES,

@@ -18,8 +18,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from commons.datasets.samplers import EpochSampler, Place
 from commons.sequence_batch.wire import UnsendableError, decode, encode
 
-# How torch begins the message of an error that a worker process met, before the worker's traceback.
-_OF_A_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
+# How torch begins the message of an error that a worker process, or the pinning thread, met with a batch.
+_WITH_A_BATCH = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory thread for device \S+)\.\n")
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -71,10 +71,10 @@ class ResumableLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own type is private
         """Batches of the next epoch."""
         given = self._given = _Given(self.sampler.epoch, self.sampler.start)
-        return _Batches(super().__iter__(), given)
+        return _Batches(super().__iter__(), given, in_workers=self.num_workers > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch given, JSON-ready.
+        """The place behind the last batch given, or the one that raised instead, JSON-ready.
 
         Its epoch, the rows of the epoch before it, over all ranks, and, behind the first batches of a window, which
         begins at that row, how many these are.
@@ -161,7 +161,7 @@ class _Given:
     Attributes:
         epoch: that it draws.
         start: where in the epoch it began.
-        num_batches: batches given.
+        num_batches: batches given, and those that raised.
         has_ended: whether there are no more.
     """
 
@@ -174,9 +174,10 @@ class _Given:
 class _Batches(Iterator[Any]):
     """Batches of one iteration, counted; the data's errors say the same from a worker process as from this one."""
 
-    def __init__(self, iterator: Iterator[Any], given: _Given) -> None:
+    def __init__(self, iterator: Iterator[Any], given: _Given, *, in_workers: bool) -> None:
         self._iterator = iterator
         self._given = given
+        self._in_workers = in_workers
 
     def __next__(self) -> Any:
         try:
@@ -184,9 +185,13 @@ class _Batches(Iterator[Any]):
         except StopIteration:
             self._given.has_ended = True
             raise
-        except (ValueError, OSError) as error:
+        except Exception as error:
+            # The next call gives the batch after this one, so a place behind the error is behind this batch too. Where
+            # a worker has died or the sampler has failed beside workers, no batch was lost.
+            if not self._in_workers or _WITH_A_BATCH.match(str(error)):
+                self._given.num_batches += 1
             message = _message_in_worker(error)
-            if message is None:
+            if message is None or not isinstance(error, (ValueError, OSError)):
                 raise
             raise type(error)(message) from error
         self._given.num_batches += 1
@@ -195,7 +200,7 @@ class _Batches(Iterator[Any]):
 
 def _message_in_worker(error: Exception) -> str | None:
     """What an error said in a worker, without the traceback; None for others, and for what has several lines."""
-    if not _OF_A_WORKER.match(str(error)):
+    if not _WITH_A_BATCH.match(str(error)):
         return None
     name, _, message = str(error).rstrip().splitlines()[-1].partition(": ")
     return message if name == type(error).__name__ else None

@@ -185,19 +185,14 @@ def lengths_unknown() -> ValueError:
     )
 
 
-def check_rows(rows: int | Sequence[int], num_rows: int, batch_size: int) -> np.ndarray:
+def check_rows(rows: int | Sequence[int], num_rows: int) -> np.ndarray:
     """The rows that a batch is asked for, int64 `(n,)`.
 
     Raises:
         IndexError: a row outside the split.
-        ValueError: more rows than the batch size.
 
     """
     selected = np.atleast_1d(np.asarray(rows, dtype=np.int64))
-    if len(selected) > batch_size:
-        raise ValueError(
-            f"{len(selected)} rows were asked for, batch_size is {batch_size}; a batch holds no more: ask for fewer"
-        )
     outside = selected[(selected < 0) | (selected >= num_rows)]
     if outside.size:
         raise IndexError(f"row {outside[0]} of a split of {num_rows} users")

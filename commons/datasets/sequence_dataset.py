@@ -135,14 +135,13 @@ class SequenceDataset(Dataset[HSTUBatch]):
         return sum(self._token_lengths.values())
 
     def __getitem__(self, rows: int | Sequence[int]) -> HSTUBatch:
-        """The batch of `rows`, counted within the split, padded to the batch size.
+        """The batch of `rows`, counted within the split, padded to the batch size; one of more rows has no padding.
 
         Raises:
             IndexError: a row outside the split.
-            ValueError: more rows than the batch size.
 
         """
-        return self._assemble(check_rows(rows, len(self), self._batch_size) + self._rows.start)
+        return self._assemble(check_rows(rows, len(self)) + self._rows.start)
 
     def outlines(self) -> Iterator[HSTUBatch]:
         """All users of the split in order, as batches that have their lengths and zeros for values.
@@ -180,6 +179,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
         schema = self.schema
         users = self._file.select(rows)
         num_candidates, kept = self._cut(users.lengths(schema.item_feature_name))  # (num_rows,)
+        batch_size = max(self._batch_size, len(rows))
         values = {name: users.values(name) for name in schema.contextual_feature_names}
         values[schema.item_feature_name] = users.tails(schema.item_feature_name, kept)
         actions = np.empty(0, np.int64)
@@ -188,10 +188,10 @@ class SequenceDataset(Dataset[HSTUBatch]):
         if self.timestamps:
             values[TIMESTAMP] = users.tails(TIMESTAMP, kept) // (schema.timestamps_per_second or 1)
         return self._batch(
-            padded_kjt(_tensors(values), _tensors(self._feature_lengths(kept)), self._batch_size),
-            self._labels(actions, kept, num_candidates),
+            padded_kjt(_tensors(values), _tensors(self._feature_lengths(kept)), batch_size),
+            self._labels(actions, kept, num_candidates, batch_size),
             num_candidates,
-            batch_size=self._batch_size,
+            batch_size=batch_size,
         )
 
     def _batch(
@@ -212,7 +212,9 @@ class SequenceDataset(Dataset[HSTUBatch]):
             num_candidates=padded if self.max_num_candidates > 0 else None,
         )
 
-    def _labels(self, actions: np.ndarray, kept: np.ndarray, num_candidates: np.ndarray) -> KeyedJaggedTensor | None:
+    def _labels(
+        self, actions: np.ndarray, kept: np.ndarray, num_candidates: np.ndarray, batch_size: int
+    ) -> KeyedJaggedTensor | None:
         """One per candidate or, without candidates, per item."""
         tasks = {f"task_{index}": task for index, task in enumerate(self.schema.tasks[: self.num_tasks])}
         if not tasks:
@@ -225,7 +227,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
         return padded_kjt(
             {name: torch.from_numpy(task(actions).astype(np.float32)) for name, task in tasks.items()},
             _tensors(dict.fromkeys(tasks, targets)),
-            self._batch_size,
+            batch_size,
         )
 
 

@@ -88,14 +88,13 @@ class SIDDataset(Dataset[GPTSIDBatch]):
         return self.max_history_length + self.max_candidate_length
 
     def __getitem__(self, rows: int | Sequence[int]) -> GPTSIDBatch:
-        """The batch of `rows`, padded to the batch size.
+        """The batch of `rows`, padded to the batch size; one of more rows has no padding.
 
         Raises:
             IndexError: a row outside the split.
-            ValueError: more rows than the batch size.
 
         """
-        return self._assemble(check_rows(rows, len(self), self._batch_size))
+        return self._assemble(check_rows(rows, len(self)))
 
     def outlines(self) -> Iterator[GPTSIDBatch]:
         """All users in order, as batches that have their lengths and zeros for values.
@@ -130,7 +129,7 @@ class SIDDataset(Dataset[GPTSIDBatch]):
         hierarchies = self.sid_map.num_hierarchies
         return {
             "features": features,
-            "batch_size": self._batch_size,
+            "batch_size": max(self._batch_size, num_rows),
             "feature_to_max_seqlen": {
                 HISTORY: self.max_history_length * hierarchies,
                 CANDIDATE: self.max_candidate_length * hierarchies,
@@ -178,12 +177,12 @@ class SIDDataset(Dataset[GPTSIDBatch]):
                 padded_kjt(
                     {name: torch.from_numpy(value.reshape(-1)) for name, value in values.items()},
                     code_lengths,
-                    self._batch_size,
+                    max(self._batch_size, len(rows)),
                 ),
                 padded_kjt(
                     {LABEL_NAME: torch.from_numpy(codes[is_candidate].reshape(-1))},
                     {LABEL_NAME: code_lengths[CANDIDATE]},
-                    self._batch_size,
+                    max(self._batch_size, len(rows)),
                 ),
                 len(rows),
             )

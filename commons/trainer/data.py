@@ -121,7 +121,8 @@ def read_by_work(
         shuffler: tells the workloads.
 
     Raises:
-        ValueError: data whose lengths are not known beforehand; drop_last with a budget; a row above the cap on tokens.
+        ValueError: data whose lengths are not known beforehand; a row above the cap on tokens; without drop_last,
+            fewer rows than ranks.
     """
     data: Any = train_loader.dataset
     if not hasattr(data, "outlines") or not isinstance(train_loader, ResumableLoader):
@@ -140,6 +141,7 @@ def read_by_work(
         "rank": dist.get_rank(group),
         "seed": trainer.seed,
         "shuffle": dataset.shuffle,
+        "drop_last": dataset.drop_last,
         "tokens": None if cap is None else tokens,
         "max_tokens": cap,
     }
@@ -149,13 +151,7 @@ def read_by_work(
             workloads,
             trainer.train_batch_size,
             window=trainer.shuffle_window,
-            drop_last=dataset.drop_last,
             **options,
-        )
-    elif dataset.drop_last:
-        raise ValueError(
-            f"drop_last is True and budget_per_rank is {trainer.budget_per_rank}; steps of constant cost have no "
-            "number of rows that the last one could miss: set drop_last to false"
         )
     else:
         budget = max(1, round(trainer.budget_per_rank * float(workloads.mean())))

@@ -7,12 +7,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.raw_data.movielens_1m import generate_movielens
 from commons.datasets.data_loader import get_data_loader
 from commons.datasets.movielens import preprocess_movielens
+from commons.datasets.resumable_loader import ResumableLoader
 from commons.datasets.samplers import BatchOrderSampler, Place, ShardedBatchSampler
 
 
@@ -68,6 +70,54 @@ def test_a_state_after_the_end_goes_on_with_the_next_epoch(folder, workers):
     resumed = make(folder, num_workers=workers)
     resumed.load_state_dict(loader.state_dict())
     assert epochs(resumed, 1) == [second]
+
+
+class DamagedRows(torch.utils.data.Dataset):
+    """Batches of row numbers; those of some rows cannot be read."""
+
+    def __init__(self, errors):
+        self.errors = errors
+
+    def __len__(self):
+        return 14
+
+    def __getitem__(self, rows):
+        for row in rows:
+            if row in self.errors:
+                raise self.errors[row]
+        return {"rows": torch.tensor(rows)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "error", [ValueError("row 4"), KeyError("row 4"), RuntimeError("row 4")], ids=["value", "key", "runtime"]
+)
+def test_a_state_behind_an_error_is_behind_its_batch(workers, error):
+    def loader(num_workers=0):
+        errors = {4: error, 13: error}
+        return ResumableLoader(DamagedRows(errors), ShardedBatchSampler(14, 2), num_workers=num_workers)
+
+    def read_all(batches):
+        while True:
+            try:
+                batch = next(batches, None)
+            except type(error):
+                yield "error"
+            else:
+                if batch is None:
+                    return
+                yield batch["rows"].tolist()
+
+    whole = [[0, 1], [2, 3], "error", [6, 7], [8, 9], [10, 11], "error"]
+    first, read, states = loader(workers), [], []
+    for each in read_all(iter(first)):
+        read.append(each)
+        states.append(json.loads(json.dumps(first.state_dict())))
+    assert read == whole and first.state_dict()["epoch"] == 1
+    for done, state in enumerate(states, start=1):
+        resumed = loader()
+        resumed.load_state_dict(state)
+        assert list(read_all(iter(resumed))) == whole[done:]
 
 
 def test_a_state_of_another_loader(folder):

@@ -31,15 +31,14 @@ def cost(lengths: np.ndarray) -> np.ndarray:
 
 
 def steps_of(samplers, epoch, start=EPOCH_START):
-    """Rows of every step on every rank; a rank that has ended has none."""
+    """Rows of every step on every rank: as many batches on each, none of them empty."""
     batches = []
     for sampler in samplers:
         sampler.set_epoch(epoch)
         sampler.start_at(*start)
         batches.append(list(sampler))
-    longest = max(map(len, batches), default=0)
-    assert all(len(own) >= longest - 1 for own in batches) and all(row for own in batches for row in own)
-    return [[own[step] if step < len(own) else [] for own in batches] for step in range(longest)]
+    assert len(set(map(len, batches))) == 1 and all(row for own in batches for row in own)
+    return [list(step) for step in zip(*batches)]
 
 
 def rows_of(steps):
@@ -71,6 +70,10 @@ def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle
             for rank in range(ranks)
         ]
 
+    if 0 < len(work) < num_ranks and not drop_last:
+        with pytest.raises(ValueError, match=f"the data set has {len(work)} rows, num_ranks is {num_ranks}; every"):
+            make(num_ranks)
+        return
     samplers = make(num_ranks)
     steps = steps_of(samplers, 2)
     order = samplers[0].order(len(work), 2)
@@ -82,13 +85,19 @@ def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle
     counts = [sum(map(len, step)) for step in steps]
     for sampler in samplers:
         assert sampler.num_rows == kept and list(sampler.step_rows(2, EPOCH_START)) == counts
-    full = kept // (window * num_ranks * batch_size) * window
-    assert all(len(batch) == batch_size for step in steps[:full] for batch in step)
-    sizes = [len(batch) for step in steps[full:] for batch in step]
-    assert not sizes or (max(sizes) - min(sizes) <= 1 and max(sizes) <= batch_size)
+    rows_of_window, done = window * num_ranks * batch_size, 0
     for begin in range(0, len(steps), window):
-        of_window = order[begin * num_ranks * batch_size : min((begin + window) * num_ranks * batch_size, kept)]
-        assert rows_of(steps[begin : begin + window]) == Counter(of_window.tolist())
+        of_window = steps[begin : begin + window]
+        count = rows_of(of_window).total()
+        assert rows_of(of_window) == Counter(order[done : done + count].tolist())
+        sizes = [len(batch) for step in of_window for batch in step]
+        assert max(sizes) - min(sizes) <= 1 and max(sizes) <= max(batch_size, 2 if kept % num_ranks else 1)
+        done, left = done + count, kept - done - rows_of_window
+        if left >= num_ranks or left == 0:
+            assert count == rows_of_window
+        elif left > 0 and batch_size > 1:  # rows that are missing in the last window
+            assert count == rows_of_window - (num_ranks - left)
+    assert len(steps) == -(-kept // (num_ranks * batch_size)) - (batch_size == 1 and kept % num_ranks > 0)
 
     stop = data.draw(st.integers(0, len(steps)))
     places = {sampler.place_after(stop, 2, EPOCH_START) for sampler in samplers}
@@ -98,10 +107,15 @@ def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle
     further = data.draw(st.integers(0, len(steps) - stop))
     assert samplers[0].place_after(further, 2, place) == samplers[0].place_after(stop + further, 2, EPOCH_START)
     # To other ranks and windows the place is the beginning of the window that has not been finished.
+    if len(work) < 4 and not drop_last:
+        return
     others = make(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)))
     rest = rows_of(steps_of(others, 2, Place(place.row)))
     left = len(work) - place.row
-    assert rest <= Counter(order[place.row :].tolist()) and (rest.total() == left or drop_last)
+    if drop_last:
+        assert rest <= Counter(order[place.row :].tolist())
+    else:  # rows before come again where there are too few for the ranks
+        assert rest == Counter(order[len(work) - max(left, len(others)) if left else len(work) :].tolist())
 
 
 @given(
@@ -111,44 +125,89 @@ def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle
     max_rows=st.none() | st.integers(1, 6),
     max_tokens=st.none() | st.integers(9, 30),
     shuffle=st.booleans(),
+    drop_last=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=120)
-def test_budget_epochs_and_places(work, budget, num_ranks, max_rows, max_tokens, shuffle, data):
+@settings(max_examples=200)
+def test_budget_epochs_and_places(work, budget, num_ranks, max_rows, max_tokens, shuffle, drop_last, data):
     tokens = [value % 10 for value in work]
     limits = {"max_rows": max_rows, "max_tokens": max_tokens, "tokens": tokens, "shuffle": shuffle, "seed": 5}
 
     def make(ranks):
         return [
-            BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=ranks, rank=rank, **limits)
+            BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=ranks, rank=rank, drop_last=drop_last, **limits)
             for rank in range(ranks)
         ]
 
-    if work and min(work) > budget:
-        with pytest.raises(ValueError, match=f"budget_per_rank is {budget}, the lightest row costs {min(work)}"):
+    if (0 < len(work) < num_ranks and not drop_last) or (work and min(work) > budget):
+        with pytest.raises(ValueError, match="rows, num_ranks is|budget_per_rank is .*, the lightest row costs"):
             make(num_ranks)
         return
     samplers = make(num_ranks)
-    assert [len(sampler) for sampler in samplers] == [len(list(sampler)) for sampler in samplers]
     steps = steps_of(samplers, 1)
+    counts = [sum(map(len, step)) for step in steps]
+    for sampler in samplers:
+        sampler.set_epoch(1)
+        assert len(sampler) == len(steps) and sampler.num_rows == sum(counts)
+        assert list(sampler.step_rows(1, EPOCH_START)) == counts
     order = samplers[0].order(len(work), 1).tolist()
-    done = 0
-    for number, step in enumerate(steps):
-        size = sum(map(len, step))
+    done, above = 0, 0
+    for step, size in zip(steps, counts):
         assert sorted(row for batch in step for row in batch) == sorted(order[done : done + size])
         done += size
-        assert all(step) or number == len(steps) - 1
-        for batch in step:
-            assert sum(work[row] for row in batch) <= budget or len(batch) == 1
-            assert len(batch) <= (max_rows or len(batch))
-            assert max_tokens is None or sum(tokens[row] for row in batch) <= max_tokens
-    assert done == len(work)
+        keeps = all(
+            (sum(work[row] for row in batch) <= budget or len(batch) == 1)
+            and len(batch) <= (max_rows or len(batch))
+            and (max_tokens is None or sum(tokens[row] for row in batch) <= max_tokens)
+            for batch in step
+        )
+        above += not keeps
+        assert keeps or (done == len(work) and size < 2 * num_ranks and not drop_last)
+    assert above <= 1 and (done == len(work) or (drop_last and len(work) - done < num_ranks))
     stop = data.draw(st.integers(0, len(steps)))
     place = samplers[0].place_after(stop, 1, EPOCH_START)
-    assert place == (sum(len(batch) for step in steps[:stop] for batch in step), 0)
+    assert place == (sum(counts[:stop]) if stop < len(steps) or not stop else len(work), 0)
     assert steps_of(make(num_ranks), 1, place) == steps[stop:]
+    if len(work) < 4 and not drop_last:
+        return
     others = make(data.draw(st.integers(1, 4)))
-    assert rows_of(steps_of(others, 1, place)) == Counter(order[place.row :])
+    rest, left = rows_of(steps_of(others, 1, place)), len(work) - place.row
+    if drop_last:
+        assert rest <= Counter(order[place.row :]) and left - rest.total() < len(others)
+    else:
+        assert rest == Counter(order[len(work) - max(left, len(others)) if left else len(work) :])
+
+
+def test_steps_before_the_last_leave_a_row_for_every_rank(caplog):
+    """Nine rows for two ranks of at most two rows: 4 + 4 + 1 would leave a rank without one."""
+
+    def counts(work, **options):
+        samplers = [BudgetBatchSampler(work, num_ranks=2, rank=rank, shuffle=False, **options) for rank in range(2)]
+        return [[len(batch) for batch in step] for step in steps_of(samplers, 0)]
+
+    with caplog.at_level(logging.WARNING):
+        assert sorted(map(sum, counts([1] * 9, budget_per_rank=2))) == [2, 3, 4]
+        assert counts([1] * 9, budget_per_rank=2, drop_last=True) == [[2, 2], [2, 2]]
+        assert not caplog.records
+        assert list(map(sum, counts([5] * 5, budget_per_rank=5))) == [2, 3]
+        assert list(map(sum, counts([5] * 5, budget_per_rank=5, drop_last=True))) == [2, 2]
+    assert [record.getMessage()[:94] for record in caplog.records] == [
+        "the last 3 rows of an epoch make no steps in which each of 2 ranks has a row and keeps budget_"
+    ]
+
+
+def test_a_place_with_fewer_rows_than_ranks(caplog):
+    for make in (
+        lambda rank: BalancedBatchSampler([1] * 10, 3, num_ranks=4, rank=rank, shuffle=False),
+        lambda rank: BudgetBatchSampler([1] * 10, budget_per_rank=9, num_ranks=4, rank=rank, shuffle=False),
+    ):
+        with caplog.at_level(logging.WARNING):
+            (step,) = steps_of([make(rank) for rank in range(4)], 0, Place(9))
+        assert sorted(row for batch in step for row in batch) == [6, 7, 8, 9]
+        assert make(1).place_after(1, 0, Place(9)) == Place(10)
+        (record,) = caplog.records
+        assert record.getMessage().startswith("row 9 leaves 1 rows for 4 ranks, and every rank trains one; the 3 rows")
+        caplog.clear()
 
 
 def test_a_window_evens_the_steps_and_a_budget_their_tokens():

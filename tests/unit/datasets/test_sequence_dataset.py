@@ -227,8 +227,16 @@ class TestDataset:
             dataset[[0, len(dataset)]]
         with pytest.raises(IndexError, match="row -1"):
             dataset[-1]
-        with pytest.raises(ValueError, match="5 rows were asked for, batch_size is 4"):
-            dataset[[0, 1, 2, 3, 4]]
+
+    def test_more_rows_than_the_batch_size(self, generated):
+        """A sampler's batch may have a row more, so that no rank goes without."""
+        dataset = _dataset(generated)
+        batch, first, second = dataset[[0, 1, 2, 3, 4]], dataset[[0, 1, 2, 3]], dataset[4]
+        assert batch.batch_size == batch.actual_batch_size == 5 and first.batch_size == 4
+        for name in batch.features.keys():
+            parts = [part.features[name].values() for part in (first, second)]
+            assert batch.features[name].values().tolist() == torch.cat(parts).tolist()
+        assert batch.labels.lengths().numel() == 5 * len(batch.labels.keys())
 
     def test_empty_split(self, tmp_path):
         path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, test_fraction=0.0)
