@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from commons.distributed.control import RankMissingError as RankMissingError
     from commons.distributed.control import ShufflerAbortedError as ShufflerAbortedError
     from commons.distributed.loss import global_mean_loss as global_mean_loss
+    from commons.distributed.loss import mean_over_ranks as mean_over_ranks
     from commons.distributed.options import ShufflerOptions as ShufflerOptions
     from commons.distributed.stats import ShuffleStats as ShuffleStats
     from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler as TokensBalancedBatchShuffler
@@ -112,6 +113,7 @@ _MODULE_OF = {
     "karmarkar_karp": "commons.perf_model.partitioner",
     "kk_allocate": "commons.micro_batching",
     "lower_bound": "commons.perf_model.partitioner",
+    "mean_over_ranks": "commons.distributed.loss",
     "pack_micro_batches": "commons.micro_batching",
     "pack_rows": "commons.micro_batching",
     "packing_metrics": "commons.micro_batching",

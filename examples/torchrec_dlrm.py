@@ -28,7 +28,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from evenrank import ShufflerOptions, TokensBalancedBatchShuffler, balanced, global_mean_loss
+from evenrank import ShufflerOptions, TokensBalancedBatchShuffler, balanced, global_mean_loss, mean_over_ranks
 
 NUM_ITEMS, NUM_DENSE, WIDTH = 10_000, 13, 64
 ROWS, STEPS = 32, 10  # per rank
@@ -129,7 +129,7 @@ def main() -> None:
             loss = pipeline.progress(batches)  # ranks may run out of data at different steps
         except StopIteration:
             break
-        stats = pipeline.last_stats
+        stats, loss = pipeline.last_stats, mean_over_ranks(loss)  # that of the global batch, on all ranks
         if dist.get_rank() == 0:
             print(f"loss {loss:.4f}, imbalance {stats.imbalance_before:.1%} → {stats.imbalance_after:.1%}")
 

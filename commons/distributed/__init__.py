@@ -1,5 +1,5 @@
 """Moving rows between ranks: the shuffler, its exchange, and the loss that does not notice."""
 
-from commons.distributed.loss import global_mean_loss
+from commons.distributed.loss import global_mean_loss, mean_over_ranks
 
-__all__ = ["global_mean_loss"]
+__all__ = ["global_mean_loss", "mean_over_ranks"]

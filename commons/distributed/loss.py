@@ -1,13 +1,14 @@
-"""The loss whose averaged gradient is that of the global mean, however the samples lie on the ranks."""
+"""The loss whose averaged gradient is that of the global mean, however the samples lie on the ranks; and for a log."""
 
 from __future__ import annotations
 
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
 import torch.fx
 
+from commons.distributed.group_pool import numbers_device
 from commons.distributed.process_group import resolve_process_group
 
 
@@ -26,6 +27,8 @@ def global_mean_loss(
 
     A model may return it from its own `forward`: to symbolic tracers, such as that of TorchRec's pipelines, it is one
     node of the graph, and what it is given is checked when the model runs.
+
+    Print `mean_over_ranks(loss)`, not the loss of one rank.
 
     Args:
         local_sum: 0-dimensional floating-point tensor, the sum of this rank's loss terms.
@@ -46,12 +49,63 @@ def global_mean_loss(
         TypeError: `local_count` is a bool or no number, `global_count` is not a number of the host, or `pg_group` no
             process group.
     """
-    group = resolve_process_group(pg_group)
-    traced = any(isinstance(value, torch.fx.Proxy) for value in (local_sum, local_count, global_count))
-    if group is not None and traced:
-        # By name: the tracer would keep the group as an attribute of the user's model, which could not be copied then.
-        return _scale_to_global_mean(local_sum, local_count, group.group_name, global_count)
+    group = _traceable(resolve_process_group(pg_group), local_sum, local_count, global_count)
     return _scale_to_global_mean(local_sum, local_count, group, global_count)
+
+
+def mean_over_ranks(value: SupportsFloat | torch.Tensor, pg_group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The mean of a number over ranks: of the losses that `global_mean_loss` returns, the loss of the global batch.
+
+    A rank's own loss is `W · local_sum ÷ global count`, and says little by itself: a rank with few terms has a small
+    one. Their mean is what one process would have over the global batch. For a log; it has no gradient.
+
+    All ranks of the group call this together, also those that print nothing.
+
+    Args:
+        value: 0-dimensional tensor of any dtype but bool and complex, or a number; of this rank.
+        pg_group: the ranks; default as for `global_mean_loss`.
+
+    Returns:
+        float64 scalar tensor, the same on all ranks, on the device of `value`, or CUDA where the group has no other;
+        the host waits when it reads the number.
+
+    Raises:
+        ValueError: `value` is no scalar.
+        TypeError: `value` is a bool or no number, or `pg_group` no process group.
+
+    Examples:
+        >>> f"loss {mean_over_ranks(torch.tensor(0.5)):.4f}"  # without process groups, of one rank
+        'loss 0.5000'
+    """
+    return _mean_over_ranks(value, _traceable(resolve_process_group(pg_group), value))
+
+
+def _traceable(group: dist.ProcessGroup | None, *values: Any) -> dist.ProcessGroup | str | None:
+    """A group, by name if a symbolic tracer looks: it would keep the group in the user's model, for no copy to hold."""
+    if group is not None and any(isinstance(value, torch.fx.Proxy) for value in values):
+        return group.group_name
+    return group
+
+
+def _resolved(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | None:
+    if isinstance(group, str):
+        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return group
+
+
+@torch.fx.wrap
+def _mean_over_ranks(value: SupportsFloat | torch.Tensor, group: dist.ProcessGroup | str | None) -> torch.Tensor:
+    """What `mean_over_ranks` returns; symbolic tracers do not look inside."""
+    _require_number("value", value, "for each rank", ("take its mean or sum", "pass float(...)"))
+    group = _resolved(group)
+    device = value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
+    if group is not None and device.type == "cpu":
+        device = numbers_device(group)
+    total = _as_float64(value, device)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+        total /= dist.get_world_size(group)
+    return total
 
 
 @torch.fx.wrap
@@ -68,8 +122,7 @@ def _scale_to_global_mean(
             "scalar: sum the loss terms of the rank"
         )
     _require_number("local_count", local_count)
-    if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    group = _resolved(group)
     world_size = 1 if group is None else dist.get_world_size(group)
     dtype = torch.float64 if local_sum.dtype == torch.float64 else torch.float32
     if global_count is not None:
@@ -92,16 +145,19 @@ def _scale_to_global_mean(
     return local_sum.to(dtype) * scale.to(dtype)
 
 
-def _require_number(name: str, count: SupportsFloat | torch.Tensor) -> None:
-    """Raise ValueError unless a count is a scalar, and TypeError unless it is a number."""
-    shape = tuple(getattr(count, "shape", ()))
+def _require_number(
+    name: str,
+    value: SupportsFloat | torch.Tensor,
+    what: str = "of loss terms",
+    remedies: tuple[str, str] = ("count the rank's loss terms", "sum their mask, or pass int(...)"),
+) -> None:
+    """Raise ValueError unless a value is a scalar, and TypeError unless it is a number."""
+    shape = tuple(getattr(value, "shape", ()))
     if shape:
-        raise ValueError(f"{name} has shape {shape}; it must be a scalar: count the rank's loss terms")
-    kind = str(getattr(count, "dtype", type(count).__name__)).removeprefix("torch.")
-    if kind.startswith(("bool", "complex")) or not isinstance(count, SupportsFloat):
-        raise TypeError(
-            f"{name} is of type {kind}; it must be a number of loss terms: sum their mask, or pass int(...)"
-        )
+        raise ValueError(f"{name} has shape {shape}; it must be a scalar: {remedies[0]}")
+    kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+    if kind.startswith(("bool", "complex")) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"{name} is of type {kind}; it must be a number {what}: {remedies[1]}")
 
 
 def _as_float64(count: SupportsFloat | torch.Tensor, device: torch.device) -> torch.Tensor:

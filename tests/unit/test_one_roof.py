@@ -22,7 +22,7 @@ PUBLIC = {
     "shuffler": "ShufflerOptions BaseTaskBalancedBatchShuffler IdentityBalancedBatchShuffler ShuffleHandle "
     "ShuffleStats TokensBalancedBatchShuffler HSTUBalancedBatchShuffler SIDGRBalancedBatchShuffler RankMissingError "
     "ShufflerAbortedError BatchShufflerFactory register_batch_shuffler",
-    "loss": "global_mean_loss",
+    "loss": "global_mean_loss mean_over_ranks",
     "pipeline": "balanced balanced_iter shuffle_stage windowed_iter TrainPipelineFactory",
     "samplers": "BalancedBatchSampler BudgetBatchSampler",
     "trainer": "TrainerArgs DatasetArgs",

@@ -11,7 +11,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commons.distributed import global_mean_loss
+from commons.distributed import global_mean_loss, mean_over_ranks
+from tests.helpers.models import build_plain, rank_batches
+from tests.helpers.pipelines import CubicShuffler
+
+SIZES = [6, 1, 3, 2, 5]
 
 
 def _gradient(counts, as_tensor):
@@ -116,3 +120,76 @@ def test_a_group_must_be_one():
     for group in ("dp", 3, [0, 1]):
         with pytest.raises(TypeError, match=r"pg_group is a \w+; it must be a process group"):
             global_mean_loss(torch.tensor(3.0), 2, group)
+
+
+# ------------------------------------------------------------------------------------------------ the mean, for a log
+
+
+def _printed_losses(steps: int, balance: bool) -> tuple[list[str], list[float], list[bool]]:
+    """What rank 0 would print, its own losses, and whether a mean has a graph."""
+    model, optimizer = build_plain()
+    shuffler = CubicShuffler()
+    printed, own, graphs = [], [], []
+    for batch in rank_batches(dist.get_rank(), steps, SIZES):
+        loss, _ = model(shuffler.shuffle(batch) if balance else batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = mean_over_ranks(loss)
+        printed.append(f"{mean:.12f}")
+        own.append(float(loss))
+        graphs.append(mean.requires_grad)
+    shuffler.close()
+    return printed, own, graphs
+
+
+def _losses_of_one_process(world_size: int, steps: int) -> list[float]:
+    """Of a process that trains the batches of all ranks as one."""
+    model, optimizer = build_plain()
+    columns = [list(rank_batches(rank, steps, SIZES)) for rank in range(world_size)]
+    losses = []
+    for batches in zip(*columns):
+        rows = sum(batch.actual_batch_size for batch in batches)
+        optimizer.zero_grad()
+        parts = [model(batch)[0] * batch.actual_batch_size / rows for batch in batches]
+        sum(parts).backward()
+        optimizer.step()
+        losses.append(float(sum(parts).detach()))
+    return losses
+
+
+@pytest.mark.parametrize("balance", [False, True])
+def test_the_mean_over_ranks_is_the_loss_of_one_process(ranks, balance):
+    expected = _losses_of_one_process(ranks.world_size, 6)
+    for printed, own, graphs in ranks.run(_printed_losses, 6, balance):
+        assert [float(text) for text in printed] == pytest.approx(expected, abs=1e-11)
+        assert own != pytest.approx(expected, rel=1e-3) and not any(graphs)
+
+
+class _LogsItsMean(torch.nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return mean_over_ranks(value)
+
+
+def _means(numbers: list[float]) -> list[float]:
+    group = dist.new_group([0, 1])  # all ranks make it, some are no members
+    mine = numbers[dist.get_rank()]
+    means = [mean_over_ranks(written) for written in (mine, torch.tensor(mine), np.float64(mine), torch.tensor(mine))]
+    traced = torch.fx.symbolic_trace(_LogsItsMean())(torch.tensor(mine))
+    if dist.get_rank() < 2:
+        means.append(mean_over_ranks(mine, group) * 2 / dist.get_world_size())
+    return [float(mean) for mean in (*means, traced)]
+
+
+def test_means_of_any_numbers_and_of_a_group(ranks):
+    numbers = [1.0, 0.0, 0.0, 0.0]
+    for means in ranks.run(_means, numbers[: ranks.world_size]):
+        assert means == [1 / ranks.world_size] * len(means)
+
+
+def test_what_has_no_mean_is_refused():
+    with pytest.raises(ValueError, match=r"value has shape \(2,\); it must be a scalar: take its mean or sum"):
+        mean_over_ranks(torch.ones(2))
+    for value in (True, torch.tensor(1j), "3", None):
+        with pytest.raises(TypeError, match=r"value is of type \w+; it must be a number for each rank: pass float"):
+            mean_over_ranks(value)
