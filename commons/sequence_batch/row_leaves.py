@@ -65,10 +65,10 @@ class _DenseTensor(LeafType[torch.Tensor]):
         return num_rows_of(name, value)
 
     def select(self, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        selected = value.index_select(0, rows.to(value.device))
+        selected = take(value, 0, rows.to(value.device))
         known = host_copy(value)
         if known is not None and known is not value:
-            attach_host_copy(selected, known.index_select(0, rows))
+            attach_host_copy(selected, take(known, 0, rows))
         return selected
 
     def traits(self, value: torch.Tensor) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class _NestedTensor(LeafType[torch.Tensor]):
         on_device = rows.to(offsets.device)
         positions, selected = segment_positions(offsets[:-1], lengths, on_device)
         axis = ragged_axis(value) - 1
-        return nested_from_lengths(value.values().index_select(axis, positions), selected, axis + 1)
+        return nested_from_lengths(take(value.values(), axis, positions), selected, axis + 1)
 
     def traits(self, value: torch.Tensor) -> dict[str, Any]:
         shape = list(value.shape[1:])
@@ -269,8 +269,8 @@ class _Jagged(LeafType["JaggedTensor"]):
         positions, selected = segment_positions(value.offsets()[:-1], lengths, rows.to(lengths.device))
         weights = value.weights_or_none()
         return new_jagged(
-            values=value.values().index_select(0, positions),
-            weights=None if weights is None else weights.index_select(0, positions),
+            values=take(value.values(), 0, positions),
+            weights=None if weights is None else take(weights, 0, positions),
             lengths=selected,
         )
 
@@ -338,6 +338,18 @@ def tensor_leaf_type(value: Any) -> LeafType[Any] | None:
     if is_keyed(value):
         raise TypeError("the batch holds a KeyedTensor; rows are taken from tensors: pass to_dict()")
     return None
+
+
+# Unsigned integers, for which torch has no index_select, as the integers that their bytes are taken for.
+_TAKEN_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def take(value: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
+    """`value.index_select(axis, positions)`, of unsigned integers too."""
+    dtype = _TAKEN_AS.get(value.dtype)
+    if dtype is None:
+        return value.index_select(axis, positions)
+    return value.view(dtype).index_select(axis, positions).view(value.dtype)
 
 
 def segment_positions(

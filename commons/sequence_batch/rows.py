@@ -143,7 +143,7 @@ class Rows(Generic[B]):
 
         Raises:
             ValueError: an index outside the batch, or padding before a real row.
-            TypeError: something that is no array.
+            TypeError: something that is no array, or a field of a dtype that nothing can be selected from.
         """
         chosen = _as_indices(indices, self.count)
         is_real = chosen < self.real
@@ -197,7 +197,13 @@ class Rows(Generic[B]):
 
     def _select(self, chosen: torch.Tensor, num_real: int) -> Rows[B]:
         def select(path: Path, leaf_type: LeafType[Any], values: list[Any]) -> Any:
-            return leaf_type.select(values[0], chosen)
+            try:
+                return leaf_type.select(values[0], chosen)
+            except NotImplementedError as error:
+                raise TypeError(
+                    f"field {path_name(path)!r} is of a dtype from which no rows can be taken ({error}); rows are "
+                    "those of dtypes that torch and fbgemm can select: convert it, lengths to int32 or int64"
+                ) from error
 
         return _mapped([self], select, chosen.numel(), num_real)
 

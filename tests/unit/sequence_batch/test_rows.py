@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack, tensorclass
 from torchrec.datasets.utils import Batch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from commons.sequence_batch.rows import Rows, concat_rows, count_rows, select_rows
 from tests.helpers.any_batches import KINDS, as_values, dense, everything, kjt, nested, padded_batch, plain_batch
@@ -111,6 +111,29 @@ def test_a_nested_tensor_with_gaps_and_one_ragged_elsewhere():
     result = concat_rows([select_rows(last, [1]), last])
     assert [row.shape[1] for row in result.unbind()] == [3, 1, 3]
     assert torch.equal(result.unbind()[0], values[:, 1:]) and torch.equal(result.unbind()[1], values[:, :1])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_integers(dtype):
+    largest = torch.iinfo(dtype).max
+    values = [[largest, 1], [largest - 1, 2], [0, 3], [largest // 2 + 1, 4]]
+    batch = {"dense": torch.tensor(values, dtype=dtype), "one": torch.tensor([row[0] for row in values], dtype=dtype)}
+    lengths = torch.tensor([1, 0, 2, 1])
+    batch["jagged"] = JaggedTensor(values=batch["one"], lengths=lengths)
+    batch["nested"] = torch.nested.nested_tensor_from_jagged(batch["dense"], torch.tensor([0, 1, 1, 3, 4]))
+    result = concat_rows([select_rows(batch, [2, 0]), select_rows(batch, [3])])
+    assert result["dense"].tolist() == [values[row] for row in (2, 0, 3)] and result["dense"].dtype == dtype
+    assert result["one"].tolist() == [values[row][0] for row in (2, 0, 3)]
+    assert result["jagged"].values().tolist() == [values[row][0] for row in (1, 2, 0, 3)]
+    assert result["nested"].values().tolist() == [values[row] for row in (1, 2, 0, 3)]
+    transposed = select_rows(batch["dense"].t().contiguous().t(), [3, 3])
+    assert transposed.tolist() == [values[3]] * 2
+
+
+def test_a_dtype_that_nothing_can_be_selected_from_is_named():
+    short = KeyedJaggedTensor(keys=["a"], values=torch.arange(3), lengths=torch.tensor([1, 2], dtype=torch.int16))
+    with pytest.raises(TypeError, match=r"field 'deep\.a' is of a dtype from which no rows can be taken \(.*'Short'\)"):
+        select_rows({"deep": {"a": short}}, [1])
 
 
 def test_types_that_are_kept():
