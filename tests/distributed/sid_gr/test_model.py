@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,8 +132,7 @@ def _metrics_of_all_ranks(sharding):
             model, device=CPU, embedding_optimizer="sgd", sharding=sharding, local_world_size=dist.get_world_size()
         ).eval()
         metrics = GenerationMetrics(METRICS, SID_MAP.num_items)
-        expected = dict.fromkeys(METRICS, 0.0)
-        users = 0
+        values = {name: [] for name in METRICS}
         for batch in whole:
             with torch.no_grad():
                 _, output = model(share(batch))
@@ -138,12 +140,13 @@ def _metrics_of_all_ranks(sharding):
             for history, future in zip(codes_of_rows(batch, HISTORY), codes_of_rows(batch, CANDIDATE)):
                 if not len(future):
                     continue
-                users += 1
                 ranking, _ = plain.ranking(history, plain_model.trie.sids)
                 true = set(plain_model.trie.lookup(future).tolist())
                 for name in METRICS:
-                    expected[name] += _by_hand(name, ranking, true)
-        return metrics.compute(), {name: total / users for name, total in expected.items()}
+                    values[name].append(_by_hand(name, ranking, true))
+        expected = {name: statistics.fmean(of_users) for name, of_users in values.items()}
+        errors = {f"{name}_se": statistics.pstdev(each) / math.sqrt(len(each)) for name, each in values.items()}
+        return metrics.compute(), expected | errors
 
 
 def _by_hand(name, ranking, true):
