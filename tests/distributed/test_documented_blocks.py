@@ -259,7 +259,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         files=("fixed.csv",), shows=r"as they are loaded: [^.]*1\.00× at most, leave"
     ),
     ("docs/dlrm.md", "Does it pay?", 1): Shell(
-        shows=r"windows of 2 batches: 2\.00×[^(]*\(1\.82×\s+batch by batch[\s\S]*balance each batch: 1\.10×"
+        shows=r"windows of 2 batches: 2\.00×[^(]*\(1\.82×\s+batch\s+by batch[\s\S]*balance each batch: 1\.10×"
     ),
     ("docs/dlrm.md", "The script", 0): Shell(
         instead={
