@@ -157,13 +157,15 @@ class Answer:
             f"possible {result.possible:.2f}×, {self.of_what}"
         ]
         if advised is not refined:
-            parts.append(f"; {result.speed_up(refined):.2f}× batch by batch, with equal counts")
+            parts.append(f" ({result.speed_up(refined):.2f}× batch by batch, with equal counts)")
         parts.append(changes)
         if advised is not budget and further:
             parts.append(
                 "; where lengths are known beforehand, steps of constant cost (BudgetBatchSampler) gain "
                 f"{result.speed_up(budget):.2f}×"
             )
+        if self.task != "tokens":
+            parts.append("; a whole step gains less")
         return Advice("".join([*parts, "."]), options, code, advised.name, result.speed_up(advised))
 
     @property
@@ -171,7 +173,7 @@ class Answer:
         """What a speed-up is a ratio of."""
         if self.task == "tokens":
             return "in tokens of the slowest rank"
-        return "in the layers' time (a whole step gains less)"
+        return "in the layers' time"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""

@@ -178,7 +178,7 @@ def _advice_of_steps(best: SimulatedSteps) -> Advice:
     """What to do on a number of ranks, of which `best` gains most."""
     on_ranks = f"On {best.num_ranks} ranks balancing"
     together = f" in windows of {best.window} batches" if best.window > 1 else ""
-    of_what = "of a whole step, by the calibration" if best.in_ms else "in the layers' time (a whole step gains less)"
+    of_what = "of a whole step, by the calibration" if best.in_ms else "in the layers' time; a whole step gains less"
     gain = f"{best.speed_up:.2f}×, of {best.possible_speed_up:.2f}× possible, {of_what}"
     if best.speed_up < WORTH:
         return Advice(f"{on_ranks} gains {gain}: leave it off.")
