@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
+from commons.datasets import BudgetBatchSampler
 from commons.datasets.samplers import ShardedBatchSampler
-from evenrank import BalancedBatchSampler, BudgetBatchSampler
+from evenrank import BalancedBatchSampler
 
 NUM_ROWS = 257
 EPOCHS = 2
@@ -25,14 +26,14 @@ def _epochs(loader: DataLoader) -> list[list[list[int]]]:
     return [[rows.tolist() for (rows,) in loader] for _ in range(EPOCHS)]
 
 
-def _documented(workloads: np.ndarray, dataset: TensorDataset) -> tuple[Accelerator, DataLoader]:
+def _documented(workloads: np.ndarray, dataset: torch.utils.data.TensorDataset) -> tuple[Accelerator, DataLoader]:
     accelerator = Accelerator()
     sampler = BalancedBatchSampler(workloads, 4, num_ranks=accelerator.num_processes, rank=None, window=8)
     loader = accelerator.prepare(DataLoader(dataset, batch_sampler=sampler))
     return accelerator, loader
 
 
-def _refusal(accelerator: Accelerator, sampler: object, dataset: TensorDataset) -> str:
+def _refusal(accelerator: Accelerator, sampler: object, dataset: torch.utils.data.TensorDataset) -> str:
     try:
         accelerator.prepare(DataLoader(dataset, batch_sampler=sampler))
     except ValueError as error:
@@ -42,7 +43,7 @@ def _refusal(accelerator: Accelerator, sampler: object, dataset: TensorDataset) 
 
 def main(folder: Path) -> None:
     """Write what this rank has read of each sampler, and what it was told of those made for one rank."""
-    dataset = TensorDataset(torch.arange(NUM_ROWS))
+    dataset = torch.utils.data.TensorDataset(torch.arange(NUM_ROWS))
     workloads = np.random.default_rng(0).lognormal(5, 1.4, NUM_ROWS).astype(np.int64) + 1
     accelerator, documented = _documented(workloads, dataset)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
