@@ -56,7 +56,7 @@ $(EXTRAS): $(STAMP) requirements/extras.txt
 	@$(PIP) install $(PIP_ARGS) --no-deps -r requirements/extras.txt
 	@touch $@
 
-test-extras: $(EXTRAS) ## Install Ray, TorchX, Weights & Biases and MLflow, and run their tests
+test-extras: $(EXTRAS) ## Install Ray, TorchX, Weights & Biases, MLflow and Accelerate, and run their tests
 	@$(BIN)/python -m pytest tests/extras $(ARGS)
 
 coverage: $(STAMP) ## Run the suite and say how much of commons it runs, the ranks' processes counted

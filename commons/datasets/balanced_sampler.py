@@ -36,7 +36,8 @@ class BalancedBatchSampler(PlannedSampler):
             torch's DataLoader does not).
         batch_size: rows per batch and rank.
         num_ranks: ranks that share the data.
-        rank: this one.
+        rank: this one. None gives the batches of all ranks in turn, step by step, for a library that deals every W-th
+            batch to each of W ranks, as Accelerate's `prepare` does; one made for a rank is refused there.
         window: batches that share their rows. With 1 each global batch has the rows that it would have anyway.
         seed: of the order, and of the order of a window's steps; the same on every rank.
         shuffle: a new order in every epoch.
@@ -62,7 +63,7 @@ class BalancedBatchSampler(PlannedSampler):
         batch_size: int,
         *,
         num_ranks: int,
-        rank: int,
+        rank: int | None,
         window: int = 1,
         seed: int = 0,
         shuffle: bool = True,
@@ -86,8 +87,8 @@ class BalancedBatchSampler(PlannedSampler):
         self._has_warned = False
 
     def __len__(self) -> int:
-        """Batches of this rank in a whole epoch, as many as of every other."""
-        return self._num_steps(0)
+        """Batches in a whole epoch; as many for every rank."""
+        return self._num_steps(0) * len(self._own_ranks)
 
     @property
     def window(self) -> int:

@@ -42,7 +42,8 @@ class BudgetBatchSampler(PlannedSampler):
             torch's DataLoader does not).
         budget_per_rank: most that a rank's rows of a step cost, in the same unit.
         num_ranks: ranks that share the data.
-        rank: this one.
+        rank: this one. None gives the batches of all ranks in turn, step by step, for a library that deals every W-th
+            batch to each of W ranks, as Accelerate's `prepare` does; one made for a rank is refused there.
         max_tokens: most tokens of a rank in a step.
         tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
         max_rows: most rows of a rank in a step; None for any number.
@@ -68,7 +69,7 @@ class BudgetBatchSampler(PlannedSampler):
         *,
         budget_per_rank: int,
         num_ranks: int,
-        rank: int,
+        rank: int | None,
         max_tokens: int | None = None,
         tokens: Any = None,
         max_rows: int | None = None,
@@ -105,7 +106,7 @@ class BudgetBatchSampler(PlannedSampler):
                 f"budget_per_rank is {budget}, the lightest row costs {int(self._workloads.min())}; a step has "
                 f"room for some rows: raise it, to several rows of the mean, {int(self._workloads.mean())}"
             )
-        if self._rank == 0:
+        if self._own_ranks[0] == 0:
             logger.warning(
                 "row %d costs %d, budget_per_rank is %d; it gets a rank's step to itself, as do all %d rows above the "
                 "budget, which make their steps longer than the others: truncate them, or raise the budget, at best to "
@@ -118,8 +119,8 @@ class BudgetBatchSampler(PlannedSampler):
             )
 
     def __len__(self) -> int:
-        """Batches of this rank in the next epoch, as many as of every other; plans all of it."""
-        return sum(1 for _ in self.step_rows(self.epoch, EPOCH_START))
+        """Batches in the next epoch, as many for every rank; plans all of it."""
+        return sum(1 for _ in self.items(self.epoch, EPOCH_START))
 
     @property
     def num_rows(self) -> int:
@@ -171,7 +172,7 @@ class BudgetBatchSampler(PlannedSampler):
         return None if end - begin < 2 * least else deal(begin, end - least)
 
     def _warn_above_limits(self, num_rows: int) -> None:
-        if self._rank == 0 and not self._has_exceeded:
+        if self._own_ranks[0] == 0 and not self._has_exceeded:
             self._has_exceeded = True
             logger.warning(
                 "the last %d rows of an epoch make no steps in which each of %d ranks has a row and keeps "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from commons.checks import as_count
-from commons.datasets.samplers import EPOCH_START, EpochSampler, Place, check_rank
+from commons.datasets.samplers import EPOCH_START, EpochSampler, Place, check_rank, require_not_dealt_again
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.core import SOURCES
@@ -41,14 +41,14 @@ class PlannedStep(NamedTuple):
 
 
 class PlannedSampler(EpochSampler[list[int]]):
-    """Rows of the batches of one rank, by a plan of known workloads.
+    """Rows of the batches of one rank, or of all ranks in turn, by a plan of known workloads.
 
     Args:
         workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
             integers; the same on every rank, and as many as the data set has rows (a ResumableLoader compares that,
             torch's DataLoader does not).
         num_ranks: ranks that share the data.
-        rank: this one.
+        rank: this one; None for the batches of all ranks: of rank 0, 1, … in the first step, then in the next one.
         tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
         max_tokens: most tokens of a rank in a step.
         shuffle: a new order in every epoch.
@@ -66,7 +66,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         workloads: Any,
         *,
         num_ranks: int,
-        rank: int,
+        rank: int | None,
         tokens: Any,
         max_tokens: int | None,
         shuffle: bool,
@@ -76,8 +76,10 @@ class PlannedSampler(EpochSampler[list[int]]):
         super().__init__(shuffle=shuffle, seed=as_count(seed, "seed", 0))
         self._workloads = as_int64_workloads(workloads)
         self._num_ranks = as_count(num_ranks, "num_ranks", 1)
-        self._rank = as_count(rank, "rank", 0)
-        check_rank(self._rank, self._num_ranks, "num_ranks")
+        self._rank = None if rank is None else as_count(rank, "rank", 0)
+        if self._rank is not None:
+            check_rank(self._rank, self._num_ranks, "num_ranks")
+        self._own_ranks = range(self._num_ranks) if self._rank is None else range(self._rank, self._rank + 1)
         self._tokens = None if tokens is None else as_int64_workloads(tokens, "tokens", len(self._workloads))
         self._max_tokens = None if max_tokens is None else min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
         self._drop_last = bool(drop_last)
@@ -116,7 +118,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         missing = self._num_ranks - (len(self._workloads) - row)
         if self._drop_last or not 0 < missing < self._num_ranks:
             return row
-        if self._rank == 0 and not self._has_repeated:
+        if self._own_ranks[0] == 0 and not self._has_repeated:
             self._has_repeated = True
             logger.warning(
                 "row %d leaves %d rows for %d ranks, and every rank trains one; the %d rows before it come a second "
@@ -129,24 +131,35 @@ class PlannedSampler(EpochSampler[list[int]]):
             )
         return row - missing
 
+    @property
+    def drop_last(self) -> bool:
+        """Whether rows that do not make a step are left out, as of a torch BatchSampler.
+
+        Raises:
+            ValueError: the batches are those of one of several ranks, see `require_not_dealt_again`.
+
+        """
+        require_not_dealt_again(self, self._rank, self._num_ranks, "make it with rank=None")
+        return self._drop_last
+
     @abstractmethod
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
         """The steps of an epoch from a place on, planned as they are asked for; the same on every rank."""
 
     def items(self, epoch: int, start: Place) -> Iterator[list[int]]:
         """See EpochSampler."""
-        return (rows.tolist() for rows, _ in self._own_steps(epoch, start))
+        return (rows.tolist() for batches, _ in self._own_steps(epoch, start) for rows in batches)
 
     def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
         """See EpochSampler."""
         return (num_rows for _, num_rows in self._own_steps(epoch, start))
 
     def _own_steps(self, epoch: int, start: Place) -> _OwnSteps:
-        """This rank's part of the plan; each step is planned once, whoever asks first."""
+        """The own ranks' part of the plan; each step is planned once, whoever asks first."""
         if (epoch, start) not in self._kept:
             while len(self._kept) >= _KEPT:
                 del self._kept[next(iter(self._kept))]
-            self._kept[epoch, start] = _OwnSteps(self.plan(epoch, start), self._rank)
+            self._kept[epoch, start] = _OwnSteps(self.plan(epoch, start), self._own_ranks)
         return self._kept[epoch, start]
 
     def identity(self) -> dict[str, Any]:
@@ -165,6 +178,11 @@ class PlannedSampler(EpochSampler[list[int]]):
 
     def require_fits(self, dataset: Any) -> None:
         """See EpochSampler; a data set without a length is not looked at."""
+        if self._rank is None and self._num_ranks > 1:
+            raise ValueError(
+                f"rank is None, num_ranks is {self._num_ranks}; this loader reads the batches of one rank, and nobody "
+                "deals those of all ranks: give this rank's number"
+            )
         if hasattr(dataset, "__len__") and len(dataset) != len(self._workloads):
             raise ValueError(
                 f"workloads has {len(self._workloads)} entries, the data set has {len(dataset)} rows; every row costs "
@@ -176,13 +194,13 @@ class PlannedSampler(EpochSampler[list[int]]):
 
 
 class _OwnSteps:
-    """One rank's rows of each step, and the rows of all ranks: a list that grows as it is read."""
+    """Some ranks' rows of each step, and the number of rows of all ranks: a list that grows as it is read."""
 
-    def __init__(self, plan: Iterator[PlannedStep], rank: int) -> None:
-        self._plan, self._rank = plan, rank
-        self._known: list[tuple[np.ndarray, int]] = []
+    def __init__(self, plan: Iterator[PlannedStep], ranks: range) -> None:
+        self._plan, self._ranks = plan, ranks
+        self._known: list[tuple[list[np.ndarray], int]] = []
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
+    def __iter__(self) -> Iterator[tuple[list[np.ndarray], int]]:
         index = 0
         while index < len(self._known) or self._grow():
             yield self._known[index]
@@ -192,7 +210,7 @@ class _OwnSteps:
         step = next(self._plan, None)
         if step is None:
             return False
-        self._known.append((step.rows[step.ranks == self._rank], len(step.rows)))
+        self._known.append(([step.rows[step.ranks == rank] for rank in self._ranks], len(step.rows)))
         return True
 
 

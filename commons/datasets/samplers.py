@@ -25,6 +25,20 @@ def check_rank(rank: int, world_size: int, name: str = "world_size") -> None:
         raise ValueError(f"rank is {rank}, {name} is {world_size}; ranks are counted from 0: give 0 <= rank < {name}")
 
 
+def require_not_dealt_again(sampler: object, rank: int | None, num_ranks: int, remedy: str) -> None:
+    """Raise ValueError where a library is about to deal one rank's batches to the ranks once more.
+
+    Accelerate's `prepare` gives every rank each W-th batch of what it takes for the batches of all W ranks; of the
+    batches of one rank it would leave the others out.
+    """
+    if rank is not None and num_ranks > 1:
+        raise ValueError(
+            f"this {type(sampler).__name__} has the batches of rank {rank} of {num_ranks} alone, and its drop_last is "
+            "read, as Accelerate's prepare() does to deal the batches to the ranks once more, which leaves rows out: "
+            f"{remedy}, or do not prepare the loader"
+        )
+
+
 class Place(NamedTuple):
     """A place in an epoch.
 
@@ -296,6 +310,17 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         num_own_rows = len(range(self._rank, self._num_rows, self._world_size))
         full, rest = divmod(num_own_rows, self._batch_size)
         return full + (rest > 0 and not self._drop_last)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an incomplete last batch is left out, as of a torch BatchSampler.
+
+        Raises:
+            ValueError: the batches are those of one of several ranks, see `require_not_dealt_again`.
+
+        """
+        require_not_dealt_again(self, self._rank, self._world_size, "use torch's BatchSampler")
+        return self._drop_last
 
     @property
     def num_rows(self) -> int:

@@ -235,6 +235,8 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("docs/beyond_one_batch.md", "Lengths known beforehand", 0): Python(
         given.rows_of_known_length, given.every_row_is_read_once
     ),
+    # tests/extras/test_accelerate.py runs it on two ranks.
+    ("docs/beyond_one_batch.md", "With Accelerate", 0): Excerpt("tests/extras/accelerated_rows.py"),
     ("docs/llm.md", "Chunks of a batch", 0): Python(given.padded_rows, given.predictions_in_order),
     ("docs/llm.md", "Between ranks", 0): Python(given.rows_of_ranks, given.results_came_home),
     ("docs/llm.md", "Micro-batches under a token budget", 0): Python(given.language_model, given.whole_gradient),

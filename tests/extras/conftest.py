@@ -10,6 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 
+collect_ignore = ["accelerated_rows.py"]  # a program of ranks, which imports the library at once
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

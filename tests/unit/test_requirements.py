@@ -24,7 +24,7 @@ PROJECT = PYPROJECT["project"]
 # torchrec's metadata asks for the CUDA build of fbgemm on a machine without CUDA too.
 # torchx runs with the urllib3 that requests takes; its own range ends before what has known vulnerabilities.
 KNOWN = {("torchrec", "fbgemm-gpu"), ("torchx", "urllib3")}
-HEAVY_EXTRAS = ["ray", "torchx", "wandb", "mlflow", "playwright"]  # in extras.txt; the others are light and in dev.txt
+HEAVY_EXTRAS = ["ray", "torchx", "wandb", "mlflow", "accelerate", "playwright"]  # in extras.txt; others are in dev.txt
 
 
 def environment(python, extra=""):

@@ -178,38 +178,6 @@ def test_budget_epochs_and_places(work, budget, num_ranks, max_rows, max_tokens,
         assert rest == Counter(order[len(work) - max(left, len(others)) if left else len(work) :])
 
 
-def test_steps_before_the_last_leave_a_row_for_every_rank(caplog):
-    """Nine rows for two ranks of at most two rows: 4 + 4 + 1 would leave a rank without one."""
-
-    def counts(work, **options):
-        samplers = [BudgetBatchSampler(work, num_ranks=2, rank=rank, shuffle=False, **options) for rank in range(2)]
-        return [[len(batch) for batch in step] for step in steps_of(samplers, 0)]
-
-    with caplog.at_level(logging.WARNING):
-        assert sorted(map(sum, counts([1] * 9, budget_per_rank=2))) == [2, 3, 4]
-        assert counts([1] * 9, budget_per_rank=2, drop_last=True) == [[2, 2], [2, 2]]
-        assert not caplog.records
-        assert list(map(sum, counts([5] * 5, budget_per_rank=5))) == [2, 3]
-        assert list(map(sum, counts([5] * 5, budget_per_rank=5, drop_last=True))) == [2, 2]
-    assert [record.getMessage()[:94] for record in caplog.records] == [
-        "the last 3 rows of an epoch make no steps in which each of 2 ranks has a row and keeps budget_"
-    ]
-
-
-def test_a_place_with_fewer_rows_than_ranks(caplog):
-    for make in (
-        lambda rank: BalancedBatchSampler([1] * 10, 3, num_ranks=4, rank=rank, shuffle=False),
-        lambda rank: BudgetBatchSampler([1] * 10, budget_per_rank=9, num_ranks=4, rank=rank, shuffle=False),
-    ):
-        with caplog.at_level(logging.WARNING):
-            (step,) = steps_of([make(rank) for rank in range(4)], 0, Place(9))
-        assert sorted(row for batch in step for row in batch) == [6, 7, 8, 9]
-        assert make(1).place_after(1, 0, Place(9)) == Place(10)
-        (record,) = caplog.records
-        assert record.getMessage().startswith("row 9 leaves 1 rows for 4 ranks, and every rank trains one; the 3 rows")
-        caplog.clear()
-
-
 def test_a_window_evens_the_steps_and_a_budget_their_tokens():
     """The largest load ÷ the mean, and the most tokens of a rank ÷ the mean: over all steps and ranks."""
     lengths, num_ranks = user_like(16 * 64 * 8), 16
