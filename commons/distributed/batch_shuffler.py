@@ -39,7 +39,7 @@ from commons.distributed.window import ShuffledWindow, WindowReader, describe_bl
 from commons.distributed.worker import DaemonWorker
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.task_estimator import AttentionTask
-from commons.sequence_batch.fields import batch_device, batch_rows, real_rows, require_no_grad
+from commons.sequence_batch.fields import batch_device, batch_rows, real_rows
 from commons.sequence_batch.schema import BatchSchema, register_batch_type
 
 logger = logging.getLogger(__name__)
@@ -473,11 +473,9 @@ class BaseTaskBalancedBatchShuffler(ABC):
         """What this rank brings; a mistake included, so that all ranks raise it."""
         try:
             register_batch_type(type(batch))
+            get_workloads = None if self.options.mode == "off" else self._workloads_of
             with span("workload"):
-                local = LocalRows.of(batch, device, None if self.options.mode == "off" else self._workloads_of)
-            if self.options.mode == "balance":  # or gradients would depend on whether rows move in this step
-                require_no_grad(batch)
-            return local
+                return LocalRows.of(batch, device, get_workloads, moves=self.options.mode == "balance")
         except Exception as error:
             return LocalRows(device=device, error=error)
 

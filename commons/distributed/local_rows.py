@@ -11,7 +11,7 @@ import torch
 
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.core import encode_rows
-from commons.sequence_batch.fields import batch_items, require_dataclass, row_counts
+from commons.sequence_batch.fields import batch_items, require_dataclass, require_no_grad, row_counts
 from commons.sequence_batch.schema import BatchSchema
 
 
@@ -45,7 +45,12 @@ class LocalRows:
 
     @classmethod
     def of(
-        cls, batch: Any, device: torch.device | None, get_workloads: Callable[[Any, BatchSchema], Any] | None
+        cls,
+        batch: Any,
+        device: torch.device | None,
+        get_workloads: Callable[[Any, BatchSchema], Any] | None,
+        *,
+        moves: bool = False,
     ) -> LocalRows:
         """Describe a batch; what lies on CUDA is copied to the host without waiting.
 
@@ -53,13 +58,16 @@ class LocalRows:
             batch: on the host, or on its device.
             device: where it is trained; None if that is not known yet.
             get_workloads: gives the workloads of the batch; None where they are not needed.
+            moves: whether its rows may move, and so must not require grad.
 
         Raises:
-            TypeError, ValueError: as `BatchSchema.of`, and whatever `get_workloads` raises.
+            TypeError, ValueError: as `BatchSchema.of`, a field that requires grad, and whatever `get_workloads` raises.
         """
         require_dataclass(batch)
         items = batch_items(batch)  # the one walk over the fields
         rows, real = row_counts(batch, items)
+        if moves:  # in any step: gradients must not depend on whether rows move in this one
+            require_no_grad(items)
         schema = BatchSchema.of(batch, items)
         sizes = tuple(tensor.numel() for tensor in schema.row_tensors(batch))
         if get_workloads is None:

@@ -167,9 +167,11 @@ def _require_flat(name: str, jagged: KeyedJaggedTensor) -> None:
         )
 
 
-def require_no_grad(batch: Any) -> None:
-    """Raise ValueError, which names the field, if a field requires grad: rows that move leave their rank's graph."""
-    for name, value in row_fields(batch):
+def require_no_grad(items: Mapping[str, Any]) -> None:
+    """Raise ValueError if one of `batch_items` requires grad, and name it: rows that move leave the graph."""
+    for name, value in items.items():
+        if not is_row_field(value):
+            continue
         tensors = [value] if isinstance(value, torch.Tensor) else [value.values(), value.weights_or_none()]
         if any(tensor is not None and tensor.requires_grad for tensor in tensors):
             raise ValueError(
