@@ -177,7 +177,7 @@ class BalancedPipeline:
             # An in-place copy puts the batch into memory of the main stream, and the result lies in memory of the
             # memcpy stream: the allocator must know of both uses.
             batch.record_stream(self._memcpy_stream)
-            result.record_stream(torch.get_device_module(self._device).current_stream())
+            result.record_stream(torch.get_device_module(self._device).current_stream(self._device))
         self._stats.append(handle.stats)
         return result
 

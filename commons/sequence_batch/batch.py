@@ -206,7 +206,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         """
         if data_copy_stream is None:
             return self._known_to(self._map(lambda value: _to_device(value, device, non_blocking)))
-        current = torch.get_device_module(device).current_stream()
+        current = torch.get_device_module(device).current_stream(device)
         targets: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:

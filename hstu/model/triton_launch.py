@@ -189,10 +189,19 @@ def constants(dtype: torch.dtype, head_dim: int, blocks: Blocks, is_causal: bool
         "BLOCK_M": blocks.queries,
         "BLOCK_N": blocks.keys,
         "CAUSAL": is_causal,
-        # As the products of torch are set: float32 on the tensor cores in three parts, or in one where that is allowed.
-        "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "PRECISION": _precision(dtype),
         "FAST": fast and dtype != torch.float32,
     }
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """As the products of torch are set: float32 on the tensor cores in three parts, or in one where that is allowed.
+
+    The attribute follows both of torch's interfaces; `get_float32_matmul_precision` raises once the new one is used.
+    """
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return "tf32x3"
+    return "tf32"
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from commons.distributed.row_exchange import PackedRows, RowExchange
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from commons.pipeline.hooks import BalancedPipeline
 from commons.pipeline.sparse_hooks import HookInSparseDist, HookWithEvents
+from commons.sequence_batch.batch import BaseBatch
 from tests.helpers import models
 from tests.helpers.models import rank_batches
 from tests.helpers.pipelines import SIZES, CubicShuffler, require_pipeline
@@ -135,6 +136,15 @@ def _unpack_with_a_read(exchange: RowExchange, batch: Any, packed: PackedRows, s
 
 _unpack = RowExchange.unpack
 
+
+def _to_behind_device_0(batch: BaseBatch, *args: Any, **kwargs: Any) -> BaseBatch:
+    """The copy of a batch behind the stream that a thread is on, of whatever device."""
+    with replaced((torch.cpu, "current_stream", lambda device=None: current_stream())):
+        return _to(batch, *args, **kwargs)
+
+
+_to = BaseBatch.to
+
 # A mistake: where it is made, the pipelines in which it shows, and as what.
 MISTAKES: dict[str, tuple[tuple[Any, str, Any], tuple[str, ...], str]] = {
     "the batch is not recorded": (
@@ -155,6 +165,11 @@ MISTAKES: dict[str, tuple[tuple[Any, str, Any], tuple[str, ...], str]] = {
     "no event follows the exchange": (
         (HookWithEvents, "_after_copy", HookInSparseDist._after_copy),
         ("semi-sync, before it starts", "semi-sync", "semi-sync in place"),
+        "race",
+    ),
+    "the copy waits for device 0": (
+        (BaseBatch, "to", _to_behind_device_0),
+        ("copies on a thread in place",),
         "race",
     ),
     "the exchange reads from the device": ((RowExchange, "unpack", _unpack_with_a_read), ("base", "eval"), "read"),

@@ -106,11 +106,32 @@ class PretendedEvent:
 
 
 DEFAULT_STREAM = PretendedStream(name="default stream")
+# What a thread gets that has not set its device and names none: on CUDA every thread begins with device 0.
+STREAM_OF_DEVICE_0 = PretendedStream(name="default stream of device 0")
 
 
 def current_stream(device: Any = None) -> PretendedStream:
-    """The stream that the calling thread issues its work on."""
-    return getattr(_this_thread, "stream", DEFAULT_STREAM)
+    """The stream that the calling thread issues its work on, on the pretended device or, if none is named, on its own."""
+    has_device = device is not None or getattr(_this_thread, "has_device", True)
+    return getattr(_this_thread, "stream", DEFAULT_STREAM if has_device else STREAM_OF_DEVICE_0)
+
+
+@contextlib.contextmanager
+def threads_begin_with_device_0() -> Iterator[None]:
+    """Within the block, threads that are started have not set their device, like those of CUDA on rank 1 and above."""
+    run = threading.Thread.run
+
+    def run_on_device_0(thread: threading.Thread) -> None:
+        _this_thread.has_device = False
+        run(thread)
+
+    with replaced((threading.Thread, "run", run_on_device_0)):
+        yield
+
+
+def set_device() -> None:
+    """What `torch.cuda.set_device` does for the calling thread."""
+    _this_thread.has_device = True
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ It tells of the order that the code asks for, not of CUDA: operations of the bac
 from __future__ import annotations
 
 import collections
+import concurrent.futures.thread
 import contextlib
 import inspect
 import threading
@@ -40,12 +41,16 @@ from tests.helpers.pretended_streams import (
     learn,
     pretended_streams,
     replaced,
+    set_device,
+    threads_begin_with_device_0,
 )
 
+_DEVICE = torch.device("cpu")
 _READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 _COLLECTIVES = {
     "all_to_all_single": (("input",), ("output",)),
     "all_gather_into_tensor": (("input_tensor",), ("output_tensor",)),
+    "all_gather_single": (("input",), ("output",)),
     "all_reduce": (("tensor",), ("tensor",)),
 }
 
@@ -118,7 +123,7 @@ class StreamSanitizer:
         """Run an operation as a kernel of the current stream, if it is one."""
         with self._lock:
             on_device = bool(self.making) or any(map(self.holds, inputs))
-            stream = current_stream()
+            stream = current_stream(_DEVICE)  # an operation runs on the device of its tensors
             if on_device:
                 self.operations += 1
                 time = stream.work()
@@ -132,6 +137,8 @@ class StreamSanitizer:
                     if _key(tensor) not in known:
                         memory = self._allocate(tensor, stream)
                         memory.write = None if name.startswith("aten::empty") else (stream, time)
+                        # What its stream did before may have been with the same memory.
+                        memory.reads[stream] = time
         return output
 
     def collective(self, function: Callable[..., Any], reads: tuple[str, ...], writes: tuple[str, ...]) -> Any:
@@ -272,6 +279,7 @@ def sanitized() -> Iterator[StreamSanitizer]:
     """Within the block the CPU is the device, with pretended streams, and everything on it is looked at."""
     sanitizer = StreamSanitizer()
     copy_batch, finish, load = BaseBatch.to, BaseTaskBalancedBatchShuffler.finish_shuffle, DataLoadingThread.run
+    work = concurrent.futures.thread._WorkItem.run
     copy_tensor, resize = torch.Tensor.to, torch.UntypedStorage.resize_
 
     def to(batch: BaseBatch, device: torch.device, non_blocking: bool = False, data_copy_stream: Any = None) -> Any:
@@ -300,8 +308,13 @@ def sanitized() -> Iterator[StreamSanitizer]:
         return resize(storage, size)
 
     def run_thread(thread: DataLoadingThread) -> None:
+        set_device()  # as it does itself on CUDA
         with _Watch(sanitizer):
             load(thread)
+
+    def run_item(item: Any) -> None:  # of an executor: TorchRec has one that copies batches
+        with _Watch(sanitizer):
+            work(item)
 
     def reading(name: str) -> tuple[Any, str, Any]:
         function = getattr(torch.Tensor, name)
@@ -317,11 +330,13 @@ def sanitized() -> Iterator[StreamSanitizer]:
     ]
     with (
         pretended_streams(),
+        threads_begin_with_device_0(),
         replaced(
             (BaseBatch, "to", to),
             (BaseBatch, "record_stream", record_stream),
             (BaseTaskBalancedBatchShuffler, "finish_shuffle", finish_shuffle),
             (DataLoadingThread, "run", run_thread),
+            (concurrent.futures.thread._WorkItem, "run", run_item),
             (torch.Tensor, "to", tensor_to),
             (torch.Tensor, "record_stream", lambda tensor, stream: sanitizer.record(tensor, stream)),
             (torch.UntypedStorage, "resize_", resize_storage),

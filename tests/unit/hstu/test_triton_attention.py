@@ -266,3 +266,39 @@ def test_blocks_divide_what_a_tile_spans():
                     # The gradient of the bias by position is added along diagonals of whole blocks of keys.
                     assert kernel != "backward_query" or blocks.queries % blocks.keys == 0
                     assert np.log2([blocks.queries, blocks.keys]).min() >= 4
+
+
+@pytest.fixture
+def float32_products():
+    """torch's settings of float32 products as a process begins; put back afterwards."""
+    matmul, everywhere = torch.backends.cuda.matmul, torch.backends.fp32_precision
+    before = matmul.fp32_precision
+    matmul.fp32_precision = torch.backends.fp32_precision = "none"
+    yield
+    matmul.fp32_precision, torch.backends.fp32_precision = before, everywhere
+
+
+@pytest.mark.parametrize(
+    ("interface", "setting", "precision"),
+    [
+        ("none", None, "tf32x3"),
+        ("old", "highest", "tf32x3"),
+        ("old", "high", "tf32"),
+        ("new", "ieee", "tf32x3"),
+        ("new", "tf32", "tf32"),
+        ("everywhere", "tf32", "tf32"),
+    ],
+)
+def test_float32_products_are_as_either_interface_of_torch_says(float32_products, interface, setting, precision):
+    if interface == "old":
+        torch.set_float32_matmul_precision(setting)
+    elif interface == "new":
+        torch.backends.cuda.matmul.fp32_precision = setting
+    elif interface == "everywhere":
+        torch.backends.fp32_precision = setting
+    blocks = candidate_blocks("forward", torch.float32, 64, None)[0]
+    made_for = {
+        dtype: triton_launch.constants(dtype, 64, blocks, True, fast=True)["PRECISION"]
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert made_for == {torch.float32: precision, torch.bfloat16: "tf32"}
