@@ -111,7 +111,7 @@ STREAM_OF_DEVICE_0 = PretendedStream(name="default stream of device 0")
 
 
 def current_stream(device: Any = None) -> PretendedStream:
-    """The stream that the calling thread issues its work on, on the pretended device or, if none is named, on its own."""
+    """The stream of the calling thread: of the pretended device or, if none is named, of the device that it has set."""
     has_device = device is not None or getattr(_this_thread, "has_device", True)
     return getattr(_this_thread, "stream", DEFAULT_STREAM if has_device else STREAM_OF_DEVICE_0)
 
