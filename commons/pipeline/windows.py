@@ -44,6 +44,7 @@ class WindowedBatches(Iterator[Any]):
         self._reader = WindowReader(iterator, window)
         self._ready: deque[Any] = deque()
         self._stats: deque[ShuffleStats | None] = deque()
+        self._num_rows: list[int | None] = []  # of every step that a window has given
         self._next: Future[ShuffledWindow] | None = None
         self._ended = False
         shuffler.connect_window(self._reader.window, pg_group)
@@ -78,6 +79,22 @@ class WindowedBatches(Iterator[Any]):
             raise ValueError("no batch is without its stats taken; take them once for each batch that was trained")
         return self._stats.popleft()
 
+    def num_rows(self, step: int) -> int | None:
+        """Rows that a step trains, over all ranks; waits for its window where all before it have been handed out.
+
+        Args:
+            step: counted from 0, the first that this iterator gives.
+
+        Returns:
+            None where it is not known: in mode "off", behind the end, and for windows further ahead.
+
+        Raises:
+            Exception: as the next batch would.
+        """
+        if step >= len(self._num_rows) and not self._ready and not self._ended:
+            self._begin_window()
+        return self._num_rows[step] if step < len(self._num_rows) else None
+
     def close(self) -> None:
         """Wait for the window that is under way, and drop it; called on all ranks together.
 
@@ -105,6 +122,7 @@ class WindowedBatches(Iterator[Any]):
         self._next = self._start()
         self._ready.extend(shuffled.batches)
         stats = [None if each is None else self._waited(each, wait_ms) for each in shuffled.stats]
+        self._num_rows += [None if each is None else each.num_rows for each in stats]
         while len(self._stats) > _MOST_WAITING:  # of batches that were all handed out before this window
             self._stats.popleft()
         self._stats.extend(stats)

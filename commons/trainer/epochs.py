@@ -119,18 +119,22 @@ class Epochs:
     def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
         """Rows of every step from a place on, over all ranks; without end where they are not known.
 
-        A window that is exchanged has as many steps and rows as the loader; how many of the last one's rows share a
-        step is not known beforehand, and they are counted as the loader has them.
+        A window that is exchanged has as many steps and rows as the loader; how many of its rows share a step is known
+        when it is there, and is asked of the windows that are open by then.
         """
         if self._epoch_sampler is None:
             return itertools.repeat(self._rows_per_step)
         if self._shuffler is None:
             return self._epoch_sampler.step_rows(epoch, start)
-        return itertools.islice(self._epoch_sampler.step_rows(epoch, Place(start.row)), start.steps, None)
+        return self._exchanged_rows(self._epoch_sampler.step_rows(epoch, Place(start.row)), start.steps)
 
     def num_steps(self, epoch: int, start: Place) -> int | None:
         """Steps from a place to the end of an epoch; None where that is not known."""
-        return None if self._epoch_sampler is None else sum(1 for _ in self.step_rows(epoch, start))
+        if self._epoch_sampler is None:
+            return None
+        if self._shuffler is None:
+            return sum(1 for _ in self._epoch_sampler.step_rows(epoch, start))
+        return sum(1 for _ in self._epoch_sampler.step_rows(epoch, Place(start.row))) - start.steps
 
     @property
     def num_rows(self) -> int | None:
@@ -167,6 +171,12 @@ class Epochs:
             "calibration": None if calibration is None else zlib.crc32(Path(calibration).read_bytes()),
             **{name: options[name] for name in names},
         }
+
+    def _exchanged_rows(self, of_loader: Iterator[int], first: int) -> Iterator[int]:
+        """Rows of every step from the first on; those of the loader in mode "off", which moves none."""
+        for step, rows in itertools.islice(enumerate(of_loader), first, None):
+            exchanged = None if self._windows is None else self._windows.num_rows(step)
+            yield rows if exchanged is None else exchanged
 
     def _loader_place(self, steps: int, epoch: int, start: Place) -> Place:
         if self._epoch_sampler is None:

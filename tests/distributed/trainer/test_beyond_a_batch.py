@@ -190,6 +190,24 @@ def test_other_ranks_go_on_with_what_is_left(rank_pools, data, tmp_path, way):
         assert bool(re.search(said, " ".join(result[0][3]))) == bool(again)
 
 
+@pytest.mark.parametrize("way", [SAMPLER, STAGE | {"shuffler": ShufflerOptions(slack=0.0)}], ids=["sampler", "stage"])
+def test_rows_of_the_last_window_are_counted_as_they_were_trained(two_ranks, data, tmp_path, way):
+    """Its eleven rows are spread over two steps, where the loader has eight and three."""
+    saving = {"ckpt_save_interval": 1000, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
+    schedule = {"schedule_in": "rows", "num_epochs": None}
+    first = two_ranks.run(train, data, str(tmp_path / "run"), **saving | schedule, max_train_iters=50)
+    trained, again = users_of(first), users_of(first, slice(6, None))
+    assert len(first[0][1]) == 7 and 0 < again.total() < 11
+    (path,) = (tmp_path / "checkpoints").glob("step_*/state.json")
+    progress = json.loads(path.read_text())["progress"]
+    assert (progress["rows"], progress["window_rows"]) == (trained.total(), again.total())
+    rest = two_ranks.run(
+        train, data, str(tmp_path / "rest"), **way | {"batch_size": 3}, ckpt_load_dir=saving["ckpt_save_dir"]
+    )
+    assert trained - again + users_of(rest) == Counter(dict.fromkeys(trained | users_of(rest), 1))
+    assert f"the window is read again, and {again.total()} rows come a second time" in " ".join(rest[0][3])
+
+
 @pytest.mark.parametrize("way", [SAMPLER, STAGE], ids=["sampler", "stage"])
 def test_a_window_that_another_planner_has_dealt_is_read_again(two_ranks, data, tmp_path, way):
     saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
