@@ -190,14 +190,17 @@ def test_other_ranks_go_on_with_what_is_left(rank_pools, data, tmp_path, way):
         assert bool(re.search(said, " ".join(result[0][3]))) == bool(again)
 
 
-@pytest.mark.parametrize("way", [SAMPLER, STAGE | {"shuffler": ShufflerOptions(slack=0.0)}], ids=["sampler", "stage"])
+# With this seed the plan of the last window lowers the loads, so that its rows are not left as they were loaded.
+@pytest.mark.parametrize(
+    "way", [SAMPLER, STAGE | {"shuffler": ShufflerOptions(slack=0.0), "seed": 7}], ids=["sampler", "stage"]
+)
 def test_rows_of_the_last_window_are_counted_as_they_were_trained(two_ranks, data, tmp_path, way):
     """Its eleven rows are spread over two steps, where the loader has eight and three."""
     saving = {"ckpt_save_interval": 1000, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
     schedule = {"schedule_in": "rows", "num_epochs": None}
     first = two_ranks.run(train, data, str(tmp_path / "run"), **saving | schedule, max_train_iters=50)
     trained, again = users_of(first), users_of(first, slice(6, None))
-    assert len(first[0][1]) == 7 and 0 < again.total() < 11
+    assert len(first[0][1]) == 7 and 0 < again.total() < 8
     (path,) = (tmp_path / "checkpoints").glob("step_*/state.json")
     progress = json.loads(path.read_text())["progress"]
     assert (progress["rows"], progress["window_rows"]) == (trained.total(), again.total())
