@@ -18,6 +18,10 @@ from commons.sequence_batch.schema import BatchSchema
 from commons.version import __version__
 
 
+class SchemasDifferError(ValueError):
+    """The first batches of the ranks differ in schema; raised on every rank, of which none is known to be right."""
+
+
 def agree_on_schema(
     channel: ControlChannel,
     step: int,
@@ -46,7 +50,8 @@ def agree_on_schema(
         The schema, None while no rank has had a batch, and the largest number of words of a rank.
 
     Raises:
-        ValueError: ranks differ; the message says which and in what.
+        SchemasDifferError: the batches of two ranks differ; the message says which and in what.
+        ValueError: ranks differ in their settings.
         KeyError: a rank without a batch does not know the type of the others'.
         Exception: a rank could not describe its batch; its error, on every rank.
     """
@@ -73,7 +78,7 @@ def agree_on_schema(
     for rank, other in schemas.items():
         different = schemas[first].differences(other)
         if different:
-            raise ValueError(
+            raise SchemasDifferError(
                 f"the batches of ranks {first} and {rank} differ: {'; '.join(different)}; all ranks must bring the "
                 "same type, keys, dtypes and plain values: make them equal, or a property what depends on the rows"
             )

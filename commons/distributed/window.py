@@ -18,6 +18,7 @@ from commons.available_memory import require_memory
 from commons.checks import as_count
 from commons.distributed.errors import attempt
 from commons.distributed.local_rows import LocalRows
+from commons.distributed.schema_agreement import SchemasDifferError
 from commons.distributed.shuffle_session import ShuffleSession
 from commons.distributed.stats import ShuffleStats, WindowStats
 from commons.perf_model.calibration import CalibratedTask
@@ -90,6 +91,10 @@ class WindowReader:
         """The batches that have been read, which a window has been made of."""
         batches, self._read = [batch for batch, _ in self._read], []
         return batches
+
+    def drop_first(self) -> None:
+        """Leave out the batch that the ranks could not agree on, as all of them do."""
+        self._read = self._read[1:]
 
     def drop(self, problem_with: Callable[[LocalRows], Exception | None]) -> None:
         """Leave out the batches that were the reason of an error."""
@@ -174,6 +179,9 @@ def shuffle_window(
     read_ms = (time.perf_counter() - started) * 1e3
     try:
         prepared = session.prepare(step, local, calibrated, token_features, spent)
+    except SchemasDifferError:
+        reader.drop_first()
+        raise
     except Exception:
         reader.drop(session.problem_with)
         raise

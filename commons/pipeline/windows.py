@@ -56,7 +56,7 @@ class WindowedBatches(Iterator[Any]):
             StopIteration: no rank has a batch left.
             RankMissingError: a rank did not take part; the next call raises it again.
             Exception: of any rank's data or workloads, on every rank, after the windows before; the next call goes on,
-                without the batch that was the reason.
+                without the batch that was the reason: where the first ones of the ranks differ, without these.
         """
         if not self._ready and not self._ended:
             self._begin_window()

@@ -188,12 +188,12 @@ def test_a_window_that_still_waits_does_not_keep_the_process_alive():
         pool.stop()
 
 
-def _other_batch():
-    """The fifth batch of rank 1 has another dtype: it is left out, all others are trained."""
+def _other_batch(number):
+    """One batch of rank 1 has another dtype; what is said, and how many rows are trained after all."""
 
     def source():
         for index, batch in enumerate(own_batches(8)):
-            other = dist.get_rank() == 1 and index == 4
+            other = dist.get_rank() == 1 and index == number
             yield dataclasses.replace(batch, target=batch.target.double()) if other else batch
 
     errors, rows = [], 0
@@ -209,10 +209,18 @@ def _other_batch():
 
 
 def test_a_batch_of_a_window_unlike_the_first_is_refused_on_every_rank(ranks):
-    answers = ranks.run(_other_batch)
+    answers = ranks.run(_other_batch, 4)
     for (text,), _ in answers:
         assert "rank 1: this batch differs from the first: field 'target'" in text
     assert sum(rows for _, rows in answers) == (ranks.world_size * 8 - 1) * 6
+
+
+def test_ranks_whose_first_batches_differ_go_on_with_the_second(ranks):
+    """Nobody knows which of them is right: all leave theirs out."""
+    answers = ranks.run(_other_batch, 0)
+    for (text,), _ in answers:
+        assert "the batches of ranks 0 and 1 differ: field 'target'" in text
+    assert sum(rows for _, rows in answers) == ranks.world_size * 7 * 6
 
 
 def _out_of_step():
