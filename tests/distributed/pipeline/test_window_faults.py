@@ -317,7 +317,7 @@ def test_an_iterator_that_blocks_is_waited_for_until_the_timeout_and_is_named(ca
     next(windowed)  # and the next window is being read
     try:
         with (
-            mock.patch.object(batch_shuffler, "_GRACE_SECONDS", 0.5),
+            mock.patch.object(batch_shuffler, "GRACE_SECONDS", 0.5),
             pytest.raises(
                 RuntimeError, match=rf"^{call}\(\) has waited 1 s for the iterator of rank 0, whose next\(\)"
             ),

@@ -170,7 +170,7 @@ def test_an_in_place_copy_is_known_after_it_was_written(monkeypatch: pytest.Monk
 
     class Module:
         @staticmethod
-        def current_stream() -> Stream:
+        def current_stream(device: torch.device) -> Stream:
             return Stream()
 
         @staticmethod
