@@ -25,7 +25,7 @@ help: ## What can be made
 
 install: $(STAMP) ## Make .venv and install evenrank with its pinned dependencies
 
-NATIVE := setup.py $(wildcard ci/build_backend/*.py commons/perf_model/partitioner/native/*)
+NATIVE := setup.py $(wildcard ci/build_backend/*.py commons/perf_model/partitioner/native/* commons/perf_model/partitioner/sources.py)
 # The wheel that holds a compiler, where there is none.
 ZIGLANG := $(shell command -v g++ >/dev/null || command -v clang++ >/dev/null || \
 	sed -n 's/^ZIGLANG = "\(.*\)"/\1/p' ci/build_backend/evenrank_build.py)

@@ -18,7 +18,8 @@ def require_other_name(path: Path, column: str) -> None:
     if column.lower().endswith("id"):
         raise ValueError(
             f"column {column!r} of {path} ends in 'id', as identifiers do, which are no lengths: count the events of "
-            f"each by --group-by {shlex.quote(column)}, or name the column of lengths by --column"
+            f"each by --group-by {shlex.quote(column)}, name the column of lengths by --column, or save the numbers "
+            "alone by numpy.save if they are lengths"
         )
 
 

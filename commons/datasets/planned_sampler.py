@@ -113,10 +113,15 @@ class PlannedSampler(EpochSampler[list[int]]):
                 "row in every step: use fewer ranks or more rows, or leave them out with drop_last=True"
             )
 
-    def _enough_rows_from(self, row: int) -> int:
-        """A row to begin at, from which on every rank gets one; warns once where that is an earlier one."""
+    def first_row(self, row: int) -> int:
+        """Where the steps from a place on begin: at its row, or earlier where fewer rows than ranks are left."""
         missing = self._num_ranks - (len(self._workloads) - row)
-        if self._drop_last or not 0 < missing < self._num_ranks:
+        return row if self._drop_last or not 0 < missing < self._num_ranks else row - missing
+
+    def _enough_rows_from(self, row: int) -> int:
+        """`first_row`; warns once where that is an earlier one."""
+        missing = row - self.first_row(row)
+        if not missing:
             return row
         if self._own_ranks[0] == 0 and not self._has_repeated:
             self._has_repeated = True

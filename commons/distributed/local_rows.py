@@ -140,7 +140,7 @@ class LocalRows:
 
 def _one_per_row(workloads: Any, rows: int) -> Any:
     count = len(workloads) if hasattr(workloads, "__len__") else None
-    if isinstance(workloads, torch.Tensor) and workloads.dim() != 1:
+    if isinstance(workloads, (torch.Tensor, np.ndarray)) and workloads.ndim != 1:
         raise ValueError(
             f"workloads have shape {tuple(workloads.shape)}, batch_size is {rows}; one number per row is needed: "
             f"return shape ({rows},)"

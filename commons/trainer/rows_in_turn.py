@@ -42,7 +42,7 @@ class RowsInTurn:
     def loads(self, epoch: int, start: Place) -> Iterator[np.ndarray]:
         """int64 `(num_ranks,)` for each step of an epoch from a place on: the load of every rank, dealt in turn."""
         order = self._sampler.order(len(self._workloads), epoch)
-        begin = start.row
+        begin = self._sampler.first_row(start.row)
         # The place may lie within a window, whose first steps have taken their share of its rows.
         for index, num_rows in enumerate(self._sampler.step_rows(epoch, Place(start.row))):
             rows = order[begin : begin + num_rows]

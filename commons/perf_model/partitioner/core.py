@@ -150,7 +150,7 @@ def route_rows(
     rows, real_rows, destination = (_int64(each) for each in (rows, real_rows, destination))
     if len(rows) != len(real_rows) or parts.shape[1:] != (3,):
         raise ValueError("route_rows takes a plan: sizes do not match")
-    parts = _int64(parts)
+    parts = _int64(parts, 2)
     given = _RouteArguments(
         *map(_at, (rows, real_rows, destination, parts)),
         _table_arguments(table),
@@ -175,8 +175,10 @@ def encode_rows(
     real_rows: int,
 ) -> np.ndarray | None:
     """The packed words of a rank's rows, see row_table.py; None where a number or a size is not what it must be."""
-    if len(workloads) != rows or any(each.shape != (rows,) for each in kept):
+    if workloads.shape != (rows,) or any(each.shape != (rows,) for each in kept):
         return None
+    if len(sums) != len(lengths):
+        raise ValueError("encode_rows: sizes do not match")
     if any(each.ndim != 2 or each.shape[1] != rows for each in lengths):
         return None
     fields = [np.ascontiguousarray(each, np.int64) for each in lengths]
@@ -286,11 +288,14 @@ def _call(name: str, *arguments: Any, numbers: int = FEW_NUMBERS + 1) -> None:
         raise MemoryError(message) if message == "out of memory" else ValueError(message)
 
 
-def _int64(array: np.ndarray) -> np.ndarray:
+def _int64(array: np.ndarray, dimensions: int = 1) -> np.ndarray:
     """The array, which the core may read as it lies."""
-    if not isinstance(array, np.ndarray) or array.dtype != np.int64 or not array.flags.c_contiguous:
-        what = f"{array.dtype} array" if isinstance(array, np.ndarray) else type(array).__name__
-        raise TypeError(f"the native core was given a {what}; it reads contiguous int64 arrays: convert it")
+    is_array = isinstance(array, np.ndarray)
+    if not is_array or array.dtype != np.int64 or not array.flags.c_contiguous or array.ndim != dimensions:
+        what = f"{array.dtype} array of shape {array.shape}" if is_array else type(array).__name__
+        raise TypeError(
+            f"the native core was given a {what}; it reads contiguous int64 arrays of {dimensions}-d: convert it"
+        )
     return array
 
 

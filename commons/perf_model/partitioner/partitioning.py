@@ -103,7 +103,7 @@ def refine(
         int64 `(n,)`, the partition of each sample; the largest load is never above that of `assignment`.
 
     Raises:
-        ValueError: as for `partition`, and a partition outside `[0, k)`.
+        ValueError: as for `partition`, a partition outside `[0, k)`, or an assignment that breaks what it has to keep.
 
     Examples:
         >>> refine([5, 4, 3, 2], [0, 0, 1, 1], 2).tolist()
@@ -121,7 +121,22 @@ def refine(
         slack=0.0,
     )
     assert request.home is not None  # noqa: S101  it was given
-    return core.refine(request, request.home) if len(request.workloads) else request.home
+    if len(request.workloads) == 0:
+        return request.home
+    sizes = core.sum_at(request.home, None, request.num_parts)
+    if equal_size and int(sizes.max() - sizes.min()) > 1:
+        raise ValueError(
+            f"assignment has partitions of {sizes.min()} and of {sizes.max()} samples, equal_size is True; sizes "
+            "differ by one at most before, too: pass such an assignment, or equal_size=False"
+        )
+    if request.tokens is not None and request.max_tokens is not None:
+        most = int(core.sum_at(request.home, request.tokens, request.num_parts).max())
+        if most > request.max_tokens:
+            raise ValueError(
+                f"assignment has a partition of {most} tokens, max_tokens is {request.max_tokens}; it is kept before, "
+                "too: pass such an assignment, or raise max_tokens"
+            )
+    return core.refine(request, request.home)
 
 
 def karmarkar_karp(workloads: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:

@@ -137,13 +137,15 @@ def test_arrays_of_another_type_or_size_are_refused(grid):
         return core.make_plan(Request(workloads, **request), grid=grid)
 
     plan()
-    for workloads in (np.zeros(3), np.zeros(3, np.int32), np.zeros(6, np.int64)[::2], [0, 0, 0]):
-        with pytest.raises(TypeError, match="it reads contiguous int64 arrays: convert it"):
+    for workloads in (np.zeros(3), np.zeros(3, np.int32), np.zeros(6, np.int64)[::2], rows[:, None], [0, 0, 0]):
+        with pytest.raises(TypeError, match="it reads contiguous int64 arrays of 1-d: convert it"):
             plan(workloads=workloads)
     for mistake in ({"tokens": rows[:2]}, {"home": rows[:2]}):
         with pytest.raises(ValueError, match="sizes do not match"):
             plan(**mistake)
-    for mistake in ({"max_tokens": 5}, {"slack": 1.5}, {"ranks_per_node": 0}):
+    mistakes = [{"max_tokens": 5}, {"slack": 1.5}, {"ranks_per_node": 0}, {"workloads": rows - 1}, {"tokens": rows - 1}]
+    mistakes += [{"home": rows + 2}, {"home": rows - 1}, *([{"home_step": rows + 2}] if grid else [])]
+    for mistake in mistakes:
         with pytest.raises(ValueError, match="a number is out of its range"):
             plan(**mistake)
     with pytest.raises(ValueError, match="at least one row and one partition"):
@@ -178,6 +180,13 @@ def test_what_is_out_of_its_range_is_refused():
             core.place_of_rows(counts)
     with pytest.raises(ValueError, match=r"home\[1\] is 2; a home is a partition in \[0, 2\)"):
         refine([1, 2, 3], [0, 2, 1], 2)
+
+
+def test_refine_refuses_a_start_that_breaks_what_it_keeps():
+    with pytest.raises(ValueError, match="partitions of 2 and of 4 samples, equal_size is True"):
+        refine([5, 4, 3, 2, 1, 1], [0, 0, 0, 0, 1, 1], 2, equal_size=True)
+    with pytest.raises(ValueError, match="a partition of 20 tokens, max_tokens is 6"):
+        refine([1] * 4, [0] * 4, 2, tokens=[5] * 4, max_tokens=6)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 5), st.data())

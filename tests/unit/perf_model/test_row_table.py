@@ -148,6 +148,8 @@ def test_what_a_rank_sends_is_put_together_unless_something_is_wrong():
     for changes in (
         {"workloads": np.array([5, -1, 7, 0])},
         {"workloads": np.array([5, 0, 7])},
+        {"workloads": np.arange(8).reshape(4, 2)},
+        {"workloads": np.zeros((4, 0), np.int64)},
         {"workloads": np.array([2**61, 2**61, 0, 0])},
         {"sums": [16, 23]},
         {"sums": [16, 25]},

@@ -90,6 +90,12 @@ evenrank::Request request_of(const PlanArguments& given) {
   require((given.tokens || !given.has_cap) && (given.num_steps || !given.home_step) && given.ranks_per_node > 0 &&
               given.slack >= 0 && given.slack <= 1,
           "plan takes checked arguments: a number is out of its range");
+  const auto within = [&](const Weight* values, Weight largest, Weight largest_sum) {
+    return values == nullptr || evenrank::all_within(values, given.num_rows, largest, largest_sum);
+  };
+  require(within(given.workloads, INT64_MAX, evenrank::kMostLoad) && within(given.tokens, INT64_MAX, evenrank::kMostLoad) &&
+              within(given.home, given.num_parts - 1, INT64_MAX) && within(given.home_step, given.num_steps - 1, INT64_MAX),
+          "plan takes checked arguments: a number is out of its range");
   evenrank::Request request{values_of<evenrank::Weights>(given.workloads, given.num_rows),
                             static_cast<Index>(given.num_parts),
                             static_cast<evenrank::Method>(given.method),
@@ -154,7 +160,8 @@ void require_rows(const evenrank::RouteRequest& request) {
     holds = request.destination[row] >= 0 && request.destination[row] < request.num_places;
   }
   for (const evenrank::PayloadPart& part : request.parts) {
-    holds = holds && (part.first_key < 0 || part.first_key + part.num_segments <= request.num_keys);
+    holds = holds && part.num_segments >= 0 && part.words >= 0 &&
+            (part.first_key < 0 || part.num_segments <= request.num_keys - part.first_key);
   }
   require(holds, "route_rows takes a plan: a number is out of its range");
 }
