@@ -124,7 +124,8 @@ class GridPlanner {
   // The best plan that does not look at where rows are.
   //
   // The refined method first tries limits that sum up to the bound, unless all steps have the same. Then come even
-  // partitions, sorted by load and cut into steps. The refined method improves the better of both step by step.
+  // partitions, sorted by load and cut into steps. The refined method improves the better of both step by step; if the
+  // halves of the batches, each as a grid of its own, are better still, it goes on from these.
   Candidate free_plan() const {
     const bool is_refined = request_.method == Method::kRefined;
     std::optional<Candidate> best;
@@ -137,7 +138,54 @@ class GridPlanner {
     }
     Candidate cut = cut_into_steps();
     if (!best || cut.beats(*best)) best = std::move(cut);
-    return is_refined ? lower_steps(std::move(*best)) : std::move(*best);
+    if (!is_refined) return std::move(*best);
+    best = lower_steps(std::move(*best));
+    std::optional<Candidate> halves = in_halves(*best);
+    return halves && halves->beats(*best) ? lower_steps(std::move(*halves)) : std::move(*best);
+  }
+
+  // The batches [0, steps / 2) and the others, each planned as a grid of its own; none where they are not known, where
+  // the counts would differ, or where `best` keeps the cap and is not above the sum of their lower bounds. So a window
+  // is never worse than two of half as many batches, unless it is within the tolerance of its bound.
+  std::optional<Candidate> in_halves(const Candidate& best) const {
+    if (request_.home_step.empty() || best.total() <= good(bound_.total)) return std::nullopt;
+    const Index middle = request_.num_steps / 2;
+    std::array<Indices, 2> rows;
+    for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
+      rows[request_.home_step[row] >= middle].push_back(static_cast<Index>(row));
+    }
+    if (rows[0].empty() || rows[1].empty()) return std::nullopt;
+    const std::array<Request, 2> halves{some_batches(rows[0], 0, middle),
+                                        some_batches(rows[1], middle, request_.num_steps)};
+    const std::array<GridPlanner, 2> planners{GridPlanner(halves[0]), GridPlanner(halves[1])};
+    if (keeps_cap(best) && best.total() <= planners[0].bound_.total + planners[1].bound_.total) return std::nullopt;
+    Indices cells(request_.workloads.size());
+    for (const int half : {0, 1}) {
+      const Index steps = halves[half].num_steps;
+      const Indices planned = steps == 1 ? make_plan(halves[half]).assignment : planners[half].free_plan().cells;
+      for (std::size_t at = 0; at < planned.size(); ++at) {
+        cells[rows[half][at]] = planned[at] / steps * request_.num_steps + half * middle + planned[at] % steps;
+      }
+    }
+    if (!limits_.keep(count_per_part(cells, num_cells_))) return std::nullopt;
+    return candidate(std::move(cells));
+  }
+
+  // The request for `rows`, which are those of the batches [first, last), without a home.
+  Request some_batches(const Indices& rows, Index first, Index last) const {
+    Indices home_step = take(request_.home_step, rows);
+    for (Index& step : home_step) step -= first;
+    return {take(request_.workloads, rows),
+            request_.num_parts,
+            request_.method,
+            request_.equal_size,
+            request_.tokens.empty() ? Weights{} : take(request_.tokens, rows),
+            request_.max_tokens,
+            {},
+            request_.ranks_per_node,
+            request_.slack,
+            last - first,
+            std::move(home_step)};
   }
 
   // Takes half of what is left above the bound off the largest load of one step after the other, where swaps can, until
