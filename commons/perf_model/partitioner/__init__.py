@@ -8,7 +8,8 @@ Workloads in, `Partition` out. `partition` is the planner; `lower_bound` is the 
     core.py                   the native core, a plain C library: plans, the routes of a plan (../routes.py), what is
                               summed over all rows, and rows as they are packed (../row_table.py)
     native/                   one C++ header per algorithm, with its source: problem, bounds, starts, differencing,
-                              swaps, refinement; locality, home_deal, many_parts (near home); grid, grid_bound
+                              swaps, refinement; locality, home_deal, many_parts, many_rows (near home); grid,
+                              grid_bound, level_bound
     sources.py                which sources the core was built from
 """
 

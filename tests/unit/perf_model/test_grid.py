@@ -104,6 +104,98 @@ def test_the_optimum_lies_between_the_bound_and_the_plan(case, equal_size):
         assert best <= grid.sum_of_largest <= 2 * max(best, 1)
 
 
+def optimum_of_many(workloads: list[int], ranks: int, steps: int, equal_size: bool) -> int:
+    """Smallest sum over all plans, cell by cell: plans that differ in names only, or end in like loads, are one."""
+    cells, number = ranks * steps, len(workloads)
+    least, most = (number // cells, -(-number // cells)) if equal_size else (min(1, number // cells), number)
+    plans = {tuple(tuple((0, 0) for _ in range(ranks)) for _ in range(steps))}
+    for left, workload in zip(range(number - 1, -1, -1), sorted(workloads, reverse=True), strict=True):
+        longer = set()
+        for plan in plans:
+            for at, rank in product(range(steps), range(ranks)):
+                load, count = plan[at][rank]
+                if count == most:
+                    continue
+                step = tuple(sorted([*plan[at][:rank], (load + workload, count + 1), *plan[at][rank + 1 :]]))
+                grown = tuple(sorted([*plan[:at], step, *plan[at + 1 :]]))
+                if sum(max(0, least - rows) for each in grown for _, rows in each) <= left:
+                    longer.add(grown)
+        plans = longer
+    return min(sum(max(load for load, _ in step) for step in plan) for plan in plans)
+
+
+@given(
+    st.sampled_from([(2, 2, 12), (3, 2, 12), (2, 3, 12), (4, 2, 8), (3, 3, 9)]).flatmap(
+        lambda case: st.tuples(
+            st.just(case[:2]),
+            st.sampled_from([(100, 100), (100, 99), (5, 4)]),
+            st.lists(st.integers(0, 5), min_size=case[2] - 1, max_size=case[2]),
+        )
+    ),
+    st.booleans(),
+)
+@example(((2, 2), (100, 100), [0, 0, 0, 2, 2, 3, 3, 3]), True)
+@example(((3, 2), (100, 99), [0, 0, 0, 0, 2, 3, 3, 3, 3, 3, 3, 3]), True)
+def test_no_plan_is_below_the_bound_of_many_like_rows(case, equal_size):
+    """Heavy rows of one weight or two, ties, and light ones; the kinds of a row are 0 and 1, or its small weight."""
+    (ranks, steps), heavy, kinds = case
+    workloads = [heavy[kind] if kind < 2 else kind for kind in kinds]
+    if not equal_size:
+        workloads = workloads[:8]
+    grid = partition_grid(workloads, ranks, steps, equal_size=equal_size)
+    best = optimum_of_many(workloads, ranks, steps, equal_size)
+    assert grid.lower_bound <= best <= grid.sum_of_largest
+
+
+def test_the_bound_counts_the_room_beside_heavy_rows_that_light_ones_cannot_fill():
+    # The fourth cell has the two rows of 3 at most, so that the three cells with 100 have the others: 102 and 101.
+    assert partition_grid([100, 100, 100, 3, 3, 2, 2, 1], 2, 2).lower_bound == 203
+
+
+def cut_at_a_maximum(number: int, seed: int) -> np.ndarray:
+    """Costs of histories of which one of fifty has the greatest length, and the others are short."""
+    rng = np.random.default_rng(seed)
+    lengths = np.where(rng.random(number) < 0.02, 8000, rng.integers(20, 301, number)).astype(np.int64)
+    return 5120 * lengths + lengths**2
+
+
+@pytest.mark.parametrize(("ranks", "seed"), [(256, 0), (256, 1), (64, 2), (64, 3)])
+def test_a_window_is_never_worse_than_two_of_half_as_many_batches(ranks, seed):
+    rows = 16 * ranks
+    workloads = cut_at_a_maximum(8 * rows, seed)
+    for costs in (workloads, workloads // 100_000 + 1):
+        totals = {}
+        for window in (1, 2, 4, 8):
+            grids = [
+                partition_grid(part, ranks, window, home_step=np.arange(len(part)) // rows)
+                for part in np.split(costs, 8 // window)
+            ]
+            totals[window] = sum(grid.sum_of_largest for grid in grids)
+            assert window == 1 or max(grid.optimality_gap for grid in grids) <= 0.02
+        assert totals[8] <= totals[4] <= totals[2] <= totals[1]
+
+
+@given(
+    st.sampled_from([(2, 3), (3, 4), (4, 8), (8, 4), (5, 5)]),
+    st.integers(1, 6),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+def test_a_window_is_never_worse_than_its_halves(case, rows, seed, equal_size):
+    (ranks, steps), rng = case, np.random.default_rng(seed)
+    number = ranks * rows
+    workloads = np.where(rng.random(steps * number) < 0.2, 1000, rng.integers(0, 60, steps * number))
+    batches = np.arange(len(workloads)) // number
+
+    def plan(first: int, last: int) -> Grid:
+        rows = (first <= batches) & (batches < last)
+        home_step = batches[rows] - first
+        return partition_grid(workloads[rows], ranks, last - first, home_step=home_step, equal_size=equal_size)
+
+    whole, halves = plan(0, steps), plan(0, steps // 2).sum_of_largest + plan(steps // 2, steps).sum_of_largest
+    assert whole.sum_of_largest <= max(halves, whole.lower_bound * 1001 // 1000)
+
+
 @st.composite
 def loaded_batches(draw):
     """Workloads, tokens, ranks, steps, and where each row is: even, or with ragged and empty batches."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commons.perf_model.partitioner import partition
+from commons.perf_model.partitioner import Grid, partition, partition_grid
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 
 MANY = 512  # as in native/many_parts.hpp
@@ -116,3 +116,59 @@ def test_ranks_that_swaps_leave_above_the_slack_are_dealt_anew(kind: str, num_pa
     case = make_case(kind, num_parts, rows, seed)
     plan = partition(case.workloads, num_parts, tokens=case.tokens, home=case.home, ranks_per_node=8, slack=0.01)
     assert case.loads(plan.assignment).max() <= 1.01 * plan.lower_bound
+
+
+def plan_window(case: Case, window: int, **keywords) -> tuple[Grid, np.ndarray, np.ndarray]:
+    """A window near home, the rank of each row, and its batch: the rows of a rank are dealt to the batches in turn."""
+    home, home_step = case.home, np.arange(len(case.home)) % window
+    keywords.update(home=home, home_step=home_step, tokens=case.tokens)
+    return partition_grid(case.workloads, case.num_parts, window, **keywords), home, home_step
+
+
+@settings(max_examples=12, deadline=None)
+@given(CASES, st.sampled_from([2, 4]), st.sampled_from([8, 5, 2**31 - 1]), st.sampled_from([0.01, 0.1]), st.booleans())
+def test_a_window_keeps_what_is_promised(case: Case, window: int, node: int, slack: float, capped: bool) -> None:
+    cell = case.home * window + np.arange(len(case.home)) % window
+    most_at_home = int(np.bincount(cell, weights=case.tokens).max())
+    options = {"max_tokens": most_at_home if capped else None, "ranks_per_node": node, "slack": slack}
+    grid, home, home_step = plan_window(case, window, **options)
+    cells = grid.assignment * window + grid.step
+    loads = np.bincount(cells, weights=case.workloads, minlength=case.num_parts * window).astype(np.int64)
+    np.testing.assert_array_equal(grid.loads, loads.reshape(-1, window).T)
+    if capped:
+        assert np.bincount(cells, weights=case.tokens).max() <= most_at_home
+    loaded = np.bincount(cell, weights=case.workloads, minlength=len(loads)).reshape(-1, window).max(axis=0).sum()
+    is_home = np.array_equal(cells, cell)
+    assert grid.sum_of_largest >= grid.lower_bound
+    assert is_home or grid.sum_of_largest < loaded
+    alone = 0
+    for step in range(window):
+        rows = home_step == step
+        alone += int(
+            partition(
+                case.workloads[rows], case.num_parts, tokens=case.tokens[rows], home=home[rows], **options
+            ).loads.max()
+        )
+    assert grid.sum_of_largest <= alone
+    counts = np.bincount(cells, minlength=len(loads))
+    assert is_home or counts.max() - counts.min() <= 1 or grid.sum_of_largest == alone
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_parts", "window", "most_moved", "most_crossing"),
+    [
+        ("lognormal", 512, 4, 0.06, 0.02),
+        ("user-like", 512, 4, 0.16, 0.09),
+        ("user-like", 1024, 4, 0.16, 0.07),
+        ("zipf", 512, 4, 0.14, 0.05),
+    ],
+)
+def test_few_tokens_of_a_window_move_and_the_slack_is_kept(
+    kind: str, num_parts: int, window: int, most_moved: float, most_crossing: float
+) -> None:
+    case = make_case(kind, num_parts, 32 * window, 0)
+    grid, home, _ = plan_window(case, window, ranks_per_node=8, slack=0.01)
+    moves, crosses = grid.assignment != home, grid.assignment // 8 != home // 8
+    assert grid.optimality_gap <= 0.01
+    assert case.tokens[moves].sum() <= most_moved * case.tokens.sum()
+    assert case.tokens[crosses].sum() <= most_crossing * case.tokens.sum()

@@ -49,7 +49,8 @@ class GridPlanner {
 
   // The best of the grid, every batch alone, and the rows as they were loaded; then one in which few rows change rank.
   Plan plan() const {
-    Candidate chosen = choose(free_plan());
+    std::optional<Candidate> near = near_ranks_of_many();
+    Candidate chosen = near ? std::move(*near) : choose(free_plan());
     Weight total = bound_.total;
     if (!limits_.keep(count_per_part(chosen.cells, num_cells_))) {
       // Rows as they were loaded, or batches of different sizes: only the bound for free sizes holds for these.
@@ -65,7 +66,7 @@ class GridPlanner {
   Candidate choose(Candidate best) const {
     std::optional<Candidate> loaded = as_loaded();
     std::optional<Candidate> alone;
-    if (!request_.home_step.empty()) alone = batches_alone(best);
+    if (!request_.home_step.empty() && !(keeps_cap(best) && is_below_batches(best.total()))) alone = batches_alone();
     // Batches of different sizes have other counts than were asked for; home wins over equal counts.
     if (alone && request_.home.empty() && !limits_.keep(count_per_part(alone->cells, num_cells_))) alone.reset();
     if (alone && !best.beats(*alone)) return std::move(!loaded || alone->beats(*loaded) ? *alone : *loaded);
@@ -124,7 +125,8 @@ class GridPlanner {
   // The best plan that does not look at where rows are.
   //
   // The refined method first tries limits that sum up to the bound, unless all steps have the same. Then come even
-  // partitions, sorted by load and cut into steps. The refined method improves the better of both step by step.
+  // partitions, sorted by load and cut into steps. The refined method improves the better of both step by step; if the
+  // halves of the batches, each as a grid of its own, are better still, it goes on from these.
   Candidate free_plan() const {
     const bool is_refined = request_.method == Method::kRefined;
     std::optional<Candidate> best;
@@ -137,7 +139,54 @@ class GridPlanner {
     }
     Candidate cut = cut_into_steps();
     if (!best || cut.beats(*best)) best = std::move(cut);
-    return is_refined ? lower_steps(std::move(*best)) : std::move(*best);
+    if (!is_refined) return std::move(*best);
+    best = lower_steps(std::move(*best));
+    std::optional<Candidate> halves = in_halves(*best);
+    return halves && halves->beats(*best) ? lower_steps(std::move(*halves)) : std::move(*best);
+  }
+
+  // The batches [0, steps / 2) and the others, each planned as a grid of its own; none where they are not known, where
+  // the counts would differ, or where `best` keeps the cap and is not above the sum of their lower bounds. So a window
+  // is never worse than two of half as many batches, unless it is within the tolerance of its bound.
+  std::optional<Candidate> in_halves(const Candidate& best) const {
+    if (request_.home_step.empty() || best.total() <= good(bound_.total)) return std::nullopt;
+    const Index middle = request_.num_steps / 2;
+    std::array<Indices, 2> rows;
+    for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
+      rows[request_.home_step[row] >= middle].push_back(static_cast<Index>(row));
+    }
+    if (rows[0].empty() || rows[1].empty()) return std::nullopt;
+    const std::array<Request, 2> halves{some_batches(rows[0], 0, middle),
+                                        some_batches(rows[1], middle, request_.num_steps)};
+    const std::array<GridPlanner, 2> planners{GridPlanner(halves[0]), GridPlanner(halves[1])};
+    if (keeps_cap(best) && best.total() <= planners[0].bound_.total + planners[1].bound_.total) return std::nullopt;
+    Indices cells(request_.workloads.size());
+    for (const int half : {0, 1}) {
+      const Index steps = halves[half].num_steps;
+      const Indices planned = steps == 1 ? make_plan(halves[half]).assignment : planners[half].free_plan().cells;
+      for (std::size_t at = 0; at < planned.size(); ++at) {
+        cells[rows[half][at]] = planned[at] / steps * request_.num_steps + half * middle + planned[at] % steps;
+      }
+    }
+    if (!limits_.keep(count_per_part(cells, num_cells_))) return std::nullopt;
+    return candidate(std::move(cells));
+  }
+
+  // The request for `rows`, which are those of the batches [first, last), without a home.
+  Request some_batches(const Indices& rows, Index first, Index last) const {
+    Indices home_step = take(request_.home_step, rows);
+    for (Index& step : home_step) step -= first;
+    return {take(request_.workloads, rows),
+            request_.num_parts,
+            request_.method,
+            request_.equal_size,
+            request_.tokens.empty() ? Weights{} : take(request_.tokens, rows),
+            request_.max_tokens,
+            {},
+            request_.ranks_per_node,
+            request_.slack,
+            last - first,
+            std::move(home_step)};
   }
 
   // Takes half of what is left above the bound off the largest load of one step after the other, where swaps can, until
@@ -213,25 +262,46 @@ class GridPlanner {
     return plan;
   }
 
-  // Each batch planned by itself; none where `best` keeps the cap and is below the sum of their
-  // lower bounds.
-  std::optional<Candidate> batches_alone(const Candidate& best) const {
+  // The rows of each batch, but for empty ones.
+  std::vector<Indices> rows_of_batches() const {
     std::vector<Indices> batches(request_.num_steps);
     for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
       batches[request_.home_step[row]].push_back(static_cast<Index>(row));
     }
     batches.erase(std::remove_if(batches.begin(), batches.end(), [](const Indices& rows) { return rows.empty(); }),
                   batches.end());
-    if (keeps_cap(best)) {
-      Weight least = 0;
-      for (const Indices& rows : batches) {
-        const Problem batch = Problem::of(take(request_.workloads, rows), request_.num_parts, false);
-        least += counting_bound(batch.weights, batch.num_parts, batch.limits).load;
-      }
-      if (best.total() < least) return std::nullopt;
+    return batches;
+  }
+
+  // Whether `total` is below what the batches take, each by itself, by the heaviest row and the mean load of each.
+  bool is_clearly_below_batches(Weight total) const {
+    Weights heaviest(request_.num_steps, 0);
+    Weights sums(request_.num_steps, 0);
+    for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
+      const Index step = request_.home_step[row];
+      heaviest[step] = std::max(heaviest[step], request_.workloads[row]);
+      sums[step] += request_.workloads[row];
     }
+    Weight least = 0;
+    for (Index step = 0; step < request_.num_steps; ++step) {
+      least += std::max(heaviest[step], divide_up(sums[step], request_.num_parts));
+    }
+    return total < least;
+  }
+
+  // The same by their counting bounds.
+  bool is_below_batches(Weight total) const {
+    for (const Indices& rows : rows_of_batches()) {
+      const Problem batch = Problem::of(take(request_.workloads, rows), request_.num_parts, false);
+      total -= counting_bound(batch.weights, batch.num_parts, batch.limits).load;
+    }
+    return total < 0;
+  }
+
+  // Each batch planned by itself.
+  Candidate batches_alone() const {
     Indices cells(request_.workloads.size());
-    for (const Indices& rows : batches) {
+    for (const Indices& rows : rows_of_batches()) {
       const Request alone{take(request_.workloads, rows),
                           request_.num_parts,
                           request_.method,
@@ -249,17 +319,51 @@ class GridPlanner {
     return candidate(std::move(cells));
   }
 
-  // A plan whose sum is at most `most`, which is at least that of `best`, with few tokens that change rank.
-  //
-  // Every step may take more than in `best`: half of the room in proportion to its load, half in equal parts, because
-  // beside a very heavy step the others have little of their own.
-  Candidate near_ranks(const Candidate& best, Weight most) const {
-    const Weight room = most - best.total();
-    const __int128 total = std::max<Weight>(best.total(), 1);
-    Weights largest = best.largest;
+  // With many ranks: as they were loaded, or a plan within 1 + slack of the bound with few tokens that change rank, which
+  // begins with the rows at home; its time grows with the rows that move. None where swaps do not find one, where what
+  // it would be compared with is no worse, or where the slack leaves too little room for swaps.
+  std::optional<Candidate> near_ranks_of_many() const {
+    Weight most = with_slack(bound_.total, request_.slack);
+    if (request_.method != Method::kRefined || request_.num_parts < kMany || request_.home.empty()) return std::nullopt;
+    std::optional<Candidate> loaded = as_loaded();
+    if (loaded && loaded->total() <= bound_.total) return loaded;
+    if (most <= good(bound_.total)) return std::nullopt;
+    if (!request_.home_step.empty() && !is_clearly_below_batches(most)) {
+      const Candidate alone = batches_alone();
+      if (!keeps_cap(alone)) return std::nullopt;
+      most = std::min(most, alone.total());
+    }
+    if (loaded) {
+      const bool even = limits_.keep(count_per_part(loaded->cells, num_cells_));
+      if (even && loaded->total() <= most) return loaded;
+      most = std::min(most, loaded->total() - 1);
+    }
+    if (most <= good(bound_.total)) return std::nullopt;
+    const Weights largest = with_room(share_out(bound_.total, bound_.largest), most);
+    const Problem problem = above(largest);
+    const Weights sizes = movable(request_.tokens.empty() ? request_.workloads : request_.tokens);
+    std::optional<Indices> cells = evenrank::near_ranks_of_many(request_, problem, sizes, largest_of(largest));
+    if (!cells || !limits_.keep(count_per_part(*cells, num_cells_))) return std::nullopt;
+    Candidate found = candidate(std::move(*cells));
+    if (found.total() > most || !keeps_cap(found)) return std::nullopt;
+    return found;
+  }
+
+  // Largest loads of the steps with a sum of at most `most`: half of the room above `largest` in proportion to the load,
+  // half in equal parts, because beside a very heavy step the others have little of their own.
+  Weights with_room(Weights largest, Weight most) const {
+    const Weight sum = std::accumulate(largest.begin(), largest.end(), Weight{0});
+    const Weight room = most - sum;
+    const __int128 total = std::max<Weight>(sum, 1);
     for (Weight& load : largest) {
       load += static_cast<Weight>(load * static_cast<__int128>(room) / (2 * total)) + room / (2 * Weight{request_.num_steps});
     }
+    return largest;
+  }
+
+  // A plan whose sum is at most `most`, which is at least that of `best`, with few tokens that change rank.
+  Candidate near_ranks(const Candidate& best, Weight most) const {
+    const Weights largest = with_room(best.largest, most);
     const Weight limit = largest_of(largest);
     const Problem problem = above(largest);
     const Home home{take(request_.home, problem.order),

@@ -1,7 +1,7 @@
 // A lower bound of what the steps of a grid take together: the sum over the steps of the largest load.
 #pragma once
 
-#include "bounds.hpp"
+#include "level_bound.hpp"
 
 namespace evenrank {
 
@@ -9,6 +9,22 @@ struct GridBound {
   Weight total;     // no plan has a smaller sum over the steps of the largest load
   Weights largest;  // a largest load per step, heaviest step first; together at most `total`
 };
+
+// A largest load per step where one of `level`'s heavy rows goes to every cell of as few steps as it takes: its first
+// heavy row and the fillers; the rest of `level.total` in the other steps. `others`, if these steps are too few.
+inline Weights level_loads(const Weights& weights, Weight num_ranks, Weight num_steps, const LevelBound& level,
+                           Weights others) {
+  if (level.num_heavy > num_steps * num_ranks) return others;
+  Weights loads;
+  Weight left = level.total;
+  for (Weight first = 0; first < level.num_heavy; first += num_ranks) {
+    loads.push_back(weights[first] + level.fill);
+    left -= loads.back();
+  }
+  if (left < 0) return others;
+  loads.resize(num_steps, 0);
+  return loads;
+}
 
 // With W ranks and T steps, follow the steps of any plan from the one with the largest largest load to the one with the
 // smallest. Let M_1 >= M_2 >= ... >= M_T be these loads, P_i = M_1 + ... + M_i, and S_r the sum of the r heaviest rows.
@@ -68,6 +84,12 @@ inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num
     bound.largest.push_back(chosen);
   }
   bound.total = std::max(bound.total, reached);
+  if (num_steps == 1) return bound;
+  const LevelBound level = LevelBounds(weights, sums, num_ranks, num_steps, limits).best(bound.total);
+  if (level.total > bound.total) {
+    bound.total = level.total;
+    bound.largest = level_loads(weights, num_ranks, num_steps, level, std::move(bound.largest));
+  }
   return bound;
 }
 

@@ -1,10 +1,10 @@
 // A start for the repair of a grid: the rows of each rank dealt to its own steps, but for those that do not fit.
 #pragma once
 
-#include <queue>
 #include <tuple>
 
 #include "locality.hpp"
+#include "starts.hpp"
 
 namespace evenrank {
 
@@ -19,9 +19,8 @@ class FillingCells {
       : limits_(problem.limits),
         loads_(problem.base.empty() ? Weights(problem.num_parts, 0) : problem.base),
         counts_(problem.num_parts, 0),
-        spare_(static_cast<Weight>(problem.weights.size()) - limits_.min_count * problem.num_parts) {
-    for (Index cell = 0; cell < problem.num_parts; ++cell) changes_.push(key(cell));
-  }
+        spare_(static_cast<Weight>(problem.weights.size()) - limits_.min_count * problem.num_parts),
+        lightest_(loads_) {}
 
   Weight load(Index cell) const { return loads_[cell]; }
   Weight largest() const { return largest_of(loads_); }
@@ -38,9 +37,15 @@ class FillingCells {
   // The same among all cells, one of which has room.
   Index lightest_of_all() {
     while (true) {
-      const Index cell = std::get<2>(changes_.top());
-      if (is_open(cell) && changes_.top() == key(cell)) return cell;
-      changes_.pop();
+      const LightestFirst::Entry known = lightest_.top();
+      const LightestFirst::Entry now{loads_[known.part], counts_[known.part], known.part};
+      if (!is_open(known.part)) {
+        lightest_.pop();
+      } else if (known.before(now)) {
+        lightest_.replace_top(now);
+      } else {
+        return known.part;
+      }
     }
   }
 
@@ -48,7 +53,6 @@ class FillingCells {
     spare_ -= counts_[cell] >= limits_.min_count;
     ++counts_[cell];
     loads_[cell] += weight;
-    changes_.push(key(cell));
   }
 
  private:
@@ -64,8 +68,7 @@ class FillingCells {
   Weights loads_;
   Indices counts_;
   Weight spare_;  // rows beyond min_count that cells may still take; see lpt()
-  // One entry for every change of a cell, of which only the last is valid.
-  std::priority_queue<Key, std::vector<Key>, std::greater<Key>> changes_;
+  LightestFirst lightest_;  // cells as they were when each was last on top: they have only become heavier since
 };
 
 // LPT that prefers the cells of a row's own rank, then those of its node. Returns the cell of each row.

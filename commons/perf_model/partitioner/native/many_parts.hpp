@@ -5,7 +5,8 @@
 // all. Plans are by sample here: the samples of a rank are neighbours in memory, its rows are not.
 #pragma once
 
-#include "plan.hpp"
+#include "home_deal.hpp"
+#include "many_rows.hpp"
 
 namespace evenrank {
 
@@ -14,157 +15,59 @@ constexpr int kAsked = 64;             // partitions that may fail to swap with 
 constexpr std::size_t kMostSwaps = 2;  // swaps per row, far more than plans need
 constexpr Index kFewLeft = 4096;       // one partition of so many left above the limit is dealt anew,
 constexpr Weight kFewMoved = 32;       // which may cost as much as moving one of so many tokens
-
-// The partition with the largest (or smallest) load of a range, ties by index: a tournament over those that take part.
-template <bool largest>
-class Tournament {
- public:
-  explicit Tournament(const Weights& loads) : loads_(loads), first_(1) {
-    while (first_ < loads.size()) first_ *= 2;
-    winners_.assign(2 * first_, kNone);
-    for (std::size_t part = 0; part < loads.size(); ++part) winners_[first_ + part] = static_cast<Index>(part);
-    for (std::size_t at = first_; --at > 0;) winners_[at] = better(winners_[2 * at], winners_[2 * at + 1]);
-  }
-  Index winner() const { return winners_[1]; }
-  Index winner(std::size_t begin, std::size_t end) const {
-    Index left = kNone;
-    Index right = kNone;
-    for (begin += first_, end += first_; begin < end; begin /= 2, end /= 2) {
-      if (begin % 2 == 1) left = better(left, winners_[begin++]);
-      if (end % 2 == 1) right = better(winners_[--end], right);
-    }
-    return better(left, right);
-  }
-  bool takes_part(Index part) const { return winners_[first_ + part] != kNone; }
-  void enter(Index part) { set(part, part); }
-  void leave(Index part) { set(part, kNone); }
-  // Replays the matches of `part`, up to one that another partition had won and wins again.
-  void changed(Index part) {
-    for (std::size_t at = (first_ + part) / 2; at > 0; at /= 2) {
-      const Index winner = better(winners_[2 * at], winners_[2 * at + 1]);
-      if (winner == winners_[at] && winner != part) break;
-      winners_[at] = winner;
-    }
-  }
-
- private:
-  void set(Index part, Index value) {
-    winners_[first_ + part] = value;
-    changed(part);
-  }
-  // The winner of two; `a` has the smaller index.
-  Index better(Index a, Index b) const {
-    if (a == kNone || b == kNone) return a == kNone ? b : a;
-    return (largest ? loads_[b] > loads_[a] : loads_[b] < loads_[a]) ? b : a;
-  }
-
-  const Weights& loads_;
-  std::size_t first_;
-  Indices winners_;
-};
-
-// The rows of every partition, heaviest first, ties by sample. Few partitions are ever read, so each is sorted then.
-class SortedRows {
- public:
-  struct Row {
-    Weight weight;
-    Weight size;
-    Index sample;
-    Index home;
-    bool before(const Row& other) const {
-      return weight != other.weight ? weight > other.weight : sample < other.sample;
-    }
-  };
-
-  SortedRows(const Request& request, const Indices& parts, const Weights& sizes)
-      : request_(request), sizes_(sizes), samples_(parts.size()), counts_(count_per_part(parts, request.num_parts)),
-        starts_(counts_), rows_(request.num_parts) {
-    std::partial_sum(starts_.begin(), starts_.end(), starts_.begin());
-    for (std::size_t sample = parts.size(); sample-- > 0;) {
-      samples_[--starts_[parts[sample]]] = static_cast<Index>(sample);
-    }
-  }
-
-  const std::vector<Row>& of(Index part) {
-    std::vector<Row>& rows = rows_[part];
-    if (counts_[part] > 0) sort(part);
-    return rows;
-  }
-  // Moves a row; returns its new position.
-  Index move(Index from, Index at, Index to) {
-    const Row row = of(from)[at];
-    of(to);
-    rows_[from].erase(rows_[from].begin() + at);
-    return insert(rows_[to], row);
-  }
-
- private:
-  void sort(Index part) {
-    std::vector<Row>& rows = rows_[part];
-    const Index count = std::exchange(counts_[part], 0);
-    rows.reserve(count + 1);  // a swap adds a row before it removes one
-    for (Index at = starts_[part]; at < starts_[part] + count; ++at) {
-      const Index sample = samples_[at];
-      insert(rows, {request_.workloads[sample], sizes_[sample], sample, request_.home[sample]});
-    }
-  }
-
-  static Index insert(std::vector<Row>& rows, const Row& row) {
-    rows.push_back(row);
-    std::size_t at = rows.size() - 1;
-    for (; at > 0 && row.before(rows[at - 1]); --at) rows[at] = rows[at - 1];
-    rows[at] = row;
-    return static_cast<Index>(at);
-  }
-
-  const Request& request_;
-  const Weights& sizes_;
-  Indices samples_;  // by partition
-  Indices counts_;   // of each partition; 0 once its rows are in order
-  Indices starts_;
-  std::vector<std::vector<Row>> rows_;
-};
+constexpr Index kFewCells = 64;        // one cell of a grid of so many left above the limit is dealt anew
 
 // Lets the heaviest partition swap a row with the lightest one until no load is above the limit, if it can.
 //
 // The swap is the one that takes off most load per token moved and leaves the lightest within the limit. The lightest
-// of the node is tried first, then up to kAsked of the lightest of all. Where none of them can swap, as with two rows
+// of the rank and of the node are tried first, then up to kAsked of the lightest of all. Where none of them can swap, as with two rows
 // that each fill a partition, the lightest of all may once rise above the limit and pass the rest on. Before all that,
 // while there is room, partitions with a row that almost fills them swap the rest of theirs for the lightest of all.
 class HeaviestLowered {
  public:
-  HeaviestLowered(const Problem& problem, const Request& request, Indices parts, const Weights& sizes, Weight limit)
+  HeaviestLowered(const Problem& problem, const Request& request, Indices parts, const Weights& sizes, Weight limit,
+                  Index may_fail)
       : request_(request),
         order_(problem.order),
         num_light_(static_cast<Index>(problem.order.size())),
         limits_(problem.limits),
         limit_(limit),
+        may_fail_(may_fail),
         parts_(std::move(parts)),
+        base_(problem.base.empty() ? Weights(problem.num_parts, 0) : problem.base),
+        ranks_(problem.num_parts),
         nodes_(problem.num_parts),
-        rows_(request, parts_, sizes),
-        loads_(sum_by_rank(parts_, request.workloads, problem.num_parts)),
+        rows_(request, parts_, problem.num_parts, sizes),
+        loads_(sum_by_rank(parts_, request.workloads, problem.num_parts, problem.base)),
         heaviest_(loads_),
         lightest_(loads_),
-        left_node_(problem.num_parts, false),
+        left_rank_(problem.num_parts, request.num_steps == 1),
+        left_node_(problem.num_parts, request.num_parts <= request.ranks_per_node),
         left_lightest_(problem.num_parts, false),
         forced_(problem.num_parts, false),
         has_large_(problem.num_parts, false),
         gain_shift_(std::max(0, bit_length(problem.weights.front()) - kBits)),
         cost_shift_(std::max(0, bit_length(2 * kNodeCost * largest_of(sizes)) - kBits)) {
     if (request.max_tokens) held_ = sum_by_rank(parts_, request.tokens, problem.num_parts);
-    for (Index part = 0; part < problem.num_parts; ++part) nodes_[part] = part / request.ranks_per_node;
+    for (Index part = 0; part < problem.num_parts; ++part) {
+      ranks_[part] = part / request.num_steps;
+      nodes_[part] = ranks_[part] / request.ranks_per_node;
+    }
   }
 
   Indices run() {
+    const Weight large = limit_ - largest_of(base_);  // no lighter row is large in any step
+    Index num_large = 0;
     for (const Index sample : order_) {
-      if (!is_large(request_.workloads[sample])) break;
-      has_large_[parts_[sample]] = true;
+      if (request_.workloads[sample] <= large - request_.workloads[sample]) break;
+      ++num_large;
+      if (is_large(request_.workloads[sample], parts_[sample])) has_large_[parts_[sample]] = true;
     }
-    for (const Index sample : order_) {
-      if (!is_large(request_.workloads[sample])) break;
-      const Index heavy = parts_[sample];
+    for (Index row = 0; row < num_large; ++row) {
+      const Index heavy = parts_[order_[row]];
+      if (!is_large(request_.workloads[order_[row]], heavy)) continue;
       while (loads_[heavy] > limit_) {
-        const Swap swap = within_node(heavy);
+        const Swap swap = nearby(heavy);
         if (swap.efficiency < 0) break;
         carry_out(heavy, swap);
       }
@@ -175,7 +78,9 @@ class HeaviestLowered {
       if (heavy == kNone || loads_[heavy] <= limit_) break;
       const Swap found = find_swap(heavy);
       if (found.efficiency < 0) {
-        if (!leave_lightest(heavy)) heaviest_.leave(heavy);
+        if (leave_lightest(heavy)) continue;
+        heaviest_.leave(heavy);
+        if (--may_fail_ < 0) break;
       } else {
         carry_out(heavy, found);
         --swaps;
@@ -194,7 +99,8 @@ class HeaviestLowered {
   // Gives a partition with one large row the lightest rows of all for others; returns whether its load fell.
   bool leave_lightest(Index heavy) {
     const std::vector<SortedRows::Row>& own = rows_.of(heavy);
-    if (own.empty() || !is_large(own[0].weight) || (own.size() > 1 && is_large(own[1].weight))) return false;
+    if (own.empty() || !is_large(own[0].weight, heavy)) return false;
+    if (own.size() > 1 && is_large(own[1].weight, heavy)) return false;
     has_large_[heavy] = true;
     const Weight load = loads_[heavy];
     int failed = 0;
@@ -214,7 +120,7 @@ class HeaviestLowered {
     return loads_[heavy] < load;
   }
   // Whether no second row of this weight fits beside it.
-  bool is_large(Weight weight) const { return weight > limit_ - weight; }
+  bool is_large(Weight weight, Index part) const { return weight > limit_ - base_[part] - weight; }
 
   void carry_out(Index heavy, const Swap& swap) {
     Index back = swap.back;
@@ -225,19 +131,25 @@ class HeaviestLowered {
       lightest_.changed(part);
     }
   }
-  // A swap with the lightest of the node; none where that has failed before.
-  Swap within_node(Index heavy) {
-    const Index num_parts = static_cast<Index>(loads_.size());
-    const Index node = request_.ranks_per_node;
-    if (node >= num_parts || left_node_[heavy]) return {};
-    const Index first = nodes_[heavy] * node;
-    const Swap swap = best_within(heavy, lightest_.winner(first, std::min(first + node, num_parts)));
-    if (swap.efficiency < 0) left_node_[heavy] = true;
+  // A swap with the lightest of the rank, else of the node; none where those have failed before.
+  Swap nearby(Index heavy) {
+    const Index steps = request_.num_steps;
+    const Swap swap = within(heavy, ranks_[heavy] * steps, steps, left_rank_);
+    if (swap.efficiency >= 0) return swap;
+    const Index node = std::min(request_.ranks_per_node, request_.num_parts) * steps;
+    return within(heavy, nodes_[heavy] * node, node, left_node_);
+  }
+  // A swap with the lightest of `size` partitions from `first` on; if there is none, `heavy` has left them.
+  Swap within(Index heavy, Index first, Index size, std::vector<bool>& left) {
+    if (left[heavy]) return {};
+    const Index end = std::min(first + size, static_cast<Index>(loads_.size()));
+    const Swap swap = best_within(heavy, lightest_.winner(first, end));
+    if (swap.efficiency < 0) left[heavy] = true;
     return swap;
   }
-  // A swap with the lightest of the node or of all; efficiency is -1 if there is none.
+  // A swap with the lightest of the rank, the node or of all; efficiency is -1 if there is none.
   Swap find_swap(Index heavy) {
-    Swap swap = within_node(heavy);
+    Swap swap = nearby(heavy);
     if (swap.efficiency >= 0) return swap;
     Indices asked;
     while (swap.efficiency < 0 && !left_lightest_[heavy] && asked.size() < kAsked) {
@@ -308,8 +220,8 @@ class HeaviestLowered {
   }
 
   Weight cost_at(const SortedRows::Row& row, Index part) const {
-    if (row.home == part) return 0;
-    return row.size * (nodes_[row.home] == nodes_[part] ? 1 : kNodeCost);
+    if (row.home == ranks_[part]) return 0;
+    return row.size * (nodes_[row.home * request_.num_steps] == nodes_[part] ? 1 : kNodeCost);
   }
 
   bool keeps_cap(Index heavy, Index light, Index row, Index back) const {
@@ -335,15 +247,19 @@ class HeaviestLowered {
   Index num_light_;  // rows of order_ from this one on are in partitions without room
   Limits limits_;
   Weight limit_;
+  Index may_fail_;  // partitions that may be left above the limit before the others are left too
   Indices parts_;
+  Weights base_;
+  Indices ranks_;  // of each partition
   Indices nodes_;
   SortedRows rows_;
   Weights loads_;
   Weights held_;  // tokens per partition; empty without a cap
   Tournament<true> heaviest_;
   Tournament<false> lightest_;
-  std::vector<bool> left_node_;      // partitions that found no swap with the lightest of their node
-  std::vector<bool> left_lightest_;  // those that found none with the lightest of all
+  std::vector<bool> left_rank_;      // partitions that found no swap with the lightest of their rank,
+  std::vector<bool> left_node_;      // those that found none with the lightest of their node,
+  std::vector<bool> left_lightest_;  // and those that found none with the lightest of all
   std::vector<bool> forced_;         // those that have tried to bring another above the limit
   std::vector<bool> has_large_;      // those with a row that no second one of its size fits beside
   int gain_shift_;
@@ -352,6 +268,31 @@ class HeaviestLowered {
 
 inline Index num_above(const Weights& loads, Weight limit) {
   return static_cast<Index>(std::count_if(loads.begin(), loads.end(), [&](Weight load) { return load > limit; }));
+}
+
+// A plan of the cells of a grid, none of which is above `limit`, that leaves many rows on their rank; by sample. The
+// rows of each rank begin in its own steps. `sizes` are those of the samples. None where swaps find no such plan.
+inline std::optional<Indices> near_ranks_of_many(const Request& request, const Problem& problem, const Weights& sizes,
+                                                 Weight limit) {
+  const Home home{take(request.home, problem.order), take(sizes, problem.order), request.ranks_per_node,
+                  request.num_steps};
+  Indices parts = problem.by_sample(deal_at_home(problem, home, limit));
+  const auto above_cap = [&] {
+    return request.max_tokens && largest_load(request.tokens, parts, problem.num_parts) > *request.max_tokens;
+  };
+  if (above_cap()) return std::nullopt;
+  const Index may_fail = problem.num_parts / kFewCells;
+  parts = HeaviestLowered(problem, request, std::move(parts), sizes, limit, may_fail).run();
+  const Weights loads = sum_by_rank(parts, request.workloads, problem.num_parts, problem.base);
+  const Index above = num_above(loads, limit);
+  if (above == 0) return parts;
+  if (above > may_fail) return std::nullopt;
+  Cap cap;
+  if (request.max_tokens) cap = {take(request.tokens, problem.order), *request.max_tokens};
+  const std::optional<Indices> dealt =
+      redeal_heaviest(problem, take(parts, problem.order), home, limit, request.max_tokens ? &cap : nullptr);
+  if (!dealt) return std::nullopt;
+  return problem.by_sample(*dealt);
 }
 
 // A plan within 1 + slack of the bound that leaves many rows at home; by sample. None where no such plan is found, or
@@ -377,7 +318,7 @@ inline std::optional<Indices> near_home_of_many(const Request& request, const Pr
     parts = problem.by_sample(even_counts(problem.weights, num_parts, problem.limits, limit, by_row()));
     if (above_cap(parts)) return std::nullopt;
   }
-  parts = HeaviestLowered(problem, request, std::move(parts), sizes, limit).run();
+  parts = HeaviestLowered(problem, request, std::move(parts), sizes, limit, num_parts).run();
   if (largest_load(request.workloads, parts, num_parts) > limit) {
     Cap cap;
     if (request.max_tokens) cap = {take(request.tokens, problem.order), *request.max_tokens};
