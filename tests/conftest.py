@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from tests.helpers.rank_pool import RankPool
 
 torch.set_num_threads(1)  # the machine's cores are shared with the ranks
+os.environ.pop("COLUMNS", None)  # workers of xdist have that of the terminal; tables are compared at their own width
 settings.register_profile("evenrank", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 # Many examples, drawn anew: what ci/soak.sh asks of the fuzz tests with --hypothesis-profile.
 settings.register_profile("soak", settings.get_profile("evenrank"), max_examples=2000)
