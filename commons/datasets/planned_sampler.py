@@ -147,6 +147,11 @@ class PlannedSampler(EpochSampler[list[int]]):
         require_not_dealt_again(self, self._rank, self._num_ranks, "make it with rank=None")
         return self._drop_last
 
+    @property
+    def sampler(self) -> PlannedSampler:
+        """Itself: a batch sampler's `sampler` is where Accelerate calls `set_epoch`."""
+        return self
+
     @abstractmethod
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
         """The steps of an epoch from a place on, planned as they are asked for; the same on every rank."""

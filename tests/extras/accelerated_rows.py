@@ -26,6 +26,11 @@ def _epochs(loader: DataLoader) -> list[list[list[int]]]:
     return [[rows.tolist() for (rows,) in loader] for _ in range(EPOCHS)]
 
 
+def _rows_of_epoch(loader: DataLoader, epoch: int) -> list[list[int]]:
+    (loader if hasattr(loader, "set_epoch") else loader.batch_sampler).set_epoch(epoch)
+    return [rows.tolist() for (rows,) in loader]
+
+
 def _documented(workloads: np.ndarray, dataset: torch.utils.data.TensorDataset) -> tuple[Accelerator, DataLoader]:
     accelerator = Accelerator()
     sampler = BalancedBatchSampler(workloads, 4, num_ranks=accelerator.num_processes, rank=None, window=8)
@@ -60,6 +65,8 @@ def main(folder: Path) -> None:
         "length": len(documented),
         "own": _epochs(DataLoader(dataset, batch_sampler=own)),
         "read": {name: _epochs(loader) for name, loader in loaders.items()},
+        "epoch 3": _rows_of_epoch(documented, 3),
+        "own epoch 3": _rows_of_epoch(DataLoader(dataset, batch_sampler=own), 3),
         "refused": [
             _refusal(accelerator, sampler, dataset)
             for sampler in (

@@ -47,6 +47,11 @@ def test_each_rank_reads_its_own_part_of_the_plan(of_ranks):
         assert rank["length"] == len(rank["own"][0]) == 33
 
 
+def test_a_prepared_loader_sets_the_epoch(of_ranks):
+    for rank in of_ranks:
+        assert rank["epoch 3"] == rank["own epoch 3"] and rank["epoch 3"] not in rank["read"]["documented"]
+
+
 def test_a_sampler_of_one_rank_is_refused(of_ranks):
     for rank, told in enumerate(of_ranks):
         for name, remedy, message in zip(
