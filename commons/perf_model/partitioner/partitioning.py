@@ -107,7 +107,7 @@ def refine(
 
     Examples:
         >>> refine([5, 4, 3, 2], [0, 0, 1, 1], 2).tolist()
-        [0, 1, 1, 0]
+        [1, 0, 0, 1]
     """
     request = as_request(
         workloads,
