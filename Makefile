@@ -19,7 +19,7 @@ PIP_ARGS ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP  := $(VENV)/.installed-$(STACK)
 
-.PHONY: help install demo demo-sid test test-extras coverage bench lint format docs clean
+.PHONY: help install demo demo-sid test test-slow test-repeat test-extras coverage bench lint format docs clean
 help: ## What can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t13
 
@@ -47,22 +47,35 @@ demo: $(STAMP) ## Train HSTU on two ranks, unbalanced and balanced, side by side
 demo-sid: $(STAMP) ## The same for SID-GR, which also generates items and is evaluated on them
 	@ci/demo.sh --model sid_gr $(BIN) $(DEVICE) $(ARGS)
 
-test: $(STAMP) ## Run the test suite
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+# Compiled tests are kept: else every process of the suite compiles them and evenrank anew.
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile
+
+test: $(STAMP) ## Run the tests, all but the slow ones: before each commit
+	@$(BIN)/python $(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(STAMP) ## Run the slow tests, which `make test` leaves out
+	@$(BIN)/python $(PYTEST) -m slow $(ARGS)
+
+# How often `make test-repeat` runs the tests.
+RUNS ?= 20
+test-repeat: $(STAMP) ## Run `make test` RUNS times in a row, up to the first failure
+	@ci/repeat_tests.sh $(RUNS)
 
 EXTRAS := $(VENV)/.installed-extras
-$(EXTRAS): $(STAMP) requirements/extras.txt
+$(EXTRAS): $(STAMP) requirements/extras.txt requirements/rl.txt
 	@echo "installing the extras"
 	@$(PIP) install $(PIP_ARGS) --no-deps -r requirements/extras.txt
+	@$(PIP) install $(PIP_ARGS) --no-deps -r requirements/rl.txt
 	@touch $@
 
-test-extras: $(EXTRAS) ## Install Ray, TorchX, Weights & Biases, MLflow and Accelerate, and run their tests
+test-extras: $(EXTRAS) ## Install Ray, TorchX, trackers and training frameworks, and run their tests
 	@$(BIN)/python -m pytest tests/extras $(ARGS)
 
-coverage: $(STAMP) ## Run the suite and say how much of commons it runs, the ranks' processes counted
+coverage: $(STAMP) ## Run all tests and say how much of commons they run, the ranks' processes counted
 	@$(BIN)/python -m coverage erase
 	@# By its whole path: a process that changes its folder would leave its part there.
-	@COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(ARGS); status=$$?; \
+	@COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m coverage run $(PYTEST) $(ARGS); status=$$?; \
 		$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report || exit 1; exit $$status
 
 bench: $(STAMP) ## Run the benchmarks; results go to benchmarks/results

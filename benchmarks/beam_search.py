@@ -22,10 +22,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import heading, table, write_page
+from benchmarks.report import finish_page, heading, table
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
-from commons.datasets.sid_map import SIDMap
-from commons.datasets.sid_random_dataset import random_sid_map
+from commons.datasets.sids.map import SIDMap
+from commons.datasets.sids.random import random_sid_map
 from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel
 
@@ -35,28 +35,16 @@ NUM_ITEMS = 10_000
 
 @dataclass(frozen=True)
 class Args:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        histories: items of every history, one table row each.
-        num_rows: users of a batch.
-        beam_width: items generated for each.
-        hidden_size: width of the decoder.
-        num_layers: its layers.
-        num_attention_heads: its heads.
-        repeats: batches per row of the table.
-        quick: one short history and two batches, to see it run; no page is written.
-
-    """
-
-    histories: tuple[int, ...] = (16, 64, 256)
-    num_rows: int = 16
-    beam_width: int = 10
-    hidden_size: int = 64
-    num_layers: int = 4
-    num_attention_heads: int = 4
-    repeats: int = 5
-    quick: bool = False
+    histories: tuple[int, ...] = (16, 64, 256)  # items of every history, one table row each
+    num_rows: int = 16  # users of a batch
+    beam_width: int = 10  # items generated for each
+    hidden_size: int = 64  # width of the decoder
+    num_layers: int = 4  # its layers
+    num_attention_heads: int = 4  # its heads
+    repeats: int = 5  # batches per row of the table
+    quick: bool = False  # one short history and two batches, to see it run; no page is written
 
     def __post_init__(self) -> None:
         if self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads:
@@ -151,9 +139,7 @@ def main(args: Args) -> None:
             table(columns, rows),
         ]
     )
-    print(page)
-    if not args.quick:
-        print(f"\nwritten to {write_page('beam_search', page)}")
+    finish_page("beam_search", page, quick=args.quick)
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ from tqdm import tqdm
 from benchmarks.attention_on_device import HEADER as ATTENTION_HEADER
 from benchmarks.attention_on_device import attention_table, describe_fit, time_follows_pairs
 from benchmarks.exchange import CONTEXT, make_batch
+from benchmarks.one_of_many_ranks import packed_rows, planned_exchange
 from benchmarks.report import draw_lengths, table
 from commons.distributed.payload import PayloadLayout
-from commons.distributed.row_exchange import RowExchange
 from commons.perf_model.partitioner import partition, partition_grid
-from commons.perf_model.row_table import RowTable
-from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
+from commons.perf_model.shuffle_plan import plan_shuffle
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from commons.sequence_batch.schema import BatchSchema
 from hstu.model import HSTURankingModel
+from hstu.model.execution import choose_execution
 from hstu.train_config import ModelArgs
 
 ROOT = Path(__file__).parents[1]
@@ -45,17 +45,37 @@ class PartFailedError(RuntimeError):
     """A part has run and something in it failed; the message is the part's text."""
 
 
+def warm_up(device: torch.device) -> str:
+    """Compile what the parts after this one use: kernels of three widths, and what torch.compile needs."""
+    rows = []
+    for head_dim in (16,) if device.type == "cpu" else (64, 128, 256):
+        config = ModelArgs(num_attention_heads=4, kv_channels=head_dim, compute_dtype="bf16").on(device)
+        hstu = config.ranking_config(max_sequence_length=4096, tables={"item": 1}, num_tasks=1).hstu
+        started = time.monotonic()
+        chosen = choose_execution(hstu, device)
+        rows.append([head_dim, f"{time.monotonic() - started:.0f}", chosen.uses_triton, chosen.compiles])
+    return table(["channels of a head", "seconds", "by Triton", "compiled"], rows)
+
+
 def cases_on_device(device: torch.device) -> str:
-    """All of tests/gpu, by ci/test_gpu.sh."""
-    return _run_cases(
-        ["ci/test_gpu.sh", *(["--cpu", "2", "-k", "transports"] if device.type == "cpu" else ["--share"])]
-    )
+    """All of tests/gpu but the layers, by ci/test_gpu.sh."""
+    if device.type == "cpu":
+        return _run_cases(["ci/test_gpu.sh", "--cpu", "2", "-k", "transports"])
+    return _run_cases(["ci/test_gpu.sh", "--share", "-k", "not layers"])
+
+
+def cases_of_layers(device: torch.device) -> str:
+    """Those of HSTU's layers, for which most kernels are compiled."""
+    arguments = ["tests/gpu/test_hstu_layers_on_device.py", "--device", device.type, "-p", "no:cacheprovider"]
+    chosen = ["-k", "a_model and fp32"] if device.type == "cpu" else []
+    return _run_cases([*_launch(device), "-m", "pytest", *arguments, *chosen])
 
 
 def cases_under_sanitizer(device: torch.device) -> str:
     """The pipelines under torch's CUDA sanitizer, which looks for races between streams."""
     arguments = ["tests/gpu/test_pipelines_on_device.py", "--device", device.type, "-p", "no:cacheprovider"]
-    command = [*_launch(device), "-m", "pytest", *arguments, "-k", "lite" if device.type == "cpu" else "unshuffled"]
+    cases = "lite" if device.type == "cpu" else "unshuffled and device_id"  # on the groups that the trainer makes
+    command = [*_launch(device), "-m", "pytest", *arguments, "-k", cases]
     # Without CUDA torch cannot be imported with it.
     return _run_cases(command, {"TORCH_CUDA_SANITIZER": "1"} if device.type == "cuda" else None)
 
@@ -69,18 +89,34 @@ def _launch(device: torch.device) -> list[str]:
 
 def _run_cases(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
     """Run cases of pytest; a part's text is what pytest sums up at the end."""
-    job = subprocess.run(
-        command, cwd=ROOT, env=os.environ | (environment or {}), capture_output=True, text=True, check=False
-    )
-    output = job.stdout + job.stderr
+    status, output = _streamed(command, environment)
     lines = [line.strip("= \n") for line in output.splitlines()]
     sums = [line for line in lines if re.search(r"\d+ (passed|failed|error)", line)]
     failures = sorted({line for line in lines if line.startswith(("FAILED", "ERROR", "error:"))})
     text = "\n".join([f"`{' '.join(command[-6:])}`", "", *(f"- {line}" for line in [*sums, *failures])])
-    if job.returncode:
+    if status:
         last = "\n".join(output.splitlines()[-20:])
-        raise PartFailedError(f"{text}\n\nIt ended with status {job.returncode}:\n\n```\n{last}\n```")
+        raise PartFailedError(f"{text}\n\nIt ended with status {status}:\n\n```\n{last}\n```")
     return text
+
+
+def _streamed(command: Sequence[str], environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a program whose output goes to standard error as it comes; its status, and the output."""
+    lines = []
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            print(line, end="", file=sys.stderr, flush=True)
+            lines.append(line)
+    return job.returncode, "".join(lines)
 
 
 def exchange(device: torch.device) -> str:
@@ -111,29 +147,23 @@ def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int,
     counts = np.full(world_size, rows, dtype=np.int64)
     tokens = len(CONTEXT) + 2 * lengths
     plan = plan_shuffle(
-        GatheredRows(
-            counts,
-            counts,
-            HSTUAttentionTask(256, 4, 64, 8).get_workloads(tokens),
-            tokens,
-            RowTable.of(by_key, counts),
-        ),
+        packed_rows(counts, counts, HSTUAttentionTask(256, 4, 64, 8).get_workloads(tokens), tokens, by_key),
         slack=0.01,
     )
     on_cuda = device.type == "cuda"
     on_device = (batch.pin_memory() if on_cuda else batch).to(device, non_blocking=True)
     host_seconds, device_ms, sent = [], [], 0
     for turn in range(repeats + 5):
-        made = RowExchange.of(plan, layout, rank, all_gather=False, pin_memory=on_cuda)
+        made = planned_exchange(plan.gathered, plan.destination, layout, rank, pin_memory=on_cuda)
         sent = made.bytes_sent
         begin, end = _events(on_cuda)
         if on_cuda and turn >= 5:  # the allocator and the kernels are warm
             torch.cuda.set_sync_debug_mode("error")
         begin()
         started = time.perf_counter()
-        packed = made.pack([on_device])
-        made.send_rows(packed, dist.group.WORLD, async_op=False)
-        made.unpack(on_device, packed)
+        buffer, sent_rows, indices = made.pack([on_device])
+        made.send_rows(buffer, sent_rows, dist.group.WORLD, async_op=False)
+        made.unpack(on_device, buffer, indices)
         host_seconds.append(time.perf_counter() - started)
         if on_cuda:
             torch.cuda.set_sync_debug_mode("default")
@@ -200,11 +230,11 @@ def traced_step(device: torch.device) -> str:
         model["compute-dtype"] = "bf16"
         flags = [("trainer", trainer), ("dataset", data), ("model", model), ("optimizer", {"sharding": "row_wise"})]
         arguments = [word for group, named in flags for name in named for word in (f"--{group}.{name}", named[name])]
-        switches = ["--trainer.profile", "--trainer.enable-balanced-shuffler", "--trainer.no-tensorboard"]
+        switches = ["--trainer.profile", "--trainer.enable-balanced-shuffler", "--trainer.sinks"]
         command = [*_launch(device), "-m", "hstu.train", *arguments, *switches, "--trainer.eval-interval", "1000"]
-        job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if job.returncode:
-            raise PartFailedError("\n".join(["```", *(job.stdout + job.stderr).splitlines()[-20:], "```"]))
+        status, output = _streamed(command)
+        if status:
+            raise PartFailedError("\n".join(["```", *output.splitlines()[-20:], "```"]))
         trace = json.loads(Path(folder, "trace-rank0.json").read_text())
     ranks = max(torch.cuda.device_count(), 2) if device.type == "cuda" else 2
     shared = ", two ranks on one GPU" if device.type == "cuda" and torch.cuda.device_count() == 1 else ""
@@ -286,7 +316,7 @@ def balance(device: torch.device) -> str:
         batch.features.values().remainder_(NUM_IDS)
         batch.labels.values().round_()
         batch = batch.to(device)
-        return _step_ms(model, batch, device, 1 if rehearse else 3)
+        return _step_ms(model, batch, device, repeats=1)
 
     measure(range(rows))  # compiles, and fills the allocator
     lines, before = [], 0.0

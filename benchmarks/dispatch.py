@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from benchmarks.exchange import make_batch
-from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
+from benchmarks.report import draw_lengths, finish_page, heading, run_ranks, table
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced
 from commons.perf_model.partitioner import partition
 from commons.perf_model.task_estimator import SelfAttentionTask
@@ -195,9 +195,7 @@ def main(rows: int = 64, repeats: int = 20, quick: bool = False) -> None:
             ),
         ]
     )
-    print(page)
-    if not quick:
-        print(f"\nwritten to {write_page('dispatch', page)}")
+    finish_page("dispatch", page, quick=quick)
 
 
 if __name__ == "__main__":

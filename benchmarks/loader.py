@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.command_line import from_command_line
 from benchmarks.report import heading, table, write_page
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.generated_ratings import generate_ratings
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.public.generated_ratings import generate_ratings
 
 _TARGET = 20_000
 _MAX_HISTORY = 2_400  # longer than any

@@ -1,8 +1,9 @@
-"""Everything that only a GPU can tell, in under 20 minutes and on one page, benchmarks/results/on_device.md.
+"""Everything that only a GPU can tell, in under half an hour and on one page, benchmarks/results/on_device.md.
 
-The cases of tests/gpu (on one GPU two ranks share it), the pipelines under torch's CUDA sanitizer, what the exchange
-and HSTU's attention cost, a traced training step, and what balancing gains in time, every rank's batch in turn on one
-GPU. Every part has a process and a time limit of its own: what fails is told on the page, and the others go on.
+What compiling kernels takes, the cases of tests/gpu (on one GPU two ranks share it), the pipelines under torch's CUDA
+sanitizer, what the exchange and HSTU's attention cost, a traced training step, and what balancing gains in time, every
+rank's batch in turn on one GPU. Every part has a process and a time limit of its own: the page says what failed, and
+the others go on. What they print is in runs/on_device while they run.
 
 Examples:
     python -m benchmarks.on_device
@@ -12,9 +13,6 @@ Examples:
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,10 +25,12 @@ import torch
 
 from benchmarks import device_parts
 from benchmarks.command_line import from_command_line
+from benchmarks.processes import run_limited
 from benchmarks.report import RESULTS, heading
 
-PartName = Literal["cases", "sanitizer", "exchange", "attention", "step", "balance"]
+PartName = Literal["warm_up", "cases", "layers", "sanitizer", "exchange", "attention", "step", "balance"]
 TITLE = "On a GPU"
+LOGS = Path("runs", "on_device")  # what the parts print, while they run
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,12 @@ class Part:
 
 
 PARTS: dict[PartName, Part] = {
+    "warm_up": Part("Compilation", 300, device_parts.warm_up),
     "cases": Part("Cases of tests/gpu", 420, device_parts.cases_on_device),
+    "layers": Part("Cases of HSTU's layers", 300, device_parts.cases_of_layers),
     "sanitizer": Part("Pipelines under torch's CUDA sanitizer", 180, device_parts.cases_under_sanitizer),
     "exchange": Part("Finishing a shuffle", 60, device_parts.exchange),
-    "attention": Part("HSTU's attention", 240, device_parts.attention),
+    "attention": Part("HSTU's attention", 180, device_parts.attention),
     "step": Part("A traced training step", 120, device_parts.traced_step),
     "balance": Part("Balance in time", 150, device_parts.balance),
 }
@@ -108,25 +110,18 @@ def _run(name: PartName, kind: str) -> tuple[str, bool]:
     """A part in a process of its own: its section, and whether nothing failed."""
     program = "import sys; from benchmarks.on_device import print_part; sys.exit(print_part(*sys.argv[1:]))"
     started, limit = time.monotonic(), PARTS[name].seconds * (3 if kind == "cpu" else 1)  # whose cores may be shared
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, name, kind],
-        cwd=device_parts.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that the ranks that it starts end with it
-    )
-    try:
-        said, complaints = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, complaints = process.communicate()
-        said += f"\nIt was ended after {limit:.0f} s."
-    fine = process.returncode == 0
-    if not fine and not said.strip():
-        said = "\n".join(["```", *complaints.splitlines()[-20:], "```"])
-    verdict = "" if fine else " · **failed**"
-    return f"## {PARTS[name].title}\n\n{time.monotonic() - started:.0f} s{verdict}\n\n{said.strip()}", fine
+    output, log = LOGS / f"{name}.md", LOGS / f"{name}.log"
+    command = [sys.executable, "-c", program, name, kind]
+    status = run_limited(command, limit, output=output, complaints=log, cwd=device_parts.ROOT)
+    text = output.read_text().strip()
+    if status is None:
+        text += f"\n\nIt was ended after {limit:.0f} s."
+    if status is None or not text:
+        text += "\n".join(
+            ["", "", f"The last lines of `{log}`:", "", "```", *log.read_text().splitlines()[-20:], "```"]
+        )
+    verdict = "" if status == 0 else " · **failed**"
+    return f"## {PARTS[name].title}\n\n{time.monotonic() - started:.0f} s{verdict}\n\n{text.strip()}", status == 0
 
 
 def _head(device: torch.device, rehearse: bool, failed: list[PartName]) -> str:

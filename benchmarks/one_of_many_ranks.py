@@ -12,12 +12,88 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from commons.distributed import shuffle_session
+from commons.distributed import engine
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.local_rows import LocalRows
+from commons.distributed.payload import PayloadLayout
+from commons.distributed.row_exchange import RowExchange
+from commons.perf_model.partitioner import core
+from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlanner
+
+
+def packed_rows(
+    rows: np.ndarray,
+    real_rows: np.ndarray,
+    workloads: np.ndarray,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    kept: np.ndarray | None = None,
+    steps: int = 1,
+) -> GatheredRows:
+    """Rows that are known, with what ranks would have packed of their lengths `(N, num_keys)`.
+
+    Args:
+        rows: as in `GatheredRows`, and so are the next three.
+        real_rows: int64 `(num_places,)`.
+        workloads: int64 `(N,)`.
+        tokens: int64 `(N,)`.
+        lengths: int64 `(N, num_keys)`.
+        kept: int64 `(N, num_kept)`, what else the host keeps; None for nothing.
+        steps: batches of a rank.
+    """
+    kept = np.zeros((len(lengths), 0), np.int64) if kept is None else kept
+    places, end = [], np.cumsum(real_rows).tolist()
+    for begin, stop in zip([0, *end], end):
+        own, count = lengths[begin:stop].T, stop - begin
+        zeros = np.zeros(count, np.int64)
+        block = core.encode_rows(zeros, [own], [int(own.sum())], list(kept[begin:stop].T), [], count, count)
+        assert block is not None
+        places.append(block)
+    by_rank = [places[first : first + steps] for first in range(0, len(places), steps)]
+    words = np.zeros((len(by_rank), max((sum(map(len, each)) for each in by_rank), default=0)), np.int64)
+    first = np.zeros(len(places), np.int64)
+    for rank, blocks in enumerate(by_rank):
+        at = 0
+        for step, block in enumerate(blocks):
+            words[rank, at : at + len(block)] = block
+            first[rank * steps + step] = at
+            at += len(block)
+    keys = {"num_keys": lengths.shape[1], "num_kept": kept.shape[1]}
+    return GatheredRows(rows, real_rows, workloads, tokens, steps, words, first, **keys)
+
+
+def words_of_rows(lengths: np.ndarray, layout: PayloadLayout) -> np.ndarray:
+    """int64 `(rows,)`, words of rows with lengths `(rows, num_keys)` in the payload."""
+    words = np.zeros(len(lengths), np.int64)
+    for part in layout.parts:
+        keys = slice(part.first_key, part.first_key + part.num_segments)
+        words += part.words * (1 if part.is_dense else lengths[:, keys].sum(axis=1))
+    return words
+
+
+def planned_exchange(
+    gathered: GatheredRows,
+    destination: np.ndarray,
+    layout: PayloadLayout,
+    rank: int,
+    *,
+    all_gather: bool = False,
+    pin_memory: bool = False,
+) -> RowExchange:
+    """One rank's part of a plan that has been made."""
+
+    def allocate(size: int) -> tuple[torch.Tensor, int]:
+        indices = torch.empty(size, dtype=torch.int64, pin_memory=pin_memory)
+        return indices, indices.data_ptr()
+
+    exchange: dict[str, Any] = {"parts": layout.table, "rank": rank, "all_gather": all_gather, "allocate": allocate}
+    planner = ShufflePlanner(gathered.num_ranks, gathered.steps, **exchange)
+    planner.plan(gathered, destination)
+    return RowExchange.of(planner, layout, gathered.num_ranks)
 
 
 class _HeardError(Exception):
@@ -34,7 +110,7 @@ class ListedMessages:
         self.world_size, self.rank, self.generation = dist.get_world_size(group), dist.get_rank(group), 0
         self.members = list(range(self.world_size))
         self.description, self.control_group, self.payload_group = "all ranks", group, group
-        self.has_all_to_all = True
+        self.has_all_to_all, self.failure = True, None
         self.most_words = 0
         self.listens = False
         self.message_bytes = 0
@@ -67,7 +143,13 @@ class ListedMessages:
     def collective(self, step: int, what: str) -> Iterator[None]:
         yield
 
+    def failures_posted(self, step: int, what: str) -> contextlib.AbstractContextManager[None]:
+        """Nobody waits for this rank."""
+        return contextlib.nullcontext()
+
     def post_failure(self, step: int, what: str, error: Exception) -> None: ...
+
+    def require_own_process(self) -> None: ...
 
     def close(self, *, collected: bool = False) -> None: ...
 
@@ -77,7 +159,7 @@ def fake_ranks(world_size: int, rank: int) -> Iterator[None]:
     """torch.distributed as one rank of a fake group sees it, and shufflers that hear of the others from a list."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with mock.patch.object(shuffle_session, "ControlChannel", ListedMessages):
+        with mock.patch.object(engine, "ControlChannel", ListedMessages):
             yield
     finally:
         dist.destroy_process_group()
@@ -93,16 +175,17 @@ def tell_of_all_ranks(
         batches: of every rank, in order; with a window, a list of them for each rank.
         window: most batches of a rank that are planned together; None for batch by batch.
     """
-    session = shuffler._session(None) if window is None else shuffler._session(None, window)
+    session = shuffler.engine._session(None) if window is None else shuffler.engine._session(None, window)
     channel: Any = session.channel
     own, channel.listens = channel.rank, True
     for rank, brought in enumerate(batches):
         channel.rank = rank
-        local = [shuffler._describe(batch, None) for batch in (brought if window is not None else [brought])]
+        costs = shuffler.engine.costs
+        local = [costs.describe(batch, None) for batch in (brought if window is not None else [brought])]
         channel.most_words = 0
         for each in local:
             assert isinstance(each, LocalRows) and each.error is None and each.schema is not None, each.error
-            channel.most_words += len(session._own_table(each.schema, each, None))
+            channel.most_words += len(session._own_table(each.schema, each))
         session._capacity = max(session._capacity, channel.most_words + channel.most_words // 4)
         with contextlib.suppress(_HeardError):
             session.prepare(0, local)

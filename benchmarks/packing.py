@@ -7,16 +7,13 @@ that a drifting machine slows all of them alike; times are medians. Groups are h
 Examples:
     python -m benchmarks.packing
     python -m benchmarks.packing --quick
-    python -m benchmarks.packing --seeds 20 --repeats 15 --hardware "one core of an Arm server"
+    python -m benchmarks.packing --seeds 20 --repeats 15
 """
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,8 +26,8 @@ from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from benchmarks.plain_first_fit import plain_first_fit
-from benchmarks.planner import Page, draw
-from benchmarks.report import table, write_page
+from benchmarks.planner import draw
+from benchmarks.report import Page, interleaved_medians, table
 from commons.micro_batching import ffd_allocate, kk_allocate, packing_metrics, refined_allocate
 
 ROWS = (64, 256, 1024)
@@ -59,18 +56,6 @@ def draw_values(name: str, count: int, seed: int) -> list[int]:
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(np.log(90), 0.35, count) + rng.lognormal(np.log(200), 0.5, count)
     return lengths.clip(1, 1024).astype(int).tolist()
-
-
-def take_turns(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each call, after one call to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            if turn > 0:
-                times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(each) * 1e3 for name, each in times.items()}
 
 
 @dataclass
@@ -110,7 +95,12 @@ def pack(num_rows: int, lengths: str, factor: int, divisor: int, seed: int, repe
         assert metrics[name]["max_load"] <= capacity and len(groups) % divisor == 0 and all(groups)
     calls = {name: partial(allocate, values, capacity, 1, divisor) for name, allocate in ALGORITHMS.items()}
     fewest = -(-metrics["refined"]["lower_bound"] // divisor) * divisor
-    return Case(num_rows, lengths, factor, divisor, seed, fewest, metrics, take_turns(calls, repeats))
+    return Case(num_rows, lengths, factor, divisor, seed, fewest, metrics, _in_turn(calls, repeats))
+
+
+def _in_turn(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    seconds = interleaved_medians(calls, repeats, clock=time.perf_counter, show=False)
+    return {name: each * 1e3 for name, each in seconds.items()}
 
 
 def mean_median(values: Iterable[float]) -> str:
@@ -233,7 +223,7 @@ def measure_published(page: Page, steps: int) -> None:
         lengths = np.where(long, rng.normal(1024, 128, PUBLISHED_ROWS), rng.normal(128, 32, PUBLISHED_ROWS))
         values = lengths.clip(1, 2048).astype(int).tolist()
         calls = {name: partial(allocate, values, PUBLISHED_CAPACITY) for name, allocate in ALGORITHMS.items()}
-        times = take_turns(calls, 3)
+        times = _in_turn(calls, 3)
         for name, call in calls.items():
             metrics = packing_metrics(values, call(), PUBLISHED_CAPACITY, times[name] / 1e3)
             for key, value in metrics.items():
@@ -292,21 +282,25 @@ def measure_equal_sizes(page: Page, seeds: int) -> None:
     )
 
 
-def main(
-    seeds: int = 10, repeats: int = 7, quick: bool = False, hardware: str = "2 cores of a shared x86-64 server"
-) -> None:
+def main(seeds: int = 10, repeats: int = 7, quick: bool = False) -> None:
     """Measure and write benchmarks/results/packing.md.
 
     Args:
         seeds: batches drawn per cell.
         repeats: times that each batch is packed by each algorithm.
         quick: fewer cases, for a look; writes nothing.
-        hardware: the machine, in words.
     """
     torch.set_num_threads(1)
     if quick:
         seeds, repeats = min(seeds, 2), min(repeats, 3)
-    page = Page()
+    page = Page(
+        "packing",
+        "Packing: groups, spread, time",
+        f"python -m benchmarks.packing --seeds {seeds} --repeats {repeats}",
+        "Lengths: Zipf 1.2 to 4096; lognormal, mean and deviation 512, to 4096; bimodal, 80 % near 128 and 20 % near "
+        "4096; GSM8K-like, a question of median 90 and an answer of median 200, both lognormal, to 1024. Capacity in "
+        "multiples of the longest row; plain is first-fit decreasing in plain Python.",
+    )
     cells = list(itertools.product(ROWS[: 2 if quick else 3], LENGTHS, CAPACITIES, DIVISORS, range(seeds)))
     cases = [
         pack(num_rows, lengths, capacity, divisor, seed, repeats)
@@ -317,17 +311,7 @@ def main(
     report_misses(page, cases)
     measure_published(page, 20 if quick else 100)
     measure_equal_sizes(page, seeds)
-    versions = f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}"
-    text = page.text(
-        f"# Packing: groups, spread, time\n\n{datetime.date.today().isoformat()} · "
-        f"`python -m benchmarks.packing --seeds {seeds} --repeats {repeats}` · {hardware}, one thread · {versions} · "
-        "lengths: Zipf 1.2 to 4096; lognormal, mean and deviation 512, to 4096; bimodal, 80 % near 128 and 20 % near "
-        "4096; GSM8K-like, a question of median 90 and an answer of median 200, both lognormal, to 1024 · capacity in "
-        "multiples of the longest row · plain is first-fit decreasing in plain Python"
-    )
-    print(text)
-    if not quick:
-        print(f"\nwritten to {write_page('packing', text)}", file=sys.stderr)
+    page.finish(quick=quick)
 
 
 if __name__ == "__main__":

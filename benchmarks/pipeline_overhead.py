@@ -4,8 +4,8 @@ Two gloo ranks, one thread each. Every variant has a replica of a small HSTU mod
 variants take turns step by step, and a step is measured from a barrier to a barrier with the shuffler's worker idle at
 its end, so that no work hides in another variant's step.
 
-Variants: the stock TorchRec pipeline; the identity shuffler, which agrees on the end of data alone; a shuffle done
-synchronously right after the copy; and the two-phase stage.
+Variants: the stock TorchRec pipeline; the identity shuffler, which agrees on the end of data alone; the stage with
+gather and plan waited for where they begin; and the two-phase stage.
 
 On CUDA every rank has a GPU of its own, the pipelines that need CUDA streams take part, and `--trace` records some
 steps of the two-phase stage for Perfetto: the exchange is on the memcpy stream, beside the forward pass.
@@ -42,6 +42,7 @@ from benchmarks.exchange import CONTEXT, make_batch
 from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
+from commons.distributed.shuffle_handle import ShuffleHandle
 from commons.pipeline import balanced
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
@@ -60,24 +61,13 @@ NUM_IDS = 4000
 HSTU = HSTUConfig(64, 2, 4, 16, max_sequence_length=2 * LONGEST + len(CONTEXT))
 
 
-class _SynchronousBase(TrainPipelineBase):
-    """Shuffles right after the copy, gather and plan included."""
+class _Synchronous(HSTUBalancedBatchShuffler):
+    """Waits for gather and plan where they begin."""
 
-    shuffler: BaseTaskBalancedBatchShuffler
-
-    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
-        super()._copy_batch_to_gpu(cur_batch)
-        self._cur_batch = self.shuffler.shuffle(self._cur_batch)
-
-
-class _SynchronousEnqueue:
-    shuffler: BaseTaskBalancedBatchShuffler
-
-    def enqueue_batch(self, dataloader_iter: Iterator[Any]) -> bool:
-        enqueued = super().enqueue_batch(dataloader_iter)  # type: ignore[misc]
-        if enqueued:
-            self.batches[-1] = self.shuffler.shuffle(self.batches[-1])  # type: ignore[attr-defined]
-        return enqueued
+    def start_shuffle(self, *args: Any, **kwargs: Any) -> ShuffleHandle:
+        handle = super().start_shuffle(*args, **kwargs)
+        handle.prepared()
+        return handle
 
 
 def host_batch(lengths_name: str, rank: int, step: int, rows: int, device: str) -> Any:
@@ -107,13 +97,9 @@ def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any
     if variant == "identity":
         identity = IdentityBalancedBatchShuffler()
         return balanced(stock)(*arguments, batch_shuffler=identity), identity
-    shuffler = HSTUBalancedBatchShuffler(64, 4, 16, 2, options=ShufflerOptions(min_gain=0.03))
-    if variant == "two-phase":
-        return balanced(stock)(*arguments, batch_shuffler=shuffler), shuffler
-    synchronous = _SynchronousBase if pipeline == "base" else type("Synchronous", (_SynchronousEnqueue, stock), {})
-    made = synchronous(*arguments)
-    made.shuffler = shuffler
-    return made, shuffler
+    kind = HSTUBalancedBatchShuffler if variant == "two-phase" else _Synchronous
+    shuffler = kind(64, 4, 16, 2, options=ShufflerOptions(min_gain=0.03))
+    return balanced(stock)(*arguments, batch_shuffler=shuffler), shuffler
 
 
 def measure(

@@ -6,21 +6,19 @@ heap of states in pure Python (plain_karmarkar_karp.py). One thread; times are m
 Examples:
     python -m benchmarks.planner
     python -m benchmarks.planner --quick
-    python -m benchmarks.planner --seeds 10 --repeats 50 --hardware "one core of an Arm server"
+    python -m benchmarks.planner --seeds 10 --repeats 50
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import itertools
-import platform
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,9 +29,8 @@ from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from benchmarks.plain_karmarkar_karp import plain_karmarkar_karp
-from benchmarks.report import table, write_page
+from benchmarks.report import Page, milliseconds, share, table
 from commons.perf_model.partitioner import core, partition
-from commons.perf_model.partitioner.request import Request
 
 COSTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "tokens": lambda lengths: lengths,
@@ -63,44 +60,6 @@ def draw(name: str, count: int, seed: int) -> np.ndarray:
     else:
         lengths = (20 + rng.lognormal(np.log(130), 1.4, count)).clip(20, 8192)
     return lengths.astype(np.int64)
-
-
-def milliseconds(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of `call` after one call to warm up."""
-    call()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times) * 1e3
-
-
-def share(values: Iterable[bool]) -> str:
-    """How many of `values` hold, as "k of n"."""
-    values = list(values)
-    return f"{sum(values)} of {len(values)}"
-
-
-class Page:
-    """The results page: sections, and a table of targets on top."""
-
-    def __init__(self) -> None:
-        self.targets: list[list[str]] = []
-        self.sections: list[str] = []
-
-    def target(self, what: str, target: str, reached: str, met: bool) -> None:
-        """Note a target and whether it is met."""
-        self.targets.append([what, target, reached, "yes" if met else "**no**"])
-
-    def section(self, title: str, *paragraphs: str) -> None:
-        """Add a section."""
-        self.sections.append("\n\n".join([f"## {title}", *paragraphs]))
-
-    def text(self, head: str) -> str:
-        """The whole page."""
-        summary = table(["", "target", "reached", "met"], self.targets)
-        return "\n\n".join([head, "## Targets", summary, *self.sections])
 
 
 def measure_balance(page: Page, seeds: int, quick: bool) -> None:
@@ -154,9 +113,9 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
         row: list[str] = [f"{num_parts} × {rows}", lengths]
         few = max(3, repeats // 10) if num_parts > 64 else repeats
         for equal_size in (True, False):
-            request = Request(workloads=workloads, num_parts=num_parts, equal_size=equal_size)
+            arguments = core.PlanArguments(workloads, num_parts, equal_size=equal_size)
             times = {
-                "native": milliseconds(partial(core.make_plan, request), few),
+                "native": milliseconds(partial(core.make_plan, arguments), few),
                 "partition()": milliseconds(partial(partition, workloads, num_parts, equal_size=equal_size), few),
             }
             row += [f"{value:.3f}" for value in times.values()]
@@ -432,37 +391,31 @@ def measure_lock(page: Page, windows: int) -> None:
         page.target(f"main thread {what}, against beside hashing", "≤ 5 % slower", f"{slower:+.1%}", slower <= 0.05)
 
 
-def main(
-    seeds: int = 5, repeats: int = 50, quick: bool = False, hardware: str = "2 cores of a shared x86-64 server"
-) -> None:
+def main(seeds: int = 5, repeats: int = 50, quick: bool = False) -> None:
     """Measure and write benchmarks/results/planner.md.
 
     Args:
         seeds: batches drawn per case.
         repeats: times every plan is timed.
         quick: fewer cases, for a look; writes nothing.
-        hardware: the machine, in words.
     """
     torch.set_num_threads(1)
     if quick:
         seeds, repeats = min(seeds, 2), min(repeats, 10)
-    page = Page()
+    page = Page(
+        "planner",
+        "Planner: balance, speed, locality, memory",
+        f"python -m benchmarks.planner --seeds {seeds} --repeats {repeats}",
+        "Lengths: Zipf 1.2 to 4096; lognormal, mean and deviation 512, to 4096; bimodal, 80 % near 128 and 20 % near "
+        "4096; user-like, 20 and a lognormal of median 130 and sigma 1.4, to 8192. Cost HSTU: 5120·L + L².",
+    )
     measure_balance(page, seeds, quick)
     measure_speed(page, repeats, quick)
     measure_peers(page, repeats, quick)
     measure_home(page, seeds, repeats, quick)
     measure_memory(page, seeds, repeats, quick)
     measure_lock(page, 40 if quick else 400)
-    versions = f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}"
-    text = page.text(
-        f"# Planner: balance, speed, locality, memory\n\n{datetime.date.today().isoformat()} · "
-        f"`python -m benchmarks.planner --seeds {seeds} --repeats {repeats}` · {hardware}, one thread · {versions} · "
-        "lengths: Zipf 1.2 to 4096; lognormal, mean and deviation 512, to 4096; bimodal, 80 % near 128 and 20 % near "
-        "4096; user-like, 20 and a lognormal of median 130 and sigma 1.4, to 8192 · cost HSTU: 5120·L + L²"
-    )
-    print(text)
-    if not quick:
-        print(f"\nwritten to {write_page('planner', text)}", file=sys.stderr)
+    page.finish(quick=quick)
 
 
 if __name__ == "__main__":

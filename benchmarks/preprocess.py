@@ -22,17 +22,18 @@ from typing import Annotated, Any
 import tyro
 
 from benchmarks.command_line import from_command_line
-from benchmarks.raw_data.generators import GENERATORS
+from benchmarks.raw_data import GENERATORS
 from benchmarks.report import heading, table, write_page
 
 _SIZE = tyro.conf.create_mutex_group(required=False)
 _TARGET_ROWS, _TARGET_GIB = 1e6, 2.0
 _DATASETS = {"ml-20m": "ml-20m.zip", "kuairand-1k": "KuaiRand-1K"}
 _LARGE = {"kuairand-27k": "KuaiRand-27K"}
+_QUICK_USERS = {"ml-20m": 13_849, "kuairand-1k": 100}
 # The child imports what the preprocessor needs and nothing else; its memory is that of preprocessing.
 _CHILD = """
 import json, resource, sys, time
-from commons.datasets.sequence_file import SequenceFile
+from commons.datasets.sequences.file import SequenceFile
 {imports}
 start = time.perf_counter()
 path = preprocess(sys.argv[1], sys.argv[2])
@@ -42,10 +43,10 @@ size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 print(json.dumps([metadata.num_interactions, metadata.num_users, seconds, len(metadata.shards), size,
                   resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
 """
-_MOVIELENS = "from commons.datasets.movielens import preprocess_movielens_20m as preprocess"
+_MOVIELENS = "from commons.datasets.public.movielens import preprocess_movielens_20m as preprocess"
 _KUAIRAND = """
 import functools
-from commons.datasets.kuairand import VERSIONS, preprocess_kuairand
+from commons.datasets.public.kuairand import VERSIONS, preprocess_kuairand
 preprocess = functools.partial(preprocess_kuairand, VERSIONS["{name}"])
 """
 
@@ -76,9 +77,7 @@ def main(quick: Annotated[bool, _SIZE] = False, large: Annotated[bool, _SIZE] = 
             folder = Path(temporary, name)
             folder.mkdir()
             source = folder / archive
-            generate, published = GENERATORS[name]
-            users = published // (10 if quick else 1)
-            generate(source, num_users=users, show_progress=True)
+            GENERATORS[name](source, show_progress=True, **({"num_users": _QUICK_USERS[name]} if quick else {}))
             repeats = 1 if quick or name in _LARGE else 3
             count, found, seconds, shards, num_bytes, peak = measure(name, source, folder, repeats)
             kind = "zip" if archive.endswith(".zip") else "folder"

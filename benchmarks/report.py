@@ -6,9 +6,10 @@ import datetime
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,16 +76,34 @@ def _rank_main(
     dist.destroy_process_group()
 
 
-def interleaved_medians(variants: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median seconds of each variant; every round runs all of them, after one round that is not counted."""
+def interleaved_medians(
+    variants: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    *,
+    clock: Callable[[], float] = time.process_time,
+    show: bool = True,
+) -> dict[str, float]:
+    """Median seconds of each variant; every round runs all of them, after one round that is not counted.
+
+    Args:
+        variants: by name.
+        repeats: rounds that count.
+        clock: seconds; by default of this process, so that others on the machine do not count.
+        show: a progress bar.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in tqdm(range(repeats + 1), desc="rounds", leave=False):
+    for turn in tqdm(range(repeats + 1), desc="rounds", leave=False, disable=not show):
         for name, variant in variants.items():
-            started = time.process_time()
+            started = clock()
             variant()
             if turn:
-                seconds[name].append(time.process_time() - started)
+                seconds[name].append(clock() - started)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def milliseconds(call: Callable[[], Any], repeats: int, *, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Median time of a call after one call to warm up."""
+    return interleaved_medians({"": call}, repeats, clock=clock, show=False)[""] * 1e3
 
 
 @dataclass(frozen=True)
@@ -123,3 +142,38 @@ def write_page(name: str, text: str) -> Path:
     path = RESULTS / f"{name}.md"
     path.write_text(text.rstrip() + "\n")
     return path
+
+
+def share(values: Iterable[bool]) -> str:
+    """How many of `values` hold, as "k of n"."""
+    values = list(values)
+    return f"{sum(values)} of {len(values)}"
+
+
+class Page:
+    """A results page: sections, and a table of targets on top."""
+
+    def __init__(self, name: str, title: str, command: str, about: str) -> None:
+        self._name, self._head = name, f"{heading(title, command)}\n{about}"
+        self._targets: list[list[str]] = []
+        self._sections: list[str] = []
+
+    def target(self, what: str, target: str, reached: str, met: bool) -> None:
+        """Note a target and whether it is met."""
+        self._targets.append([what, target, reached, "yes" if met else "**no**"])
+
+    def section(self, title: str, *paragraphs: str) -> None:
+        """Add a section."""
+        self._sections.append("\n\n".join([f"## {title}", *paragraphs]))
+
+    def finish(self, *, quick: bool) -> None:
+        """Print the page and, unless it is a quick look, write it."""
+        summary = table(["", "target", "reached", "met"], self._targets)
+        finish_page(self._name, "\n\n".join([self._head, "## Targets", summary, *self._sections]), quick=quick)
+
+
+def finish_page(name: str, text: str, *, quick: bool) -> None:
+    """Print a results page and, unless it is a quick look, write it."""
+    print(text)
+    if not quick:
+        print(f"\nwritten to {write_page(name, text)}", file=sys.stderr)

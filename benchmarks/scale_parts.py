@@ -19,24 +19,22 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.exchange import SIZES, make_batch
-from benchmarks.one_of_many_ranks import fake_ranks, tell_of_all_ranks
+from benchmarks.one_of_many_ranks import fake_ranks, tell_of_all_ranks, words_of_rows
 from benchmarks.planner import NODE
 from benchmarks.report import draw_lengths
 from commons.distributed import shuffle_session
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import WORD_BYTES
-from commons.distributed.shuffle_session import PreparedShuffle, ShuffleSession
-from commons.perf_model.routes import segment_words
-from commons.perf_model.shuffle_plan import ShufflePlan
+from commons.distributed.shuffle_handle import PreparedShuffle
+from commons.distributed.shuffle_session import ShuffleSession
+from commons.perf_model.partitioner import core
 from hstu import HSTUBalancedBatchShuffler
 
 # What the worker calls, in the order of a batch; where a name is missing its time falls to the rest.
 STAGES: dict[str, tuple[tuple[Any, str], ...]] = {
-    "read": ((shuffle_session.GatheredTable, "of"), (shuffle_session, "_read_table")),
-    "plan": ((shuffle_session, "plan_shuffle"),),
-    "routes": ((shuffle_session.RowExchange, "of"),),
-    "digest": ((ShufflePlan, "digest"),),
+    "plan": ((core, "shuffle"),),
+    "exchange": ((shuffle_session.RowExchange, "of"),),
     "stats": ((shuffle_session, "stats_of_plan"),),
 }
 
@@ -108,8 +106,8 @@ def play_rank(world_size: int, rows: int, features: int, lengths_name: str, repe
         before = _reset_peak()
         told = tqdm(lengths, desc=f"messages of {world_size} ranks, {features} features", leave=False)
         tell_of_all_ranks(shuffler, (make_batch(each, context) for each in told))
-        session = shuffler._session(None)
-        local = [shuffler._describe(batch, None)]
+        session = shuffler.engine._session(None)
+        local = [shuffler.engine.costs.describe(batch, None)]
         prepared, best = timed_prepare(session, local, repeats)
         peak = _peak() - before
         channel: Any = session.channel
@@ -149,9 +147,7 @@ def _describe(
     sender, receiver = gathered.home[moved], plan.destination[moved]
     row_bytes = np.zeros(len(moved))
     for some in np.array_split(np.arange(len(moved)), len(moved) // 4096 + 1):
-        row_bytes[some] = (
-            segment_words(gathered.table.lengths(moved[some]), exchange.layout.table).sum(axis=1) * WORD_BYTES
-        )
+        row_bytes[some] = words_of_rows(gathered.lengths(moved[some]), exchange.layout) * WORD_BYTES
     pairs = np.unique(sender * world_size + receiver)
     peers = [np.bincount(ends, minlength=world_size).max() for ends in (pairs // world_size, pairs % world_size)]
     crosses = sender // NODE != receiver // NODE

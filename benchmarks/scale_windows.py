@@ -127,13 +127,13 @@ def play_window(world_size: int, lengths_name: str, window: int, rows: int, repe
     ):
         told = tqdm(lengths, desc=f"messages of {world_size} ranks, {window} batches", leave=False)
         tell_of_all_ranks(shuffler, map(_batches, told), window)
-        session = shuffler._session(None, window)
-        local = [shuffler._describe(batch, None) for batch in _batches(lengths[rank])]
+        session = shuffler.engine._session(None, window)
+        local = [shuffler.engine.costs.describe(batch, None) for batch in _batches(lengths[rank])]
         prepared, stage_ms = timed_prepare(session, local, repeats)
         channel: Any = session.channel
         assert prepared.plan is not None
         sampler_ms = _planned_without_home(prepared.plan.gathered.workloads, world_size, window, repeats)
-        return PlayedWindow(channel.message_bytes, stage_ms, sampler_ms, WindowStats.of(0, prepared.stats, 0.0))
+        return PlayedWindow(channel.message_bytes, stage_ms, sampler_ms, WindowStats.of(0, prepared.describe(), 0.0))
 
 
 def _planned_without_home(workloads: np.ndarray, world_size: int, window: int, repeats: int) -> float:

@@ -7,18 +7,14 @@ benchmarks/window_steps.py trains.
 Examples:
     python -m benchmarks.window
     python -m benchmarks.window --quick
-    python -m benchmarks.window --seeds 10 --hardware "one core of an Arm server"
+    python -m benchmarks.window --seeds 10
 """
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,23 +23,16 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.planner import COSTS, NODE, Page, draw, share
-from benchmarks.report import table, write_page
+from benchmarks.planner import COSTS, NODE, draw
+from benchmarks.report import Page, milliseconds, share, table
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.perf_model.partitioner import Grid, partition, partition_grid
 
 WINDOWS = (2, 4, 8)
 
 
-def cpu_milliseconds(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of this process in `call`, after one call to warm up: others on the machine do not count."""
-    call()
-    times = []
-    for _ in range(repeats):
-        started = time.process_time()
-        call()
-        times.append(time.process_time() - started)
-    return statistics.median(times) * 1e3
+# Times of this process: others on the machine do not count.
+cpu_milliseconds = partial(milliseconds, clock=time.process_time)
 
 
 class Case(NamedTuple):
@@ -77,7 +66,6 @@ class Batches(NamedTuple):
         home: int64 `(n,)`, the rank that loads each row.
         home_step: int64 `(n,)`, the batch it is in.
         ranks, steps: how many.
-
     """
 
     tokens: np.ndarray
@@ -248,35 +236,29 @@ def _spreads(steps: list[tuple[np.ndarray, np.ndarray, int]]) -> list[str]:
     ]
 
 
-def main(
-    seeds: int = 5, repeats: int = 30, quick: bool = False, hardware: str = "2 cores of a shared x86-64 server"
-) -> None:
+def main(seeds: int = 5, repeats: int = 30, quick: bool = False) -> None:
     """Measure and write benchmarks/results/window.md.
 
     Args:
         seeds: windows drawn per case.
         repeats: times every plan is timed.
         quick: fewer cases, for a look; writes nothing.
-        hardware: the machine, in words.
     """
     torch.set_num_threads(1)
     if quick:
         seeds, repeats = min(seeds, 2), min(repeats, 6)
-    page = Page()
+    page = Page(
+        "window",
+        "Windows: several batches share the load",
+        f"python -m benchmarks.window --seeds {seeds} --repeats {repeats}",
+        "Lengths: user-like, 20 and a lognormal of median 130 and sigma 1.4, to 8192; Zipf 1.2 to 4096; lognormal, "
+        "mean and deviation 512, to 4096. Cost HSTU: 5120·L + L². Ranks × rows per rank.",
+    )
     measure_balance(page, seeds, quick)
     measure_speed(page, repeats, quick)
     measure_traffic(page, seeds, quick)
     measure_samplers(page, quick)
-    versions = f"Python {platform.python_version()}, numpy {np.__version__}"
-    text = page.text(
-        f"# Windows: several batches share the load\n\n{datetime.date.today().isoformat()} · "
-        f"`python -m benchmarks.window --seeds {seeds} --repeats {repeats}` · {hardware}, one thread · {versions} · "
-        "lengths: user-like, 20 and a lognormal of median 130 and sigma 1.4, to 8192; Zipf 1.2 to 4096; lognormal, "
-        "mean and deviation 512, to 4096 · cost HSTU: 5120·L + L² · ranks × rows per rank"
-    )
-    print(text)
-    if not quick:
-        print(f"\nwritten to {write_page('window', text)}", file=sys.stderr)
+    page.finish(quick=quick)
 
 
 if __name__ == "__main__":

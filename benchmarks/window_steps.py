@@ -36,7 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import heading, run_ranks, table, write_page
+from benchmarks.report import finish_page, heading, run_ranks, table
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.perf_model.task_estimator import HSTUAttentionTask
@@ -84,26 +84,18 @@ def make_model(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @dataclass
 class Variant:
-    """A replica of the model in its pipeline, and its batches.
+    """A replica of the model in its pipeline, and its batches."""
 
-    Attributes:
-        progress: trains the next batch.
-        settle: waits until no thread of the variant is at work.
-        wait_ms: how long the pipeline has waited for the window that came last, and its number; None without one.
-        trained: of each step that this rank has trained, 1, rows, tokens and pairs.
-        processor_ms: of each of these steps.
-        ms: of each round.
-        rows: of each round, of all ranks.
-    """
-
-    progress: Callable[[], Any]
-    settle: Callable[[], None] = lambda: None
+    progress: Callable[[], Any]  # trains the next batch
+    settle: Callable[[], None] = lambda: None  # waits until no thread of the variant is at work
+    # How long the pipeline has waited for the window that came last, and its number; None without one.
     wait_ms: Callable[[], tuple[int, float] | None] = lambda: None
     close: Callable[[], None] = lambda: None
+    # Of each step that this rank has trained, 1, rows, tokens and pairs.
     trained: list[np.ndarray] = field(default_factory=list)
-    processor_ms: list[float] = field(default_factory=list)
-    ms: list[float] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    processor_ms: list[float] = field(default_factory=list)  # of each of these steps
+    ms: list[float] = field(default_factory=list)  # of each round
+    rows: list[int] = field(default_factory=list)  # of each round, of all ranks
 
 
 def step_size(lengths: np.ndarray) -> np.ndarray:
@@ -361,9 +353,7 @@ def main(rounds: int = 16, warmup: int = 1, repeats: int = 3, quick: bool = Fals
             "fuller, and pay their fixed costs less often.",
         ]
     )
-    print(page)
-    if not quick:
-        print(f"\nwritten to {write_page('window_steps', page)}")
+    finish_page("window_steps", page, quick=quick)
 
 
 if __name__ == "__main__":

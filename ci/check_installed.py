@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 NOT_INSTALLED = {"tests", "benchmarks"}
+FRAMEWORKS = {"lightning", "transformers"}  # that modules of `integrations` import
 CORE = "commons/perf_model/partitioner/libevenrank.so"  # a library, no module
 
 
@@ -44,14 +45,20 @@ def main() -> None:
 
 
 def modules_of(packages: set[str]) -> list[str]:
-    """The modules of the installed packages; where the extra `megatron` is missing, less those that need it."""
+    """The modules of the installed packages; less those that need an extra, where that is missing."""
     without_megatron = importlib.util.find_spec("megatron") is None
-    names = []
+    names: list[str] = []
     for package in sorted(packages):
         found = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
         importable = (each.name for each in found if not CORE.startswith(each.name.replace(".", "/") + "."))
         names += [package, *(name for name in importable if package != "sid_gr" or not without_megatron)]
-    return names
+    return [name for name in names if not _needs_framework(name)]
+
+
+def _needs_framework(name: str) -> bool:
+    """Whether it is the integration of a framework, of the same name, that is missing."""
+    folder, _, framework = name.rpartition(".")
+    return folder.endswith(".integrations") and framework in FRAMEWORKS and importlib.util.find_spec(framework) is None
 
 
 def expect(holds: bool, otherwise: str) -> None:

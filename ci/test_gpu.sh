@@ -49,12 +49,14 @@ run() {
   fi
 }
 echo "== tests/gpu on $ranks rank(s), $device${on_one_gpu:+, sharing one GPU}"
-run -m pytest tests/gpu --device "$device" -p no:cacheprovider "$@"
+failed=0  # of one section, which does not keep the others from running
+run -m pytest tests/gpu --device "$device" -p no:cacheprovider "$@" || failed=1
 if [ "$device" = cuda ]; then
   echo "== concurrent communicators with one hardware queue"
-  CUDA_DEVICE_MAX_CONNECTIONS=1 run -m pytest tests/gpu --device cuda -p no:cacheprovider -k "take_turns or sparse"
+  CUDA_DEVICE_MAX_CONNECTIONS=1 run -m pytest tests/gpu --device cuda -p no:cacheprovider -k "take_turns or sparse" || failed=1
   # As many ranks as there are GPUs for, on their own: a benchmark starts its ranks itself.
   count=${gpus:-$visible}
   echo "== what the stage costs, on $count rank(s)"
-  "$python" -m benchmarks.pipeline_overhead --device cuda --ranks "$count" --quick --trace runs/trace.json
+  "$python" -m benchmarks.pipeline_overhead --device cuda --ranks "$count" --quick --trace runs/trace.json || failed=1
 fi
+exit "$failed"

@@ -9,10 +9,11 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from tqdm import tqdm
 
 # What stands for our characters where stdout has no letters for them, such as in ASCII; accents are dropped.
 _PLAIN = {"×": "x", "÷": "/", "→": "->", "–": "-", "−": "-", "…": "...", "·": "*", "Σ": "sum ", "≥": ">=", "≤": "<="}
@@ -54,6 +55,13 @@ def make_console(*, width: int = 80, highlight: bool = True) -> Console:
     return Console(width=columns, highlight=highlight)
 
 
+def progress_bar(description: str, total: float | None, unit: str, *, show: bool) -> tqdm[NoReturn]:
+    """A progress bar on stderr that is updated by hand; hidden unless `show`, and where stderr is no terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=description, unit=unit, unit_scale=True, disable=None if show else True)
+
+
 def print_summary(title: str, rows: Mapping[str, str]) -> None:
     """Print a table of names and values."""
     from rich.table import Table
@@ -64,6 +72,15 @@ def print_summary(title: str, rows: Mapping[str, str]) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     make_console().print(table)
+
+
+def format_number(pattern: str, value: float | None, unknown: str = "") -> str:
+    """A number by a format; `unknown` for None and for NaN.
+
+    >>> format_number("{:.1f}", 0.25), format_number("{:.1f}", None), format_number("{:.1f}", float("nan"), "–")
+    ('0.2', '', '–')
+    """
+    return unknown if value is None or value != value else pattern.format(value)
 
 
 def print_error(message: str) -> None:

@@ -1,12 +1,8 @@
-"""A folder, or a file, that appears when it is whole: written aside, renamed at the end, and never half there.
+"""A folder, or a file, that appears when it is whole: written aside and renamed at the end.
 
 - `<name>`: the folder, whole;
-- `.<name>.unfinished`: one that is being written, or was when its process was ended; the next one clears it;
+- `.<name>.unfinished`: one that is being written, or whose process was killed; the next writer clears it;
 - `.<name>.replaced`: the earlier folder, for the moment between two renames.
-
-These names can be foreseen, and others may have put something there: neither is taken if it is a symbolic link, and the
-first one must be a folder of this user. It is opened once, and emptied through that opening, whatever its name has
-become meanwhile. A file is written under a name that cannot be foreseen.
 """
 
 from __future__ import annotations
@@ -17,13 +13,12 @@ import fcntl
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 # A full disk, a full quota, a file larger than is allowed.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -36,17 +31,14 @@ def whole_folder(target: Path, *, may_replace: Callable[[Path], bool], what: str
         what: what the folder holds, for errors: "data set".
 
     Raises:
-        FileExistsError: something at `target` that may not be replaced, or a symbolic link or another user's folder
-            where the folder is written first.
+        FileExistsError: something at `target` that may not be replaced.
         BlockingIOError: another process is writing the same folder.
-        OSError: no right to write there, or no room; or what was written is no longer where it was.
+        OSError: no right to write there, or no room.
 
     """
     unfinished = target.with_name(f".{target.name}.unfinished")
     replaced = target.with_name(f".{target.name}.replaced")
-    with parents_of(target), owned_folder(unfinished, target, what) as is_there:
-        if replaced.is_symlink():
-            raise _is_a_link(replaced, target, what)
+    with parents_of(target), locked_folder(unfinished, target, what):
         if replaced.exists():
             # A process was ended between the two renames: the earlier folder counts until the new one is there.
             if os.path.lexists(target):
@@ -55,7 +47,6 @@ def whole_folder(target: Path, *, may_replace: Callable[[Path], bool], what: str
                 replaced.replace(target)
         check_replaceable(target, may_replace, what)
         yield unfinished
-        require_there(is_there(), unfinished, target)
         if os.path.lexists(target):
             target.replace(replaced)
         unfinished.replace(target)
@@ -75,14 +66,11 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
     with parents_of(target):
         aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
-            handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            file = aside.open("xb")
         except OSError as error:
-            raise OSError(
-                f"{target} cannot be written ({error.strerror}); it is written beside its place first: give a path "
-                "where you may write"
-            ) from error
+            raise _cannot_be_written(target, error) from error
         try:
-            with os.fdopen(handle, "wb") as file:
+            with file:
                 yield file
             aside.replace(target)
         except BaseException:
@@ -95,15 +83,6 @@ def check_replaceable(target: Path, may_replace: Callable[[Path], bool], what: s
     if os.path.lexists(target) and not may_replace(target):
         raise FileExistsError(
             f"{target} exists and is no {what} of this kind; it is not overwritten: give another path"
-        )
-
-
-def require_there(is_there: bool, folder: Path, target: Path) -> None:
-    """Raise OSError where somebody has put something else in the place of the folder that was written."""
-    if not is_there:
-        raise OSError(
-            f"{folder} was replaced while {target} was written; what was there before stays: give a path where nobody "
-            "else may write"
         )
 
 
@@ -127,7 +106,7 @@ def parents_of(target: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in NO_ROOM:
                 raise OSError(
                     f"{target} cannot be written ({os.strerror(error.errno)}); what was there before stays: make room, "
                     "or give a path on another disk"
@@ -141,33 +120,29 @@ def parents_of(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def owned_folder(folder: Path, target: Path, what: str) -> Iterator[Callable[[], bool]]:
-    """An empty folder of this process, locked so that no other takes it for left over, and removed at the end.
+def locked_folder(folder: Path, target: Path, what: str) -> Iterator[None]:
+    """An empty folder of this process, locked against other writers, and removed at the end.
 
     Args:
-        folder: which; what an ended process left there is removed.
+        folder: which; what a killed process left there is removed.
         target: what will come of it, for errors.
         what: what it holds, for errors.
 
-    Yields:
-        Whether the folder is still there, asked at any time.
-
     Raises:
-        FileExistsError: `folder` is a symbolic link, or no folder, or another user's.
         BlockingIOError: another process has the folder.
+        OSError: no right to write there, or `folder` is a file or a symbolic link.
 
     """
     lock = _locked(folder, target, what)
     try:
-        _empty(lock)
+        for left_over in folder.iterdir():
+            _remove(left_over)
         try:
-            yield lambda: _is_at(lock, folder)
+            yield
         finally:
-            # After the rename there is none, or another process's.
+            # After the rename there is none, or the next writer's.
             if _is_at(lock, folder):
-                with contextlib.suppress(OSError):
-                    _empty(lock)
-                    folder.rmdir()
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)
 
@@ -176,50 +151,29 @@ def _locked(folder: Path, target: Path, what: str) -> int:
     """A file descriptor of a folder, made if missing, that holds its lock."""
     while True:
         try:
-            folder.mkdir()
-            is_ours = True
-        except FileExistsError:
-            is_ours = False
-        except OSError as error:
-            raise OSError(
-                f"{target} cannot be written ({error.strerror}); a {what} is written beside its place first: give a "
-                "path where you may write"
-            ) from error
-        try:
+            folder.mkdir(exist_ok=True)
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # its owner has just removed it
+            continue  # its writer has just removed it
         except OSError as error:
-            if folder.is_symlink():
-                raise _is_a_link(folder, target, what) from None
-            raise FileExistsError(
-                f"{folder} cannot be opened ({error.strerror}); {target} is written there first: remove it"
-            ) from None
+            raise _cannot_be_written(folder, error) from error
         try:
-            if not is_ours and os.fstat(lock).st_uid != os.geteuid():
-                raise FileExistsError(
-                    f"{folder} belongs to another user; {target} is written there first, where nobody else may write: "
-                    "remove it, or give another path"
-                )
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(lock, folder):
-                return lock
         except BlockingIOError:
             os.close(lock)
             raise BlockingIOError(
                 f"another process is writing {target}; one {what} has one writer: wait for it, or end it"
             ) from None
-        except BaseException:
-            os.close(lock)
-            raise
-        # Its owner renamed or removed it, and then unlocked it: this is the lock of something else.
+        if _is_at(lock, folder):
+            return lock
+        # Its writer renamed or removed it before it gave up the lock: this is the lock of another folder.
         os.close(lock)
 
 
-def _is_a_link(path: Path, target: Path, what: str) -> FileExistsError:
-    return FileExistsError(
-        f"{path} is a symbolic link; {target} passes through there while the {what} is written, and links are not "
-        "followed: remove it"
+def _cannot_be_written(path: Path, error: OSError) -> OSError:
+    return OSError(
+        f"{path} cannot be written ({error.strerror}); output is written beside its place first: give a path where you "
+        "may write, or remove what is in the way"
     )
 
 
@@ -228,22 +182,6 @@ def _is_at(opened: int, folder: Path) -> bool:
         return os.path.samestat(os.fstat(opened), folder.lstat())
     except FileNotFoundError:
         return False
-
-
-def _empty(opened: int) -> None:
-    """Remove what an opened folder holds; links are removed, not followed."""
-    with os.scandir(opened) as entries:
-        names = [entry.name for entry in entries]
-    for name in names:
-        if not stat.S_ISDIR(os.lstat(name, dir_fd=opened).st_mode):
-            os.unlink(name, dir_fd=opened)
-            continue
-        inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=opened)
-        try:
-            _empty(inner)
-        finally:
-            os.close(inner)
-        os.rmdir(name, dir_fd=opened)
 
 
 def _remove(path: Path) -> None:

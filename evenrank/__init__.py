@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from commons.version import __version__ as __version__
 
 if TYPE_CHECKING:  # the same names as below, for type checkers and editors
-    from commons.datasets.balanced_sampler import BalancedBatchSampler as BalancedBatchSampler
-    from commons.datasets.budget_sampler import BudgetBatchSampler as BudgetBatchSampler
     from commons.datasets.gpt_sid_batch import GPTSIDBatch as GPTSIDBatch
     from commons.datasets.hstu_batch import FeatureConfig as FeatureConfig
     from commons.datasets.hstu_batch import HSTUBatch as HSTUBatch
     from commons.datasets.hstu_batch import RandomDistribution as RandomDistribution
+    from commons.datasets.samplers.balanced import BalancedBatchSampler as BalancedBatchSampler
+    from commons.datasets.samplers.budget import BudgetBatchSampler as BudgetBatchSampler
     from commons.dispatch import BalancedChunks as BalancedChunks
     from commons.dispatch import BalancedShare as BalancedShare
     from commons.dispatch import RedistributedRows as RedistributedRows
@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from commons.distributed.batch_shuffler import ShuffleHandle as ShuffleHandle
     from commons.distributed.batch_shuffler_factory import BatchShufflerFactory as BatchShufflerFactory
     from commons.distributed.batch_shuffler_factory import register_batch_shuffler as register_batch_shuffler
-    from commons.distributed.control import RankMissingError as RankMissingError
-    from commons.distributed.control import ShufflerAbortedError as ShufflerAbortedError
+    from commons.distributed.channel.absence import RankMissingError as RankMissingError
+    from commons.distributed.channel.absence import ShufflerAbortedError as ShufflerAbortedError
     from commons.distributed.loss import global_mean_loss as global_mean_loss
     from commons.distributed.loss import mean_over_ranks as mean_over_ranks
     from commons.distributed.options import ShufflerOptions as ShufflerOptions
@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from commons.micro_batching import pack_micro_batches as pack_micro_batches
     from commons.micro_batching import pack_rows as pack_rows
     from commons.micro_batching import packing_metrics as packing_metrics
+    from commons.micro_batching import padded_allocate as padded_allocate
     from commons.micro_batching import refined_allocate as refined_allocate
     from commons.perf_model.partitioner import Grid as Grid
     from commons.perf_model.partitioner import Partition as Partition
@@ -71,13 +72,13 @@ if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from sid_gr.batch_shuffler import SIDGRBalancedBatchShuffler as SIDGRBalancedBatchShuffler
 
 _MODULE_OF = {
-    "BalancedBatchSampler": "commons.datasets.balanced_sampler",
+    "BalancedBatchSampler": "commons.datasets.samplers.balanced",
     "BalancedChunks": "commons.dispatch",
     "BalancedShare": "commons.dispatch",
     "BaseBatch": "commons.sequence_batch.batch",
     "BaseTaskBalancedBatchShuffler": "commons.distributed.batch_shuffler",
     "BatchShufflerFactory": "commons.distributed.batch_shuffler_factory",
-    "BudgetBatchSampler": "commons.datasets.budget_sampler",
+    "BudgetBatchSampler": "commons.datasets.samplers.budget",
     "DatasetArgs": "commons.trainer",
     "FeatureConfig": "commons.datasets.hstu_batch",
     "GPTSIDBatch": "commons.datasets.gpt_sid_batch",
@@ -91,13 +92,13 @@ _MODULE_OF = {
     "PackedRows": "commons.micro_batching",
     "Partition": "commons.perf_model.partitioner",
     "RandomDistribution": "commons.datasets.hstu_batch",
-    "RankMissingError": "commons.distributed.control",
+    "RankMissingError": "commons.distributed.channel.absence",
     "RedistributedRows": "commons.dispatch",
     "SIDGRBalancedBatchShuffler": "sid_gr.batch_shuffler",
     "SelfAttentionTask": "commons.perf_model.task_estimator",
     "ShuffleHandle": "commons.distributed.batch_shuffler",
     "ShuffleStats": "commons.distributed.stats",
-    "ShufflerAbortedError": "commons.distributed.control",
+    "ShufflerAbortedError": "commons.distributed.channel.absence",
     "ShufflerOptions": "commons.distributed.options",
     "SingleRankLoader": "commons.dispatch",
     "TokensBalancedBatchShuffler": "commons.distributed.tokens_shuffler",
@@ -117,6 +118,7 @@ _MODULE_OF = {
     "pack_micro_batches": "commons.micro_batching",
     "pack_rows": "commons.micro_batching",
     "packing_metrics": "commons.micro_batching",
+    "padded_allocate": "commons.micro_batching",
     "partition": "commons.perf_model.partitioner",
     "partition_grid": "commons.perf_model.partitioner",
     "redistribute_balanced": "commons.dispatch",

@@ -33,8 +33,8 @@ from commons.dispatch import Trim
 from commons.distributed import global_mean_loss
 from commons.micro_batching import MicroBatches, MicroBatchSpec, count_loss_tokens, pack_micro_batches, pack_rows
 from commons.perf_model.task_estimator import SelfAttentionTask
-from commons.trainer.config import load_config
-from commons.trainer.errors import run_main
+from commons.trainer.config.load import load_config
+from commons.trainer.ranks.errors import run_main
 
 VOCABULARY, IGNORED = 1000, -100
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from commons.checks import require_at_least
 from commons.console import print_summary
-from commons.trainer.config import load_config
-from commons.trainer.config_file import find_config, read_config_file
-from commons.trainer.errors import run_main
+from commons.trainer.config.files import find_config, read_config_file
+from commons.trainer.config.load import load_config
+from commons.trainer.ranks.errors import run_main
 
 
 @dataclass

@@ -30,9 +30,9 @@ from commons.dispatch import Trim, scatter_balanced
 from commons.distributed import global_mean_loss
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.sequence_batch.rows import Rows
-from commons.trainer.config import load_config
-from commons.trainer.errors import run_main
-from commons.trainer.launch import initialize_ranks
+from commons.trainer.config.load import load_config
+from commons.trainer.ranks.errors import run_main
+from commons.trainer.ranks.launch import initialize_ranks
 
 VOCABULARY, HIDDEN, HEADS = 500, 64, 4
 # Of the tokens a batch holds, those between the mask's last column in use and the right end are padding.

@@ -21,8 +21,8 @@ from torch import nn
 from commons.console import print_summary
 from commons.dispatch import split_balanced
 from commons.perf_model.task_estimator import SelfAttentionTask
-from commons.trainer.config import load_config
-from commons.trainer.errors import run_main
+from commons.trainer.config.load import load_config
+from commons.trainer.ranks.errors import run_main
 
 VOCABULARY = 1000
 LLAMA_7B = SelfAttentionTask(4096, 32, 128, 32, ffn_hidden_size=11008, gated_ffn=True, vocab_size=32000)
@@ -84,7 +84,7 @@ def main() -> None:
     batch, scorer = make_rollouts(config), Scorer()
     workloads = LLAMA_7B.get_workloads(batch["input_ids"].offsets().diff())
 
-    halves = split_balanced(batch, config.chunks, workloads, group_ids=batch["prompt"])
+    halves = split_balanced(batch, config.chunks, workloads, groups=batch["prompt"])
     with torch.no_grad():
         # Predictions may be of any kind with a row per row: here a dictionary of two.
         predictions = [{"reward": scorer(chunk), "tokens": chunk["input_ids"]} for chunk in halves.chunks]

@@ -12,7 +12,6 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import register_batch_shuffler
 from commons.distributed.options import ShufflerOptions, reject_options_as, require_names
 from commons.perf_model.task_estimator import HSTUAttentionTask
-from hstu.lengths import workload_lengths
 
 
 @register_batch_shuffler("hstu")
@@ -90,7 +89,26 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
 
     def get_workloads(self, batch: HSTUBatch) -> torch.Tensor:
         """Forward operations of every row or, with a calibration, its time: int64 `(batch_size,)`."""
-        lengths = workload_lengths(
-            batch, action_interleaved=self.action_interleaved, contextual_mask=self.contextual_mask
+        seqlen, num_targets = batch.token_counts(self.action_interleaved)
+        return self.cost.get_workloads(
+            seqlen, num_targets, batch.contextual_lengths() if self.contextual_mask else None
         )
-        return self.cost.get_workloads(*lengths)
+
+
+def workload_lengths(
+    batch: HSTUBatch, *, action_interleaved: bool = True, contextual_mask: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Arguments of `AttentionTask.get_workloads`, on the batch's device; nothing is read back from it.
+
+    Args:
+        batch: the batch.
+        action_interleaved: whether items and actions are tokens of their own.
+        contextual_mask: whether contextual tokens see all of the history.
+
+    Returns:
+        int64 `(batch_size,)`: tokens that the model computes.
+        int64 `(batch_size,)`: how many of them, at the end, belong to candidates.
+        int64 `(batch_size,)`: how many of them, at the front, see all but the candidates; None without that mask.
+    """
+    seqlen, num_targets = batch.sequence_lengths(action_interleaved)
+    return seqlen, num_targets, batch.contextual_lengths() if contextual_mask else None

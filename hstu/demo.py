@@ -1,6 +1,6 @@
 """The demo: HSTU trained on two ranks, as batches are loaded and balanced, side by side.
 
-generated ratings ─► ranks that train both ways ─► table, picture, JSON.
+generated ratings ─► ranks that train both ways ─► two run folders ─► evenrank report.
 
 Examples:
   python -m hstu.demo
@@ -14,17 +14,12 @@ import sys
 
 import torch.distributed as dist
 
-from commons.trainer.comparison_report import Wording
-from commons.trainer.config import load_config
+from commons.trainer.config.load import load_config
 from commons.trainer.demo import DemoOptions, demo_as_rank, describe_data, prepare_data, start_ranks
-from commons.trainer.errors import run_main
+from commons.trainer.ranks.errors import run_main
 from hstu.recipe import HSTURecipe
 
-WORDING = Wording(
-    title="HSTU on generated data with MovieLens-1M's format and lengths",
-    items="ratings",
-    metrics={"auc_task_0": "AUC"},
-)
+TITLE = "HSTU on generated data with MovieLens-1M's format and lengths"
 
 
 def main() -> None:
@@ -34,7 +29,7 @@ def main() -> None:
         start_ranks("hstu.demo", options, describe_data(prepare_data(options)))
         return
     config = options.training_config(HSTURecipe.config_class, "hstu/configs/demo.toml")
-    demo_as_rank(HSTURecipe, config, options, WORDING)
+    demo_as_rank(HSTURecipe, config, options, TITLE)
 
 
 if __name__ == "__main__":

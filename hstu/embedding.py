@@ -37,7 +37,6 @@ class HSTUEmbedding(nn.Module):
             device: where the tables are made; "meta" leaves that to sharding, which then initialises the shards.
             plain: use tables that know nothing of TorchRec, for one process and for other dtypes than float32, in which
                 TorchRec's collection always answers. Parameter names are the same.
-
         """
         super().__init__()
         self.collections = nn.ModuleDict()
@@ -70,7 +69,6 @@ class HSTUEmbedding(nn.Module):
         Returns:
             For every feature, in one of them, a JaggedTensor with values `(num_ids, width)` and lengths
             `(batch_size,)`.
-
         """
         return [collection(features) for collection in self.collections.values()]
 

@@ -8,11 +8,14 @@ user the true error is larger.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.utilities.data import dim_zero_cat
 
+from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.process_group import resolve_process_group
 from commons.run_log.standard_error import STANDARD_ERROR
 from hstu.model.ranking import RankingOutput
@@ -37,11 +40,10 @@ class RankingMetrics:
 
         Args:
             num_tasks: tasks of the model.
-            popularity: numbers `(num_items,)`; with them the AUC of each task is also told for scores that are these
-                numbers, which a model has to beat. It takes as much memory again.
+            popularity: numbers `(num_items,)`; with them the AUC of each task is also computed for scores that are
+                these numbers, which a model has to beat. It takes as much memory again.
             device: where predictions are kept and gathered; for NCCL the rank's own device. The CPU if not given.
             pg_group: ranks whose predictions are judged together; the shuffler's default if not given.
-
         """
         group = resolve_process_group(pg_group)
 
@@ -72,7 +74,6 @@ class RankingMetrics:
             A number between 0 and 1 per task, and its standard error, the same on every rank; NaN where all
             predictions, or none at all, have the same label: then no pair can be ranked right or wrong. NaN also where
             a prediction is no number, and for the error of a task with a single prediction of a label.
-
         """
         found: dict[str, float] = {}
         for kind, metrics in (("auc", self._auc), ("popularity_auc", self._popularity_auc)):
@@ -133,7 +134,6 @@ def auc_standard_error(scores: torch.Tensor, is_positive: torch.Tensor) -> torch
 
     Returns:
         NaN with a single positive, or a single negative.
-
     """
     positives, negatives = scores[is_positive], scores[~is_positive]
     among_all = _midranks(scores)
@@ -152,3 +152,33 @@ def _midranks(scores: torch.Tensor) -> torch.Tensor:
 def _variance(values: torch.Tensor) -> torch.Tensor:
     """Sample variance; NaN of a single value."""
     return ((values - values.mean()) ** 2).sum() / (len(values) - 1)
+
+
+def count_items(
+    batches: Iterable[HSTUBatch],
+    num_items: int,
+    *,
+    device: torch.device,
+    pg_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Occurrences of every item in the histories of all ranks: a collective call.
+
+    Args:
+        batches: host batches of this rank; read to the end.
+        num_items: ids lie in `[0, num_items)`.
+        device: where ranks exchange tensors.
+        pg_group: the ranks; the shuffler's default if not given.
+
+    Returns:
+        int64 `(num_items,)` on the host, the same on every rank.
+    """
+    counts = torch.zeros(num_items, dtype=torch.int64)
+    for batch in batches:
+        items = batch.features[batch.item_feature_name].values()
+        counts += torch.bincount(items.long(), minlength=num_items)
+    group = resolve_process_group(pg_group)
+    if group is not None:
+        shared = counts.to(device)
+        dist.all_reduce(shared, group=group)
+        counts = shared.cpu()
+    return counts

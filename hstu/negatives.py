@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch, outline_kjt
-from commons.datasets.resumable_loader import ResumableLoader
-from commons.datasets.samplers import EpochSampler, Place
+from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.samplers.epoch import EpochSampler, Place
 from commons.sequence_batch.fields import copy_batch
+from commons.splitmix import as_fraction, splitmix64
 
 RowKey = int | Sequence[int]
 
@@ -27,8 +28,7 @@ RowKey = int | Sequence[int]
 def draw_negatives(rows: np.ndarray, num_negatives: int, num_items: int, *, seed: int, epoch: int) -> np.ndarray:
     """Uniform ids for rows of a data set, with repetitions.
 
-    Number k of a row is SplitMix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators") of a
-    state that seed, epoch, row and k determine.
+    Number k of a row is `splitmix64` of a state that seed, epoch, row and k determine.
 
     Args:
         rows: int64 `(num_rows,)`, which rows of the data set.
@@ -42,22 +42,12 @@ def draw_negatives(rows: np.ndarray, num_negatives: int, num_items: int, *, seed
 
     >>> draw_negatives(np.array([7, 8]), 3, 100, seed=0, epoch=0).shape
     (2, 3)
-
     """
     stream = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)
-    with np.errstate(over="ignore"):
-        state = _mix(stream + _mix(rows.astype(np.uint64)))[:, None] + _mix(np.arange(num_negatives, dtype=np.uint64))
-        drawn = _mix(state)
-    # 53 bits, as a part of one: the ids' probabilities differ by less than num_items ÷ 2^53.
-    return ((drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53 * num_items).astype(np.int64)
-
-
-def _mix(state: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64, and its increment; uint64, the same shape."""
-    state = (state + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+    of_row = splitmix64(stream + splitmix64(rows.astype(np.uint64)))
+    drawn = splitmix64(of_row[:, None] + splitmix64(np.arange(num_negatives, dtype=np.uint64)))
+    # The ids' probabilities differ by less than num_items ÷ 2^53.
+    return (as_fraction(drawn) * num_items).astype(np.int64)
 
 
 def with_negatives(batch: HSTUBatch, feature_name: str, negatives: torch.Tensor) -> HSTUBatch:
@@ -67,7 +57,6 @@ def with_negatives(batch: HSTUBatch, feature_name: str, negatives: torch.Tensor)
         batch: a host batch.
         feature_name: key of the new feature, see `RetrievalConfig.negatives_feature_name`.
         negatives: integers `(real rows, num_negatives)`; padding rows get none.
-
     """
     features, num_negatives = batch.features, negatives.shape[1]
     lengths = torch.zeros(batch.batch_size, dtype=features.lengths().dtype)
@@ -92,9 +81,8 @@ class NegativeSampling(Dataset[HSTUBatch]):
         num_negatives: ids per row; 0 for batches that only have the feature.
         num_items: ids lie in `[0, num_items)`.
         seed: of the run.
-        rank: of this rank; tells ready batches of several ranks apart.
+        rank: of this rank; distinguishes ready batches of several ranks.
         world_size: ranks.
-
     """
 
     def __init__(
@@ -132,7 +120,6 @@ class NegativeSampling(Dataset[HSTUBatch]):
 
         Raises:
             ValueError: random data, whose lengths are not known beforehand.
-
         """
         dataset: Any = self.dataset  # torch's Dataset knows no outlines
         return map(self._with_outlined_negatives, dataset.outlines())

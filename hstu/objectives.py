@@ -1,4 +1,4 @@
-"""What a model is trained to tell, ranking or retrieval: config of the model, batches, metrics."""
+"""What a model is trained to predict, ranking or retrieval: config of the model, batches, metrics."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ Split = Literal["train", "test"]
 
 
 class Objective(ABC):
-    """What a model is trained to tell, with the settings of the model for it.
+    """What a model is trained to predict, with the settings of the model for it.
 
     Args:
         model: settings of the model.
         dataset: settings of the data.
         data: the data set: vocabulary sizes, the longest sequence, and names of features.
         tables: rows by feature name, where they are others than the vocabulary sizes.
-
     """
 
     config: SequenceModelConfig
@@ -65,7 +64,6 @@ class Objective(ABC):
             names: of metrics, where the objective has a choice.
             popularity: occurrences `(num_items,)` of every item in training, to compare with; None for no comparison.
             device: of this rank.
-
         """
 
 

@@ -13,25 +13,25 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
-from commons.datasets.random_times import random_times
-from commons.datasets.sequence_metadata import TIMESTAMP
+from commons.datasets.random.times import random_times
+from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import HSTUAttentionTask
-from commons.sequence_batch.fields import real_rows
+from commons.sequence_batch.open_batch import real_rows
+from commons.trainer.checkpoint.random_state import kept_random_state
 from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.evaluation import Metrics
-from commons.trainer.launch import seed_all
-from commons.trainer.loss_scaling import LossScaler
-from commons.trainer.random_state import kept_random_state
+from commons.trainer.optimize.loss_scaling import LossScaler
+from commons.trainer.ranks.launch import seed_all
 from commons.trainer.recipe import Recipe
-from hstu.lengths import workload_lengths
+from hstu.batch_shuffler import workload_lengths
+from hstu.metrics import count_items
 from hstu.model import RetrievalConfig
 from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
 from hstu.model.layer import HSTUEncoder
 from hstu.model.triton_launch import resolve_backend
 from hstu.negatives import NegativeSampling, with_negatives
 from hstu.objectives import OBJECTIVES, Objective, feature_roles
-from hstu.popularity import count_items
 from hstu.sharding import Sharding, build_distributed_model
 from hstu.train_config import ModelArgs, TrainConfig
 
@@ -49,20 +49,12 @@ class HSTURecipe(Recipe):
         super().__init__(replace(config, model=config.model.on(device)), device)
         self.compute_dtype = COMPUTE_DTYPES[config.model.compute_dtype]
         if config.model.compute_dtype == "fp16":
-            self.loss_scaler = LossScaler(device, initial_scale=config.trainer.optimization.initial_loss_scale)
+            self.loss_scaler = LossScaler(device)
 
     @cached_property
     def task(self) -> HSTUAttentionTask:
         """The operations of the layers; projections of embeddings, the head and retrieval's scores are left out."""
-        model = self.config.model
-        return HSTUAttentionTask(
-            model.hidden_size,
-            model.num_attention_heads,
-            model.kv_channels,
-            model.num_layers,
-            causal=model.is_causal,
-            target_group_size=model.target_group_size,
-        )
+        return HSTUAttentionTask(**self.config.model.cost_dimensions)
 
     def row_tokens(self, batch: HSTUBatch) -> RowTokens:
         """Tokens of every real row and, among them, candidates and what sees all of the history."""
@@ -89,7 +81,7 @@ class HSTURecipe(Recipe):
 
     @cached_property
     def objective(self) -> Objective:
-        """What the model is trained to tell, on the data of this run."""
+        """What the model is trained to predict, on the data of this run."""
         data: Any = self.loaders[0].dataset
         return self._objective_on(data.dataset if isinstance(data, NegativeSampling) else data)
 
@@ -116,7 +108,7 @@ class HSTURecipe(Recipe):
         return next(module for module in model.modules() if isinstance(module, HSTUEncoder))
 
     def metrics(self, model: nn.Module) -> Metrics:
-        """AUC per task, or HR@K and NDCG@K, and what the items' popularity would have scored, if asked for."""
+        """AUC per task, or HR@K and NDCG@K, and with `popularity_baseline` those of the items' popularity."""
         popularity = self._item_popularity() if self.config.popularity_baseline else None
         return self.objective.metrics(model, self.config.trainer.eval_metrics, popularity, self.device)
 
@@ -127,17 +119,8 @@ class HSTURecipe(Recipe):
     def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
         """Dimensions of the layers. Times and negatives come with a row, but are no tokens of it."""
         model, tokens = self.config.model, list(self.objective.config.embedding_tables)
-        dimensions = {
-            "hidden_size": model.hidden_size,
-            "num_heads": model.num_attention_heads,
-            "head_dim": model.kv_channels,
-            "num_layers": model.num_layers,
-            "causal": model.is_causal,
-            "contextual_mask": model.contextual_mask,
-            "target_group_size": model.target_group_size,
-            "token_feature_names": tokens,
-        }
-        return {"hstu": dimensions, "tokens": {"feature_names": tokens}}
+        of_hstu = {"contextual_mask": model.contextual_mask, "token_feature_names": tokens}
+        return {"hstu": model.cost_dimensions | of_hstu, "tokens": {"feature_names": tokens}}
 
     def single_process_model(self) -> nn.Module:
         """See Recipe."""
@@ -230,7 +213,7 @@ RECIPE = HSTURecipe
 
 
 def require_device(model: ModelArgs, device: torch.device) -> None:
-    """Raise ValueError where the model asks for something that this device does not have."""
+    """Raise ValueError where the model needs something that this device does not have."""
     if model.compile is True and device.type != "cuda":
         raise ValueError(f"compile is True and the device is {device.type!r}; it is made for CUDA: unset it")
     resolve_backend(model.kernel_backend, device, COMPUTE_DTYPES[model.compute_dtype], model.kv_channels)

@@ -30,7 +30,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from commons.distributed.process_group import resolve_process_group
 from commons.run_log.standard_error import STANDARD_ERROR, error_of_mean
-from commons.trainer.top_k_metrics import TopKMetric, parse_top_k_metric
+from commons.trainer.evaluation import TopKMetric, parse_top_k_metric
 from hstu.model.gathered_rows import gather_rows
 from hstu.model.retrieval import RetrievalOutput, unit
 
@@ -49,7 +49,6 @@ def parse_metric(name: str, num_items: int) -> TopKMetric:
 
     Raises:
         ValueError: an unknown metric, or one that looks at more items than there are.
-
     """
     metric = parse_top_k_metric(name, ("HR", "NDCG"), "retrieval")
     if metric.top_k > num_items:
@@ -74,13 +73,12 @@ class RetrievalMetrics:
         item_feature_name: the table of the items.
         names: metrics to compute.
         temperature: by which cosines are divided in the loss.
-        popularity: numbers `(num_items,)`; with them every metric is also told for scores that are these numbers.
+        popularity: numbers `(num_items,)`; with them every metric is also computed for scores that are these numbers.
         device: of this rank.
         pg_group: ranks whose users are judged together, and that hold the table; the shuffler's default if not given.
 
     Raises:
         ValueError: an unknown metric, one that looks at more items than there are, or no such table.
-
     """
 
     def __init__(
@@ -217,7 +215,6 @@ def ranks_by(popularity: torch.Tensor) -> torch.Tensor:
 
     >>> ranks_by(torch.tensor([3, 9, 3])).tolist()
     [2, 1, 3]
-
     """
     order = torch.argsort(popularity, descending=True, stable=True)
     ranks = torch.empty_like(order)

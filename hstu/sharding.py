@@ -10,6 +10,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters, shard_model
 from hstu.model.config import SequenceModelConfig
+from hstu.model.execution import choose_execution
 from hstu.model.sequence_model import SequenceModel
 
 __all__ = ["EmbeddingOptimizer", "Sharding", "build_distributed_model", "dense_parameters"]
@@ -29,10 +30,11 @@ def build_distributed_model(
 ) -> DistributedModelParallel:
     """Shard the tables of a model and copy the rest to every rank; see `commons.trainer.sharding.shard_model`.
 
-    Raises:
-        RuntimeError, ValueError: as `shard_model`; also for plain tables, widths without kernels, and on CPU for tables
-            that leave a rank without rows.
+    All ranks then compute its layers in the same way, see `hstu.model.execution.choose_execution`.
 
+    Raises:
+        RuntimeError, ValueError: as `shard_model`; also for plain tables, widths without kernels, on CPU for tables
+            that leave a rank without rows, and for a kernel backend that a rank cannot use.
     """
     if dist.is_initialized() and model.embedding.is_plain:
         raise ValueError(
@@ -48,6 +50,7 @@ def build_distributed_model(
         kinds = sharding if isinstance(sharding, Mapping) else dict.fromkeys(model.config.embedding_tables, sharding)
         row_wise = [table for table, kind in kinds.items() if kind == "row_wise"]
         require_rows_on_all_ranks(model.config, row_wise, dist.get_world_size(process_group))
+    choose_execution(model.config.hstu, device, group=process_group)
     return shard_model(
         model,
         list(model.config.embedding_tables),
@@ -69,7 +72,6 @@ def require_rows_on_all_ranks(config: SequenceModelConfig, row_wise: Sequence[st
         config: of the model.
         row_wise: names of the tables whose rows are dealt out; unknown ones are left to others.
         world_size: ranks.
-
     """
     rows_by_width: dict[int, dict[str, int]] = {}
     for table in row_wise:

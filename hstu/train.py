@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from commons.trainer import run
-from commons.trainer.errors import run_main
-from commons.trainer.ranks import RankInfo
-from commons.trainer.train_log import TrainSummary
+from commons.trainer.observe.train_log import TrainSummary
+from commons.trainer.ranks.errors import run_main
+from commons.trainer.ranks.rank_info import RankInfo
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 
@@ -27,7 +27,7 @@ def train(config: TrainConfig | Mapping[str, Any], *, ranks: RankInfo | None = N
     Args:
         config: the settings, or nested dictionaries of such, as a config file holds them.
         ranks: which rank this is; None where a process group exists, which is joined and left as it is, or where
-            `config.trainer.launcher` has started this process.
+            torchrun has started this process.
 
     Returns:
         What came out of the run.

@@ -10,12 +10,13 @@ import torch
 import tyro
 
 from commons.checks import require_at_least
-from commons.datasets.data_loader import HSTU_DATASETS, SID_DATASETS
-from commons.datasets.sequence_metadata import TIMESTAMP
+from commons.datasets.loader.data_loader import HSTU_DATASETS, SID_DATASETS
+from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.optimizers import OptimizerArgs
+from commons.trainer.config.fields import same_fields
+from commons.trainer.config.load import require_shuffler
+from commons.trainer.optimize.optimizers import OptimizerArgs
 from commons.trainer.sharding import Sharding
-from commons.trainer.shuffler import require_shuffler
 from hstu.model import ExecutionConfig, HSTUConfig, RankingConfig, RetrievalConfig
 from hstu.model.config import ComputeDtype, InBatchPool, KernelBackend, PositionBias
 
@@ -106,6 +107,18 @@ class ModelArgs:
             if getattr(self, name) is not None:
                 require_at_least(name, getattr(self, name), 1)
 
+    @property
+    def cost_dimensions(self) -> dict[str, Any]:
+        """What HSTUAttentionTask and the shuffler need to know of the layers."""
+        return {
+            "hidden_size": self.hidden_size,
+            "num_heads": self.num_attention_heads,
+            "head_dim": self.kv_channels,
+            "num_layers": self.num_layers,
+            "causal": self.is_causal,
+            "target_group_size": self.target_group_size,
+        }
+
     def on(self, device: torch.device) -> ModelArgs:
         """These settings with what they leave to the device; but for `kernel_backend`, which the layers decide."""
         return replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
@@ -123,7 +136,6 @@ class ModelArgs:
 
         Raises:
             ValueError: a number outside its range.
-
         """
         return RankingConfig(
             self._hstu_config(max_sequence_length),
@@ -140,7 +152,6 @@ class ModelArgs:
 
         Raises:
             ValueError: a number outside its range, or attention that would show what is to be predicted.
-
         """
         return RetrievalConfig(
             self._hstu_config(max_sequence_length),
@@ -158,8 +169,7 @@ class ModelArgs:
         """Widths of the tables that do not have the model's, by feature name.
 
         Raises:
-            ValueError: a width for a feature that nobody names.
-
+            ValueError: a width for a feature without a name.
         """
         widths: dict[str, int] = {}
         if self.contextual_embedding_dim is not None:
@@ -174,27 +184,12 @@ class ModelArgs:
         return widths
 
     def _hstu_config(self, max_sequence_length: int) -> HSTUConfig:
+        execution = same_fields(ExecutionConfig, self) | {"compile": bool(self.compile)}
         return HSTUConfig(
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            num_attention_heads=self.num_attention_heads,
-            kv_channels=self.kv_channels,
+            **same_fields(HSTUConfig, self),
             max_sequence_length=max_sequence_length,
-            dropout=self.dropout,
-            is_causal=self.is_causal,
-            contextual_mask=self.contextual_mask,
-            target_group_size=self.target_group_size,
-            position_bias=self.position_bias,
-            position_buckets=self.position_buckets,
-            time_bias=self.time_bias,
-            time_buckets=self.time_buckets,
             timestamp_feature_name=TIMESTAMP,
-            execution=ExecutionConfig(
-                compute_dtype=self.compute_dtype,
-                activation_checkpointing=self.activation_checkpointing,
-                kernel_backend=self.kernel_backend,
-                compile=bool(self.compile),
-            ),
+            execution=ExecutionConfig(**execution),
         )
 
 
@@ -215,7 +210,7 @@ class TrainConfig:
     """What trains it."""
 
     task: Literal["ranking", "retrieval"] = "ranking"
-    """What the model is to tell: the action on an item, or the next item."""
+    """What the model predicts: the action on an item, or the next item."""
 
     table_sharding: dict[str, Sharding] = field(default_factory=dict)
     """How single tables lie on the ranks, by feature name; the others follow optimizer.sharding."""

@@ -29,7 +29,6 @@ class SIDGRBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         ffn_hidden_size: width of the feed-forward block; 4 · hidden_size if not given.
         options: settings; the defaults balance.
         pg_group: ranks that share a global batch.
-
     """
 
     def __init__(
@@ -69,7 +68,6 @@ def decoder_flops(task: SelfAttentionTask, batch: GPTSIDBatch) -> torch.Tensor:
     Args:
         task: the layers.
         batch: on the host or a device, from which nothing is read back.
-
     """
     layers = task.get_workloads(batch.sequence_lengths())
     # A candidate's codes are scored by one head each: together, all codes of all codebooks.

@@ -1,6 +1,6 @@
 """The demo: a semantic-ID decoder trained on two ranks, as batches are loaded and balanced, side by side.
 
-generated ratings ─► semantic IDs ─► ranks that train both ways ─► table, picture, JSON.
+generated ratings ─► semantic IDs ─► ranks that train both ways ─► two run folders ─► evenrank report.
 
 Examples:
   python -m sid_gr.demo
@@ -20,15 +20,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.datasets.movielens import SCHEMA
-from commons.datasets.sequence_file import SequenceFileMetadata
-from commons.datasets.sid_assignment import assign_sids
-from commons.datasets.sid_histories import PreprocessedHistories
-from commons.datasets.sid_map import SIDMap
+from commons.datasets.public.movielens import SCHEMA
+from commons.datasets.sequences.file import SequenceFileMetadata
+from commons.datasets.sids.assignment import assign_sids
+from commons.datasets.sids.histories import PreprocessedHistories
+from commons.datasets.sids.map import SIDMap
 from commons.trainer import demo
-from commons.trainer.comparison_report import Wording
-from commons.trainer.config import load_config
-from commons.trainer.errors import run_main
+from commons.trainer.config.load import load_config
+from commons.trainer.ranks.errors import run_main
 from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import GenerationOutput
 from sid_gr.model.beam_search import GeneratedItems
@@ -36,11 +35,7 @@ from sid_gr.model.decoder import candidate_codes
 from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import TrainConfig
 
-WORDING = Wording(
-    title="SID-GR on generated data with MovieLens-1M's format and lengths",
-    items="ratings",
-    metrics={"HitRate@10": "HitRate@10", "NDCG@10": "NDCG@10"},
-)
+TITLE = "SID-GR on generated data with MovieLens-1M's format and lengths"
 
 
 @dataclass
@@ -63,7 +58,7 @@ class DemoOptions(demo.DemoOptions):
     """Codes of each hierarchy."""
 
     run_dir: Path = Path("runs/demo-sid")
-    """Folder for the data, demo.json and balance.png."""
+    """Folder for the data, the folders of both runs, report.html and report.png."""
 
     @property
     def map_path(self) -> Path:
@@ -83,7 +78,7 @@ def main() -> None:
         return
     config: TrainConfig = options.training_config(TrainConfig, "sid_gr/configs/demo.toml")
     sid = dataclasses.replace(config.sid, map_path=str(options.map_path), codebook_sizes=options.codebook_sizes)
-    demo.demo_as_rank(SIDGRRecipe, dataclasses.replace(config, sid=sid), options, WORDING, popularity)
+    demo.demo_as_rank(SIDGRRecipe, dataclasses.replace(config, sid=sid), options, TITLE, popularity)
 
 
 def prepare_sids(options: DemoOptions, metadata: SequenceFileMetadata) -> SIDMap:

@@ -24,7 +24,6 @@ class CodeEmbedding(nn.Module):
         num_codes: codes of all hierarchies together.
         embedding_dim: width of an embedding.
         device: where the table is made; "meta" leaves that to sharding, which then initialises the shards.
-
     """
 
     def __init__(
@@ -50,6 +49,5 @@ class CodeEmbedding(nn.Module):
 
         Returns:
             For both a JaggedTensor with values `(num_ids, embedding_dim)` and lengths `(batch_size,)`.
-
         """
         return self.collection(features)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from commons.distributed.process_group import resolve_process_group
 from commons.run_log.standard_error import STANDARD_ERROR, error_of_mean
-from commons.trainer.top_k_metrics import TopKMetric, parse_top_k_metric
+from commons.trainer.evaluation import TopKMetric, parse_top_k_metric
 from sid_gr.model.gpt import GenerationOutput
 
 
@@ -34,7 +34,6 @@ def parse_metric(name: str, beam_width: int) -> TopKMetric:
 
     Raises:
         ValueError: an unknown metric, or one that looks at more items than are generated.
-
     """
     metric = parse_top_k_metric(name, tuple(_SCORES), "generation")
     if metric.top_k > beam_width:
@@ -58,7 +57,6 @@ class GenerationMetrics:
 
     Raises:
         ValueError: an unknown metric, or one that looks at more items than are generated.
-
     """
 
     def __init__(

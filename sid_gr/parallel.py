@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch.distributed as dist
 
 from sid_gr.megatron_core import parallel_state
@@ -18,7 +21,6 @@ def initialize_model_parallel(tensor_parallel_size: int = 1) -> None:
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: a size that does not divide the number of ranks.
-
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -30,7 +32,23 @@ def initialize_model_parallel(tensor_parallel_size: int = 1) -> None:
             f"tensor_model_parallel_size is {tensor_parallel_size}, there are {world_size} ranks; every decoder has as "
             "many ranks as the others: choose a divisor of the number of ranks, or start another number"
         )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+    with _connected_when_used():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+
+
+@contextlib.contextmanager
+def _connected_when_used() -> Iterator[None]:
+    """Within the block, a new group connects with its first collective.
+
+    Where ranks are bound to a device, as the trainer binds them, torch would give each of megatron-core's two dozen
+    groups an NCCL communicator at once, though the decoder uses two.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def tensor_parallel_size() -> int:
@@ -38,7 +56,6 @@ def tensor_parallel_size() -> int:
 
     Raises:
         RuntimeError: the groups have not been made.
-
     """
     if not parallel_state.model_parallel_is_initialized():
         raise RuntimeError(

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
-from commons.datasets.sid_dataset import CANDIDATE, HISTORY, SIDDataset
-from commons.datasets.sid_map import SIDMap
+from commons.datasets.sids.dataset import CANDIDATE, HISTORY, SIDDataset
+from commons.datasets.sids.map import SIDMap
 from commons.distributed.process_group import resolve_process_group
 from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import SelfAttentionTask, training_flops
-from commons.sequence_batch.fields import real_rows
+from commons.sequence_batch.open_batch import real_rows
 from commons.trainer.evaluation import Metrics
-from commons.trainer.launch import seed_all
+from commons.trainer.ranks.launch import seed_all
 from commons.trainer.recipe import Recipe
 from sid_gr.batch_shuffler import decoder_flops
 from sid_gr.megatron_core import TransformerBlock, parallel_state
@@ -52,14 +52,7 @@ class SIDGRRecipe(Recipe):
     @cached_property
     def task(self) -> SelfAttentionTask:
         """The operations of the layers."""
-        config = self._decoder_config(1)
-        return SelfAttentionTask(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.head_dim,
-            config.num_layers,
-            ffn_hidden_size=config.ffn_width,
-        )
+        return SelfAttentionTask(**self._decoder_config(1).cost_dimensions)
 
     def row_tokens(self, batch: GPTSIDBatch) -> RowTokens:
         """Tokens of every real row, none of them a target that others do not see."""
@@ -163,15 +156,7 @@ class SIDGRRecipe(Recipe):
 
     def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
         """Dimensions of the layers."""
-        config = self._decoder_config(1)
-        dimensions = {
-            "hidden_size": config.hidden_size,
-            "num_heads": config.num_attention_heads,
-            "head_dim": config.head_dim,
-            "num_layers": config.num_layers,
-            "ffn_hidden_size": config.ffn_width,
-        }
-        return {"sid_gr": dimensions}
+        return {"sid_gr": self._decoder_config(1).cost_dimensions}
 
     def single_process_model(self) -> nn.Module:
         """See Recipe."""

@@ -7,8 +7,10 @@ loss counts data-parallel ranks alone, and the average is that of the global bat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,7 +20,6 @@ from torchrec.distributed.types import ShardingEnv
 from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters, shard_model
 from sid_gr.embedding import TABLE
 from sid_gr.megatron_core import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from sid_gr.megatron_on_cpu import cpu_in_place_of_cuda
 from sid_gr.model.gpt import SIDGRModel
 
 __all__ = ["ParallelDecoder", "build_distributed_model", "dense_parameters"]
@@ -43,12 +44,11 @@ def build_distributed_model(
         embedding_optimizer: see `commons.trainer.sharding.shard_model`.
         embedding_lr: its learning rate.
         sharding: "row_wise", "table_wise", or None for the planner's choice between them.
-        local_world_size: ranks per host; what torchrun says if not given, else all ranks.
+        local_world_size: ranks per host; what torchrun sets if not given, else all ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: as `shard_model`; also for "data_parallel".
-
     """
     if sharding == "data_parallel":
         raise ValueError(
@@ -113,3 +113,21 @@ class ParallelDecoder(DistributedDataParallel):
         finalize_model_grads([self])
         for parameter in self.parameters():
             parameter.grad = parameter.main_grad
+
+
+@contextmanager
+def cpu_in_place_of_cuda(device: torch.device) -> Iterator[None]:
+    """Let `torch.cuda.current_device()` be the CPU while megatron-core allocates for a rank on the CPU.
+
+    megatron-core 0.16.1 allocates its gradient buffers there (param_and_grad_buffer.py:806), not on the device of the
+    parameters. Nothing else that sid_gr uses needs a CUDA device, given `use_cpu_initialization` in TransformerConfig
+    and a core attention of its own: DotProductAttention takes the CUDA generator for its dropout.
+
+    Args:
+        device: of this rank; on CUDA nothing is changed.
+    """
+    if device.type == "cuda":
+        yield
+        return
+    with mock.patch.object(torch.cuda, "current_device", lambda: device):
+        yield

@@ -8,13 +8,14 @@ from typing import Annotated
 import tyro
 
 from commons.checks import require_at_least
-from commons.datasets.random_distribution import RANDOM_DATASETS
-from commons.datasets.sid_builders import DEFAULT_HISTORY_COLUMN
-from commons.datasets.sid_map import SIDMap
-from commons.datasets.sid_random_dataset import random_sid_map
+from commons.datasets.random.distribution import RANDOM_DATASETS
+from commons.datasets.sids.builders import DEFAULT_HISTORY_COLUMN
+from commons.datasets.sids.map import SIDMap
+from commons.datasets.sids.random import random_sid_map
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.optimizers import OptimizerArgs
-from commons.trainer.shuffler import require_shuffler
+from commons.trainer.config.fields import same_fields
+from commons.trainer.config.load import require_shuffler
+from commons.trainer.optimize.optimizers import OptimizerArgs
 from sid_gr.metrics import parse_metric
 from sid_gr.model.config import HeadKind, SIDGRConfig
 
@@ -44,7 +45,6 @@ class SIDArgs:
         Raises:
             FileNotFoundError: no file at map_path.
             ValueError: no map_path, or a file that is no such map.
-
         """
         if self.map_path is not None:
             return SIDMap.load(self.map_path, self.codebook_sizes)
@@ -92,21 +92,8 @@ class ModelArgs:
 
         Raises:
             ValueError: a number outside its range.
-
         """
-        return SIDGRConfig(
-            codebook_sizes=codebook_sizes,
-            max_items=max_items,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            num_attention_heads=self.num_attention_heads,
-            kv_channels=self.kv_channels,
-            ffn_hidden_size=self.ffn_hidden_size,
-            heads=self.heads,
-            dropout=self.dropout,
-            init_method_std=self.init_method_std,
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-        )
+        return SIDGRConfig(**same_fields(SIDGRConfig, self), codebook_sizes=codebook_sizes, max_items=max_items)
 
 
 @dataclass

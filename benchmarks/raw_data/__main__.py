@@ -11,12 +11,12 @@ Examples:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
 from benchmarks.command_line import from_command_line
-from benchmarks.raw_data.generators import GENERATORS
+from benchmarks.raw_data import GENERATORS
 
 
 def main(
@@ -33,9 +33,8 @@ def main(
         num_users: users; the published number if not given. KuaiRand-27K then takes 25 GB on disk.
         seed: the same seed gives the same archive.
     """
-    generate, published = GENERATORS[dataset_name]
-    num_users = published if num_users is None else num_users
-    archive = generate(output, num_users=num_users, seed=seed, show_progress=True)
+    options: dict[str, Any] = {} if num_users is None else {"num_users": num_users}
+    archive = GENERATORS[dataset_name](output, seed=seed, show_progress=True, **options)
     print(f"{archive.path}: {archive.num_users:,} users, {archive.num_interactions:,} interactions")
 
 

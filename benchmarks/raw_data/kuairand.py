@@ -3,7 +3,8 @@
 Lengths follow the counted statistics of KuaiRand-27K (27,285 users, mean 11,812, median 8,594, 100 to 228,000);
 KuaiRand-1K is a sample of the same users. KuaiRand-Pure publishes the mean alone, 52.7; its shape here is chosen. The
 rates of each kind of feedback are those of KuaiRand-27K's standard logs. The number of videos falls with that of users.
-What is watched and how it pleases comes from `histories`. The statistics of videos are left out.
+What is watched comes from `histories`. Of the files there are those that are read: the standard logs
+and the users.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from typing import IO
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pcsv
-from tqdm import tqdm
 
-from benchmarks.raw_data.archive import ArchiveForm, GeneratedArchive, check_request, generated_archive
-from benchmarks.raw_data.histories import Items, Rows, draw_histories, lengths_with
-from commons.datasets.kuairand import KuaiRandVersion
-from commons.datasets.raw_archive import GENERATED_MARK
+from benchmarks.raw_data.archive import GeneratedArchive, generated_archive, readme
+from benchmarks.raw_data.histories import Rows, draw_histories, lengths_with, spread_evenly
+from commons.console import progress_bar
+from commons.datasets.public.kuairand import KuaiRandVersion
 
 # Midnights of April 8 and 22, 2022, in China, and the last interaction.
 _FIRST_MS, _SECOND_PERIOD_MS, _LAST_MS = 1_649_347_200_000, 1_650_556_800_000, 1_652_025_130_589
@@ -38,8 +38,6 @@ _FEEDBACK_RATES = {
     **{"is_click": 0.379, "is_like": 0.0167, "is_follow": 0.0011, "is_comment": 0.0025},
     **{"is_forward": 0.0009, "is_hate": 0.0005, "long_view": 0.260, "is_profile_enter": 0.0179},
 }
-_RANDOM_SHARE = 0.0037
-_NUM_RANDOM_VIDEOS = 7_583
 _TABS, _TAB_SHARES = (1, 0, 4, 2, 6), (0.68, 0.20, 0.075, 0.03, 0.015)
 _USER_VALUES: dict[str, tuple[str, ...]] = {
     "user_active_degree": ("full_active", "high_active", "middle_active", "UNKNOWN"),
@@ -50,25 +48,10 @@ _USER_VALUES: dict[str, tuple[str, ...]] = {
 }
 # Values of the encrypted features, 0 to size − 1.
 _ONEHOT_SIZES = (2, 7, 50, 1471, 15, 34, 3, 118, 454, 7, 5, 5, 2, 2, 2, 2, 2, 2)
-_BYTES_PER_USER = 700  # memory: their lengths and features
-_ROWS_PER_WRITE = 1_000_000
 _LOG_HEADER = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
     "play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab\n"
 )
-_VIDEO_HEADER = (
-    "video_id,author_id,video_type,upload_dt,upload_type,visible_status,video_duration,server_width,server_height,"
-    "music_id,music_type,tag\n"
-)
-_README = f"""{GENERATED_MARK}: this is not {{folder}}.
-
-The files have the format of {{folder}} (https://kuairand.com/), and the lengths its statistics. Users, videos and
-interactions were drawn at random; none of them is real.
-
-users: {{num_users}}
-interactions: {{num_rows}}
-seed: {{seed}}
-"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +80,7 @@ def generate_kuairand(
     seed: int = 0,
     show_progress: bool = False,
 ) -> GeneratedArchive:
-    """Write a generated archive.
+    """Write a generated archive; errors as those of `generate_movielens`.
 
     Args:
         version: which of the three.
@@ -109,94 +92,47 @@ def generate_kuairand(
 
     Returns:
         Where it is and what it holds; the interactions are those of the standard logs.
-
-    Raises:
-        FileExistsError: something at `output` that is not an earlier archive of the same kind.
-        ValueError: `num_users` below 1 or more than there is memory for, or a negative seed.
-
     """
-    output, size, form = Path(output), _SIZES[version.name], _form_of(version)
+    size = _SIZES[version.name]
     num_users = size.num_users if num_users is None else num_users
-    check_request(output, form, num_users=num_users, seed=seed, bytes_per_user=_BYTES_PER_USER)
-    rng = np.random.default_rng(seed)
-    lengths = lengths_with(num_users, size.quantiles, size.num_interactions / size.num_users)
-    num_rows, longest = int(lengths.sum()), int(lengths.max())
-    num_videos = max(round(size.num_videos * min(num_users / size.num_users, 1)), 1_000)
-    with generated_archive(output, form) as folder:
-        (folder / form.readme).write_text(
-            _README.format(folder=version.folder, num_users=num_users, num_rows=num_rows, seed=seed)
-        )
-        _write_users(folder / "data" / version.user_file, num_users, rng)
-        _write_videos(folder / "data" / f"video_features_basic_{version.suffix}.csv", num_videos, rng)
-        items, video_ids = Items.draw(num_videos, rng), rng.permutation(num_videos).astype(np.int32)
+    with generated_archive(Path(output), version.folder, num_users=num_users, seed=seed) as folder:
+        rng, data = np.random.default_rng(seed), folder / "data"
+        data.mkdir()
+        lengths = lengths_with(num_users, size.quantiles, size.num_interactions / size.num_users)
+        num_rows = int(lengths.sum())
+        num_videos = max(round(size.num_videos * min(num_users / size.num_users, 1)), 1_000)
+        _write_users(data / version.user_file, num_users, rng)
+        video_ids = rng.permutation(num_videos).astype(np.int32)
         with (
-            _Logs(folder / "data", version) as logs,
-            tqdm(
-                total=num_rows,
-                desc=f"generate {version.name}",
-                unit="row",
-                unit_scale=True,
-                disable=None if show_progress else True,
-            ) as progress,
+            contextlib.ExitStack() as stack,
+            progress_bar(f"generate {version.name}", num_rows, "row", show=show_progress) as progress,
         ):
-            thresholds: np.ndarray | None = None
-            for rows in draw_histories(items, rng.permutation(lengths), rng, distinct=False):
-                if thresholds is None:  # the first million rows stand for all
-                    rates = np.array([_FEEDBACK_RATES["is_click"], _FEEDBACK_RATES["long_view"]])
-                    thresholds = np.quantile(rows.utility, 1 - rates)
-                logs.write(rows, video_ids, thresholds, rng)
+            files: list[IO[bytes]] = [stack.enter_context((data / name).open("wb")) for name in version.log_names]
+            for file in files:
+                file.write(_LOG_HEADER.encode())
+            for rows in draw_histories(num_videos, rng.permutation(lengths), rng, distinct=False):
+                _write_log(files, rows, video_ids, rng)
                 progress.update(len(rows.users))
-    return GeneratedArchive(output, num_users, num_rows, longest)
+        (folder / "README.txt").write_text(readme(version.folder, "https://kuairand.com/", num_users, num_rows, seed))
+    return GeneratedArchive(Path(output), num_users, num_rows, int(lengths.max()))
 
 
-def _form_of(version: KuaiRandVersion) -> ArchiveForm:
-    names = [*version.log_names, _random_log(version), version.user_file, f"video_features_basic_{version.suffix}.csv"]
-    return ArchiveForm(version.folder, "README.txt", tuple(f"data/{name}" for name in names))
-
-
-def _random_log(version: KuaiRandVersion) -> str:
-    return f"log_random_4_22_to_5_08_{version.suffix}.csv"
-
-
-class _Logs:
-    """The open log files of an archive: rows go to the log of their period, and to its parts in turn."""
-
-    def __init__(self, folder: Path, version: KuaiRandVersion) -> None:
-        self._stack = contextlib.ExitStack()
-        self._parts = version.log_parts
-        self._files = [self._open(folder / name) for name in version.log_names]
-        self._random = self._open(folder / _random_log(version))
-
-    def _open(self, path: Path) -> IO[bytes]:
-        file = self._stack.enter_context(path.open("wb"))
-        file.write(_LOG_HEADER.encode())
-        return file
-
-    def __enter__(self) -> _Logs:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def write(self, rows: Rows, video_ids: np.ndarray, thresholds: np.ndarray, rng: np.random.Generator) -> None:
-        """Write the rows of some users, and a few at random."""
-        num_rows = len(rows.users)
-        # Not every user is there from the first day on.
-        start = rng.random(int(rows.users[-1] - rows.users[0]) + 1) ** 4
-        own = start[rows.users - rows.users[0]]
-        time_ms = (_FIRST_MS + (own + (1 - own) * rows.progress) * (_LAST_MS - _FIRST_MS)).astype(np.int64)
-        columns = _log_columns(rows, video_ids[rows.items], time_ms, thresholds, rng)
-        file = np.where(time_ms >= _SECOND_PERIOD_MS, self._parts, 0) + np.arange(num_rows) % self._parts
-        for index, target in enumerate(self._files):
-            _write_rows(target, columns, np.flatnonzero(file == index))
-        shown = np.flatnonzero((rng.random(num_rows) < _RANDOM_SHARE) & (time_ms >= _SECOND_PERIOD_MS))
-        columns["video_id"] = rng.integers(min(_NUM_RANDOM_VIDEOS, len(video_ids)), size=num_rows)
-        columns["is_rand"] = np.ones(num_rows, np.int8)
-        _write_rows(self._random, columns, shown)
+def _write_log(files: list[IO[bytes]], rows: Rows, video_ids: np.ndarray, rng: np.random.Generator) -> None:
+    """Write the rows of some users: to the log of their period, and to its parts in turn."""
+    # Not every user is there from the first day on.
+    start = rng.random(int(rows.users[-1] - rows.users[0]) + 1) ** 4
+    own = start[rows.users - rows.users[0]]
+    time_ms = (_FIRST_MS + (own + (1 - own) * rows.progress) * (_LAST_MS - _FIRST_MS)).astype(np.int64)
+    table = pa.table(_log_columns(rows.users, video_ids[rows.items], time_ms, rng))
+    parts = len(files) // 2
+    place = np.where(time_ms >= _SECOND_PERIOD_MS, parts, 0) + np.arange(len(time_ms)) % parts
+    for index, file in enumerate(files):
+        chosen = table.take(pa.array(np.flatnonzero(place == index)))
+        pcsv.write_csv(chosen, file, pcsv.WriteOptions(include_header=False, quoting_style="none"))
 
 
 def _log_columns(
-    rows: Rows, videos: np.ndarray, time_ms: np.ndarray, thresholds: np.ndarray, rng: np.random.Generator
+    users: np.ndarray, videos: np.ndarray, time_ms: np.ndarray, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
     """The 19 columns of a log, in order."""
     num_rows = len(videos)
@@ -204,7 +140,9 @@ def _log_columns(
     day = in_china.astype("datetime64[D]")
     year, month = day.astype("datetime64[Y]"), day.astype("datetime64[M]")
     date = (year.astype(int) + 1970) * 10_000 + (month.astype(int) % 12 + 1) * 100 + (day - month).astype(int) + 1
-    clicked, viewed = rows.utility > thresholds[0], rows.utility > thresholds[1]
+    # Who views long has clicked.
+    pleased = spread_evenly(num_rows, rng)
+    clicked, viewed = pleased < _FEEDBACK_RATES["is_click"], pleased < _FEEDBACK_RATES["long_view"]
     # Who does not click does not like, follow, comment, forward or enter; who hates has not clicked.
     click_rate = _FEEDBACK_RATES["is_click"]
     feedback = {
@@ -218,7 +156,7 @@ def _log_columns(
     zeros = np.zeros(num_rows, np.int8)
     flags = {name: flag.astype(np.int8) for name, flag in feedback.items()}
     return {
-        "user_id": rows.users,
+        "user_id": users,
         "video_id": videos,
         "date": date,
         "hourmin": (in_china - day).astype("timedelta64[h]").astype(int) * 100,
@@ -233,11 +171,6 @@ def _log_columns(
         "is_rand": zeros,
         "tab": rng.choice(_TABS, num_rows, p=_TAB_SHARES),
     }
-
-
-def _write_rows(file: IO[bytes], columns: dict[str, np.ndarray], chosen: np.ndarray) -> None:
-    table = pa.table({name: values[chosen] for name, values in columns.items()})
-    pcsv.write_csv(table, file, pcsv.WriteOptions(include_header=False, quoting_style="none"))
 
 
 def _write_users(path: Path, num_users: int, rng: np.random.Generator) -> None:
@@ -263,30 +196,3 @@ def _write_users(path: Path, num_users: int, rng: np.random.Generator) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(zip(*columns.values()))
-
-
-def _write_videos(path: Path, num_videos: int, rng: np.random.Generator) -> None:
-    with path.open("wb") as file:
-        file.write(_VIDEO_HEADER.encode())
-        for first in range(0, num_videos, _ROWS_PER_WRITE):
-            count = min(_ROWS_PER_WRITE, num_videos - first)
-            days = pa.array(np.datetime64("2022-04-01") - rng.integers(60, size=count))
-            table = pa.table(
-                {
-                    "video_id": np.arange(first, first + count),
-                    "author_id": rng.integers(max(num_videos // 4, 1), size=count),
-                    "video_type": pa.array(["NORMAL", "AD"]).take(pa.array((rng.random(count) < 0.01).astype(int))),
-                    "upload_dt": days,
-                    "upload_type": pa.array(["ShortImport", "LongImport", "Web"]).take(
-                        pa.array(rng.integers(3, size=count))
-                    ),
-                    "visible_status": np.ones(count, np.int8),
-                    "video_duration": rng.integers(5_000, 120_000, size=count),
-                    "server_width": np.full(count, 720),
-                    "server_height": np.full(count, 1280),
-                    "music_id": rng.integers(max(num_videos, 1), size=count),
-                    "music_type": rng.integers(1, 12, size=count),
-                    "tag": rng.integers(1, 68, size=count),
-                }
-            )
-            pcsv.write_csv(table, file, pcsv.WriteOptions(include_header=False, quoting_style="none"))

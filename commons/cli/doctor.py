@@ -1,27 +1,51 @@
 """`evenrank doctor`: what is installed, whether it fits together, and what mends it.
 
-It runs where nothing is: no package is imported but to see whether it can be.
+It runs where nothing is: no package is imported but to see whether it can be, and one that is missing or broken is a
+finding, never an error.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import logging
 import platform
 import re
 import shutil
 import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from commons.cli.doctor_packages import Packages
-from commons.cli.findings import NOTE, OK, WRONG, Finding, print_findings
 from commons.cli.interrupts import ended_by_ctrl_c
+from commons.console import make_console
+from commons.releases import LEAST_DRIVER, NEWEST_TORCH, RELEASES, index_option, minor, old_driver_command
 from commons.version import __version__
+
+OK, NOTE, WRONG = "ok", "note", "wrong"
+_STYLES = {OK: "green", NOTE: "yellow", WRONG: "bold red"}
 
 _CORE = "commons.perf_model.partitioner.core"
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+_MEGATRON = 'pip install "megatron-core>=0.16,<0.17"'
+_FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly")
+# Modules that are not called like their package.
+_MODULES = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
+# A broken torch breaks these in many ways.
+_OF_TORCH = ("fbgemm", "torchrec", "megatron-core")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the answer."""
+
+    name: str  # what was looked at
+    state: str  # "ok"; "note": training starts all the same; "wrong": it does not
+    found: str  # what there is
+    remedy: str = ""  # what mends it, a command where there is one; empty if nothing needs to be
 
 
 @dataclass
@@ -38,7 +62,7 @@ class Doctor:
         """Look, and print; returns the exit status."""
         with ended_by_ctrl_c():  # which some packages take for being broken
             findings = examine()
-        print_findings(findings)
+        _print(findings)
         return int(any(finding.state == WRONG for finding in findings))
 
 
@@ -62,8 +86,8 @@ def _native_core() -> Iterator[Finding]:
     found = "none; to build the native core, one comes from the package index"
     yield Finding("compiler", OK, found if compiler is None else _compiler_version(compiler))
     try:
-        core = importlib.import_module(_CORE)
-    except ModuleNotFoundError as error:  # of what the planner needs, said above
+        core = import_module(_CORE)
+    except ModuleNotFoundError as error:  # of what the planner needs, found above
         yield Finding("native core", NOTE, f"not looked into ({error})")
     except ImportError as error:
         found, _, remedy = str(error).rpartition(": ")
@@ -73,12 +97,12 @@ def _native_core() -> Iterator[Finding]:
 
 
 def _compiler_version(name: str) -> str:
-    """The first line of what a compiler says of itself."""
+    """The first line of what a compiler prints as its version."""
     try:
-        told = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=10)  # noqa: S603  found in PATH
+        done = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=10)  # noqa: S603  found in PATH
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{name}, which does not tell its version ({error})"
-    return next(iter(told.stdout.splitlines()), name)
+        return f"{name}, whose version is not known ({error})"
+    return next(iter(done.stdout.splitlines()), name)
 
 
 def _backends(torch: Any) -> Iterator[Finding]:
@@ -98,8 +122,11 @@ def _backends(torch: Any) -> Iterator[Finding]:
 def _driver(torch: Any) -> Iterator[Finding]:
     version = _driver_version()
     here = "no NVIDIA driver" if version is None else f"NVIDIA {version}"
+    is_old = version is not None and version[0].isdigit() and int(version.split(".")[0]) < LEAST_DRIVER
+    builds_needed = "" if not is_old else f"; builds for CUDA 13 need {LEAST_DRIVER}"
     if torch is None:
-        yield Finding("driver", OK, here)
+        remedy = f"update it, or {old_driver_command(NEWEST_TORCH)}" if is_old else ""
+        yield Finding("driver", NOTE if is_old else OK, here + builds_needed, remedy)
         return
     check = _cuda_check()
     problem = None if check is None else check.driver_problem()
@@ -109,21 +136,17 @@ def _driver(torch: Any) -> Iterator[Finding]:
         yield Finding("driver", OK, f"{here}, serves CUDA {torch.version.cuda}")
     elif version is None and shutil.which("nvidia-smi") is None:
         yield Finding("driver", OK, f"{here}; training runs on the CPU, over gloo")
-    elif torch.version.cuda is None:
-        yield Finding(
-            "driver",
-            NOTE,
-            f"{here}, and torch is built without CUDA; training runs on the CPU",
-            "install the CUDA builds of torch and fbgemm-gpu, or train on the CPU",
-        )
     else:
-        yield Finding(
-            "driver",
-            NOTE,
-            f"{here}, and torch sees no GPU; training runs on the CPU",
-            "nvidia-smi -L lists the GPUs of this machine; CUDA_VISIBLE_DEVICES may hide them, and a container has "
-            "those that it was started with",
-        )
+        why = "is built without CUDA" if torch.version.cuda is None else "sees no GPU"
+        remedy = "install the CUDA builds of torch and fbgemm-gpu, or train on the CPU"
+        if is_old:
+            remedy = f"update the driver, or {old_driver_command(torch.__version__)}, or train on the CPU"
+        if torch.version.cuda is not None:
+            remedy = (
+                "nvidia-smi -L lists the GPUs of this machine; CUDA_VISIBLE_DEVICES may hide them, and a container has "
+                "those that it was started with"
+            )
+        yield Finding("driver", NOTE, f"{here}, and torch {why}; training runs on the CPU", remedy)
 
 
 def _driver_version() -> str | None:
@@ -144,7 +167,7 @@ def _devices(torch: Any) -> Iterator[Finding]:
         if problem is not None:
             yield Finding(f"GPU {index}", WRONG, name, problem)
             continue
-        peak = importlib.import_module("commons.perf_model.peak_rates").peak_flops(name, torch.bfloat16)
+        peak = import_module("commons.perf_model.peak_rates").peak_flops(name, torch.bfloat16)
         if peak is None:
             remedy = "MFU is not reported; --trainer.peak-tflops gives the peak of its data sheet"
             yield Finding(f"GPU {index}", NOTE, f"{name}, peak unknown", remedy)
@@ -155,6 +178,208 @@ def _devices(torch: Any) -> Iterator[Finding]:
 def _cuda_check() -> Any:
     """The checks that the trainer makes, too; None where a package is missing that the trainer needs."""
     try:
-        return importlib.import_module("commons.trainer.cuda_check")
+        return import_module("commons.trainer.ranks.cuda_check")
     except ImportError:
         return None
+
+
+def _print(findings: list[Finding]) -> None:
+    """Print a table, and the remedies below it, each on lines of its own to copy."""
+    try:
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:  # which is one of the findings
+        width = max(len(finding.name) for finding in findings)
+        sys.stdout.writelines(f"{each.name:<{width}}  {each.state:<5}  {each.found}\n" for each in findings)
+        sys.stdout.writelines(f"{each.name}: {each.remedy}\n" for each in findings if each.remedy)
+        return
+    console = make_console(highlight=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for finding in findings:
+        table.add_row(Text(finding.name), Text(finding.state, style=_STYLES[finding.state]), Text(finding.found))
+    console.print(table)
+    for finding in findings:
+        if finding.remedy:
+            console.print(Text(f"{finding.name}: {finding.remedy}"), soft_wrap=True)
+
+
+class Packages:
+    """Looks at packages, one after another, and knows which of them are missing when others need them.
+
+    Attributes:
+        torch: the module; None before it was looked at, and where it cannot be imported.
+    """
+
+    def __init__(self) -> None:
+        self.torch: Any = None
+        self._absent: set[str] = set()
+
+    def look(self) -> Iterator[Finding]:
+        """At all of them, in the order in which they depend on each other."""
+        yield self._torch()
+        yield from self._dependencies()
+        yield from self._fbgemm_and_torchrec()
+        version = installed("megatron-core")
+        if version is None:
+            yield Finding("megatron-core", NOTE, "not installed; SID-GR needs it", _MEGATRON)
+        else:
+            yield self._imported("megatron-core", "megatron.core", version, _MEGATRON)
+
+    def _torch(self) -> Finding:
+        mended = f'pip install "torch=={NEWEST_TORCH}.*"'
+        version = installed("torch")
+        if version is None:
+            self._absent.add("torch")
+            return Finding("torch", WRONG, "not installed", mended)
+        remedy = f'pip install --force-reinstall "torch=={minor(version)}.*"'
+        finding = self._imported("torch", "torch", version, remedy)
+        if finding.state != OK:
+            return finding
+        self.torch = import_module("torch")
+        cuda = self.torch.version.cuda
+        found = f"{self.torch.__version__}, built {'without CUDA' if cuda is None else f'for CUDA {cuda}'}"
+        if minor(self.torch.__version__) in RELEASES:
+            return Finding("torch", OK, found)
+        found += f"; evenrank is made for {min(RELEASES)} to {NEWEST_TORCH}"
+        return Finding("torch", NOTE, found, f"{mended}, and then what is named below")
+
+    def _dependencies(self) -> Iterator[Finding]:
+        """All other packages that evenrank needs: whether they are there, new enough, and can be imported."""
+        needed = [need for need in _requirements("evenrank") if need[0] != "torch"]
+        if not needed:
+            found = "not known: evenrank is not installed, this is a folder of it"
+            yield Finding("dependencies", NOTE, found, "in that folder: pip install --no-deps -e .")
+            return
+        missing = {name: requirement for name, requirement in needed if installed(name) is None}
+        if missing:
+            self._absent |= {_module(name) for name in missing}
+            quoted = " ".join(f'"{requirement}"' for requirement in missing.values())
+            names = ", ".join(_name(requirement) for requirement in missing.values())
+            yield Finding("dependencies", WRONG, f"not installed: {names}", f"pip install {quoted}")
+        else:
+            yield Finding("dependencies", OK, f"{len(needed)} installed")
+        for name, requirement in needed:
+            version = installed(name)
+            if version is None:
+                continue
+            remedy = f'pip install --force-reinstall --no-deps "{requirement}"'
+            finding = self._imported(name, _module(name), version, remedy)
+            if finding.state != OK:
+                yield finding
+            elif not _satisfies(version, requirement):
+                yield Finding(name, NOTE, f"{version}; evenrank asks for {requirement}", f'pip install "{requirement}"')
+
+    def _fbgemm_and_torchrec(self) -> Iterator[Finding]:
+        """Whether both are there, can be imported, and are of the torch that is installed."""
+        of_torch = NEWEST_TORCH if self.torch is None else minor(self.torch.__version__)
+        wanted = RELEASES.get(of_torch, RELEASES[NEWEST_TORCH])
+        cuda = shutil.which("nvidia-smi") if self.torch is None else self.torch.version.cuda
+        build = "fbgemm-gpu-cpu" if cuda is None else "fbgemm-gpu"
+        builds = [name for name in _FBGEMM if installed(name) is not None]
+        found = ", ".join(f"{name} {installed(name)}" for name in builds) or "not installed"
+        mended = f'pip install --force-reinstall --no-deps "{build}=={wanted}.*"{index_option(cuda)}'
+        if any(name != build for name in builds):  # they share one folder
+            mended = f"pip uninstall -y {' '.join(builds)} && {mended}"
+        if len(builds) == 1:
+            yield self._imported("fbgemm", "fbgemm_gpu", found, mended)
+        else:
+            yield Finding("fbgemm", WRONG, found, mended)
+        version = installed("torchrec")
+        mended = f'pip install --force-reinstall --no-deps "torchrec=={wanted}.*"'
+        if version is None:
+            yield Finding("torchrec", WRONG, "not installed", mended)
+            return
+        yield self._imported("torchrec", "torchrec", version, mended)
+        for name, requirement in _requirements("torchrec"):
+            other = installed(name)
+            if other is not None and not _satisfies(other, requirement):
+                yield Finding(name, NOTE, f"{other}; torchrec asks for {requirement}", f'pip install "{requirement}"')
+        releases = {minor(str(installed(name))) for name in ("torchrec", *builds)}
+        if releases != {wanted}:
+            yield Finding(
+                "releases",
+                NOTE,
+                f"torch {of_torch} was not released with torchrec and fbgemm {' and '.join(sorted(releases))}",
+                f'pip install --no-deps "torchrec=={wanted}.*" "{build}=={wanted}.*"{index_option(cuda)}',
+            )
+
+    def _imported(self, name: str, module: str, found: str, remedy: str) -> Finding:
+        """Whether a module can be imported: a build for another torch fails only then."""
+        if "torch" in self._absent and name in _OF_TORCH:
+            return Finding(name, NOTE, f"{found}; not looked into without torch")
+        problem = _import_problem(module)
+        if problem is None:
+            return Finding(name, OK, found)
+        missing = re.search(r"No module named '(\w+)", problem)
+        needed = missing[1] if missing else module.split(".")[0]
+        if needed in self._absent:
+            return Finding(name, NOTE, f"{found}; not looked into without {needed}")
+        self._absent.add(module.split(".")[0])
+        if needed != module.split(".")[0]:
+            remedy = f"pip install {_missing_needs(name, needed)}"
+        return Finding(name, WRONG, f"{found}, cannot be imported ({problem})", remedy)
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _import_problem(module: str) -> str | None:
+    """Why a module cannot be imported, in one line; None where it can."""
+    try:
+        with _quiet():
+            import_module(module)
+    except Exception as error:  # a broken package may raise anything
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings and logs of packages, most of which are of what else could be installed."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _missing_needs(package: str, module: str) -> str:
+    """The requirements of an installed package that are missing, for a command: that of a module and all others."""
+    needs = {name: need for name, need in _requirements(package) if name not in _FBGEMM}
+    found = [name for name in needs if _module(name) == module or installed(name) is None]
+    return " ".join(f'"{needs[name]}"' for name in found) or module.replace("_", "-")
+
+
+def _requirements(package: str) -> list[tuple[str, str]]:
+    """Name, in small letters, and requirement of what an installed package needs itself, without its extras."""
+    try:
+        needs = metadata.requires(package) or []
+    except metadata.PackageNotFoundError:
+        return []
+    plain = [need for need in needs if ";" not in need]  # the others are for extras, or an old Python
+    return [(_name(need).lower(), need) for need in plain]
+
+
+def _module(name: str) -> str:
+    """The module of a package, by its name in small letters."""
+    return _MODULES.get(name, name.replace("-", "_"))
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+
+
+def _satisfies(version: str, requirement: str) -> bool:
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return True  # not known
+    return Requirement(requirement).specifier.contains(version, prereleases=True)

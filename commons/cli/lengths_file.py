@@ -1,17 +1,14 @@
-"""Files of lengths for `evenrank simulate`: parquet, csv, npy and jsonl, read alike and checked row by row.
+"""Files of lengths for `evenrank simulate`: parquet, csv, npy and jsonl, or a folder of parquet files.
 
-A file in, its column of lengths out, or the two columns of a histogram, as int64. A value that is no length is named
-with the line it stands in, or with its row, counted from 1. Files of events: `commons.cli.event_counts`.
+A file in, its column of lengths out, or the two columns of a histogram, as int64. pyarrow reads; that the values are
+lengths is checked here. Of a file of events, whose rows are events, a user's length is the number of them.
 """
 
 from __future__ import annotations
 
 import csv
-import io
-import itertools
-import json
-from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,41 +17,35 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
-import pyarrow.json
-import pyarrow.parquet as pq
-
-from commons.cli.identifiers import require_no_identifiers, require_other_name
+import pyarrow.dataset
 
 # Columns that make a file a histogram.
 HISTOGRAM = ("length", "count")
+_TYPES = (".parquet", ".csv", ".npy", ".jsonl")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
 # A float64 counts no further.
 _LARGEST_FLOAT = 2.0**53
+# Numbers identify rows, or date them, if so many of so many differ and half of them are above _LARGE, ...
+_DISTINCT, _LARGE, _FEWEST_ROWS = 0.9, 100_000, 32
+# ... or if so many rows have each of as many consecutive numbers once.
+_NUMBERED_ROWS = 1_000
 
 
 @dataclass(frozen=True)
-class Part:
-    """What was read of one file.
+class _Part:
+    """What was read of one file."""
 
-    Attributes:
-        path: of the file.
-        columns: by name; of a column of lists the length of each.
-        place: what to call a row, counted from 0, such as "line 3".
-        may_identify: whether a column has a name, and numbers that may identify rows; lists have lengths.
-    """
+    path: Path  # of the file
+    columns: dict[str, Any]  # by name; of a column of lists the length of each
+    may_identify: bool = False  # whether a column has a name, and numbers that may identify rows; lists have lengths
 
-    path: Path
-    columns: dict[str, Any]
-    place: Callable[[int], str]
-    may_identify: bool = False
+    def place(self, row: int) -> str:
+        """What to call a row, counted from 0."""
+        return f"row {row + 1}"
 
     def kind(self, name: str) -> str:
         """What the values of a column are."""
         return name if list(self.columns) == list(HISTOGRAM) else "length"
-
-
-def _row(index: int) -> str:
-    return f"row {index + 1}"
 
 
 def read_lengths(path: Path, column: str | None) -> dict[str, np.ndarray]:
@@ -71,7 +62,7 @@ def read_lengths(path: Path, column: str | None) -> dict[str, np.ndarray]:
         ValueError: a type of file that is not read, a file that is none of its type, no such column, or values that are
             no lengths, such as identifiers.
     """
-    parts = read_parts(path, column)
+    parts = _read_parts(path, column)
     names = list(parts[0].columns)
     for part in parts:
         if list(part.columns) != names:
@@ -81,17 +72,37 @@ def read_lengths(path: Path, column: str | None) -> dict[str, np.ndarray]:
             )
     may_identify = names != list(HISTOGRAM) and parts[0].may_identify
     if may_identify:
-        require_other_name(path, names[0])
-    if len(parts) == 1:
-        columns = {name: _counts(parts[0], name) for name in names}
-    else:
-        columns = {name: np.concatenate([_counts(part, name) for part in parts]) for name in names}
+        _require_other_name(path, names[0])
+    columns = {name: np.concatenate([_counts(part, name) for part in parts]) for name in names}
     if may_identify:
-        require_no_identifiers(path, names[0], columns[names[0]])
+        _require_no_identifiers(path, names[0], columns[names[0]])
     return columns
 
 
-def read_parts(path: Path, column: str | None, *, of_events: bool = False) -> list[Part]:
+def count_events(path: Path, column: str) -> np.ndarray:
+    """How many rows, which are events, each user has.
+
+    Args:
+        path: a parquet, csv or jsonl file of events, or a folder of parquet files, over which a user's may be spread.
+        column: of users, integers or text.
+
+    Returns:
+        int64 `(users,)`, at least one, in the order in which users first occur.
+
+    Raises:
+        ValueError: a type of file that is not read, no such column, or a row that names no user.
+    """
+    chunks = [chunk for part in _read_parts(path, column, of_events=True) for chunk in _users(part, column).chunks]
+    kinds = sorted({str(chunk.type) for chunk in chunks})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"column {column!r} of {path} holds {' in one file and '.join(kinds)} in another; all files of a folder "
+            "have the same: convert it"
+        )
+    return pc.value_counts(pa.chunked_array(chunks)).field("counts").to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _read_parts(path: Path, column: str | None, *, of_events: bool = False) -> list[_Part]:
     """What is read of a file or, as data sets are written, of a folder of them.
 
     Args:
@@ -122,24 +133,90 @@ def _shards(path: Path) -> list[Path]:
     return files
 
 
-def _read(path: Path, column: str | None, of_events: bool) -> Part:
-    readers: dict[str, Callable[[Path, str | None, bool], Part]] = {
-        ".parquet": _read_parquet,
-        ".csv": _read_csv,
-        ".npy": _read_npy,
-        ".jsonl": _read_jsonl,
-    }
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        remedy = "unpack it" if path.suffix.lower() in _COMPRESSED else "convert it"
-        raise ValueError(f"{path} is none of {', '.join(readers)} and no folder of parquet files: {remedy}")
+def _read(path: Path, column: str | None, of_events: bool) -> _Part:
+    kind = path.suffix.lower()
+    if kind not in _TYPES:
+        remedy = "unpack it" if kind in _COMPRESSED else "convert it"
+        raise ValueError(f"{path} is none of {', '.join(_TYPES)} and no folder of parquet files: {remedy}")
     try:
-        return reader(path, column, of_events)
+        if kind == ".npy":
+            return _read_array(path, column, of_events)
+        if kind == ".parquet":
+            return _read_table(path, pyarrow.dataset.ParquetFileFormat(), column, of_events)
+        first = _first_line(path)
+        if kind == ".csv" or _is_number(first):
+            return _read_csv(path, first, column, of_events)
+        if not first.startswith("{"):
+            raise ValueError(
+                f"{path} begins with {first[:40]!r}; a line is a length, or an object with it as a field: "
+                'write {"length": 12}'
+            )
+        return _read_table(path, pyarrow.dataset.JsonFileFormat(), column, of_events)
     except UnicodeDecodeError as error:
         what = "is compressed: unpack it" if error.object[:2] == b"\x1f\x8b" else "is no text in UTF-8: convert it"
         raise ValueError(f"{path} {what}") from error
     except (pa.ArrowException, EOFError, csv.Error) as error:
-        raise ValueError(f"{path} cannot be read ({str(error) or type(error).__name__}): check the file") from error
+        # What the error was, without what led to it; pyarrow counts rows of JSON from 0.
+        reason = " ".join(str(error).rsplit("Invalid: ", 1)[-1].split()) or type(error).__name__
+        reason = re.sub(r"in row (\d+)", lambda found: f"in row {int(found[1]) + 1}", reason)
+        raise ValueError(f"{path} cannot be read ({reason}): check the file") from error
+
+
+def _first_line(path: Path) -> str:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        first = file.readline().strip()
+    if not first:
+        raise ValueError(f"{path} is empty, or begins with an empty line; it holds lengths: check the file")
+    return first
+
+
+def _read_table(path: Path, file_format: Any, column: str | None, of_events: bool, named: bool = True) -> _Part:
+    """A file by pyarrow; of lists only the lengths are kept, batch by batch."""
+    table = pyarrow.dataset.dataset(path, format=file_format)
+    wanted = _wanted(path, table.schema.names, column)
+    lists = [name for name in wanted if _is_list(table.schema.field(name).type) and not of_events]
+    read = table.to_table(
+        {
+            name: pc.list_value_length(pc.field(name)).cast(pa.int64()) if name in lists else pc.field(name)
+            for name in wanted
+        }
+    )
+    return _Part(path, {name: read[name] for name in wanted}, may_identify=named and not lists)
+
+
+def _read_csv(path: Path, first: str, column: str | None, of_events: bool) -> _Part:
+    """Commas, semicolons or tabs; without a header where the first line has nothing but numbers."""
+    delimiter = next((mark for mark in ",;\t" if mark in first), ",")
+    names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
+    unnamed = all(_is_number(name) for name in names)
+    if unnamed:
+        names = list(HISTOGRAM) if len(names) == len(HISTOGRAM) else [f"column {i + 1}" for i in range(len(names))]
+    wanted = _wanted(path, names, column)
+    file_format = pyarrow.dataset.CsvFileFormat(
+        pyarrow.csv.ParseOptions(delimiter=delimiter),
+        read_options=pyarrow.csv.ReadOptions(column_names=names, skip_rows=0 if unnamed else 1),
+        # Users as they are written: 7 and 007 are two of them.
+        convert_options=pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(wanted, pa.string()) if of_events else None
+        ),
+    )
+    return _read_table(path, file_format, column or (None if len(wanted) > 1 else wanted[0]), of_events, not unnamed)
+
+
+def _read_array(path: Path, column: str | None, of_events: bool) -> _Part:
+    if column is not None:
+        flag = "--group-by" if of_events else "--column"
+        raise ValueError(f"{path} is an array, which has no columns: leave out {flag}")
+    try:
+        values = np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as an array of numbers ({error}): save one by numpy.save") from error
+    if values.ndim != 1 or values.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{path} has shape {values.shape} and dtype {values.dtype}; lengths are integers of shape (rows,): save "
+            "those"
+        )
+    return _Part(path, {"lengths": pa.array(values, from_pandas=False)})
 
 
 def _wanted(path: Path, names: list[str], column: str | None) -> list[str]:
@@ -160,58 +237,6 @@ def _wanted(path: Path, names: list[str], column: str | None) -> list[str]:
     return names
 
 
-def _read_parquet(path: Path, column: str | None, of_events: bool) -> Part:
-    with pq.ParquetFile(path) as parquet:
-        wanted = _wanted(path, parquet.schema_arrow.names, column)
-        has_lists = any(is_list(parquet.schema_arrow.field(name).type) for name in wanted)
-        # A batch at a time: of lists only the lengths are kept.
-        chunks: list[list[Any]] = [[] for _ in wanted]
-        for batch in parquet.iter_batches(columns=wanted):
-            for of_column, values in zip(chunks, batch.columns):
-                of_column.append(values if of_events else _sizes(values))
-    columns = {name: _chunked(values) for name, values in zip(wanted, chunks)}
-    return Part(path, columns, _row, may_identify=not has_lists)
-
-
-def _chunked(arrays: list[Any]) -> Any:
-    return pa.chunked_array(arrays) if arrays else pa.chunked_array([], pa.int64())
-
-
-def _read_csv(path: Path, column: str | None, of_events: bool) -> Part:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        first = file.readline()
-    if not first.strip():
-        raise ValueError(f"{path} is empty, or begins with an empty line; it holds lengths: check the file")
-    delimiter = next((mark for mark in ",;\t" if mark in first), ",")
-    names = [name.strip() for name in next(csv.reader([first.rstrip("\r\n")], delimiter=delimiter))]
-    unnamed = all(_is_number(name) for name in names)
-    if unnamed:
-        names = list(HISTOGRAM) if len(names) == len(HISTOGRAM) else [f"column {i + 1}" for i in range(len(names))]
-    wanted = _wanted(path, names, column)
-    table = pyarrow.csv.read_csv(
-        path,
-        read_options=pyarrow.csv.ReadOptions(column_names=names, skip_rows=0 if unnamed else 1),
-        parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter),
-        # Users as they are written: 7 and 007 are two of them.
-        convert_options=pyarrow.csv.ConvertOptions(
-            include_columns=wanted, column_types=dict.fromkeys(wanted, pa.string()) if of_events else None
-        ),
-    )
-    return Part(path, _columns(table), lambda row: _line(path, row + (not unnamed), delimiter), not unnamed)
-
-
-def _columns(table: pa.Table) -> dict[str, Any]:
-    return {name: table[name] for name in table.column_names}
-
-
-def _line(path: Path, row: int, delimiter: str) -> str:
-    """The line of a csv file where a row ends, counted from 1; the row from 0, without empty lines."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter)
-        next(itertools.islice((values for values in reader if values), row, None), None)
-        return f"line {reader.line_num}"
-
-
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -220,114 +245,12 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _read_npy(path: Path, column: str | None, of_events: bool) -> Part:
-    if column is not None:
-        flag = "--group-by" if of_events else "--column"
-        raise ValueError(f"{path} is an array, which has no columns: leave out {flag}")
-    try:
-        values = np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as an array of numbers ({error}): save one by numpy.save") from error
-    if values.ndim != 1 or values.dtype.kind not in "iuf":
-        raise ValueError(
-            f"{path} has shape {values.shape} and dtype {values.dtype}; lengths are integers of shape (rows,): save "
-            "those"
-        )
-    return Part(path, {"lengths": pa.array(values, from_pandas=False)}, _row)
-
-
-def _read_jsonl(path: Path, column: str | None, of_events: bool) -> Part:
-    first = next(_json_lines(path), None)
-    if first is None:
-        raise ValueError(f"{path} is empty; it holds lengths: check the file")
-    number, line = first
-    try:
-        row = _json_value(path, number, line)
-    except json.JSONDecodeError:
-        raise ValueError(f"{path} does not begin with a line of JSON: check the file") from None
-    if isinstance(row, (int, float)) and not isinstance(row, bool):
-        return _read_csv(path, column, of_events)  # a number per line
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"{path} begins with {line.strip()[:40]!r}; a line is a length, or an object with it as a field: "
-            'write {"length": 12}'
-        )
-    wanted = _wanted(path, list(row), column)
-    has_lists = any(isinstance(row[name], list) for name in wanted)
-    # What lists hold the reader finds out; users are all like the first.
-    of_users = {int: pa.int64(), str: pa.string()}
-    types = {name: of_users.get(type(row[name])) if of_events else pa.float64() for name in wanted}
-    kinds = [] if has_lists or None in types.values() else list(types.items())
-    options = pyarrow.json.ParseOptions(
-        explicit_schema=pa.schema(kinds), unexpected_field_behavior="ignore" if kinds else "infer"
-    )
-    try:
-        table = pyarrow.json.read_json(_without_mark(path), parse_options=options).select(wanted)
-    except pa.ArrowException:
-        if not of_events:
-            _require_json(path, wanted, list if has_lists else (int, float))
-        raise
-    columns = _columns(table)
-    if not of_events:
-        columns = {name: _chunked([_sizes(chunk) for chunk in column.chunks]) for name, column in columns.items()}
-    return Part(path, columns, lambda row: _json_line(path, row), may_identify=not has_lists)
-
-
-def _json_value(path: Path, number: int, line: str) -> Any:
-    """What a line holds; json.JSONDecodeError for what is no JSON."""
-    try:
-        return json.loads(line)
-    except RecursionError:
-        raise ValueError(f"{path} line {number} is nested too deeply to be read: check the file") from None
-
-
-def _without_mark(path: Path) -> Path | io.BytesIO:
-    """The file; what follows the mark of UTF-8, which some editors write at its begin and which is no JSON."""
-    with path.open("rb") as file:
-        return io.BytesIO(file.read()) if file.read(len(BOM_UTF8)) == BOM_UTF8 else path
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file that are not empty, each with its number, from 1."""
-    with path.open(encoding="utf-8-sig") as file:
-        yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-
-
-def _json_line(path: Path, row: int) -> str:
-    number, _ = next(itertools.islice(_json_lines(path), row, None))
-    return f"line {number}"
-
-
-def _require_json(path: Path, wanted: list[str], kind: Any) -> None:
-    """Raise ValueError for the first line that is no object, or none with such values."""
-    for number, line in _json_lines(path):
-        try:
-            row = _json_value(path, number, line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is no JSON ({error}): correct it") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path} line {number} is {line.strip()[:40]!r}; the first is an object: correct it")
-        for name in wanted:
-            value = row.get(name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-                shown = json.dumps(value)[:40]
-                raise ValueError(
-                    f"{path} line {number} has {name!r} {shown}; lengths are numbers in every line, or lists in every "
-                    "line: correct it"
-                )
-
-
-def _sizes(values: Any) -> Any:
-    """Lengths of lists; other values as they are."""
-    return pc.cast(pc.list_value_length(values), pa.int64()) if is_list(values.type) else values
-
-
-def is_list(kind: Any) -> bool:
+def _is_list(kind: Any) -> bool:
     """Whether a type of arrow is that of lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _counts(part: Part, name: str) -> np.ndarray:
+def _counts(part: _Part, name: str) -> np.ndarray:
     """A column as int64.
 
     Raises:
@@ -337,7 +260,14 @@ def _counts(part: Part, name: str) -> np.ndarray:
     if len(column) == 0:
         return np.empty(0, np.int64)
     if pa.types.is_string(column.type):
-        raise ValueError(_no_number(part, name))
+        # Text may be written like numbers, as "12" in parquet or 1_000 in csv.
+        values = column.to_pylist()
+        row = next((row for row, value in enumerate(values) if value is not None and not _is_number(value)), 0)
+        shown = repr(str(values[row])[:40])
+        raise ValueError(
+            f"{what} holds text, such as {shown} in {part.place(row)}; a {part.kind(name)} is an integer of at least "
+            "0: correct it, convert the column, or choose another"
+        )
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise ValueError(f"{what} holds {column.type}; lengths are integers: choose another, or convert it")
     if column.null_count:
@@ -355,14 +285,51 @@ def _counts(part: Part, name: str) -> np.ndarray:
     return np.ascontiguousarray(values, dtype=np.int64)
 
 
-def _no_number(part: Part, name: str) -> str:
-    """What to say of a column of text: the first value that is no number, and its place where others are numbers."""
+def _users(part: _Part, name: str) -> Any:
+    """A column of users, checked."""
     column, what = part.columns[name], f"column {name!r} of {part.path}"
-    values = column.to_pylist()
-    given = [(row, value) for row, value in enumerate(values) if value is not None]
-    # Text may be written like numbers, as "12" in parquet or 1_000 in csv.
-    row, first = next((each for each in given if not _is_number(each[1])), given[0])
-    shown = repr(first if len(first) <= 40 else f"{first[:39]}…")
-    if not _is_number(first) and any(_is_number(value) for _, value in given):
-        return f"{what} holds {shown} in {part.place(row)}; a {part.kind(name)} is an integer of at least 0: correct it"
-    return f"{what} holds text, such as {shown}; lengths are integers: choose another, or convert it"
+    if _is_list(column.type):
+        raise ValueError(
+            f"{what} holds lists, which have lengths already; users are integers or text: evenrank counts them by "
+            f"--column {shlex.quote(name)}"
+        )
+    if pa.types.is_dictionary(column.type):  # as pandas writes categories
+        column = column.cast(column.type.value_type)
+    is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    if not (is_text or pa.types.is_integer(column.type)):
+        raise ValueError(f"{what} holds {column.type}; users are integers or text: choose another, or convert it")
+    lacks = pc.or_kleene(column.is_null(), pc.equal(column, "")) if is_text else column.is_null()
+    if (row := pc.index(lacks, pa.scalar(True)).as_py()) >= 0:
+        raise ValueError(
+            f"{what} has no value in {part.place(row)}; every event has one of the users: leave such rows out"
+        )
+    return column
+
+
+def _require_other_name(path: Path, column: str) -> None:
+    """Raise ValueError for a column that is called like an identifier."""
+    if column.lower().endswith("id"):
+        raise ValueError(
+            f"column {column!r} of {path} ends in 'id', as identifiers do, which are no lengths: count the events of "
+            f"each by --group-by {shlex.quote(column)}, name the column of lengths by --column, or save the numbers "
+            "alone by numpy.save if they are lengths"
+        )
+
+
+def _require_no_identifiers(path: Path, column: str, values: np.ndarray) -> None:
+    """Raise ValueError where nearly all values of a column differ and are large, or where they number the rows."""
+    distinct = len(np.unique(values)) if len(values) >= _FEWEST_ROWS else 0
+    if distinct < _DISTINCT * len(values):
+        return
+    least, middle, most = int(values.min()), int(np.median(values)), int(values.max())
+    if middle > _LARGE:
+        rule = f"half of them above {_LARGE:,}"
+    elif len(values) >= _NUMBERED_ROWS and most - least + 1 == distinct == len(values):
+        rule = f"each of {least:,} to {most:,} once"
+    else:
+        return
+    raise ValueError(
+        f"column {column!r} of {path} has a value of its own in {distinct:,} of {len(values):,} rows, {rule}; such "
+        "numbers identify or date rows and are no lengths: name another column by --column, count each user's events "
+        "by --group-by user_id, or save the numbers alone by numpy.save if they are lengths"
+    )

@@ -1,7 +1,7 @@
 """The `evenrank` command.
 
 To add a subcommand: write a file with a dataclass whose fields are the arguments, whose docstring is the help and whose
-`run()` does the work, and add it to `_COMMANDS`. Only the command that is asked for is imported: torch alone takes
+`run()` does the work, and add it to `_COMMANDS`. Only the command that runs is imported: torch alone takes
 seconds, and reading an archive needs none of it.
 """
 
@@ -14,12 +14,14 @@ import io
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from commons.cli.interrupts import INTERRUPTED, ended_by_ctrl_c
+from commons.cli.outputs import command_line
 from commons.console import accept_all_text, parser_error, print_error, wrapped_help
 from commons.switches import without_boolean_values
 from commons.version import __version__
@@ -44,7 +46,7 @@ _COMMANDS = {
 
 _DESCRIPTION = """evenrank keeps data-parallel ranks evenly loaded.
 
-`evenrank SUBCOMMAND --help` tells its options, with examples; `evenrank --version` the version.
+`evenrank SUBCOMMAND --help` lists its options, with examples; `evenrank --version` the version.
 
 In bash, `source <(evenrank --tyro-print-completion bash)` lets Tab complete subcommands and options."""
 
@@ -66,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0 for success and for help, 1 where `doctor` finds that training could not start and where nobody
-        reads the output any more, 2 for a user's mistake, said in one line on stderr, 130 for Ctrl-C.
-
+        reads the output any more, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C.
     """
     status = None
     accept_all_text()
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
+        command_line.set(shlex.join(["evenrank", *arguments]))
         if arguments == ["--version"]:
             sys.stdout.write(f"evenrank {__version__}\n")
         elif (command := _parse(arguments)) is not None:
@@ -120,7 +122,7 @@ def _parse(argv: list[str]) -> Command | None:
         with ended_by_ctrl_c():
             import tyro
     except ImportError:
-        if argv == ["doctor"]:  # it has no options, and tells what is missing
+        if argv == ["doctor"]:  # it has no options, and finds what is missing
             return _load(argv)["doctor"]()
         raise
     if argv[:1] and argv[0] in _COMMANDS:
@@ -152,7 +154,7 @@ def _parse(argv: list[str]) -> Command | None:
 
 
 def _with_remedy(line: str, argv: list[str]) -> str:
-    """What the parser says, with what to do about a value that follows no option."""
+    """The parser's line, with what to do about a value that follows no option."""
     if not re.match(r"Unrecognized options: [^-]", line) or argv[0] not in _COMMANDS:
         return line
     return f"{line}; a value follows its option: see `evenrank {argv[0]} --help`"
@@ -165,7 +167,7 @@ def _one_line_descriptions(completion: str) -> str:
 
 
 class _Output(io.StringIO):
-    """Stands for stdout while tyro prints, which asks whether that is a terminal, and for its encoding."""
+    """Takes stdout's place while tyro prints; a terminal if that is one, with its encoding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from commons.cli.outputs import require_output
 from commons.console import print_summary
-from commons.datasets.public_datasets import PUBLIC_DATASETS
-from commons.datasets.sequence_file import SequenceFile
-from commons.datasets.sid_assignment import assign_sids
-from commons.datasets.sid_builders import DEFAULT_HISTORY_COLUMN
-from commons.datasets.sid_histories import Histories, ParquetHistories, PreprocessedHistories, history_chunks
-from commons.datasets.sid_map import SIDMap, is_sid_map
+from commons.datasets.public.registry import PUBLIC_DATASETS
+from commons.datasets.sequences.file import SequenceFile
+from commons.datasets.sids.assignment import assign_sids
+from commons.datasets.sids.builders import DEFAULT_HISTORY_COLUMN
+from commons.datasets.sids.histories import Histories, ParquetHistories, PreprocessedHistories, history_chunks
+from commons.datasets.sids.map import SIDMap, is_sid_map
 
 
 @dataclass

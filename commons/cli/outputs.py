@@ -1,13 +1,12 @@
-"""What commands write: looked at before any work; the pages and pictures of answers; and how a command is typed."""
+"""What commands write: looked at before any work, and the pages and pictures of answers."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from commons.console import make_console
 from commons.whole_folder import check_replaceable, whole_file
@@ -15,6 +14,10 @@ from commons.whole_folder import check_replaceable, whole_file
 if TYPE_CHECKING:
     from commons.cli.page import Page
     from commons.cli.pictures import Picture
+
+
+# The command that runs, as it was typed.
+command_line: ContextVar[str] = ContextVar("command_line", default="evenrank")
 
 
 class _TriedError(Exception):
@@ -42,7 +45,6 @@ def require_output(
         ValueError: `output` is one of the inputs, by whatever path.
         FileExistsError: something else is at `output`.
         OSError: `output` cannot be written.
-
     """
     for name, path in inputs.items():
         if path is not None and path.exists() and output.exists() and path.samefile(output):
@@ -91,7 +93,7 @@ def write_answer_outputs(
     *,
     quiet: bool,
 ) -> None:
-    """Write the page and the pictures that are asked for.
+    """Write the page and the pictures that have a path.
 
     Args:
         html: `--html`; None for no page.
@@ -114,32 +116,3 @@ def write_answer_outputs(
     for path in (html, figure):
         if path is not None and not quiet:
             make_console(highlight=False).print(f"written: {path}", markup=False, soft_wrap=True)
-
-
-def as_command(name: str, arguments: Any, *, positional: str = "") -> str:
-    """The command line that gives a command's arguments, without what is at its default.
-
-    Args:
-        name: of the command, as it is typed.
-        arguments: a dataclass of flags, which may hold dataclasses; those called `of_...` add no prefix to theirs.
-        positional: the field that comes first, without a flag; "" for none.
-    """
-    first = map(str, getattr(arguments, positional)) if positional else ()
-    return shlex.join([*name.split(), *first, *_flags(arguments, "", but=positional)])
-
-
-def _flags(arguments: Any, prefix: str, but: str = "") -> list[str]:
-    words = []
-    for item in dataclasses.fields(arguments):
-        if item.name == but:
-            continue
-        value, name = getattr(arguments, item.name), item.name.replace("_", "-")
-        if dataclasses.is_dataclass(value):
-            words += _flags(value, prefix if item.name.startswith("of_") else f"{prefix}{name}.")
-        elif value != item.default:
-            flag = f"--{prefix}{name}"
-            if isinstance(value, bool):
-                words.append(flag if value else f"--{prefix}no-{name}")
-            else:
-                words += [flag, *map(str, value if isinstance(value, (tuple, list)) else (value,))]
-    return words

@@ -4,77 +4,51 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup, escape
 
-from commons.cli.pictures import NARROW, THEMES, WIDE, Picture, svg_of
+from commons.cli.pictures import THEMES, Picture, svg_of
 from commons.version import __version__
 from commons.whole_folder import whole_file
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table; its first column names the rows.
+    """A table; its first column names the rows."""
 
-    Attributes:
-        columns: headings.
-        rows: cells, as many per row as there are columns; a row of one cell is a heading of those that follow.
-        title: above it; "" for none.
-        marked: number of the row that the page is about; None for none.
-    """
-
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # headings
+    # cells, as many per row as there are columns; a row of one cell is a heading of those that follow
     rows: tuple[tuple[str, ...], ...]
-    title: str = ""
-    marked: int | None = None
+    title: str = ""  # above it; "" for none
+    marked: int | None = None  # number of the row that the page is about; None for none
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page.
+    """A part of a page."""
 
-    Attributes:
-        title: its heading.
-        paragraphs: text above.
-        pictures: with their captions.
-        tables: below them.
-        terms: words with what they mean, below.
-        notes: text below, small.
-    """
-
-    title: str
-    paragraphs: tuple[str, ...] = ()
-    pictures: tuple[Picture, ...] = ()
-    tables: tuple[PageTable, ...] = ()
-    terms: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
+    title: str  # its heading
+    paragraphs: tuple[str, ...] = ()  # text above
+    pictures: tuple[Picture, ...] = ()  # with their captions
+    tables: tuple[PageTable, ...] = ()  # below them
+    terms: tuple[tuple[str, str], ...] = ()  # words with what they mean, below
+    notes: tuple[str, ...] = ()  # text below, small
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page.
+    """A page."""
 
-    Attributes:
-        title: its heading.
-        subtitle: what was looked at.
-        answer: the one sentence to remember.
-        copy: lines to copy, such as options; may be empty.
-        figures: the most important numbers, each with what it is: `("1.63×", "speed-up")`.
-        sections: what follows.
-        command: how it was made.
-    """
-
-    title: str
-    subtitle: str
-    answer: str
-    copy: tuple[str, ...]
-    figures: tuple[tuple[str, str], ...]
-    sections: tuple[Section, ...]
-    command: str
+    title: str  # its heading
+    subtitle: str  # what was looked at
+    answer: str  # the one sentence to remember
+    copy: tuple[str, ...]  # lines to copy, such as options; may be empty
+    figures: tuple[tuple[str, str], ...]  # the most important numbers, each with what it is: `("1.63×", "speed-up")`
+    sections: tuple[Section, ...]  # what follows
+    command: str  # how it was made
 
 
 def require_page(path: Path) -> None:
@@ -93,16 +67,13 @@ def write_page(page: Page, path: Path) -> None:
     require_page(path)
     names = (f"p{number}" for number in itertools.count())
 
-    def element(picture: Picture, width: int) -> Markup:
+    def element(picture: Picture) -> Markup:
         # Its text is escaped by matplotlib.
-        return Markup(svg_of(picture, width, next(names)))  # noqa: S704
+        return Markup(svg_of(picture, next(names)))  # noqa: S704
 
     template = _templates().get_template("page.html.jinja")
-    text = "".join(
-        _without_blank_lines(
-            template.generate(page=page, themes=THEMES, element=element, wide=WIDE, narrow=NARROW, version=__version__)
-        )
-    )
+    text = template.render(page=page, themes=THEMES, element=element, version=__version__)
+    text = "".join(line + "\n" for line in text.splitlines() if line.strip())
     with whole_file(path) as file:
         file.write(text.encode())
 
@@ -122,7 +93,3 @@ def _templates() -> jinja2.Environment:
 def _flags_as_code(text: str) -> Markup:
     """Text whose flags are code, and so not broken at their hyphens."""
     return Markup(re.sub(r"--[a-z][\w.-]*\w", r"<code>\g<0></code>", str(escape(text))))  # noqa: S704
-
-
-def _without_blank_lines(parts: Iterator[str]) -> Iterator[str]:
-    return (line + "\n" for line in "".join(parts).splitlines() if line.strip())

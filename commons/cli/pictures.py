@@ -1,4 +1,4 @@
-"""Pictures of a command's answer: drawn once, for a page in light and dark, wide and narrow, or for a file.
+"""Pictures of a command's answer: drawn once, for a page in light and dark, or for a file.
 
 A picture draws on one Axes in the colours of `COLORS`. In a page these become CSS variables, so that the page's theme
 decides them; text stays text. `THEMES` has their values.
@@ -55,28 +55,23 @@ THEMES: Mapping[str, Mapping[str, str]] = {
 # What pictures are drawn in.
 COLORS = THEMES["light"]
 
-# CSS pixels of a picture in a page; an inch has 96 of them.
-WIDE, NARROW = 560, 344
+# CSS pixels of a picture; an inch has 96 of them. A page scales it to the screen, down to a telephone's.
+WIDTH = 440
 _PIXELS_PER_INCH = 96
-# Points of text: 13 and 12 pixels.
-_TEXT, _NARROW_TEXT = 10, 9
+# The same in a file, which nobody scales.
+_FILE_WIDTH = 625
+# Points of text: 13 pixels.
+_TEXT = 10
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture.
+    """One picture."""
 
-    Attributes:
-        title: what it shows, in a few words.
-        text: the same in a sentence or two: its caption, and what is read to those who do not see it.
-        draw: draws it; `is_narrow(axes)` tells where there is little room.
-        height: in pixels, where it is wide.
-    """
-
-    title: str
-    text: str
-    draw: Callable[[Axes], None]
-    height: int = 300
+    title: str  # what it shows, in a few words
+    text: str  # the same in a sentence or two: its caption, and what is read to those who do not see it
+    draw: Callable[[Axes], None]  # draws it
+    height: int = 300  # in pixels
 
 
 def require_picture(path: Path) -> None:
@@ -85,15 +80,16 @@ def require_picture(path: Path) -> None:
         raise ValueError(f"figure is {str(path)!r}; pictures are {', '.join(SUFFIXES)}: choose one of these endings")
 
 
-def is_narrow(axes: Axes) -> bool:
-    """Whether a picture has the width of a telephone."""
-    figure = axes.get_figure()
-    return isinstance(figure, Figure) and figure.get_figwidth() * _PIXELS_PER_INCH < (WIDE + NARROW) / 2
-
-
 def whole_steps(axes: Axes) -> None:
     """Let the axis of steps have whole numbers alone; there is no step 2.5."""
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6 if is_narrow(axes) else 9, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+
+
+def legend_above(axes: Axes) -> None:
+    """The legend above the picture, where it hides nothing, in as many columns as there is room for."""
+    longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
+    columns = max(1, min(3, WIDTH // (45 + 7 * longest)))
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2)
 
 
 def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
@@ -111,8 +107,8 @@ def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
     columns = min(2, len(pictures))
     rows = [pictures[first : first + columns] for first in range(0, len(pictures), columns)]
     heights = [max(picture.height for picture in row) + 40 for row in rows]
-    size = (columns * WIDE * 1.15 / _PIXELS_PER_INCH, sum(heights) / _PIXELS_PER_INCH)
-    with _drawing(_style(_TEXT, "evenrank", COLORS["surface"])):
+    size = (columns * _FILE_WIDTH / _PIXELS_PER_INCH, sum(heights) / _PIXELS_PER_INCH)
+    with _drawing(_style("evenrank", COLORS["surface"])):
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
         for row, of_row in enumerate(rows):
@@ -125,19 +121,17 @@ def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
             figure.savefig(file, format=path.suffix[1:], dpi=144)
 
 
-def svg_of(picture: Picture, width: int, name: str) -> str:
+def svg_of(picture: Picture, name: str) -> str:
     """A picture as an element of a page, without its title.
 
     Args:
         picture: the picture.
-        width: `WIDE` or `NARROW` pixels; it scales from there.
-        name: tells its parts from those of other elements of the page.
+        name: prefix of the names of its parts, different for every element of a page.
     """
-    text = _NARROW_TEXT if width == NARROW else _TEXT
-    height = picture.height if width == WIDE else max(240, 0.85 * picture.height)
     written = io.StringIO()
-    with _drawing(_style(text, name, "none")):
-        figure = Figure(figsize=(width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH), layout="constrained")
+    with _drawing(_style(name, "none")):
+        size = (WIDTH / _PIXELS_PER_INCH, picture.height / _PIXELS_PER_INCH)
+        figure = Figure(figsize=size, layout="constrained")
         picture.draw(figure.subplots())
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return _as_element(written.getvalue())
@@ -157,12 +151,12 @@ def _drawing(style: dict[Any, Any]) -> Iterator[None]:
         yield
 
 
-def _style(text: int, salt: str, surface: str) -> dict[Any, Any]:
+def _style(salt: str, surface: str) -> dict[Any, Any]:
     """Settings of matplotlib; of equal salt and content are equal names within an SVG."""
     ink, muted = COLORS["ink"], COLORS["muted"]
     return {
-        "font.size": text,
-        "figure.titlesize": text + 1,
+        "font.size": _TEXT,
+        "figure.titlesize": _TEXT + 1,
         "svg.fonttype": "none",
         "svg.hashsalt": salt,
         "text.color": ink,
@@ -181,7 +175,7 @@ def _style(text: int, salt: str, surface: str) -> dict[Any, Any]:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "legend.frameon": False,
-        "legend.fontsize": text,
+        "legend.fontsize": _TEXT,
         "lines.linewidth": 1.8,
     }
 
@@ -200,7 +194,7 @@ def _as_element(svg: str) -> str:
 
 
 def marked_lines(lines: Mapping[str, ArrayLike]) -> dict[str, str]:
-    """Names of lines; one that cannot be told from an earlier one, which it hides, has that one's name in brackets.
+    """Names of lines; one that looks like an earlier one, which it hides, has that one's name in brackets.
 
     Args:
         lines: values by name, as a picture shows them: less than 1 % of its height apart they look the same.

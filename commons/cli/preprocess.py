@@ -12,10 +12,10 @@ from typing import Literal
 import tyro
 
 from commons.console import print_summary
-from commons.datasets.event_columns import EventColumns
-from commons.datasets.own_parquet import preprocess_parquet
-from commons.datasets.public_datasets import PUBLIC_DATASETS
-from commons.datasets.sequence_file import SequenceFile
+from commons.datasets.public.registry import PUBLIC_DATASETS
+from commons.datasets.sequences.event_columns import EventColumns
+from commons.datasets.sequences.file import SequenceFile
+from commons.datasets.sequences.own_parquet import preprocess_parquet
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Preprocess:
       evenrank preprocess parquet --source events --output data --columns.user uid --columns.item iid --columns.time ts
 
     An archive may expand to 100 times its size, and always to 64 MiB; one that expands more is unpacked first, if you
-    trust it. A line may have 64 KiB, and a file of users or movies 256 MiB.
+    trust it. A line may have 1 MiB, and a file of users or movies 256 MiB.
     """
 
     dataset_name: tyro.conf.Positional[
@@ -98,7 +98,7 @@ class Preprocess:
                 f"columns are given by flags and by config {self.config}; one of them is enough: remove the other"
             )
         # Reading a config takes torch, which the flags do without.
-        from commons.trainer.args import DatasetArgs
-        from commons.trainer.config import load_config_file
+        from commons.trainer.config.args import DatasetArgs
+        from commons.trainer.config.load import load_config_file
 
         return load_config_file(DatasetArgs, self.config, section="dataset").columns

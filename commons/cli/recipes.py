@@ -1,4 +1,4 @@
-"""Finding the recipe of the model that a subcommand is asked about."""
+"""The recipe of the model that a subcommand looks at."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from commons.datasets.data_loader import SID_DATASETS
+from commons.datasets.loader.data_loader import SID_DATASETS
 from commons.perf_model.measurement import CostTarget
-from commons.trainer.config_file import find_config, read_config_file
+from commons.trainer.config.files import find_config, read_config_file
 from commons.user_package import import_user_module
 
 

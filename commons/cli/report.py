@@ -9,11 +9,10 @@ from pathlib import Path
 
 import tyro
 
-from commons.cli.outputs import as_command, require_answer_outputs, write_answer_outputs
-from commons.cli.report_table import advice_lines, notes_of, print_report
-from commons.run_log.comparison import compare_runs
+from commons.cli.outputs import command_line, require_answer_outputs, write_answer_outputs
+from commons.cli.report_answer import ReportAnswer
 from commons.run_log.files import LOG_FILE
-from commons.run_log.folders import read_runs
+from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
 
 
@@ -21,7 +20,7 @@ from commons.run_log.report import RunReport
 class Report:
     """Say what balancing gained in a run and where its time went; runs beside each other are compared with the first.
 
-    Reads log.jsonl of a run's folder (trainer.run_dir), also while the run goes on; the folder of a demo has two runs.
+    Reads log.jsonl of a run's folder (trainer.run_dir), also while the run goes on.
 
     For example:
       evenrank report runs/train
@@ -48,18 +47,11 @@ class Report:
             raise ValueError("no run is given; report reads the folders of runs (trainer.run_dir): give one or more")
         logs: dict[str, Path | None] = {f"the log of {run}": run / LOG_FILE for run in self.runs}
         require_answer_outputs(self.html, self.figure, logs)
-        reports = [RunReport.of(log) for log in read_runs(self.runs)]
-        against = compare_runs(reports)
+        answer = ReportAnswer.of([RunReport.of(log) for log in read_runs(self.runs)])
         if self.json:
-            content = {
-                "runs": [report.to_dict() for report in reports],
-                "beside_the_first": [each.to_dict() for each in against],
-                "notes": notes_of(reports, against),
-                "advice": advice_lines(reports, against),
-            }
-            sys.stdout.write(json.dumps(content, indent=2) + "\n")
+            sys.stdout.write(json.dumps(answer.to_dict(), indent=2) + "\n")
         else:
-            print_report(reports, against)
+            answer.print()
         if self.html is not None or self.figure is not None:
             # Imported here: what draws takes a second, and a table needs none of it.
             from commons.cli.report_page import page_of
@@ -68,10 +60,7 @@ class Report:
             write_answer_outputs(
                 self.html,
                 self.figure,
-                lambda: page_of(reports, against, self._command()),
-                lambda: pictures_of(reports),
+                lambda: page_of(answer, command_line.get()),
+                lambda: pictures_of(answer.reports),
                 quiet=self.json,
             )
-
-    def _command(self) -> str:
-        return as_command("evenrank report", self, positional="runs")

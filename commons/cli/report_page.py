@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from commons.cli.page import Page, PageTable, Section
+from commons.cli.report_answer import ReportAnswer
 from commons.cli.report_pictures import pictures_of, short_names
-from commons.cli.report_table import advice_lines, notes_of, sections_of
-from commons.run_log.comparison import Against, best_first
+from commons.run_log.comparison import best_first
 from commons.run_log.report import RunReport
 
 # Runs whose speed stands among the first numbers; of more, the fastest.
@@ -15,7 +13,7 @@ _MOST_SPEEDS = 4
 _TERMS = (
     ("imbalance", "largest load of a rank ÷ the mean − 1; all ranks wait for the largest. Mean over steps."),
     ("speed-up of the slowest rank", "largest load as loaded ÷ largest load as balanced, both summed over steps."),
-    ("possible", "largest load as loaded ÷ the load that no plan can go below."),
+    ("possible", "largest load as loaded ÷ the load that no plan can go below, both summed over steps."),
     (
         "speed-up of a step, measured",
         "what a step would take without balancing ÷ what it takes, the exchange and the waiting included, at the "
@@ -29,34 +27,32 @@ _TERMS = (
 )
 
 
-def page_of(reports: Sequence[RunReport], against: Sequence[Against], command: str) -> Page:
+def page_of(answer: ReportAnswer, command: str) -> Page:
     """The report as a page.
 
     Args:
-        reports: of the runs, at least one.
-        against: of all but the first, beside that.
+        answer: the report.
         command: how it was made, for the page's end.
     """
-    advice, names = advice_lines(reports, against), [report.log.name for report in reports]
+    reports, advice = answer.reports, answer.advice()
     rows: list[tuple[str, ...]] = []
-    for title, of_section in sections_of(reports, against):
+    for title, of_section in answer.sections():
         rows += [(title,)] if title else []
         rows += [(label, *cells) for label, cells in of_section]
-    table = PageTable(("", *names), tuple(rows))
-    numbers = Section("All numbers", tables=(table,), notes=tuple(notes_of(reports, against)))
-    pictures, several = pictures_of(reports), len(reports) > 1
-    if several:
+    table = PageTable(("", *(report.log.name for report in reports)), tuple(rows))
+    numbers = Section("All numbers", tables=(table,), notes=tuple(answer.notes()))
+    pictures = pictures_of(reports)
+    if answer.beside:
         sections = [numbers, Section("Beside each other", tuple(advice[:-1]), pictures)]
     else:
         sections = [*([Section("Balance over the run", pictures=pictures)] if pictures else []), numbers]
-    sections.append(Section("How to read it", terms=_TERMS))
     return Page(
         title="What balancing gained",
         subtitle="; ".join(map(_describe, reports)) + ".",
-        answer=advice[-1] if several else " ".join(advice),
+        answer=advice[-1] if answer.beside else " ".join(advice),
         copy=(),
-        figures=tuple(_figures(reports)),
-        sections=tuple(sections),
+        figures=tuple(_figures(answer)),
+        sections=(*sections, Section("How to read it", terms=_TERMS)),
         command=command,
     )
 
@@ -70,15 +66,14 @@ def _describe(report: RunReport) -> str:
     return f"{report.log.name}: {', '.join(parts)}"
 
 
-def _figures(reports: Sequence[RunReport]) -> list[tuple[str, str]]:
+def _figures(answer: ReportAnswer) -> list[tuple[str, str]]:
     """The numbers to see first: of several runs the speed of each, best first, and what balancing did in the best."""
-    names = dict(zip((report.log.name for report in reports), short_names(reports)))
-    compared = [each for each in best_first(reports) if each.compares]
-    best = compared[0].run if compared else reports[-1].log.name
-    report = next(each for each in reports if each.log.name == best)
-    gain = report.gain
+    reports = {report.log.name: report for report in answer.reports}
+    names = dict(zip(reports, short_names(answer.reports)))
+    compared = [each for each in best_first(answer.reports) if each.compares]
+    report = reports[compared[0].run] if compared else answer.reports[-1]
+    gain, of = report.gain, f", {names[report.log.name]}" if answer.beside else ""
     would = "" if report.balancing == "balanced" else " if balanced"
-    of = f", {names[best]}" if len(reports) > 1 else ""
     figures: list[tuple[float | None, str, str]] = [
         (each.rows_per_s, "{:.2f}×", f"rows per second of {names[each.run]} ÷ {names[each.base]}")
         for each in compared[:_MOST_SPEEDS]

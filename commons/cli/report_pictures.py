@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from commons.cli.pictures import COLORS, Picture, as_text, is_narrow, whole_steps
-from commons.run_log.comparison import is_as_loaded
+from commons.cli.pictures import COLORS, Picture, as_text, legend_above, whole_steps
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
@@ -22,10 +22,8 @@ _MOST_RANKS = 64
 _MOST_POINTS = 300
 # What an axis shows at least: of an imbalance from 0 on, of others as a part of the values.
 _LEAST_IMBALANCE, _LEAST_SPAN = 0.01, 0.01
-# Colours, line styles and markers of runs, told apart by all.
-_RUN_COLORS = ("before", "after", "third", "fourth")
-_RUN_STYLES = ("-", "--", "-.", ":")
-_RUN_MARKERS = "os^D"
+# Colours, line styles and markers of curves, different in each of the three.
+_LOOKS = (("before", "-", "o"), ("after", "--", "s"), ("third", "-.", "^"), ("fourth", ":", "D"))
 # Of the parts of a step, their colour and hatch.
 _NOT_SPLIT = "a step, not split"
 _PART_LOOKS = dict(
@@ -47,188 +45,101 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
 
 def pictures_of(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
     """Of one run all that its log knows; of several three pictures in which they stand together."""
-    several = len(reports) > 1
     # The first has the colour of what is not balanced, and stands above the others.
-    reports = sorted(reports, key=lambda report: not is_as_loaded(report))
-    pictures = [_imbalance_of_runs(reports)] if several else _pictures_of(reports[0])
-    if not several and reports[0].speed.step_ms is not None:
-        said = "Median of the steps of each line of the log, in milliseconds."
-        pictures.append(Picture("Time of a step", said, _over_steps(reports, "step_ms", "ms")))
-    timed = [report for report in reports if report.step_time is not None]
-    if any(_is_split(report) for report in timed):
-        pictures.append(
-            Picture(
-                "Where a mean step's time goes",
-                "Work at the bound is the slowest rank's if the plan were as even as can be. What balancing takes off "
-                "is outlined. A run whose loads nobody looked at is not split.",
-                _parts(timed),
-                height=190 + 80 * len(timed),
-            )
-        )
-    if any(report.loss is not None for report in reports):
-        said = "Mean of the steps of each line of the log."
-        pictures.append(Picture("Loss", said, _over_steps(reports, "loss", "loss")))
+    reports = sorted(reports, key=lambda report: not report.is_as_loaded)
+    names = [_short(name, 24) for name in short_names(reports)]
+    pictures = [_imbalance_of(reports[0]), *_of_ranks(reports[0])]
+    if len(reports) > 1:
+        pictures = [_imbalance_as_trained(reports, names)]
+    else:
+        text = "Median of the steps of each line of the log, in milliseconds."
+        pictures.append(_curves("Time of a step", text, [("", reports[0].log, "step_ms")], _finish_ms))
+    pictures.append(_parts([report for report in reports if report.step_time is not None]))
+    losses = [(name, report.log, "loss") for name, report in zip(names, reports)]
+    pictures.append(_curves("Loss", "Mean of the steps of each line of the log.", losses, _finish_loss))
     return tuple(each for each in pictures if each is not None)
 
 
-def _imbalance_of_runs(reports: Sequence[RunReport]) -> Picture | None:
+def _is_balanced(report: RunReport) -> bool:
+    return report.balancing == "balanced"
+
+
+def _imbalance_of(report: RunReport) -> Picture | None:
+    """Of one run, before and after."""
+    carried_out = _is_balanced(report)
+    after = "" if report.gain.imbalance_after is None else f", and {'after' if carried_out else 'as planned'}"
+    return _curves(
+        "Imbalance",
+        f"Largest load ÷ mean − 1 of the ranks, as the rows were loaded{after}: mean of the steps of each line of the "
+        "log. 0 % is a step in which nobody waits.",
+        [
+            ("as loaded", report.log, "imbalance_before"),
+            ("balanced" if carried_out else "planned", report.log, "imbalance_after"),
+        ],
+        _finish_imbalance,
+    )
+
+
+def _imbalance_as_trained(reports: Sequence[RunReport], names: Sequence[str]) -> Picture | None:
     """Of every run as it trained its rows."""
-    if not any(_imbalance_trained(report) for report in reports):
-        return None
-    return Picture(
+    return _curves(
         "Imbalance as trained",
         "Largest load ÷ mean − 1 of the ranks, as each run trained its rows: mean of the steps of each line of the "
         "log. 0 % is a step in which nobody waits.",
-        _imbalances(reports),
+        [
+            (name, report.log, "imbalance_after" if _is_balanced(report) else "imbalance_before")
+            for name, report in zip(names, reports)
+        ],
+        _finish_imbalance,
     )
 
 
-def _imbalance_trained(report: RunReport) -> str:
-    """The column with the imbalance of the rows as they were trained; "" where the log has none."""
-    name = "imbalance_after" if _is_balanced(report) else "imbalance_before"
-    return name if report.log.mean(name) is not None else ""
+def _curves(
+    title: str, text: str, lines: Sequence[tuple[str, RunLog, str]], finish: Callable[[Axes], None]
+) -> Picture | None:
+    """Columns of logs over steps, by label, each with its colour, line and marker; None if no log knows its column."""
+    curves = [(place, label, *curve_of(log, column)) for place, (label, log, column) in enumerate(lines)]
+    curves = [curve for curve in curves if len(curve[3])]
+    if not curves:
+        return None
 
-
-def _is_split(report: RunReport) -> bool:
-    """Whether more is known of a step than all of it."""
-    return report.step_time is not None and len(report.step_time.parts()) > 1
-
-
-def _pictures_of(report: RunReport) -> list[Picture | None]:
-    log, pictures = report.log, list[Picture | None]()
-    carried_out = _is_balanced(report)
-    if report.gain.imbalance_before is not None:
-        after = "" if report.gain.imbalance_after is None else f", and {'after' if carried_out else 'as planned'}"
-        pictures.append(
-            Picture(
-                "Imbalance",
-                f"Largest load ÷ mean − 1 of the ranks, as the rows were loaded{after}: mean of the steps of each "
-                "line of the log. 0 % is a step in which nobody waits.",
-                _imbalance(log, "balanced" if carried_out else "planned"),
+    def draw(axes: Axes) -> None:
+        for place, label, steps, values in curves:
+            (color, _, marker), style = _LOOKS[place % len(_LOOKS)], (place + place // len(_LOOKS)) % len(_LOOKS)
+            axes.plot(
+                steps,
+                values,
+                color=COLORS[color],
+                linestyle=_LOOKS[style][1],
+                # The first is seen where another one covers it.
+                linewidth=3.2 if place == 0 and len(curves) > 1 else 1.8,
+                marker=marker if len(values) <= 20 else "",  # one point alone would not be seen as a curve
+                markersize=5,
+                label=label,
             )
-        )
-    for what, title, meaning in (
-        ("loads", "Load of each rank", "work"),
-        ("lookups", "Keys of each rank", "embedding lookups"),
-    ):
-        shown = {"as loaded": _relative(log, f"{what}_before")}
-        if carried_out:
-            shown["balanced"] = _relative(log, f"{what}_after")
-        known = {name: values for name, values in shown.items() if values is not None}
-        if known:
-            pictures.append(_picture_of_ranks(title, meaning, known))
-    return pictures
+        axes.set_xlabel("step")
+        whole_steps(axes)
+        finish(axes)
+        if any(label for _, label, _, _ in curves):
+            legend_above(axes)
+
+    return Picture(title, text, draw)
 
 
-def _picture_of_ranks(title: str, meaning: str, shown: dict[str, np.ndarray]) -> Picture:
-    lines, ranks = next(iter(shown.values())).shape
-    each = "Each rank's" if ranks <= _MOST_RANKS else "The fullest rank's, the next one's, and so on,"
-    return Picture(
-        title,
-        f"{each} {meaning} ÷ the mean of the ranks, in the last step of each of {lines} lines of the log: mean, and "
-        f"range. {', '.join(shown).capitalize()}.",
-        _ranks(shown),
-    )
-
-
-def _imbalance(log: RunLog, after: str) -> Callable[[Axes], None]:
-    def draw(axes: Axes) -> None:
-        for name, label, color, style in (
-            ("imbalance_before", "as loaded", COLORS["before"], "-"),
-            ("imbalance_after", after, COLORS["after"], "--"),
-        ):
-            steps, values = curve_of(log, name)
-            if len(values):
-                axes.plot(steps, values, color=color, linestyle=style, marker=_marker(values), label=label)
-        _finish_imbalance(axes, columns=2)
-
-    return draw
-
-
-def _imbalances(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
-    names = short_names(reports)
-
-    def draw(axes: Axes) -> None:
-        for place, report in enumerate(reports):
-            if column := _imbalance_trained(report):
-                _plot_run(axes, curve_of(report.log, column), place, names)
-        _finish_imbalance(axes, columns=1 if is_narrow(axes) else 2)
-
-    return draw
-
-
-def _finish_imbalance(axes: Axes, columns: int) -> None:
+def _finish_imbalance(axes: Axes) -> None:
     """From 0 to a percent at least: the noise of even ranks would look like hills, and every tick would say 0 %."""
     top = max(_LEAST_IMBALANCE, axes.get_ylim()[1])
-    axes.set(xlabel="step", ylabel="largest ÷ mean − 1", ylim=(0, top))
+    axes.set(ylabel="largest ÷ mean − 1", ylim=(0, top))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if top > 0.05 else 1))
-    whole_steps(axes)
-    _finish(axes, columns)
 
 
-def _relative(log: RunLog, name: str) -> np.ndarray | None:
-    """float64 `(lines, ranks)`, each rank's number ÷ the mean of the ranks, of lines with as many ranks as the last."""
-    told = [values for values in log.of_ranks.get(name, ()) if values is not None and len(values) > 1]
-    same = [values for values in told if len(values) == len(told[-1]) and np.nanmean(values) > 0]
-    return np.stack([values / np.nanmean(values) for values in same]) if same else None
+def _finish_ms(axes: Axes) -> None:
+    axes.set(ylabel="ms", ylim=(0, None))
 
 
-def _ranks(shown: dict[str, np.ndarray]) -> Callable[[Axes], None]:
-    """A dot for the mean and a line for the range of every rank; of many ranks, bands over ranks in order."""
-
-    def draw(axes: Axes) -> None:
-        for place, (label, values) in enumerate(shown.items()):
-            color = COLORS[("before", "after")[place]]
-            if values.shape[1] > _MOST_RANKS:
-                ordered = -np.sort(-values, axis=1)
-                ranks = np.arange(values.shape[1])
-                axes.fill_between(ranks, ordered.min(axis=0), ordered.max(axis=0), color=color, alpha=0.3, linewidth=0)
-                axes.plot(ranks, ordered.mean(axis=0), ("-", "--")[place], color=color, label=label)
-                continue
-            places = np.arange(values.shape[1]) + (place - (len(shown) - 1) / 2) * 0.3
-            axes.vlines(places, values.min(axis=0), values.max(axis=0), color=color, linewidth=1.8)
-            axes.plot(places, values.mean(axis=0), "os"[place], color=color, markersize=5, label=label)
-        count = next(iter(shown.values())).shape[1]
-        axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8, zorder=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6 if is_narrow(axes) else 12))
-        axes.set(
-            xlabel="rank" if count <= _MOST_RANKS else "ranks, fullest first", ylabel="÷ mean", xlim=(-0.6, count - 0.4)
-        )
-        _widen(axes)
-        _finish(axes, columns=2)
-
-    return draw
-
-
-def _over_steps(reports: Sequence[RunReport], name: str, label: str) -> Callable[[Axes], None]:
-    names = short_names(reports)
-
-    def draw(axes: Axes) -> None:
-        for place, report in enumerate(reports):
-            _plot_run(axes, curve_of(report.log, name), place, names)
-        axes.set(xlabel="step", ylabel=label)
-        whole_steps(axes)
-        if name == "step_ms":
-            axes.set_ylim(0, None)
-        else:
-            _widen(axes)
-        _finish(axes, columns=1 if is_narrow(axes) else 2)
-
-    return draw
-
-
-def _plot_run(axes: Axes, curve: tuple[np.ndarray, np.ndarray], place: int, names: Sequence[str]) -> None:
-    """One of several runs, told apart from the others by colour, line and marker."""
-    axes.plot(
-        *curve,
-        color=COLORS[_RUN_COLORS[place % 4]],
-        linestyle=_RUN_STYLES[(place + place // 4) % 4],
-        # The first is seen where another one covers it.
-        linewidth=3.2 if place == 0 and len(names) > 1 else 1.8,
-        marker=_marker(curve[1]) and _RUN_MARKERS[place % 4],
-        markersize=5,
-        label=_short(names[place], 24),
-    )
+def _finish_loss(axes: Axes) -> None:
+    axes.set_ylabel("loss")
+    _widen(axes)
 
 
 def _widen(axes: Axes) -> None:
@@ -241,53 +152,98 @@ def _widen(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.5g}")
 
 
-def _parts(reports: Sequence[RunReport]) -> Callable[[Axes], None]:
-    times = []
-    for report in reports:
-        parts = report.step_time.parts() if report.step_time else {}
-        times.append(parts if len(parts) > 1 else {_NOT_SPLIT: sum(parts.values())})
-    saved = np.array(
-        [(report.step_time.saved if report.step_time and _is_balanced(report) else None) or 0.0 for report in reports]
-    )
+def _of_ranks(report: RunReport) -> list[Picture | None]:
+    """Loads and keys of each rank of one run."""
+    pictures: list[Picture | None] = []
+    for what, title, meaning in (
+        ("loads", "Load of each rank", "work"),
+        ("lookups", "Keys of each rank", "embedding lookups"),
+    ):
+        names = {"as loaded": f"{what}_before"} | ({"balanced": f"{what}_after"} if _is_balanced(report) else {})
+        known = {label: _relative(report.log, name) for label, name in names.items()}
+        shown = {label: values for label, values in known.items() if values is not None}
+        if shown:
+            lines, ranks = next(iter(shown.values())).shape
+            each = "Each rank's" if ranks <= _MOST_RANKS else "The fullest rank's, the next one's, and so on,"
+            text = (
+                f"{each} {meaning} ÷ the mean of the ranks, in the last step of each of {lines} lines of the log: "
+                f"mean, and range. {', '.join(shown).capitalize()}."
+            )
+            pictures.append(Picture(title, text, _ranks(shown)))
+    return pictures
+
+
+def _relative(log: RunLog, name: str) -> np.ndarray | None:
+    """float64 `(lines, ranks)`, each rank's number ÷ the mean of the ranks, of lines with as many ranks as the last."""
+    known = [values for values in log.of_ranks.get(name, ()) if values is not None and len(values) > 1]
+    same = [values for values in known if len(values) == len(known[-1]) and np.nanmean(values) > 0]
+    return np.stack([values / np.nanmean(values) for values in same]) if same else None
+
+
+def _ranks(shown: dict[str, np.ndarray]) -> Callable[[Axes], None]:
+    """A dot for the mean and a line for the range of every rank; of many ranks, bands over ranks in order."""
+    count = next(iter(shown.values())).shape[1]
+
+    def draw(axes: Axes) -> None:
+        for place, ((label, values), (color, style, marker)) in enumerate(zip(shown.items(), _LOOKS)):
+            looks: dict[str, Any] = {"color": COLORS[color], "label": label}
+            if count > _MOST_RANKS:
+                values = -np.sort(-values, axis=1)
+                low, high = values.min(axis=0), values.max(axis=0)
+                axes.fill_between(np.arange(count), low, high, color=COLORS[color], alpha=0.3, linewidth=0)
+                axes.plot(values.mean(axis=0), style, **looks)
+            else:
+                places = np.arange(count) + (place - (len(shown) - 1) / 2) * 0.3
+                axes.vlines(places, values.min(axis=0), values.max(axis=0), color=COLORS[color], linewidth=1.8)
+                axes.plot(places, values.mean(axis=0), marker, markersize=5, **looks)
+        axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8, zorder=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+        axes.set(xlabel="rank" if count <= _MOST_RANKS else "ranks, fullest first", ylabel="÷ mean")
+        axes.set_xlim(-0.6, count - 0.4)
+        _widen(axes)
+        legend_above(axes)
+
+    return draw
+
+
+def _parts(reports: Sequence[RunReport]) -> Picture | None:
+    """Where a step's time goes, a bar for every run; None where no run knows."""
+    times = [report.step_time.parts() if report.step_time else {} for report in reports]
+    if not any(len(parts) > 1 for parts in times):
+        return None
+    times = [parts if len(parts) > 1 else {_NOT_SPLIT: sum(parts.values())} for parts in times]
+    saved = [report.step_time.saved if report.step_time and _is_balanced(report) else None for report in reports]
     names, places = short_names(reports), np.arange(len(reports))[::-1]
 
     def draw(axes: Axes) -> None:
         begins = np.zeros(len(reports))
-        for part in (part for part in _PART_LOOKS if any(part in time for time in times)):
-            color, hatch = _PART_LOOKS[part]
+        for part, (color, hatch) in _PART_LOOKS.items():
             widths = np.array([time.get(part, 0.0) for time in times])
-            axes.barh(
-                places,
-                widths,
-                left=begins,
-                height=0.55,
-                color=COLORS[color],
-                hatch=hatch,
-                edgecolor=COLORS["muted" if part == _NOT_SPLIT else "surface"],
-                linewidth=0.5,
-                label=part,
-            )
+            if not widths.any():
+                continue
+            edge = COLORS["muted" if part == _NOT_SPLIT else "surface"]
+            looks: dict[str, Any] = {"color": COLORS[color], "hatch": hatch, "edgecolor": edge, "label": part}
+            axes.barh(places, widths, left=begins, height=0.55, linewidth=0.5, **looks)
             begins += widths
-        if (taken := saved > 0).any():
-            axes.barh(
-                places[taken],
-                saved[taken],
-                left=begins[taken],
-                height=0.55,
-                fill=False,
-                edgecolor=COLORS["ink"],
-                linestyle=":",
-                label="taken off by balancing",
-            )
+        outlined: dict[str, Any] = {"fill": False, "edgecolor": COLORS["ink"], "linestyle": ":"}
+        outlined["label"] = "taken off by balancing"
+        for place, begin, taken in zip(places, begins, saved):
+            if taken is not None and taken > 0:
+                axes.barh(place, taken, left=begin, height=0.55, **outlined)
+                outlined["label"] = "_nolegend_"
         # A name stands above its bar, where it takes no width from it.
         for place, name in zip(places, names):
             axes.annotate(_short(name, 36), (0, place + 0.3), va="bottom")
         axes.set(xlabel="ms of a mean step", yticks=[], ylim=(-0.5, len(reports) - 0.3))
         axes.grid(visible=True, axis="x")
         axes.grid(visible=False, axis="y")
-        _finish(axes, columns=1 if is_narrow(axes) else 2)
+        legend_above(axes)
 
-    return draw
+    text = (
+        "Work at the bound is the slowest rank's if the plan were as even as can be. What balancing takes off is "
+        "outlined. A run whose loads nobody looked at is not split."
+    )
+    return Picture("Where a mean step's time goes", text, draw, height=190 + 80 * len(reports))
 
 
 def curve_of(log: RunLog, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -303,20 +259,6 @@ def curve_of(log: RunLog, name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.add.reduceat(steps, begins) / counts, np.add.reduceat(values, begins) / counts
 
 
-def _is_balanced(report: RunReport) -> bool:
-    return report.balancing == "balanced"
-
-
-def _finish(axes: Axes, columns: int) -> None:
-    """The legend above, where it hides nothing."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2)
-
-
-def _marker(values: np.ndarray) -> str:
-    """A dot for every line where there are few; one alone would not be seen as a curve."""
-    return "o" if len(values) <= 20 else ""
-
-
 def _short(name: str, longest: int) -> str:
-    """The end of a name, which tells runs apart."""
+    """The end of a name, in which runs differ."""
     return as_text(name if len(name) <= longest else f"…{name[1 - longest :]}")

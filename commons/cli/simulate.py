@@ -4,25 +4,125 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, ClassVar
 
+import numpy as np
 import tyro
 
-from commons.cli.outputs import as_command, require_answer_outputs, write_answer_outputs
-from commons.cli.simulate_answer import print_answer
-from commons.cli.simulate_gain import LengthOptions, simulate_lengths
+from commons.checks import require_at_least
+from commons.cli.lengths import find_lengths
+from commons.cli.outputs import command_line, require_answer_outputs, write_answer_outputs
+from commons.cli.row_cost import RowCost
+from commons.cli.simulate_answer import print_answer, simulate
+from commons.cli.simulate_sources import ConfigRows, LengthRows, Source
 from commons.distributed.options import ShufflerOptions
+from commons.perf_model.gain import StepCost
+from commons.perf_model.task_estimator import training_flops
 
-if TYPE_CHECKING:
-    from commons.cli.page import Page
-    from commons.cli.pictures import Picture
-
-# Steps and windows, unless told; those of a config have to be read.
+# Steps and windows if none are given; the batches of a config have to be read.
 _STEPS, _STEPS_OF_LENGTHS = 50, 128
 _WINDOWS_OF_LENGTHS = (2, 4, 8)
+
+
+@dataclass
+class LengthOptions(RowCost):
+    """What belongs to `--lengths`."""
+
+    _remedy: ClassVar[str] = ", or cut rows by --max-length"
+
+    column: str | None = None
+    """The column of lengths, or of lists whose items count; None where there is one column."""
+
+    group_by: str | None = None
+    """The column of users in a file of events: a user's length is the number of events. None: rows have lengths."""
+
+    batch_size: int = 32
+    """Rows of a rank in a step."""
+
+    max_length: int | None = None
+    """Longer rows are cut to it; None for no limit."""
+
+    in_order: bool = False
+    """Rows are loaded as they lie in the file, not in a random order."""
+
+    with_replacement: bool = False
+    """Rows are drawn as often as needed, where the file is a sample of more data."""
+
+    seed: int = 0
+    """Of the random order, and of draws."""
+
+    bytes_per_token: int = 8
+    """What a token takes on the wire: 8 for an ID, 16 with an action or a time."""
+
+    peak_tflops: float | None = None
+    """Operations per second of a device at most, in 10^12; gives milliseconds."""
+
+    mfu: float = 0.4
+    """The part of --peak-tflops that training reaches, above 0 and at most 1."""
+
+    link_gbps: float | None = None
+    """What a rank sends per second, in 10^9 bits; gives milliseconds of the exchange."""
+
+    def given(self) -> list[str]:
+        """Flags of the options that are not at their default."""
+        default = LengthOptions()
+        return [
+            "--" + item.name.replace("_", "-")
+            for item in fields(self)
+            if getattr(self, item.name) != getattr(default, item.name)
+        ]
+
+    def check(self) -> None:
+        """Raise ValueError for a value out of its range."""
+        super().check()
+        for name in ("batch_size", "bytes_per_token"):
+            require_at_least(name, getattr(self, name), 1)
+        require_at_least("seed", self.seed, 0)
+        if self.max_length is not None:
+            require_at_least("max_length", self.max_length, 1)
+        for name in ("peak_tflops", "link_gbps"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e9:
+                raise ValueError(f"{name} is {value}; rates are positive: correct it")
+        if not 0 < self.mfu <= 1:
+            raise ValueError(f"mfu is {self.mfu}; it is the part of the peak that is reached, in (0, 1]: correct it")
+        if self.task == "tokens" and self.peak_tflops is not None:
+            raise ValueError("task is 'tokens' and peak_tflops is given; tokens are no operations: choose another task")
+
+    def tokens(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens that the model computes, int64 as the lengths, which are cut first."""
+        return super().tokens(lengths if self.max_length is None else np.minimum(lengths, self.max_length))
+
+    def read(self, source: str) -> LengthRows:
+        """The rows of a file or a distribution.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: an option out of its range, or lengths that are none.
+        """
+        self.check()
+        lengths = find_lengths(
+            source,
+            self.column,
+            group_by=self.group_by,
+            in_order=self.in_order,
+            with_replacement=self.with_replacement,
+        )
+        model, cost = self.model(), None
+        if self.peak_tflops is not None:
+            cost = StepCost(training_flops(1) / (self.peak_tflops * self.mfu * 1e12) * 1e3)
+        return LengthRows.of(
+            lengths,
+            model,
+            self.tokens,
+            self.costs,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            cost=cost,
+            bytes_per_token=self.bytes_per_token,
+        )
 
 
 @dataclass
@@ -84,47 +184,32 @@ class Simulate:
 
     def run(self) -> None:
         """Read, plan, print, draw."""
-        if self.config is not None and self.lengths is not None:
+        if (self.config is None) == (self.lengths is None):
             raise ValueError(
-                f"--config is {self.config} and --lengths is {self.lengths}; each says what the rows are: give one "
-                "of them"
+                f"--config is {self.config} and --lengths is {self.lengths}; simulate needs one of them, which says "
+                "what the rows are: --lengths, a file or a distribution, or --config, that of a training run"
             )
-        if self.config is None and self.lengths is None:
-            raise ValueError(
-                "simulate needs --lengths, a file or a distribution, or --config, that of a training run: give one "
-                "of them"
-            )
-        steps, windows = self.steps, self.window
-        if steps is None:
-            steps = _STEPS if self.lengths is None else _STEPS_OF_LENGTHS
+        self._refuse_options_of_the_other()
+        steps = self.steps if self.steps is not None else _STEPS if self.lengths is None else _STEPS_OF_LENGTHS
+        windows = self.window
         if windows is None:
-            windows = (1,) if self.lengths is None else tuple(each for each in _WINDOWS_OF_LENGTHS if each <= steps)
+            windows = () if self.lengths is None else tuple(each for each in _WINDOWS_OF_LENGTHS if each <= steps)
         if not self.ranks or min(self.ranks) < 2 or steps < 1:
             raise ValueError(
                 f"ranks is {self.ranks} and steps is {steps}; balancing needs 2 ranks and a step: raise them"
             )
-        if (not windows and self.lengths is None) or min(windows, default=1) < 1 or max(windows, default=1) > steps:
+        if min(windows, default=1) < 1 or max(windows, default=1) > steps:
             raise ValueError(
                 f"window is {windows} and steps is {steps}; a window is planned over 1 step to all of them: "
                 f"give --window from 1 to {steps}, or more --steps"
             )
-        if self.config is not None:
-            self._of_config(self.config, steps, windows)
-        elif self.lengths is not None:
-            self._of_lengths(self.lengths, steps, windows)
-
-    def _of_lengths(self, lengths: str, steps: int, windows: tuple[int, ...]) -> None:
-        """From lengths alone."""
-        for flag, given in (
-            ("--model", self.model is not None),
-            ("--shuffler", self.shuffler != ShufflerOptions()),
-        ):
-            if given:
-                raise ValueError(f"{flag} belongs to --config, and --lengths is given: leave it out")
-        require_answer_outputs(self.html, self.figure, {"--lengths": Path(lengths)})
-        answer = simulate_lengths(lengths, self.of_lengths, self.ranks, windows, steps)
+        calibration = None if self.shuffler.calibration is None else Path(self.shuffler.calibration)
+        lengths = Path(self.lengths) if self.lengths else None
+        inputs = {"--config": self.config, "--lengths": lengths, "--shuffler.calibration": calibration}
+        require_answer_outputs(self.html, self.figure, inputs)
+        answer = simulate(self._source(steps), self.ranks, windows, steps, self.of_lengths.link_gbps)
         if self.json:
-            _print_json(answer.to_dict())
+            sys.stdout.write(json.dumps(answer.to_dict(), indent=2) + "\n")
         else:
             print_answer(answer)
         if self.html is not None or self.figure is not None:
@@ -132,40 +217,29 @@ class Simulate:
             from commons.cli.simulate_page import page_of
             from commons.cli.simulate_pictures import pictures_of
 
-            self._write(lambda: page_of(answer, self._command()), lambda: pictures_of(answer))
+            write_answer_outputs(
+                self.html,
+                self.figure,
+                lambda: page_of(answer, command_line.get()),
+                lambda: pictures_of(answer),
+                quiet=self.json,
+            )
 
-    def _of_config(self, config: Path, steps: int, windows: tuple[int, ...]) -> None:
-        """From the batches of a training run."""
-        given = self.of_lengths.given()
-        if given:
-            raise ValueError(f"{', '.join(given)} belongs to --lengths, and --config is given: leave it out")
+    def _refuse_options_of_the_other(self) -> None:
+        """Raise ValueError for options of --lengths beside --config, and the other way round."""
+        given = [("--model", self.model is not None), ("--shuffler", self.shuffler != ShufflerOptions())]
+        wrong, theirs, ours = [name for name, is_given in given if is_given], "--config", "--lengths"
+        if self.lengths is None:
+            wrong, theirs, ours = self.of_lengths.given(), ours, theirs
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} belongs to {theirs}, and {ours} is given: leave it out")
         if self.shuffler.mode != "balance":
             raise ValueError(
                 f"shuffler.mode is {self.shuffler.mode!r}; a simulation says what balancing would gain: leave it out"
             )
-        measured = None if self.shuffler.calibration is None else Path(self.shuffler.calibration)
-        require_answer_outputs(self.html, self.figure, {"--config": config, "--shuffler.calibration": measured})
-        # Imported here: it needs TorchRec, and lengths alone do not.
-        from commons.cli.simulate_config import print_config_answer, simulate_config
-        from commons.cli.simulate_figure import pictures_of_steps
-        from commons.cli.simulate_page import page_of_steps
 
-        answer = simulate_config(config, self.model, self.shuffler, self.ranks, windows, steps)
-        if self.json:
-            _print_json(answer.to_dict())
-        else:
-            print_config_answer(answer)
-        self._write(
-            lambda: page_of_steps(answer.results, answer.title, answer.notes, self._command()),
-            lambda: pictures_of_steps(answer.results),
-        )
-
-    def _write(self, page: Callable[[], Page], pictures: Callable[[], Sequence[Picture]]) -> None:
-        write_answer_outputs(self.html, self.figure, page, pictures, quiet=self.json)
-
-    def _command(self) -> str:
-        return as_command("evenrank simulate", self)
-
-
-def _print_json(content: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(content, indent=2) + "\n")
+    def _source(self, steps: int) -> Source:
+        if self.lengths is not None:
+            return self.of_lengths.read(self.lengths)
+        assert self.config is not None  # noqa: S101  one of them is given
+        return ConfigRows.read(self.config, self.model, self.shuffler, max(self.ranks) * steps)

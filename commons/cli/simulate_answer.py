@@ -1,7 +1,8 @@
-"""What `evenrank simulate --lengths` answers: a table, JSON, and one sentence of advice."""
+"""What `evenrank simulate` answers: a table, JSON, and one sentence of advice."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,100 +11,62 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from commons.console import make_console
-from commons.perf_model.gain import SLACKS, TRAINED_SLACK, Comparison, DealtRows
-from commons.perf_model.task_estimator import training_flops
+from commons.cli.simulate_sources import Source, compare
+from commons.console import format_number, make_console
+from commons.perf_model.gain import TRAINED_SLACK, Comparison, DealtRows
 
 # Balancing is worth its options from this speed-up on; another way is worth its price if it gains so much more.
 WORTH = 1.02
 # Width of a table that no terminal shows.
 _WIDTH = 120
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Milliseconds from operations and bytes.
-
-    Attributes:
-        peak_tflops: operations per second of a device at most, in 10^12; None for no time of steps.
-        mfu: the part of it that training reaches.
-        link_gbps: 10^9 bits that a rank sends per second; None for no time of exchanges.
-    """
-
-    peak_tflops: float | None
-    mfu: float
-    link_gbps: float | None
-
-    def step_ms(self, way: DealtRows) -> float | None:
-        """Forward and backward pass of the slowest rank, mean over steps."""
-        if self.peak_tflops is None:
-            return None
-        largest = float(way.loads.max(axis=1).mean())
-        return training_flops(1) * largest / (self.peak_tflops * self.mfu * 1e12) * 1e3
-
-    def exchange_ms(self, num_bytes: float | None) -> float | None:
-        """The busiest rank's share of the exchange."""
-        if self.link_gbps is None or num_bytes is None:
-            return None
-        return num_bytes * 8 / (self.link_gbps * 1e9) * 1e3
+# What other libraries ship; it is compared and never advised.
+_NEVER_ADVISED = "Karmarkar-Karp"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do.
+    """What to do."""
 
-    Attributes:
-        text: one sentence.
-        options: flags of our trainers, to copy; empty for none.
-        code: the same in Python.
-        way: the name of the way that is advised; None where nothing gains.
-        speed_up: of that way.
-    """
-
-    text: str
-    options: str = ""
-    code: str = ""
-    way: str | None = None
-    speed_up: float = 1.0
+    text: str  # one sentence
+    options: str = ""  # flags of our trainers, to copy; empty for none
+    code: str = ""  # the same in Python
+    way: str | None = None  # the name of the way that is advised; None where nothing gains
+    speed_up: float = 1.0  # of that way
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What was simulated, and what came of it.
+    """What was simulated, and what came of it."""
 
-    Attributes:
-        source: of the lengths, as the user named it.
-        num_rows: rows that there are; None for a distribution.
-        tokens: int64 `(n,)`, of the rows, to describe them.
-        costs: int64 `(n,)`, of the same rows.
-        task: what a row costs, in words.
-        comparisons: by number of ranks, ascending; at least one.
-        bytes_per_token: what a token takes on the wire.
-        time: turns cost into milliseconds; None for none.
-        notes: what else to say, a line each.
-    """
+    source: Source  # of the rows
+    tokens: np.ndarray  # int64 `(n,)`, of rows, to describe them
+    costs: np.ndarray  # int64 `(n,)`, of the same rows
+    comparisons: tuple[Comparison, ...]  # by number of ranks, ascending; at least one
+    link_gbps: float | None  # 10^9 bits that a rank sends per second; None for no time of exchanges
+    notes: tuple[str, ...]  # what else to say, a line each
 
-    source: str
-    num_rows: int | None
-    tokens: np.ndarray
-    costs: np.ndarray
-    task: str
-    comparisons: tuple[Comparison, ...]
-    bytes_per_token: int
-    time: StepTime | None
-    notes: tuple[str, ...]
+    @property
+    def title(self) -> str:
+        """The rows in a line."""
+        rows = "" if self.source.num_rows is None else f"{self.source.num_rows:,} rows, "
+        tokens = ", ".join(f"{name} {value:,.0f}" for name, value in self.quantiles().items())
+        return f"{self.source.name}: {rows}{self.source.batch_size} rows per rank; tokens of a row: {tokens}"
+
+    @property
+    def slacks(self) -> list[float]:
+        """Those that the ways were planned with, ascending."""
+        return sorted({slack for result in self.comparisons for way in result.ways for slack in way.moved})
 
     def bytes_per_rank(self, way: DealtRows) -> float | None:
         """Bytes that the busiest rank sends or receives in a step, mean over steps."""
-        return None if way.sent_tokens is None else way.sent_tokens * self.bytes_per_token
-
-    def step_ms(self, way: DealtRows) -> float | None:
-        """Milliseconds of a step, if asked for."""
-        return None if self.time is None else self.time.step_ms(way)
+        if way.sent_tokens is None or self.source.bytes_per_token is None:
+            return None
+        return way.sent_tokens * self.source.bytes_per_token
 
     def exchange_ms(self, way: DealtRows) -> float | None:
-        """Milliseconds of its exchange, if asked for."""
-        return None if self.time is None else self.time.exchange_ms(self.bytes_per_rank(way))
+        """Milliseconds of its exchange; None without --link-gbps."""
+        size = self.bytes_per_rank(way)
+        return None if size is None or self.link_gbps is None else size * 8 / (self.link_gbps * 1e9) * 1e3
 
     def quantiles(self) -> dict[str, float]:
         """Mean, median, 99th percentile and maximum of the tokens of a row."""
@@ -117,19 +80,20 @@ class Answer:
         for result in self.comparisons:
             if not result.dominated:
                 continue
-            lifted = _best_of_windows(result)
-            remedy = "more rows per step (--batch-size) or shorter rows (--max-length) lift it"
-            most = result.ways[0].total / result.bound
-            if result.possible < WORTH * most:
-                remedy = "it cannot be split, and costs less than 2 % of what is possible"
+            lifted, most = _best_of_windows(result), result.possible_of_batches
+            remedy = "a window of several batches (--window 2 4), more rows per step or shorter rows lift it"
+            if result.equal < WORTH * most:
+                remedy = "it cannot be split, and costs less than 2 % of what equal ranks would gain"
             elif lifted is not None and result.speed_up(lifted) >= WORTH * most:
                 remedy = (
                     f"it cannot be split, so that single batches gain {most:.2f}× at most; --trainer.shuffle-window "
-                    f"{lifted.window} lifts that to {result.speed_up(lifted):.2f}×, a shorter --max-length too"
+                    f"{lifted.window} lifts that to {result.speed_up(lifted):.2f}×, shorter rows too"
                 )
+            elif lifted is not None:
+                remedy = "more rows per step or shorter rows lift it"
             lines.append(
                 f"{result.num_ranks} ranks: in {result.dominated} of {result.rows.num_steps} steps one sample alone is "
-                f"more than an even share of the work, up to {result.largest_share.max():.2f}×; {remedy}."
+                f"more than an even share of the work, up to {result.rows.largest_share.max():.2f}×; {remedy}."
             )
         return lines
 
@@ -140,97 +104,120 @@ class Answer:
             result: of that number; None for the largest.
         """
         result = result or self.comparisons[-1]
-        ways = {way.name: way for way in result.ways}
-        refined, budget = ways["refined"], ways["constant cost"]
+        ways = [way for way in result.ways[1:] if way.name != _NEVER_ADVISED]
+        budget = next((way for way in ways if way.budget is not None), None)
         found, gained = None, 1.0
         # From small changes to large: a larger one has to pay for itself.
-        for way in [refined, ways["free counts"], *(way for way in result.ways if way.window > 1)]:
-            if result.speed_up(way) >= WORTH * gained:
+        for way in ways:
+            if way is not budget and result.speed_up(way) >= WORTH * gained:
                 found, gained = way, result.speed_up(way)
-        further = result.speed_up(budget) >= WORTH * gained
-        if found is None and not further:
+        further = budget if budget is not None and result.speed_up(budget) >= WORTH * gained else None
+        advised = found or further
+        if advised is None:
             return _nothing_gains(result)
-        advised = found or budget
         what, changes, options, code = _how(advised)
-        parts = [
-            f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}×, {result.share(advised):.0%} of the "
-            f"possible {result.possible:.2f}×, {self.of_what}"
-        ]
-        if advised is not refined:
-            parts.append(f" ({result.speed_up(refined):.2f}× batch by batch, with equal counts)")
+        possible = result.possible(advised)
+        of = f"{result.equal:.2f}× with equal ranks" if possible is None else f"{possible:.2f}× possible"
+        parts = [f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}× of {of}"]
+        parts.append(f", {self.source.of_what}")
+        if advised is not ways[0]:
+            parts.append(f" ({result.speed_up(ways[0]):.2f}× batch by batch, with equal counts)")
         parts.append(changes)
-        if advised is not budget and further:
+        if further is not None and advised is not further:
             parts.append(
                 "; where lengths are known beforehand, steps of constant cost (BudgetBatchSampler) gain "
-                f"{result.speed_up(budget):.2f}×"
+                f"{result.speed_up(further):.2f}×"
             )
-        if self.task != "tokens":
+        if self.source.of_what == "in the layers' time":
             parts.append("; a whole step gains less")
         return Advice("".join([*parts, "."]), options, code, advised.name, result.speed_up(advised))
 
-    @property
-    def of_what(self) -> str:
-        """What a speed-up is a ratio of."""
-        if self.task == "tokens":
-            return "in tokens of the slowest rank"
-        return "in the layers' time"
-
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
-        advice = self.advice()
         return {
-            "lengths": {"source": self.source, "rows": self.num_rows, "tokens": self.quantiles()},
-            "task": self.task,
+            "lengths": {"source": self.source.name, "rows": self.source.num_rows, "tokens": self.quantiles()},
+            "task": self.source.task,
             "ranks": [self._of_ranks(result) for result in self.comparisons],
             "notes": [*self.notes, *self.dominant()],
-            "advice": asdict(advice),
+            "advice": asdict(self.advice()),
         }
 
     def _of_ranks(self, result: Comparison) -> dict[str, Any]:
         return {
             "ranks": result.num_ranks,
-            "batch_size": result.rows.batch_size,
+            "batch_size": self.source.batch_size,
             "steps": result.rows.num_steps,
-            "possible_speed_up": result.possible,
-            "possible_speed_up_of_single_batches": result.ways[0].total / result.bound,
+            "speed_up_of_equal_ranks": result.equal,
+            "possible_speed_up_of_single_batches": result.possible_of_batches,
             "dominated_steps": result.dominated,
-            "largest_share": float(result.largest_share.max()),
+            "largest_share": float(result.rows.largest_share.max()),
             "advice": asdict(self.advice(result)),
             "ways": [self._of_way(result, way) for way in result.ways],
         }
 
     def _of_way(self, result: Comparison, way: DealtRows) -> dict[str, Any]:
-        largest = way.largest_to_mean
         return {
             "way": way.name,
             "window": way.window,
-            "largest_to_mean": float(largest.mean()),
-            "largest_to_mean_p99": float(np.quantile(largest, 0.99)),
-            "largest_to_mean_of_sums": way.total,
+            "imbalance": way.imbalance,
+            "largest_to_mean": 1 + way.imbalance,
+            "largest_to_mean_p99": float(np.quantile(way.largest_to_mean, 0.99)),
             "speed_up": result.speed_up(way),
+            "possible_speed_up": result.possible(way),
             "speed_up_median": result.median_speed_up(way),
-            "share_of_possible": result.share(way),
             "tokens_to_mean": way.fullest,
             "tokens_moved": {f"{slack:g}": share for slack, share in way.moved.items()},
             "bytes_per_rank": self.bytes_per_rank(way),
             "planning_ms": way.planning_ms,
-            "step_ms": self.step_ms(way),
+            "step_ms": result.step_ms(way),
             "exchange_ms": self.exchange_ms(way),
         }
+
+
+def simulate(
+    source: Source, ranks: Sequence[int], windows: Sequence[int], steps: int, link_gbps: float | None = None
+) -> Answer:
+    """Deal the rows of a source in every way, for every number of ranks.
+
+    Args:
+        source: of the rows.
+        ranks: numbers of ranks, at least 2 each.
+        windows: batches of every rank that are planned together; 1 is always among the ways.
+        steps: steps to look at; fewer where the source has fewer rows.
+        link_gbps: as in Answer.
+
+    Raises:
+        ValueError: rows that are none, or too few for a step.
+    """
+    notes, comparisons = [], []
+    for num_ranks in sorted(set(ranks)):
+        per_step = num_ranks * source.batch_size
+        possible = steps if source.num_rows is None else min(steps, source.num_rows // per_step)
+        if possible < steps:
+            notes.append(
+                f"{num_ranks} ranks: {possible} of {steps} steps. There are {source.num_rows:,} rows, {steps} steps "
+                f"train {steps * per_step:,}; no row counts twice: {source.remedy}."
+            )
+        if possible:
+            comparisons.append(compare(source, num_ranks, possible, windows))
+    if not comparisons:
+        raise ValueError(
+            f"{source.name} has {source.num_rows:,} rows, a step of {min(ranks)} ranks trains "
+            f"{min(ranks) * source.batch_size:,}: {source.remedy}"
+        )
+    return Answer(source, *source.summary(), tuple(comparisons), link_gbps, tuple(notes))
 
 
 def _nothing_gains(result: Comparison) -> Advice:
     """Advice for where no way gains enough, whether one could or not."""
     ranks = f"On {result.num_ranks} ranks"
-    if result.possible >= WORTH:
+    if result.equal >= WORTH:
         return Advice(
-            f"{ranks} no way of dealing these rows gains 2 %, of {result.possible:.2f}× with equal ranks: leave "
-            "balancing off, or look at more rows per step (--batch-size) and longer windows (--window)."
+            f"{ranks} no way of dealing these rows gains 2 %, of {result.equal:.2f}× with equal ranks: leave "
+            "balancing off, or look at more rows per step and longer windows (--window)."
         )
     most = max(1.0, *(result.speed_up(way) for way in result.ways))
-    return Advice(
-        f"{ranks} these lengths are even as they are loaded: balancing gains {most:.2f}× at most, leave it off."
-    )
+    return Advice(f"{ranks} these rows are even as they are loaded: balancing gains {most:.2f}× at most, leave it off.")
 
 
 def _how(way: DealtRows) -> tuple[str, str, str, str]:
@@ -266,30 +253,28 @@ def _how(way: DealtRows) -> tuple[str, str, str, str]:
 def _best_of_windows(result: Comparison) -> DealtRows | None:
     """The shortest window within 2 % of the best."""
     windows = [way for way in result.ways if way.window > 1]
-    if not windows:
-        return None
-    least = min(way.total for way in windows)
-    return next(way for way in windows if way.total <= WORTH * least)
+    most = max((result.speed_up(way) for way in windows), default=0.0)
+    return next((way for way in windows if WORTH * result.speed_up(way) >= most), None)
 
 
 def print_answer(answer: Answer) -> None:
     """A table per number of ranks, what to know of it, and the advice."""
     console = make_console(width=_WIDTH, highlight=False)
-    rows = "drawn" if answer.num_rows is None else f"{answer.num_rows:,} rows"
-    tokens = ", ".join(f"{name} {value:,.0f}" for name, value in answer.quantiles().items())
-    console.print(Text(f"{answer.source}: {rows}; tokens of a row: {tokens}"))
-    console.print(Text(f"cost: {answer.task}"))
+    console.print(Text(answer.title))
+    console.print(Text(f"cost: {answer.source.task}"))
+    left_out: list[str] = []
     for result in answer.comparisons:
         table, left_out = _fitting_table(answer, result, console)
         console.print(table)
     if left_out:
         console.print(f"Lines are too short for {', '.join(left_out)}, which wider ones show, and --json.")
-    slacks = ", ".join(f"{slack:.0%}" for slack in SLACKS)
+    slacks = ", ".join(f"{slack:.0%}" for slack in answer.slacks)
+    trained = f", with slack {TRAINED_SLACK:.0%}" if len(answer.slacks) > 1 else ""
+    sent = "" if answer.source.bytes_per_token is None else "kB: of the busiest rank per step, and "
     for line in (
-        "mean, p99: largest load ÷ mean, over steps; possible: speed-up ÷ that of equal ranks; "
-        "tokens: fullest rank ÷ mean;",
-        f"moved: of all tokens, with slack {slacks}; kB: of the busiest rank per step, and plan ms, with slack "
-        f"{TRAINED_SLACK:.0%}.",
+        "mean, p99: largest load ÷ mean, over steps; possible: no plan of that kind gains more; tokens: fullest rank ÷ "
+        "mean;",
+        f"moved: of all tokens, with slack {slacks}; {sent}plan ms: of a step{trained}.",
         *answer.notes,
         *answer.dominant(),
     ):
@@ -308,17 +293,19 @@ def _fitting_table(answer: Answer, result: Comparison, console: Console) -> tupl
     cells = [cells_of(answer, result, way) for way in result.ways]
     names, wide = list(cells[0]), console.options.update_width(10_000)  # or the least width is that of the console
     for shown in range(len(names), 1, -1):
-        table = _table(result, [{name: row[name] for name in names[:shown]} for row in cells])
+        table = _table(answer, result, [{name: row[name] for name in names[:shown]} for row in cells])
         if console.measure(table, options=wide).minimum <= console.width:
             break
     return table, names[shown:]
 
 
-def _table(result: Comparison, cells: list[dict[str, str]]) -> Table:
-    title = (
-        f"{result.num_ranks} ranks × {result.rows.batch_size} rows, {result.rows.num_steps} steps: "
-        f"{result.possible:.2f}× possible"
-    )
+def heading_of(answer: Answer, result: Comparison) -> str:
+    """Above a table."""
+    return f"{result.num_ranks} ranks × {answer.source.batch_size} rows, {result.rows.num_steps} steps"
+
+
+def _table(answer: Answer, result: Comparison, cells: list[dict[str, str]]) -> Table:
+    title = f"{heading_of(answer, result)}: {result.equal:.2f}× with equal ranks"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in cells[0]:
         # What has words may wrap where lines are short; numbers stay whole.
@@ -332,26 +319,27 @@ def _table(result: Comparison, cells: list[dict[str, str]]) -> Table:
 
 def cells_of(answer: Answer, result: Comparison, way: DealtRows) -> dict[str, str]:
     """A row of the table, by column."""
-    largest = way.largest_to_mean
+    moved = " / ".join(f"{100 * way.moved[slack]:.0f}" if slack in way.moved else "–" for slack in answer.slacks)
     size = answer.bytes_per_rank(way)
-    moved = " / ".join(f"{100 * way.moved[slack]:.0f}" if slack in way.moved else "–" for slack in SLACKS)
     cells = {
         "": way.name,
-        "mean": f"{largest.mean():.3f}",
-        "p99": f"{np.quantile(largest, 0.99):.3f}",
+        "mean": f"{1 + way.imbalance:.3f}",
+        "p99": f"{np.quantile(way.largest_to_mean, 0.99):.3f}",
         "speed-up": f"{result.speed_up(way):.2f}×",
-        "possible": f"{result.share(way):.0%}",
+        "possible": format_number("{:.2f}×", result.possible(way), "–"),
         "tokens": f"{way.fullest:.2f}",
         "moved %": moved if way.moved else "–",
-        "kB": "–" if size is None else f"{size / 1e3:,.1f}",
-        "plan ms": "–" if way.planning_ms is None else f"{way.planning_ms:.2f}",
+        "kB": format_number("{:,.1f}", size and size / 1e3, "–"),
+        "plan ms": format_number("{:.2f}", way.planning_ms, "–"),
     }
-    if answer.time is not None and answer.time.peak_tflops is not None:
-        cells["step ms"] = _ms(answer.step_ms(way))
-    if answer.time is not None and answer.time.link_gbps is not None:
+    if answer.source.bytes_per_token is None:
+        del cells["kB"]
+    if result.cost is not None:
+        cells["step ms"] = _ms(result.step_ms(way))
+    if answer.link_gbps is not None:
         cells["exchange ms"] = _ms(answer.exchange_ms(way))
     return cells
 
 
 def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+    return format_number("{:,.3g}" if value is None or value < 100 else "{:,.0f}", value, "–")

@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commons.datasets.balanced_sampler import BalancedBatchSampler
-    from commons.datasets.budget_sampler import BudgetBatchSampler
+    from commons.datasets.samplers.balanced import BalancedBatchSampler
+    from commons.datasets.samplers.budget import BudgetBatchSampler
 
 __all__ = ["BalancedBatchSampler", "BudgetBatchSampler"]
 
-_MODULE_OF = {"BalancedBatchSampler": "balanced_sampler", "BudgetBatchSampler": "budget_sampler"}
+_MODULE_OF = {"BalancedBatchSampler": "samplers.balanced", "BudgetBatchSampler": "samplers.budget"}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import torch
 
 from commons.datasets.hstu_batch import padded_kjt
-from commons.datasets.random_distribution import RandomDistribution
+from commons.datasets.random.distribution import RandomDistribution
 from commons.sequence_batch.batch import BaseBatch
-from commons.sequence_batch.fields import real_rows
+from commons.sequence_batch.open_batch import real_rows
 from commons.sequence_batch.schema import register_batch_type
 
 __all__ = ["LABEL_NAME", "GPTSIDBatch", "RandomDistribution", "codebook_offsets"]
@@ -50,12 +50,6 @@ def codebook_offsets(codebook_sizes: Sequence[int]) -> list[int]:
 class GPTSIDBatch(BaseBatch):
     """A batch of histories and candidates as semantic IDs.
 
-    Attributes:
-        history_feature_name: key of the histories' ids, `num_hierarchies` per item.
-        candidate_feature_name: key of the candidates' ids: the items that follow the history, in order.
-        num_hierarchies: codes of an item.
-        codebook_sizes: codes of each hierarchy; None leaves the ids unchecked.
-
     `feature_to_max_seqlen` counts ids. Labels of random and real batches are a KeyedJaggedTensor of int64 with the key
     "code": the codes of the candidates, one per id.
 
@@ -63,12 +57,13 @@ class GPTSIDBatch(BaseBatch):
         ValueError: as BaseBatch; a feature that is no key or plays both parts, `num_hierarchies` below 1 or other than
             the number of codebooks, a codebook without codes; on CPU also a sequence that is not made of whole items,
             or an id outside the codebook of its hierarchy.
-
     """
 
-    history_feature_name: str = field(kw_only=True)
+    history_feature_name: str = field(kw_only=True)  # key of the histories' ids, `num_hierarchies` per item
+    # Key of the candidates' ids: the items that follow the history, in order.
     candidate_feature_name: str = field(kw_only=True)
-    num_hierarchies: int = field(default=4, kw_only=True)
+    num_hierarchies: int = field(default=4, kw_only=True)  # codes of an item
+    # Codes of each hierarchy; None leaves the ids unchecked.
     codebook_sizes: list[int] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

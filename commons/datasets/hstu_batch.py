@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.random_distribution import RandomDistribution
-from commons.datasets.random_times import random_times
-from commons.datasets.sequence_metadata import TIMESTAMP
+from commons.datasets.random.distribution import RandomDistribution
+from commons.datasets.random.times import random_times
+from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
 
 __all__ = ["FeatureConfig", "HSTUBatch", "RandomDistribution"]
@@ -151,8 +151,10 @@ class HSTUBatch(BaseBatch):
 
     def _lengths_of(self, feature_name: str) -> torch.Tensor:
         """int64 `(batch_size,)`: tokens of one feature, on the batch's device."""
-        lengths = self.features.lengths().view(len(self.features.keys()), self.batch_size)
-        return lengths[self.features.keys().index(feature_name)].to(torch.int64)
+        return self._lengths_by_key()[self.features.keys().index(feature_name)].to(torch.int64)
+
+    def _lengths_by_key(self) -> torch.Tensor:
+        return self.features.lengths().view(len(self.features.keys()), self.batch_size)
 
     def sequence_lengths(self, action_interleaved: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens that the model computes per row, on the batch's device; nothing is read back from it.
@@ -166,13 +168,28 @@ class HSTUBatch(BaseBatch):
             int64 `(batch_size,)`: how many of them, at the end, belong to candidates.
 
         """
+        num_tokens, num_targets = self.token_counts(action_interleaved)
+        return num_tokens, torch.zeros_like(num_tokens) if num_targets is None else num_targets
+
+    def token_counts(self, action_interleaved: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `sequence_lengths`, with None for the candidates of a batch that has no `num_candidates`."""
         tokens_per_item = 2 if action_interleaved and self.action_feature_name is not None else 1
-        num_tokens = self._lengths_of(self.item_feature_name) * tokens_per_item
-        for name in self.contextual_feature_names:
-            num_tokens = num_tokens + self._lengths_of(name)
-        if self.num_candidates is None:
-            return num_tokens, torch.zeros_like(num_tokens)
-        return num_tokens, self.num_candidates.to(torch.int64) * tokens_per_item
+        items = self._lengths_by_key()[self.features.keys().index(self.item_feature_name)]
+        num_tokens = torch.add(self.contextual_lengths(), items, alpha=tokens_per_item)
+        candidates = self.num_candidates
+        return num_tokens, None if candidates is None else candidates.to(torch.int64) * tokens_per_item
+
+    def contextual_lengths(self) -> torch.Tensor:
+        """Contextual tokens per row: int64 `(batch_size,)`, on the batch's device; nothing is read back from it."""
+        lengths, column_of = self._lengths_by_key(), {key: column for column, key in enumerate(self.features.keys())}
+        runs: list[list[int]] = []  # of neighbouring keys: a list of columns would be copied to the device
+        for column in sorted(column_of[name] for name in self.contextual_feature_names):
+            if runs and column == runs[-1][1]:
+                runs[-1][1] += 1
+            else:
+                runs.append([column, column + 1])
+        sums = [lengths[first:stop].sum(0, dtype=torch.int64) for first, stop in runs]
+        return sum(sums[1:], sums[0]) if sums else lengths.new_zeros(self.batch_size, dtype=torch.int64)
 
     def host_sequence_lengths(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Contextual tokens, items and candidates per row on the host; as `host_lengths`.

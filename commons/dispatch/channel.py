@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.distributed.control import ControlChannel
-from commons.distributed.group_pool import sends_from_cuda
+from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
+from commons.distributed.channel.groups import serves
 
 # Seconds after which a rank that does not take part is reported.
 DEFAULT_TIMEOUT = 600.0
@@ -62,7 +62,7 @@ class DispatchChannel(ControlChannel):
             RankMissingError: a rank did not take part in time.
         """
         self.step += 1
-        return self.agree_on_call(call, options, error, [number], self.step)[:, 0].tolist()
+        return self.agree(call, options, error, [number], self.step, CALL_NUMBERS)[:, 0].tolist()
 
     def swap_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Bytes that each rank has for this one; `sizes` are those that this one has for each, `(world_size,)`."""
@@ -101,4 +101,4 @@ class DispatchChannel(ControlChannel):
 
     def can_send_from_device(self) -> bool:
         """Whether bytes on this rank's CUDA device can be sent from there."""
-        return self.payload_group is not None and self.has_all_to_all and sends_from_cuda(self.payload_group)
+        return self.payload_group is not None and self.has_all_to_all and serves(self.payload_group, "cuda")

@@ -19,21 +19,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False)
 class BalancedChunks(Sequence[B]):
-    """A batch split into chunks of even work; a sequence of these.
+    """A batch split into chunks of even work; a sequence of these."""
 
-    Attributes:
-        chunks: batches of the type of the whole one; padding comes last in each.
-        indices: for each chunk an int64 tensor `(rows of the chunk,)`: the row of the whole batch that each of its rows
-            is, ascending, and -1 for padding.
-        inverse: int64 `(rows of the whole batch without padding,)`: where each row is in the chunks put end to end, so
-            that `torch.cat(predictions)[inverse]` is in the order of the batch, without padding.
-        loads: int64 `(number of chunks,)`: the workload of each chunk.
-    """
-
-    chunks: list[B]
+    chunks: list[B]  # batches of the type of the whole one; padding comes last in each
+    # For each chunk an int64 tensor `(rows of the chunk,)`: the row of the whole batch that each of its rows is,
+    # ascending, and -1 for padding.
     indices: list[torch.Tensor]
+    # int64 `(rows of the whole batch without padding,)`: where each row is in the chunks put end to end, so that
+    # `torch.cat(predictions)[inverse]` is in the order of the batch, without padding.
     inverse: torch.Tensor
-    loads: torch.Tensor
+    loads: torch.Tensor  # int64 `(number of chunks,)`: the workload of each chunk
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -97,7 +92,7 @@ def split_balanced(
     *,
     equal_size: bool = True,
     pad: bool = False,
-    group_ids: Any = None,
+    groups: Any = None,
 ) -> BalancedChunks[B]:
     """Split a batch into chunks of even work.
 
@@ -107,10 +102,11 @@ def split_balanced(
         batch: anything with rows (`commons.sequence_batch.rows`): a TensorDict, a dict of tensors, a BaseBatch, …
         num_chunks: number of chunks.
         workloads: non-negative integers `(rows,)`: list, array or CPU tensor; values of padding rows are ignored.
-        equal_size: chunks' numbers of rows differ by at most one; with `group_ids`, their numbers of groups do.
+        equal_size: chunks' numbers of rows differ by at most one; with `groups`, which then have one size, their
+            numbers of groups do.
         pad: pad all chunks to one number of rows. Padding is -1 in `indices`, and below `actual_batch_size` where the
             batch has that.
-        group_ids: integers or strings `(rows,)`; rows with one id, such as the answers to one prompt, stay together.
+        groups: integers or strings `(rows,)`; rows with one id, such as the answers to one prompt, stay together.
 
     Returns:
         The chunks, with what brings predictions back into the order of the batch.
@@ -132,7 +128,7 @@ def split_balanced(
         workloads,
         as_count(num_chunks, "num_chunks", 1),
         equal_size=equal_size,
-        group_ids=group_ids,
+        groups=groups,
         may_be_empty=pad,
     )
     indices = part_indices(plan, rows.count, pad)

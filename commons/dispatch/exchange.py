@@ -26,17 +26,11 @@ _NO_PIECES, _NOTHING_TO_SEND, _ON_HOST, _ON_DEVICE = range(4)
 
 
 class Piece(NamedTuple):
-    """What one rank has for another one.
+    """What one rank has for another one."""
 
-    Attributes:
-        rows: a batch.
-        indices: int64 `(rows,)`, numbers of the rows, if they are to be known.
-        extra: a plain value.
-    """
-
-    rows: Rows[Any]
-    indices: torch.Tensor | None = None
-    extra: Any = None
+    rows: Rows[Any]  # a batch
+    indices: torch.Tensor | None = None  # int64 `(rows,)`, numbers of the rows, if they are to be known
+    extra: Any = None  # a plain value
 
 
 @dataclass(frozen=True)  # a named tuple that is generic would need Python 3.11

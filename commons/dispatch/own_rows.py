@@ -11,32 +11,31 @@ from typing import Any
 import numpy as np
 
 from commons.dispatch.channel import DispatchChannel
+from commons.dispatch.gradients import MOST_LEAVES, differentiable_leaves, leaf_paths
 from commons.dispatch.trim import Trim, Window, find_windows
 from commons.dispatch.widen import Found, Widening, agree_on_padding, find_padding
+from commons.distributed.schema_agreement import find_difference
+from commons.sequence_batch.fields import path_name
 from commons.sequence_batch.plain_values import differences
 from commons.sequence_batch.rows import Rows
 
 # Whether a rank gives a column: no, yes, or it has no rows to give one for.
 _ABSENT, _GIVEN, _NO_ROWS = range(3)
+# Numbers of a rank before those of its columns: of its schema, of its padding, and a bit for each differentiable leaf.
+_FACTS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
-    """What one rank brings; made by `OwnRows.of`.
+    """What one rank brings; made by `OwnRows.of`."""
 
-    Attributes:
-        rows: its real rows; None for none at all.
-        columns: by name, int64 `(rows,)`: what all ranks are to know of each row; None for what is not given.
-        windows: what each trim would keep of the whole.
-        schema: what must be equal on all ranks; None without a batch.
-        found: by field, what its rows have beyond their tokens.
-    """
-
-    rows: Rows[Any] | None
+    rows: Rows[Any] | None  # its real rows; None for none at all
+    # By name, int64 `(rows,)`: what all ranks are to know of each row; None for what is not given.
     columns: Mapping[str, np.ndarray | None]
-    windows: Sequence[Window] = ()
-    schema: dict[str, Any] | None = None
-    found: Found = field(default_factory=dict)
+    windows: Sequence[Window] = ()  # what each trim would keep of the whole
+    schema: dict[str, Any] | None = None  # what must be equal on all ranks; None without a batch
+    found: Found = field(default_factory=dict)  # by field, what its rows have beyond their tokens
+    differentiable: Sequence[int] = ()  # leaves that require gradients
 
     @classmethod
     def of(cls, rows: Rows[Any] | None, columns: Mapping[str, np.ndarray | None], trims: Sequence[Trim]) -> OwnRows:
@@ -50,6 +49,7 @@ class OwnRows:
         Raises:
             KeyError, ValueError: a field to trim that is not there, or of the wrong shape.
             TypeError: a batch that cannot be sent.
+            ValueError: a field that requires grad and is jagged, or trimmed.
         """
         if rows is None:
             return cls(None, dict.fromkeys(columns))
@@ -57,7 +57,15 @@ class OwnRows:
         schema = rows.schema(varying=[path for window in windows for path in window.fields])
         real = {name: None if column is None else column[: rows.real] for name, column in columns.items()}
         rows = rows if rows.real == rows.count else rows.select(range(rows.real))
-        return cls(rows, real, windows, schema, find_padding(rows, trims, windows))
+        differentiable = differentiable_leaves(rows)
+        cut = {path for window in windows for path in window.fields}
+        for path in leaf_paths(rows, differentiable):
+            if path in cut:
+                raise ValueError(
+                    f"field {path_name(path)!r} requires grad and is trimmed; gradients follow rows as they are: pass "
+                    "detach(), or leave it out of Trim.fields"
+                )
+        return cls(rows, real, windows, schema, find_padding(rows, trims, windows), differentiable)
 
     @property
     def count(self) -> int:
@@ -67,7 +75,7 @@ class OwnRows:
 
 def gather_rows(
     channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarray, num_trims: int
-) -> tuple[dict[str, np.ndarray | None], Widening]:
+) -> tuple[dict[str, np.ndarray | None], Widening, list[int]]:
     """Tell all ranks of the own rows, and hear of theirs.
 
     Args:
@@ -77,8 +85,8 @@ def gather_rows(
         num_trims: how many trims there are.
 
     Returns:
-        Each column int64 `(rows of all ranks,)`, rank by rank, None where no rank gives it; and what padded sequences
-        are like on all ranks.
+        Each column int64 `(rows of all ranks,)`, rank by rank, None where no rank gives it; what padded sequences are
+        like on all ranks; and the leaves that require gradients on any.
 
     Raises:
         ValueError: batches that differ between ranks, a column that some ranks give and others do not, or a field whose
@@ -86,17 +94,17 @@ def gather_rows(
         RankMissingError: a rank did not take part in time.
     """
     most, names = int(rows_per_rank.max()), list(own.columns)
-    head = np.zeros(2 + len(names) + num_trims, dtype=np.int64)
+    head = np.zeros(_FACTS + len(names) + num_trims, dtype=np.int64)
     table = np.zeros((len(names), most), dtype=np.int64)
     for place, column in enumerate(own.columns.values()):
-        head[2 + place] = _NO_ROWS if not own.count else _ABSENT if column is None else _GIVEN
+        head[_FACTS + place] = _NO_ROWS if not own.count else _ABSENT if column is None else _GIVEN
         if column is not None:
             table[place, : own.count] = column
     if own.schema is not None:
-        head[:2] = _digest(own.schema), _digest(own.found)
-        head[2 + len(names) :] = [window.width for window in own.windows]
+        head[:_FACTS] = _digest(own.schema), _digest(own.found), sum(1 << number for number in own.differentiable)
+        head[_FACTS + len(names) :] = [window.width for window in own.windows]
     gathered = channel.gather(np.concatenate([head, table.ravel()]), channel.step, "gather of workloads")
-    digests, states = gathered[:, 0], gathered[:, 2 : 2 + len(names)]
+    digests, states = gathered[:, 0], gathered[:, _FACTS : _FACTS + len(names)]
     if len(np.unique(digests[digests > 0])) > 1:
         _raise_for_difference([json.loads(text) for text in channel.gather_text(json.dumps(own.schema), channel.step)])
     _require_on_all_or_none(names, states)
@@ -110,7 +118,9 @@ def gather_rows(
     if num_trims and len(np.unique(gathered[:, 1])) > 1:
         found = [json.loads(text) for text in channel.gather_text(json.dumps(own.found), channel.step)]
     padding = agree_on_padding(found, channel.names)
-    return columns, Widening(gathered[:, 2 + len(names) : len(head)].max(axis=0).tolist(), padding)
+    widths = gathered[:, _FACTS + len(names) : len(head)].max(axis=0).tolist()
+    anywhere = int(np.bitwise_or.reduce(gathered[:, 2]))
+    return columns, Widening(widths, padding), [number for number in range(MOST_LEAVES) if anywhere >> number & 1]
 
 
 def _digest(described: Any) -> int:
@@ -131,12 +141,16 @@ def _require_on_all_or_none(names: Sequence[str], states: np.ndarray) -> None:
 
 def _raise_for_difference(schemas: list[dict[str, Any] | None]) -> None:
     """Raise ValueError for ranks whose batches differ; None stands for a rank without a batch."""
-    (first_rank, first), *others = ((rank, schema) for rank, schema in enumerate(schemas) if schema is not None)
-    for rank, other in others:
-        different = differences(first, other)
-        if different:
-            raise ValueError(
-                f"the batches of ranks {first_rank} and {rank} differ: {'; '.join(different[:3])}; rows can be mixed "
-                "where type, keys, dtypes, shapes of rows and metadata are the same on all ranks: make them equal, or "
-                "name what differs in width in Trim.fields"
-            )
+    described = {rank: schema for rank, schema in enumerate(schemas) if schema is not None}
+    found = find_difference(described, _differences)
+    if found is not None:
+        raise ValueError(
+            f"{found[0]}; rows can be mixed where type, keys, dtypes, shapes of rows and metadata are the same on all "
+            "ranks: make them equal, name what differs in width in Trim.fields, or declare metadata that are each "
+            "rank's own: register_batch_type(..., per_rank=(...))"
+        )
+
+
+def _differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What differs first between two descriptions."""
+    return [f"{name!r}: {mine} and {its}" for name, mine, its in differences(first, other)][:3]

@@ -24,7 +24,7 @@ def split_rows(
     num_parts: int,
     *,
     equal_size: bool = True,
-    group_ids: Any = None,
+    groups: Any = None,
     may_be_empty: bool = False,
 ) -> Partition:
     """Which part each real row of a batch goes to, so that the largest load is small.
@@ -33,21 +33,22 @@ def split_rows(
         rows: the batch.
         workloads: non-negative integers `(rows,)`; those of padding are ignored.
         num_parts: number of parts, at least 1.
-        equal_size: numbers of rows differ by at most one; with `group_ids`, numbers of groups do.
-        group_ids: integers or strings `(rows,)`: rows of equal id go to one part. None: every row for itself.
+        equal_size: numbers of rows differ by at most one; with `groups`, which then have one size, numbers of groups
+            do.
+        groups: integers or strings `(rows,)`: rows of equal ones go to one part. None: every row for itself.
         may_be_empty: whether there may be fewer rows (or groups) than parts.
 
     Raises:
-        ValueError: an argument of the wrong length or outside its range, no rows, or more parts than rows (or groups).
+        ValueError: an argument of the wrong length or outside its range, no rows, more parts than rows (or groups), or
+            groups of different sizes with `equal_size`.
     """
     weights = as_int64_workloads(workloads, num_rows=rows.count)[: rows.real]
     require_enough(num_parts, rows.real, "rows", may_be_empty)
-    if group_ids is None:
+    if groups is None:
         return partition(weights, num_parts, equal_size=equal_size)
-    group_of_row, num_groups = _numbered(as_int64_ids(group_ids, rows.count)[: rows.real])
-    require_enough(num_parts, num_groups, "groups", may_be_empty)
-    plan = partition(sum_by_rank(group_of_row, weights, num_groups), num_parts, equal_size=equal_size)
-    return Partition(plan.assignment[group_of_row], plan.loads, plan.lower_bound)
+    numbers = as_int64_ids(groups, rows.count)[: rows.real]
+    require_enough(num_parts, len(np.unique(numbers)), "groups", may_be_empty)
+    return partition(weights, num_parts, equal_size=equal_size, groups=numbers)
 
 
 def split_in_turn(rows: Rows[Any], num_parts: int) -> Partition:
@@ -83,7 +84,7 @@ def plan_redistribution(
     rows_per_rank: np.ndarray,
     *,
     equal_size: bool = True,
-    group_ids: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
     slack: float = 0.0,
 ) -> ShufflePlan:
     """Decide which rows move that already lie on the ranks: few of them and none without need.
@@ -94,36 +95,37 @@ def plan_redistribution(
     Args:
         workloads: int64 `(rows of all ranks,)`, rank by rank.
         rows_per_rank: int64 `(number of ranks,)`.
-        equal_size: numbers of rows differ by at most one afterwards; with `group_ids`, numbers of groups do.
-        group_ids: int64 `(rows of all ranks,)`: rows with one id come together, whatever rank they are on.
+        equal_size: numbers of rows differ by at most one afterwards; with `groups`, which then have one size, numbers
+            of groups do.
+        groups: int64 `(rows of all ranks,)`: rows of equal ones come together, whatever rank they are on.
         slack: fraction of the best load that may be given up to keep rows where they are.
 
     Returns:
         The plan, the same on every rank; it knows of no tokens.
 
     Raises:
-        ValueError: no rows, or fewer rows (or groups) than ranks.
+        ValueError: no rows, fewer rows (or groups) than ranks, or groups of different sizes with `equal_size`.
     """
     gathered = GatheredRows(rows_per_rank, rows_per_rank, workloads, np.zeros_like(workloads))
     num_ranks, home = gathered.num_ranks, gathered.home
     require_enough(num_ranks, len(home), "rows", False, _REMEDY)
-    units, unit_of_row, unit_home = workloads, np.arange(len(home)), home
-    if group_ids is not None:
-        unit_of_row, num_units = _numbered(group_ids)
+    units, unit_of_row, tokens = workloads, np.arange(len(home)), None
+    if groups is not None:
+        unit_of_row, num_units = _numbered(groups)
         require_enough(num_ranks, num_units, "groups", False, _REMEDY)
-        units = sum_by_rank(unit_of_row, workloads, num_units)
-        unit_home = _work_by_rank(unit_of_row, home, workloads, num_units, num_ranks).argmax(axis=1)
-    plan = partition(units, num_ranks, equal_size=equal_size, home=unit_home, slack=slack)
-    rank_of_unit = plan.assignment
+        units, tokens = sum_by_rank(unit_of_row, workloads, num_units), workloads  # at home where most of its work is
+    plan = partition(workloads, num_ranks, equal_size=equal_size, home=home, tokens=tokens, slack=slack, groups=groups)
+    rank_of_unit = plan.assignment[np.unique(unit_of_row, return_index=True)[1]]
     counts = np.bincount(rank_of_unit, minlength=num_ranks)
     if equal_size and int(counts.max()) - int(counts.min()) > 1:
         # The planner leaves uneven sizes alone where no move lowers the largest load; here sizes were asked for.
         # Its parts are named after ranks so that as much work as possible stays where it is.
         part_of_unit = partition(units, num_ranks).assignment
-        kept = _work_by_rank(part_of_unit, unit_home, units, num_ranks, num_ranks)
+        at = part_of_unit[unit_of_row] * num_ranks + home
+        kept = sum_by_rank(at, workloads + 1, num_ranks**2).reshape(num_ranks, num_ranks)
         rank_of_unit = linear_sum_assignment(kept, maximize=True)[1][part_of_unit]
     destination = _fill_empty(units, rank_of_unit, num_ranks)[unit_of_row]
-    return ShufflePlan(gathered, destination, destination, plan.lower_bound)
+    return ShufflePlan.of(gathered, destination, plan.lower_bound)
 
 
 def require_enough(num_parts: int, num_units: int, what: str, may_be_empty: bool, remedy: str = _PAD_REMEDY) -> None:
@@ -145,16 +147,16 @@ def require_enough(num_parts: int, num_units: int, what: str, may_be_empty: bool
         )
 
 
-def as_int64_ids(group_ids: Any, num_rows: int) -> np.ndarray:
+def as_int64_ids(groups: Any, num_rows: int) -> np.ndarray:
     """Ids as int64 `(num_rows,)`, equal where they were; strings become 63 bits of their BLAKE2b digest.
 
     Raises:
         ValueError: no integers or strings, or not one per row.
     """
-    ids = np.asarray(group_ids)
+    ids = np.asarray(groups)
     if ids.shape != (num_rows,) or (ids.dtype.kind not in "iuUSO" and num_rows):
         raise ValueError(
-            f"group_ids have shape {ids.shape} and dtype {ids.dtype}, there are {num_rows} rows; an integer or a "
+            f"groups have shape {ids.shape} and dtype {ids.dtype}, there are {num_rows} rows; an integer or a "
             "string per row is needed: match them"
         )
     if ids.dtype.kind in "iu":
@@ -167,14 +169,6 @@ def _numbered(ids: np.ndarray) -> tuple[np.ndarray, int]:
     """int64 `(rows,)`: the group of each row, numbered by first appearance; and the number of groups."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse], len(first)
-
-
-def _work_by_rank(
-    unit: np.ndarray, home: np.ndarray, workloads: np.ndarray, num_units: int, num_ranks: int
-) -> np.ndarray:
-    """int64 `(num_units, num_ranks)`: the work of each unit that lies on each rank, and 1 for each row."""
-    sums = sum_by_rank(unit * num_ranks + home, workloads + 1, num_units * num_ranks)
-    return sums.reshape(num_units, num_ranks)
 
 
 def _fill_empty(units: np.ndarray, part_of_unit: np.ndarray, num_parts: int) -> np.ndarray:

@@ -2,10 +2,13 @@
 
 rank: workloads ─► one gather ─► plan, the same on every rank ─► rows that move ─► exchange ─► batch
 rank: results of the rows it computed ─► exchange ─► results of its own rows, in their order
+
+Gradients take the same ways back: those of results to the rank that computed them, those of rows to where they lay.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -16,11 +19,12 @@ import torch.distributed as dist
 
 from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.exchange import Piece, exchange
+from commons.dispatch.gradients import differentiable_leaves, follow_gradients
 from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.planning import as_int64_ids, plan_redistribution
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
 from commons.dispatch.widen import Widening, join_trimmed
-from commons.distributed.control import open_channel
+from commons.distributed.channel.agree import open_channel
 from commons.distributed.errors import attempt
 from commons.perf_model.loads import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
@@ -36,36 +40,79 @@ _CALL = "redistribute_balanced"
 
 
 @dataclass(frozen=True, eq=False)
+class Routes:
+    """The ways of a plan, for rows of any kind."""
+
+    plan: ShufflePlan  # where every row is computed
+    rank: int  # this one
+    group: dist.ProcessGroup | None  # the ranks, as the caller gave them
+    timeout: float  # seconds after which a rank that does not take part is reported
+
+    @property
+    def destination(self) -> np.ndarray:
+        """int64 `(own rows,)`, where each of this rank's own rows is computed."""
+        return self.plan.destination[self.plan.gathered.home == self.rank]
+
+    def out(self, call: str, rows: Rows[R] | None) -> Rows[R] | None:
+        """Rows in the order in which this rank had them, to where they are computed."""
+        return self._move(call, rows, self.destination, None, {}, None)
+
+    def home(
+        self, call: str, rows: Rows[R] | None, options: dict[str, Any] | None = None, error: Exception | None = None
+    ) -> Rows[R] | None:
+        """Rows in the order in which they are computed here, to where they lay; None if this rank had none."""
+        home = self.plan.gathered.home[self.plan.rows_for(self.rank)]
+        order = np.argsort(np.argsort(self.destination, kind="stable"))
+        return self._move(call, rows, home, order, options or {}, error)
+
+    def _move(
+        self,
+        call: str,
+        rows: Rows[R] | None,
+        receiver: np.ndarray,
+        order: np.ndarray | None,
+        options: dict[str, Any],
+        error: Exception | None,
+    ) -> Rows[R] | None:
+        def in_order(pieces: list[Piece | None]) -> Rows[R] | None:
+            present = [piece.rows for piece in pieces if piece is not None]
+            if not present:
+                return None
+            joined = Rows.concat(present)
+            return joined if order is None else joined.select(order)
+
+        with open_channel(self.group, self.timeout, DispatchChannel) as channel:
+            exchanged = exchange(
+                channel,
+                call,
+                options,
+                error,
+                lambda rank: _piece_of(rows, np.flatnonzero(receiver == rank)),
+                in_order,
+                expected_bytes=0 if rows is None else rows.nbytes,
+            )
+        assert exchanged is not None  # noqa: S101  every rank has rows
+        return exchanged.result
+
+
+@dataclass(frozen=True, eq=False)
 class RedistributedRows(Trimmed, Generic[B]):
-    """The rows that one rank computes, some of its own and some of others.
+    """The rows that one rank computes, some of its own and some of others."""
 
-    Attributes:
-        batch: the rows, without padding, in ascending order of `indices`.
-        indices: int64 `(rows,)` on the CPU: the global number of each row: real rows of the ranks before, plus the row.
-        home: int64 `(rows,)` on the CPU: the rank that each row comes from.
-        loads_before: int64 `(ranks,)`: the workload of each rank as the rows lay.
-        loads_after: int64 `(ranks,)`: the workload of each rank now.
-        num_moved: rows of all ranks that changed rank.
-        bytes_sent: what this rank sent.
-        bytes_received: what it received.
-    """
-
-    batch: B
+    batch: B  # the rows, without padding, in ascending order of `indices`
+    # int64 `(rows,)` on the CPU: the global number of each row: real rows of the ranks before, plus the row.
     indices: torch.Tensor
-    home: torch.Tensor
-    loads_before: torch.Tensor
-    loads_after: torch.Tensor
-    num_moved: int
-    bytes_sent: int
-    bytes_received: int
-    _plan: ShufflePlan = field(repr=False)
-    _rank: int
-    _group: dist.ProcessGroup | None
-    _timeout: float
+    home: torch.Tensor  # int64 `(rows,)` on the CPU: the rank that each row comes from
+    loads_before: torch.Tensor  # int64 `(ranks,)`: the workload of each rank as the rows lay
+    loads_after: torch.Tensor  # int64 `(ranks,)`: the workload of each rank now
+    num_moved: int  # rows of all ranks that changed rank
+    bytes_sent: int  # what this rank sent
+    bytes_received: int  # what it received
+    _routes: Routes = field(repr=False)
     _windows: Sequence[Window] = ()
 
     def __repr__(self) -> str:
-        moved = int((self.home != self._rank).sum())
+        moved = int((self.home != self._routes.rank).sum())
         before, after = (1 + imbalance(loads.numpy()) for loads in (self.loads_before, self.loads_after))
         return (
             f"RedistributedRows({len(self.indices)} rows, {moved} of them from other ranks, largest load "
@@ -73,18 +120,21 @@ class RedistributedRows(Trimmed, Generic[B]):
         )
 
     def send_home(self, results: R) -> R | None:
-        """Bring results, without gradients, to the ranks that the rows come from, in the order in which these had them.
+        """Bring results to the ranks that the rows come from, in the order in which these had them.
 
-        All ranks of the group call this together.
+        All ranks of the group call this together. Dense tensors that require grad are differentiable: the backward of
+        what comes home is a collective, in which each rank takes part whose loss depends on its own results, so every
+        rank's loss has to, also one's that had no rows.
 
         Args:
-            results: a tensor or any other batch with a row per row of `batch`, such as rewards.
+            results: a tensor or any other batch with a row per row of `batch`, such as rewards or features.
 
         Returns:
-            Results of this rank's own real rows; None if it had no rows.
+            Results of this rank's own real rows. If it had none: None, or no rows of results that require grad.
 
         Raises:
-            ValueError: on all ranks: results with another number of rows than the batch, or that cannot be joined.
+            ValueError: on all ranks: results with another number of rows than the batch, or that cannot be joined;
+                results that require grad on some ranks only, or in a jagged tensor.
             TypeError: on all ranks: results that cannot be sent.
             RankMissingError: a rank did not take part in time.
         """
@@ -98,36 +148,23 @@ class RedistributedRows(Trimmed, Generic[B]):
 
         Returns, Raises: as `send_home`, and what `make` raises.
         """
-        with open_channel(self._group, self._timeout, DispatchChannel) as channel:
-            rows, error = attempt(lambda: self._checked(make()))
+        made, error = attempt(lambda: self._checked(make()))
+        rows, numbers = made or (None, [])
+        home = self._routes.home("send_home", rows, {"gradients": numbers}, error)
+        if rows is None or (home is None and not numbers):
+            return None
+        home = rows.select([]) if home is None else home
+        back = functools.partial(self._routes.out, "backward of send_home")
+        return follow_gradients(home, rows, numbers, back).batch
 
-            def in_order(pieces: list[Piece | None]) -> R | None:
-                present = [piece.rows for piece in pieces if piece is not None]
-                if not present:
-                    return None
-                computed_by = self._plan.destination[self._plan.gathered.home == self._rank]
-                return Rows.concat(present).select(np.argsort(np.argsort(computed_by, kind="stable"))).batch
-
-            exchanged = exchange(
-                channel,
-                "send_home",
-                {},
-                error,
-                lambda rank: _piece_of(rows, np.flatnonzero(self.home.numpy() == rank)),
-                in_order,
-                expected_bytes=0 if rows is None else rows.nbytes,
-            )
-            assert exchanged is not None  # noqa: S101  every rank has results
-            return exchanged.result
-
-    def _checked(self, results: R) -> Rows[R]:
+    def _checked(self, results: R) -> tuple[Rows[R], list[int]]:
         rows = Rows.of(results)
         if rows.count != len(self.indices):
             raise ValueError(
                 f"results have {rows.count} rows, the batch has {len(self.indices)}; they have a row per row of the "
                 "batch: keep all rows"
             )
-        return rows
+        return rows, differentiable_leaves(rows)
 
 
 def redistribute_balanced(
@@ -136,7 +173,7 @@ def redistribute_balanced(
     *,
     group: dist.ProcessGroup | None = None,
     equal_size: bool = True,
-    group_ids: Any = None,
+    groups: Any = None,
     slack: float = 0.01,
     trim: Trim | Sequence[Trim] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
@@ -144,15 +181,17 @@ def redistribute_balanced(
     """Move rows between ranks so that all carry equal work; rows that stay do not travel.
 
     All ranks of the group call this together, each with the rows that it has, such as the rollouts it has generated.
-    Ranks may bring different numbers of rows, none included. Padding that a batch states is left out. Gradients end
-    here, for rows that stay too.
+    Ranks may bring different numbers of rows, none included. Padding that a batch states is left out. Gradients of
+    dense tensors that require them go back to where the rows lay; see `RedistributedRows.send_home` for what that asks
+    of the ranks.
 
     Args:
         batch: this rank's rows, anything with rows (`commons.sequence_batch.rows`); None for none.
         workloads: non-negative integers `(rows,)`; None with a batch of None.
         group: the ranks; default megatron-core's data-parallel group where parallel_state is initialised, else all.
-        equal_size: numbers of rows differ by at most one afterwards; with `group_ids`, numbers of groups do.
-        group_ids: integers or strings `(rows,)`: rows with one id come together, even from different ranks.
+        equal_size: numbers of rows differ by at most one afterwards; with `groups`, which then have one size,
+            numbers of groups do.
+        groups: integers or strings `(rows,)`: rows with one id come together, even from different ranks.
         slack: fraction of the best load that may be given up to keep rows where they are.
         trim: which fields are padded sequences: they may differ in width between ranks, and become as wide as the
             longest row that a rank ends with, filled with the padding that they have already (`Trim.fill`).
@@ -164,7 +203,7 @@ def redistribute_balanced(
     Raises:
         ValueError: on all ranks: fields of different numbers of rows, wrong workloads, no rows at all or fewer (or
             fewer groups) than ranks, batches that differ between ranks, sequences to widen whose padding is not one
-            value, or ranks that pass different options.
+            value, a field that requires grad and is jagged or trimmed, or ranks that pass different options.
         TypeError: on all ranks: a batch that cannot be sent, or would arrive as something else: masked arrays,
             subclasses of tensors.
         KeyError: on all ranks: a field to trim that is not there, or a class that a rank has not imported.
@@ -177,18 +216,19 @@ def redistribute_balanced(
             trims = one_sided(trim)
             shown = [repr(each) for each in trims]
             options = {"equal_size": equal_size, "slack": as_slack(slack), "trim": shown}
-            own = _own_rows(batch, workloads, group_ids, trims)
+            own = _own_rows(batch, workloads, groups, trims)
         except Exception as caught:
             error = caught
         num_own = 0 if own is None else own.count
         rows_per_rank = np.array(channel.begin(_CALL, options, error, num_own))
         assert own is not None  # noqa: S101  begin raised the error
-        columns, widening = gather_rows(channel, own, rows_per_rank, len(trims))
-        all_workloads, all_ids = columns["workloads"], columns["group_ids"]
+        columns, widening, differentiable = gather_rows(channel, own, rows_per_rank, len(trims))
+        all_workloads, all_ids = columns["workloads"], columns["groups"]
         if all_workloads is None:
             all_workloads = np.empty(0, dtype=np.int64)
-        plan = plan_redistribution(all_workloads, rows_per_rank, equal_size=equal_size, group_ids=all_ids, slack=slack)
-        return carry_out(channel, _CALL, own, plan, trims, widening, group, timeout)
+        plan = plan_redistribution(all_workloads, rows_per_rank, equal_size=equal_size, groups=all_ids, slack=slack)
+        routes = Routes(plan, channel.rank, group, timeout)
+        return carry_out(channel, _CALL, own, routes, trims, widening, differentiable)
 
 
 def one_sided(trim: Trim | Sequence[Trim] | None) -> tuple[Trim, ...]:
@@ -208,9 +248,9 @@ def one_sided(trim: Trim | Sequence[Trim] | None) -> tuple[Trim, ...]:
     return trims
 
 
-def _own_rows(batch: Any, workloads: Any, group_ids: Any, trims: tuple[Trim, ...]) -> OwnRows:
+def _own_rows(batch: Any, workloads: Any, groups: Any, trims: tuple[Trim, ...]) -> OwnRows:
     rows = None if batch is None else Rows.of(batch)
-    columns: dict[str, np.ndarray | None] = {"workloads": None, "group_ids": None}
+    columns: dict[str, np.ndarray | None] = {"workloads": None, "groups": None}
     if rows is None:
         if workloads is not None and len(workloads):
             raise ValueError(
@@ -221,7 +261,7 @@ def _own_rows(batch: Any, workloads: Any, group_ids: Any, trims: tuple[Trim, ...
         raise ValueError(f"workloads is None, the batch has {rows.count} rows; one per row is needed: pass them")
     else:
         columns["workloads"] = as_int64_workloads(workloads, num_rows=rows.count)
-        columns["group_ids"] = None if group_ids is None else as_int64_ids(group_ids, rows.count)
+        columns["groups"] = None if groups is None else as_int64_ids(groups, rows.count)
     return OwnRows.of(rows, columns, trims)
 
 
@@ -229,11 +269,10 @@ def carry_out(
     channel: DispatchChannel,
     call: str,
     own: OwnRows,
-    plan: ShufflePlan,
+    routes: Routes,
     trims: tuple[Trim, ...],
     widening: Widening,
-    group: dist.ProcessGroup | None,
-    timeout: float,
+    differentiable: Sequence[int],
 ) -> RedistributedRows[Any]:
     """Move the rows as planned; called on all ranks together.
 
@@ -241,18 +280,16 @@ def carry_out(
         channel: the ranks.
         call: name of the call.
         own: this rank's rows.
-        plan: gives every rank a row.
+        routes: of a plan that gives every rank a row.
         trims: how padded sequences are cut.
         widening: what padded sequences are like on all ranks.
-        group: the ranks as the caller gave them, for the way home.
-        timeout: seconds after which a rank that does not take part is reported, then.
+        differentiable: leaves whose gradients go back.
 
     Raises:
         Exception: what went wrong on any rank, on all of them.
         RankMissingError: a rank did not take part in time.
     """
-    home = plan.gathered.home
-    destination_of_own = plan.destination[home == channel.rank]
+    plan, destination_of_own = routes.plan, routes.destination
 
     def piece_for(rank: int) -> Piece | None:
         piece = _piece_of(own.rows, np.flatnonzero(destination_of_own == rank))
@@ -264,7 +301,8 @@ def carry_out(
     def join(pieces: list[Piece | None]) -> tuple[Rows[Any], list[Window]]:
         present = [piece for piece in pieces if piece is not None]
         cut = [[Window(trim.name, *each) for trim, each in zip(trims, piece.extra or ())] for piece in present]
-        return join_trimmed([piece.rows for piece in present], cut, trims, widening)
+        joined, windows = join_trimmed([piece.rows for piece in present], cut, trims, widening)
+        return joined.with_own_of(own.rows), windows
 
     sent = int((destination_of_own != channel.rank).sum())
     exchanged = exchange(
@@ -278,20 +316,18 @@ def carry_out(
     )
     assert exchanged is not None  # noqa: S101  every rank has pieces, if only empty ones
     rows, windows = exchanged.result
-    indices = plan.rows_for(channel.rank)
+    back = functools.partial(routes.home, f"backward of {call}")
+    rows, indices = follow_gradients(rows, own.rows, differentiable, back), plan.rows_for(channel.rank)
     return RedistributedRows(
         batch=rows.batch,
         indices=torch.from_numpy(indices),
-        home=torch.from_numpy(home[indices]),
+        home=torch.from_numpy(plan.gathered.home[indices]),
         loads_before=torch.from_numpy(plan.loads_before),
         loads_after=torch.from_numpy(plan.loads_after),
         num_moved=plan.num_moved,
         bytes_sent=exchanged.bytes_sent,
         bytes_received=exchanged.bytes_received,
-        _plan=plan,
-        _rank=channel.rank,
-        _group=group,
-        _timeout=timeout,
+        _routes=routes,
         _windows=windows,
     )
 

@@ -21,7 +21,7 @@ from commons.dispatch.exchange import Piece, exchange
 from commons.dispatch.planning import part_indices, split_rows, take_part
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows
 from commons.dispatch.widen import agree_on_padding, find_padding, trim_share
-from commons.distributed.control import open_channel
+from commons.distributed.channel.agree import open_channel
 from commons.distributed.errors import attempt
 from commons.perf_model.partitioner import Partition
 from commons.sequence_batch.rows import Rows
@@ -32,32 +32,20 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Source:
-    """Where shares come from, so that their results find the way back.
+    """Where shares come from, so that their results find the way back."""
 
-    Attributes:
-        rank: the source, as a rank of the group.
-        group: the ranks, as the caller named them.
-        timeout: seconds after which a rank that does not take part is reported.
-    """
-
-    rank: int
-    group: dist.ProcessGroup | None
-    timeout: float
+    rank: int  # the source, as a rank of the group
+    group: dist.ProcessGroup | None  # the ranks, as the caller named them
+    timeout: float  # seconds after which a rank that does not take part is reported
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Which rows of a batch each rank gets, known on the source.
+    """Which rows of a batch each rank gets, known on the source."""
 
-    Attributes:
-        indices: for each rank int64 `(its rows,)`, -1 for padding.
-        imbalance: largest load divided by the mean, minus 1.
-        num_rows: rows of the batch, padding included.
-    """
-
-    indices: list[torch.Tensor]
-    imbalance: float
-    num_rows: int
+    indices: list[torch.Tensor]  # for each rank int64 `(its rows,)`, -1 for padding
+    imbalance: float  # largest load divided by the mean, minus 1
+    num_rows: int  # rows of the batch, padding included
 
     @classmethod
     def of(cls, plan: Partition, rows: Rows[Any], pad: bool) -> Split:
@@ -67,19 +55,13 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class BalancedShare(Trimmed, Generic[B]):
-    """The rows of a batch that one rank computes.
+    """The rows of a batch that one rank computes."""
 
-    Attributes:
-        batch: the rows, of the type of the whole batch; padding comes last.
-        indices: int64 `(rows,)` on the CPU: the row of the whole batch that each row is, ascending, and -1 for padding.
-        imbalance: largest load of a rank divided by the mean, minus 1.
-        bytes_received: what came over the network for this share; 0 on the source.
-    """
-
-    batch: B
+    batch: B  # the rows, of the type of the whole batch; padding comes last
+    # int64 `(rows,)` on the CPU: the row of the whole batch that each row is, ascending, and -1 for padding.
     indices: torch.Tensor
-    imbalance: float
-    bytes_received: int
+    imbalance: float  # largest load of a rank divided by the mean, minus 1
+    bytes_received: int  # what came over the network for this share; 0 on the source
     _source: Source
     _windows: Sequence[Window] = ()
     _split: Split | None = field(default=None, repr=False)
@@ -197,7 +179,7 @@ def scatter_balanced(
     group: dist.ProcessGroup | None = None,
     equal_size: bool = True,
     pad: bool = False,
-    group_ids: Any = None,
+    groups: Any = None,
     trim: Trim | Sequence[Trim] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> BalancedShare[Any]:
@@ -211,10 +193,11 @@ def scatter_balanced(
         src: the source, as a rank of the group.
         group: ranks that share the batch; default megatron-core's data-parallel group where parallel_state is
             initialised, else all ranks. Without torch.distributed the share is the whole batch.
-        equal_size: ranks' numbers of rows differ by at most one; with `group_ids`, their numbers of groups do.
+        equal_size: ranks' numbers of rows differ by at most one; with `groups`, which then have one size, their
+            numbers of groups do.
         pad: pad all shares to one number of rows. Padding is -1 in `indices`, and below `actual_batch_size` where the
             batch has that; in another batch, fields that are trimmed hold there what they hold beyond their tokens.
-        group_ids: on the source, integers or strings `(rows,)`: rows with one id stay together.
+        groups: on the source, integers or strings `(rows,)`: rows with one id stay together.
         trim: which fields are padded sequences: each share becomes as wide as its own longest row.
         timeout: seconds after which a rank that does not take part is reported.
 
@@ -235,12 +218,12 @@ def scatter_balanced(
         )
 
         def source_rows() -> tuple[Rows[Any], Split] | None:
-            _require_role({"batch": batch, "workloads": workloads}, {"group_ids": group_ids}, channel.rank, src)
+            _require_role({"batch": batch, "workloads": workloads}, {"groups": groups}, channel.rank, src)
             if channel.rank != src:
                 return None
             rows = Rows.of(batch)
             plan = split_rows(
-                rows, workloads, channel.world_size, equal_size=equal_size, group_ids=group_ids, may_be_empty=pad
+                rows, workloads, channel.world_size, equal_size=equal_size, groups=groups, may_be_empty=pad
             )
             return rows, Split.of(plan, rows, pad)
 

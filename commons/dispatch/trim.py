@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 import torch
 
-from commons.sequence_batch.batch_tree import Path, path_name
+from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.row_leaves import ARRAY, DENSE_TENSOR, LeafType
 from commons.sequence_batch.rows import Rows
 
@@ -28,25 +28,21 @@ class Trim:
 
     A field is named by its key, or by the tuple of keys that leads to it: "input_ids", ("inputs", "ids").
 
-    Attributes:
-        mask: the field `(rows, width)` that is not zero where a row has a token; then `lengths` is not given.
-        lengths: the field of integers `(rows,)` that says how many tokens a row has.
-        fields: tensors or arrays `(rows, width, ...)` that are cut, `mask` among them in any case. With `mask` the
-            default is every field whose first two dimensions are those of the mask; state them where a field has that
-            shape by chance. With `lengths` they have to be stated.
-        side: where the padding is: "right", "left", or with a mask "both".
-        fill: by field, the value that padding has where rows become wider. By default it is read from the rows: what a
-            field has beyond the last token of a row (before the first one, with "left"), on any rank; 0 for the mask.
-            To be stated where that is not one value, or where no row of any rank has padding.
-
     Raises:
         ValueError: neither or both of mask and lengths, lengths without fields or with side "both", an unknown side.
     """
 
+    # The field `(rows, width)` that is not zero where a row has a token; then `lengths` is not given.
     mask: Key | None = None
-    lengths: Key | None = None
+    lengths: Key | None = None  # the field of integers `(rows,)` that says how many tokens a row has
+    # Tensors or arrays `(rows, width, ...)` that are cut, `mask` among them in any case. With `mask` the default is
+    # every field whose first two dimensions are those of the mask; state them where a field has that shape by chance.
+    # With `lengths` they have to be stated.
     fields: Sequence[Key] | None = None
-    side: Side = "right"
+    side: Side = "right"  # where the padding is: "right", "left", or with a mask "both"
+    # By field, the value that padding has where rows become wider. By default it is read from the rows: what a field
+    # has beyond the last token of a row (before the first one, with "left"), on any rank; 0 for the mask. To be stated
+    # where that is not one value, or where no row of any rank has padding.
     fill: Mapping[Key, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,21 +68,13 @@ class Trim:
 
 @dataclass(frozen=True)
 class Window:
-    """The columns `[start, stop)` that a trim has kept.
+    """The columns `[start, stop)` that a trim has kept."""
 
-    Attributes:
-        name: the field that said how long a row is, as messages show it.
-        start: first column.
-        stop: the one after the last.
-        width: columns that there were.
-        fields: what was cut.
-    """
-
-    name: str
-    start: int
-    stop: int
-    width: int
-    fields: tuple[Path, ...] = ()
+    name: str  # the field that said how long a row is, as messages show it
+    start: int  # first column
+    stop: int  # the one after the last
+    width: int  # columns that there were
+    fields: tuple[Path, ...] = ()  # what was cut
 
 
 class Trimmed:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from commons.dispatch.trim import Key, Trim, Window, as_path, pad_columns, trim_rows
-from commons.sequence_batch.batch_tree import Path
+from commons.sequence_batch.fields import Path
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.row_leaves import LeafType
 from commons.sequence_batch.rows import Rows
@@ -29,14 +29,10 @@ Found: TypeAlias = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Widening:
-    """What all ranks know of padded sequences.
+    """What all ranks know of padded sequences."""
 
-    Attributes:
-        widths: for each trim the widest sequences of any rank.
-        found: by field, as Trim.fill names it, the one value that padding has; no entry where no rank has padding.
-    """
-
-    widths: Sequence[int] = ()
+    widths: Sequence[int] = ()  # for each trim the widest sequences of any rank
+    # By field, as Trim.fill names it, the one value that padding has; no entry where no rank has padding.
     found: Mapping[str, Any] = field(default_factory=dict)
 
 

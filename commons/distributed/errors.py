@@ -16,7 +16,7 @@ _NAMED = 16
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What a function returns, or its error: to be told to the other ranks, which wait for this one."""
+    """What a function returns, or its error, which the other ranks wait to know."""
     try:
         return function(), None
     except Exception as error:
@@ -36,7 +36,7 @@ def describe_error(error: BaseException) -> list[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, without the place in torch's or gloo's sources and the C++ frames that their texts bring."""
+    """The first line of an error's text, without the place in the sources and the C++ frames of torch and gloo."""
     text = re.sub(r"^\[[^\]\s]+:\d+\]\s*", "", describe_error(error)[1].strip())
     # gloo goes on with advice that is ours to give.
     return re.split(r"\n|\. This is typically", text)[0] or type(error).__name__
@@ -51,7 +51,7 @@ def raise_first_error(
     The error's attribute `failed_ranks` lists these ranks; its cause is this rank's own error.
 
     Args:
-        described: what `describe_error` says of each rank's error; None or nothing for a rank without one.
+        described: `describe_error` of each rank's error; None or nothing for a rank without one.
         own: this rank's error, if it has one.
         names: how the ranks are called; 0, 1, … if not given.
     """
@@ -65,7 +65,8 @@ def raise_first_error(
         raise own
     raised = _USER_ERRORS.get(next(iter(ranks_with))[0])
     parts = [
-        f"rank {ranks[0]}: {text if raised and text else f'{kind}: {text}' if text else kind}{_others(ranks[1:])}"
+        f"rank {ranks[0]}: {text if raised and text else f'{kind}: {text}' if text else kind}"
+        + (f" (and on {name_ranks(ranks[1:])})" if ranks[1:] else "")
         for (kind, text), ranks in list(ranks_with.items())[:_NAMED]
     ]
     if len(ranks_with) > _NAMED:
@@ -75,11 +76,15 @@ def raise_first_error(
     raise error from own
 
 
-def _others(ranks: list[int]) -> str:
-    if not ranks:
-        return ""
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f" (and on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more})"
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Rank 3, or ranks 1, 2: the first few, and how many more there are."""
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+
+
+def listed(each: Sequence[Any], separator: str = ", ") -> str:
+    """The first few in words, and how many more there are."""
+    more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
+    return separator.join(map(str, each[:_NAMED])) + more
 
 
 def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: Sequence[int]) -> None:
@@ -95,8 +100,7 @@ def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: S
         callers.setdefault(call, []).append(name_of_rank)
     if len(callers) > 1:
         made = " and ".join(
-            f"rank {ranks[0]} calls {call}" if len(ranks) == 1 else f"ranks {_listed(ranks)} call {call}"
-            for call, ranks in callers.items()
+            f"{name_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} {call}" for call, ranks in callers.items()
         )
         raise ValueError(f"{made}; all ranks make the same calls in the same order: correct the program")
     for name_of_rank, (call, options) in zip(names, calls):
@@ -111,8 +115,3 @@ def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: S
             else:
                 what = f"{name} is {mine!r} on rank {of_first} and {other!r} on rank {name_of_rank}"
             raise ValueError(f"{what} in {call}; all ranks pass the same: make them equal")
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return ", ".join(map(str, ranks[:_NAMED])) + more

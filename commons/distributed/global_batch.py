@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from commons.distributed.process_group import resolve_process_group
+from commons.distributed.shuffle_handle import PreparedShuffle
 from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.fields import copy_batch
@@ -24,23 +25,14 @@ from commons.sequence_batch.schema import BatchSchema
 
 @dataclass(frozen=True, eq=False)
 class GlobalBatch:
-    """The global batch of one step, of which a rank's batch is a part.
+    """The global batch of one step, of which a rank's batch is a part."""
 
-    Attributes:
-        schema: of the batches.
-        plan: where every row is trained.
-        step: of the window that the plan is made for; 0 where it is made for one batch.
-        members: global ranks of the group.
-        described: by name, the row fields of the rank's batch whose rows these are.
-        row_counts: `batch_size` and `actual_batch_size` of the rank's batch.
-    """
-
-    schema: BatchSchema
-    plan: ShufflePlan
-    step: int
-    members: Sequence[int]
-    described: dict[str, Any]
-    row_counts: tuple[int, int | None]
+    schema: BatchSchema  # of the batches
+    plan: ShufflePlan  # where every row is trained
+    step: int  # of the window that the plan is made for; 0 where it is made for one batch
+    members: Sequence[int]  # global ranks of the group
+    described: dict[str, Any]  # by name, the fields of the rank's batch that are such rows, and no branches
+    row_counts: tuple[int, int | None]  # `batch_size` and `actual_batch_size` of the rank's batch
 
     def of_copy(self, batch: BaseBatch, copied: BaseBatch) -> GlobalBatch:
         """The same for a copy of a batch as a whole."""
@@ -52,7 +44,7 @@ class GlobalBatch:
         if not self._is_of(pg_group):
             return None
         columns = self._columns("labels")
-        dense = next((field for field in self.schema.dense if field.name == "labels"), None)
+        dense = next((field for field in self.schema.dense if field.path == ("labels",)), None)
         if columns is None and dense is None:
             return 0 if batch.labels is None else None
         if not self._describes(batch, "labels"):
@@ -60,7 +52,7 @@ class GlobalBatch:
         if dense is not None:
             return len(self.plan.destination[self._trained_now]) * math.prod(dense.trailing)
         assert columns is not None  # noqa: S101  labels are one or the other
-        return int(self.plan.gathered.table.lengths_of_keys(columns)[:, self._trained_now].sum())
+        return int(self.plan.gathered.lengths_of_keys(columns)[:, self._trained_now].sum())
 
     def lengths(self, batch: BaseBatch, key: str, pg_group: dist.ProcessGroup | None) -> list[np.ndarray] | None:
         """See `BaseBatch.global_lengths`."""
@@ -70,7 +62,7 @@ class GlobalBatch:
         plan, steps = self.plan, self.plan.gathered.steps
         here = np.flatnonzero(plan.destination % steps == self.step)
         rank = plan.destination[here] // steps
-        (of_key,) = plan.gathered.table.lengths_of_keys([columns[batch.features.keys().index(key)]])[:, here]
+        (of_key,) = plan.gathered.lengths_of_keys([columns[batch.features.keys().index(key)]])[:, here]
         ends = np.cumsum(np.bincount(rank, minlength=plan.gathered.num_ranks))
         # One sort for all ranks, of which there may be thousands.
         return np.split(of_key[np.argsort(rank, kind="stable")], ends[:-1])
@@ -85,7 +77,7 @@ class GlobalBatch:
         """Columns of the keys of a KeyedJaggedTensor field in the gathered lengths."""
         first = 0
         for field in self.schema.jagged:
-            if field.name == field_name:
+            if field.path == (field_name,) and field.row_shape is None:
                 return range(first, first + len(field.keys))
             first += len(field.keys)
         return None
@@ -103,9 +95,7 @@ class GlobalBatch:
         return type(None), ()  # a batch's pickle or deep copy has fields of its own
 
 
-def attach_global_batches(
-    batches: Sequence[Any], is_new: Sequence[bool], schema: BatchSchema, plan: ShufflePlan, members: Sequence[int]
-) -> list[Any]:
+def attach_global_batches(batches: Sequence[Any], prepared: PreparedShuffle, members: Sequence[int]) -> list[Any]:
     """Let the batches that a rank trains know of the global batches that they are parts of.
 
     Where no rank's rows change, batches are those that the caller has brought, who may train them in other steps too:
@@ -113,15 +103,20 @@ def attach_global_batches(
 
     Args:
         batches: one for each step of the plan.
-        is_new: whether a batch was made by the exchange.
-        schema: of the batches.
-        plan: the plan, carried out.
+        prepared: the plan, carried out.
         members: global ranks of the group.
     """
-    if not plan.changes or not all(isinstance(batch, BaseBatch) for batch in batches):
+    plan, schema, exchange = prepared.plan, prepared.schema, prepared.exchange
+    if plan is None or schema is None or exchange is None or not plan.changes:
         return list(batches)
-    results = [batch if new else copy_batch(batch, {}) for batch, new in zip(batches, is_new)]
-    names = [field.name for field in schema.jagged] + [field.name for field in schema.dense]
+    if not all(isinstance(batch, BaseBatch) for batch in batches):
+        return list(batches)
+    results = [
+        batch if new else copy_batch(batch, {})
+        for batch, new in zip(batches, (changes for changes, *_ in exchange.results))
+    ]
+    paths = [field.path for field in schema.jagged] + [field.path for field in schema.dense]
+    names = [path[0] for path in paths if len(path) == 1]
     for step, result in enumerate(results):
         described = {name: getattr(result, name) for name in names}
         counts = result.batch_size, result.actual_batch_size

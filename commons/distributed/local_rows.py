@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,91 +11,104 @@ import torch
 
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.core import encode_rows
-from commons.sequence_batch.fields import batch_items, require_dataclass, require_no_grad, row_counts
+from commons.perf_model.partitioner.inputs import as_groups
+from commons.perf_model.shuffle_plan import MESSAGE_NUMBERS
+from commons.sequence_batch.fields import Path, path_name, require_dataclass, require_sum
+from commons.sequence_batch.open_batch import open_batch, require_no_grad, require_one_device, row_counts
 from commons.sequence_batch.schema import BatchSchema
 
 
 @dataclass(frozen=True)
 class LocalRows:
-    """One rank's batch at one step: what it tells the others, and what tells it from other batches.
+    """One rank's batch at one step: what it tells the others, and what tells it from other batches."""
 
-    Attributes:
-        schema: of the batch; None if there is none.
-        rows: batch_size.
-        real_rows: rows that are no padding.
-        sizes: elements of every row field, in the schema's order.
-        workloads: what `get_workloads` returned, on the host; None in mode "off".
-        lengths: lengths `(keys, rows)` of every KeyedJaggedTensor field; none in mode "off".
-        host_values: `(rows,)` of every field that the host keeps, see `BaseBatch`; none in mode "off".
-        copied: the event after which copies from a device are complete.
-        device: where the batch is trained; None if that is not known yet.
-        error: what went wrong so far.
-    """
-
-    schema: BatchSchema | None = None
-    rows: int = 0
-    real_rows: int = 0
-    sizes: tuple[int, ...] = ()
-    workloads: Any = None
-    lengths: tuple[np.ndarray, ...] = ()
+    schema: BatchSchema | None = None  # of the batch; None if there is none
+    rows: int = 0  # batch_size
+    real_rows: int = 0  # rows that are no padding
+    sizes: tuple[int, ...] = ()  # of every row field, see `BatchSchema.sizes`
+    workloads: Any = None  # what `get_workloads` returned, on the host; None in mode "off"
+    lengths: tuple[np.ndarray, ...] = ()  # lengths `(keys, rows)` of every jagged field; none in mode "off"
+    # `(rows,)` of every field that the host keeps, see `BaseBatch`; none in mode "off".
     host_values: tuple[np.ndarray, ...] = ()
-    copied: torch.Event | None = None
-    device: torch.device | None = None
-    error: Exception | None = None
+    groups: Any = None  # what `get_groups` returned, on the host; None for rows that move each by itself
+    copied: torch.Event | None = None  # the event after which copies from a device are complete
+    device: torch.device | None = None  # where the batch is trained; None if that is not known yet
+    error: Exception | None = None  # what went wrong so far
 
     @classmethod
     def of(
         cls,
         batch: Any,
         device: torch.device | None,
-        get_workloads: Callable[[Any, BatchSchema], Any] | None,
+        get_costs: Callable[[Any, BatchSchema], tuple[Any, Any]] | None,
         *,
         moves: bool = False,
+        known: dict[Any, BatchSchema] | None = None,
     ) -> LocalRows:
         """Describe a batch; what lies on CUDA is copied to the host without waiting.
 
         Args:
             batch: on the host, or on its device.
             device: where it is trained; None if that is not known yet.
-            get_workloads: gives the workloads of the batch; None where they are not needed.
+            get_costs: gives the workloads of the batch, and the groups of its rows or None; None where they are not
+                needed.
             moves: whether its rows may move, and so must not require grad.
+            known: as of `BatchSchema.of`.
 
         Raises:
-            TypeError, ValueError: as `BatchSchema.of`, a field that requires grad, and whatever `get_workloads` raises.
+            TypeError, ValueError: as `BatchSchema.of`, fields on different devices, a field that requires grad, and
+                whatever `get_costs` raises.
         """
         require_dataclass(batch)
-        items = batch_items(batch)  # the one walk over the fields
-        rows, real = row_counts(batch, items)
+        opened = open_batch(batch)
+        leaves: Mapping[Path, Any] = opened[0]
+        rows, real = row_counts(batch, opened)
+        require_one_device(leaves)
         if moves:  # in any step: gradients must not depend on whether rows move in this one
-            require_no_grad(items)
-        schema = BatchSchema.of(batch, items)
-        sizes = tuple(tensor.numel() for tensor in schema.row_tensors(batch))
-        if get_workloads is None:
+            require_no_grad(leaves)
+        schema = BatchSchema.of(batch, opened, known)
+        sizes = schema.sizes(schema.row_tensors(batch, leaves))
+        if get_costs is None:
             return cls(schema, rows, real, sizes, device=device)
-        jagged = [items[field.name] for field in schema.jagged]
-        lengths = [value.lengths().view(len(value.keys()), rows) for value in jagged]
-        kept = [items[field.name] for field in schema.host_fields]
-        (workloads, *rest), copied = _on_host([get_workloads(batch, schema), *lengths, *kept])
+        lengths = [leaves[field.path].lengths().view(len(field.keys), rows) for field in schema.jagged]
+        kept = [leaves[field.path] for field in schema.host_fields]
+        (workloads, groups, *rest), copied = _on_host([*get_costs(batch, schema), *lengths, *kept])
         # As arrays, of values that may yet come: torch lets go of the interpreter lock wherever it is asked, and the
         # worker would have to wait for it as often.
         arrays = [values.numpy() for values in rest]
         lengths, kept = arrays[: len(lengths)], arrays[len(lengths) :]
-        return cls(schema, rows, real, sizes, _as_array(workloads), tuple(lengths), tuple(kept), copied, device)
+        return cls(
+            schema=schema,
+            rows=rows,
+            real_rows=real,
+            sizes=sizes,
+            workloads=_as_array(workloads),
+            lengths=tuple(lengths),
+            host_values=tuple(kept),
+            groups=_as_array(groups),
+            copied=copied,
+            device=device,
+        )
+
+    @property
+    def elements(self) -> int:
+        """Elements of all row fields, for messages; of jagged ones, those that the lengths count."""
+        return sum(self.sizes)
 
     @property
     def lookups(self) -> int:
         """Values of the KeyedJaggedTensors but the labels; 0 in mode "off"."""
         jagged = () if self.schema is None else self.schema.jagged
-        return sum(size for field, size in zip(jagged, self.sizes) if field.name != "labels")
+        return sum(size for field, size in zip(jagged, self.sizes) if field.is_lookup)
 
-    def table(self, counted: Sequence[int] = ()) -> np.ndarray:
-        """Workload, tokens, lengths and host values of every real row, packed; waits for copies from a device.
+    def table(self, counted: Sequence[int] | np.ndarray = ()) -> np.ndarray:
+        """Workload, tokens, lengths, host values and group of every real row, packed; waits for copies from a device.
 
         Args:
-            counted: keys of all KeyedJaggedTensors whose lengths add up to a row's tokens; none for one token each.
+            counted: keys of all jagged fields whose lengths add up to a row's tokens; none for one token each.
 
         Returns:
-            int64 `(words,)`, see row_table.py.
+            int64 `(words,)`, see `GatheredRows`.
 
         Raises:
             TypeError, ValueError: workloads that are not one int64 per row, or lengths that do not fit the values.
@@ -103,15 +116,18 @@ class LocalRows:
         if self.copied is not None:
             self.copied.synchronize()
         workloads, sums = self.workloads, self.sizes[: len(self.lengths)]
+        kept = list(self.host_values)
+        if self.groups is not None:
+            kept.append(as_groups(self.groups, self.rows))
         words = None
         if isinstance(workloads, np.ndarray) and workloads.dtype == np.int64 and workloads.flags.c_contiguous:
-            words = encode_rows(workloads, self.lengths, sums, self.host_values, counted, self.rows, self.real_rows)
+            words = encode_rows(workloads, self.lengths, sums, kept, counted, self.rows, self.real_rows)
         if words is None:
             # They are of another type, or something is wrong with them: these two find out what.
             workloads = as_int64_workloads(_one_per_row(self.workloads, self.rows)[: self.real_rows])
             self._require_lengths()
             lengths = [each[:, : self.real_rows] for each in self.lengths]
-            kept = [values[: self.real_rows] for values in self.host_values]
+            kept = [values[: self.real_rows] for values in kept]
             words = encode_rows(workloads, lengths, sums, kept, counted, self.real_rows, self.real_rows)
         assert words is not None  # noqa: S101  everything has been checked
         return words
@@ -120,22 +136,48 @@ class LocalRows:
         """ValueError unless the lengths of every jagged field fit its values."""
         assert self.schema is not None  # noqa: S101  a rank without a batch has no lengths
         for field, lengths, num_values in zip(self.schema.jagged, self.lengths, self.sizes):
-            table = lengths.astype(np.int64)
-            stated = int(table.sum())
+            table, name = lengths.astype(np.int64), path_name(field.path)
             if table.min(initial=0) < 0:
-                raise ValueError(
-                    f"field {field.name!r} has a length of {table.min()}; lengths are not negative: correct it"
-                )
-            if stated != num_values:
-                raise ValueError(
-                    f"field {field.name!r} has lengths that add up to {stated} and {num_values} values; values must be "
-                    "exactly those of the rows: build the KeyedJaggedTensor from them alone"
-                )
+                raise ValueError(f"field {name!r} has a length of {table.min()}; lengths are not negative: correct it")
+            require_sum(name, int(table.sum()), num_values)
             if self.real_rows < self.rows and table[:, self.real_rows :].any():
                 raise ValueError(
-                    f"field {field.name!r} has values in padding rows [{self.real_rows}, {self.rows}); padding rows "
+                    f"field {name!r} has values in padding rows [{self.real_rows}, {self.rows}); padding rows "
                     "have zero lengths: raise actual_batch_size or empty these rows"
                 )
+
+
+def message_of(
+    step: int, local: Sequence[LocalRows], tables: Sequence[np.ndarray], header: int, capacity: int
+) -> np.ndarray:
+    """int64 `(header + capacity,)`, what a rank says of its batches; see shuffle_plan.py for its numbers.
+
+    Args:
+        step: number of the step.
+        local: the batches; those without a schema do not count.
+        tables: the packed rows of each, cut off where there is no room; none where they are not known.
+        header: numbers of the header.
+        capacity: words that there is room for.
+    """
+    message = np.empty(header + capacity, dtype=np.int64)
+    message[:header] = 0
+    message[:MESSAGE_NUMBERS] = (step, sum(each.schema is not None for each in local))
+    given = ((each, words) for each, words in zip(local, tables) if each.schema is not None)
+    counts = [count for each, words in given for count in (each.rows, each.real_rows, len(words))]
+    message[MESSAGE_NUMBERS : MESSAGE_NUMBERS + len(counts)] = counts
+    at = header
+    for words in tables:
+        message[at : at + len(words)] = words[: max(0, len(message) - at)]
+        at += len(words)
+    message[at:] = 0
+    return message
+
+
+def counted_keys(schema: BatchSchema, features: tuple[str, ...] | None) -> np.ndarray:
+    """int64, the keys whose lengths are a row's tokens: all but the labels'; none for a batch without any to count."""
+    keys = [key for field in schema.jagged for key in ((None,) * len(field.keys) if field.is_label else field.keys)]
+    counted = [key is not None and (features is None or key in features) for key in keys]
+    return np.flatnonzero(np.array(counted, dtype=bool))
 
 
 def _one_per_row(workloads: Any, rows: int) -> Any:

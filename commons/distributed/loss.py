@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.fx
 
-from commons.distributed.group_pool import numbers_device
+from commons.distributed.channel.groups import numbers_device
 from commons.distributed.process_group import resolve_process_group
 
 

@@ -32,7 +32,6 @@ class ShufflerOptions:
         max_tokens_per_rank: cap on the tokens of a rank (the shuffler's token_feature_names says what counts as one);
             where no plan keeps it, the one exceeding it least is taken.
         min_gain: when less than this fraction of the largest load would be gained, nobody moves; 0 switches that off.
-        min_gain_ms: the same gate in milliseconds of a step; needs a calibration, without which loads are no times.
         calibration: a file of `evenrank calibrate`; workloads are then measured times instead of operations. None: off.
         timeout: seconds after which a rank that does not take part is reported.
         verify: compare a checksum of every row before and after; for debugging, it waits for the device.
@@ -49,7 +48,6 @@ class ShufflerOptions:
     ranks_per_node: int | None = None
     max_tokens_per_rank: int | None = None
     min_gain: float = 0.0
-    min_gain_ms: float = 0.0
     calibration: str | None = None
     timeout: float = 600.0
     verify: bool = False
@@ -67,12 +65,6 @@ class ShufflerOptions:
         _require_one_of("transport", self.transport, get_args(Transport))
         _require_range("slack", self.slack, 0.0, 1.0)
         _require_range("min_gain", self.min_gain, 0.0, 1.0)
-        _require_range("min_gain_ms", self.min_gain_ms, 0.0, math.inf)
-        if self.min_gain_ms and self.calibration is None:
-            raise ValueError(
-                f"min_gain_ms is {self.min_gain_ms} and calibration is None; only calibrated loads are times: run "
-                "`evenrank calibrate` and name its file, or set min_gain, a fraction"
-            )
         if isinstance(self.timeout, bool) or not (isinstance(self.timeout, (int, float)) and 0 < self.timeout <= 1e9):
             raise ValueError(
                 f"timeout is {self.timeout!r}; it is a number of seconds above 0 and at most 1e9: correct it"
@@ -82,8 +74,8 @@ class ShufflerOptions:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63):
                 raise ValueError(f"{name} is {value!r}; it is a positive integer below 2**63, or None: correct it")
 
-    def plan_arguments(self, units_per_ms: int | None) -> dict[str, Any]:
-        """What `plan_shuffle` is told of these options; `units_per_ms` are loads per millisecond, None for no times."""
+    def plan_arguments(self) -> dict[str, Any]:
+        """The options of `ShufflePlanner` that these are."""
         return {
             "method": self.partitioner,
             "equal_size": self.equal_size,
@@ -91,7 +83,6 @@ class ShufflerOptions:
             "ranks_per_node": self.ranks_per_node,
             "max_tokens": self.max_tokens_per_rank,
             "min_gain": self.min_gain,
-            "min_gain_load": round(self.min_gain_ms * (units_per_ms or 0)),
         }
 
     def to_json(self) -> str:

@@ -1,22 +1,26 @@
 """PAYLOAD: all fields of a batch as one jagged whole of 4-byte words, so that one collective carries them.
 
-Every values, weights or dense tensor is a *part*; a part has one or more *segments* per row: one per key of a
-KeyedJaggedTensor, one for a dense field. Within a part, segments lie key by key and row by row, as in a
-KeyedJaggedTensor. Parts with larger elements come first, so that each part starts at a multiple of its element size and
-can be viewed in its own dtype. Jagged elements of 1 or 2 bytes are widened to a word each for the journey; dense ones
-are padded to whole words per row: at most 3 bytes of each.
+Every values, weights or dense tensor is a *part*; a part has one or more *segments* per row: one per key of a jagged
+field, one for a dense field. Within a part, segments lie key by key and row by row, as in a KeyedJaggedTensor. A
+segment consists of *entries*: a dense one of the row, a jagged one of as many as its length says, each a number or, in
+a JaggedTensor of more dimensions, several. Parts with larger elements come first, so that each part starts at a
+multiple of its element size and can be viewed in its own dtype. Entries of elements of 1 or 2 bytes are padded to whole
+words: at most 3 bytes of each.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.sequence_batch.fields import Path, path_name
+from commons.sequence_batch.open_batch import value_at
 from commons.sequence_batch.schema import BatchSchema
 
 WORD_BYTES = 4
@@ -25,71 +29,63 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16}
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a batch within the payload.
+    """One tensor of a batch within the payload."""
 
-    Attributes:
-        field: name of the batch's field.
-        weights: whether this is the weights tensor of a KeyedJaggedTensor.
-        dtype: element type.
-        first_key: column of the part's first key in the table of lengths; -1 for a dense field.
-        num_segments: keys of a KeyedJaggedTensor, 1 for a dense field.
-        elements_per_row: elements of a dense field per row; 0 for a KeyedJaggedTensor.
-    """
+    path: Path  # of the batch's field
+    weights: bool  # whether this is the weights tensor of a jagged field
+    dtype: torch.dtype  # element type
+    first_key: int  # column of the part's first key in the table of lengths; -1 for a dense field
+    num_segments: int  # keys of a jagged field, 1 for a dense field
+    entry_shape: tuple[int, ...]  # of a dense field, a row's; of a jagged one, that of what a length counts
 
-    field: str
-    weights: bool
-    dtype: torch.dtype
-    first_key: int
-    num_segments: int
-    elements_per_row: int
-
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         """Whether rows of this part have a fixed size."""
         return self.first_key < 0
 
-    @property
+    @cached_property
+    def elements(self) -> int:
+        """Elements of an entry."""
+        return math.prod(self.entry_shape)
+
+    @cached_property
     def is_narrow(self) -> bool:
         """Whether elements are smaller than a word."""
         return self.dtype.itemsize < WORD_BYTES
 
     @property
     def words(self) -> int:
-        """Words of an element; of a dense field, of a row."""
-        if self.is_dense:
-            return -(-self.elements_per_row * self.dtype.itemsize // WORD_BYTES)
-        return max(1, self.dtype.itemsize // WORD_BYTES)
+        """Words of an entry."""
+        return -(-self.elements * self.dtype.itemsize // WORD_BYTES)
 
     def tensor_of(self, batch: Any) -> torch.Tensor:
         """The part's tensor in a batch."""
-        value = getattr(batch, self.field)
-        if isinstance(value, KeyedJaggedTensor):
-            return value.weights() if self.weights else value.values()
-        return value
+        value = value_at(batch, self.path)
+        if self.is_dense:
+            return value
+        return value.weights() if self.weights else value.values()
 
-    def write(self, source: torch.Tensor, words: torch.Tensor) -> None:
-        """Copy the part's tensor in a batch into int32 `words`, its section of the payload, rows in batch order."""
+    def words_of(self, source: torch.Tensor) -> torch.Tensor:
+        """The part's tensor in a batch as int32 words, in its memory where they lie there; rows in batch order."""
+        plain = source.resolve_conj().resolve_neg().contiguous()
         if not self.is_narrow:
-            words.view(self.dtype).copy_(source.reshape(-1))
-            return
-        narrow = _INTEGER_OF_SIZE[self.dtype.itemsize]
-        flat = source.resolve_neg().contiguous().view(narrow).flatten()
-        if not self.is_dense:
-            words.copy_(flat)
-        elif flat.numel():
-            rows = len(source)
-            words.view(narrow).view(rows, -1)[:, : self.elements_per_row].copy_(flat.view(rows, -1))
+            # Not view(-1): a single element counts as contiguous with any stride.
+            return plain.as_strided((plain.numel(),), (1,)).view(torch.int32)
+        entries, narrow = len(source), _INTEGER_OF_SIZE[self.dtype.itemsize]
+        words = torch.empty(entries * self.words, dtype=torch.int32, device=source.device)
+        if plain.numel():
+            words.view(narrow).view(entries, -1)[:, : self.elements].copy_(plain.view(narrow).view(entries, -1))
+        return words
 
-    def read(self, words: torch.Tensor, rows: int) -> torch.Tensor:
-        """Copy the part of `rows` rows out of its section, into storage of its own; dense ones `(rows, elements)`."""
+    def read(self, words: torch.Tensor, entries: int) -> torch.Tensor:
+        """The part of so many entries, `(entries, *entry_shape)`, from its section, whose storage it may keep."""
         if not self.is_narrow:
-            result = words.clone().view(self.dtype)
-            return result.view(rows, self.elements_per_row) if self.is_dense else result
+            result = words.view(self.dtype)
+            return result.view(entries, *self.entry_shape) if self.entry_shape else result
         narrow = _INTEGER_OF_SIZE[self.dtype.itemsize]
-        if not self.is_dense:
-            return words.to(narrow).view(self.dtype)
-        padded = words.view(narrow).view(rows, words.view(narrow).numel() // rows)[:, : self.elements_per_row]
-        return padded.clone(memory_format=torch.contiguous_format).view(self.dtype)
+        padded = words.view(narrow).view(entries, self.words * WORD_BYTES // self.dtype.itemsize)[:, : self.elements]
+        own = padded.clone(memory_format=torch.contiguous_format)
+        return own.view(self.dtype).view(entries, *self.entry_shape)
 
 
 @dataclass(frozen=True)
@@ -109,21 +105,29 @@ class PayloadLayout:
         parts: list[Part] = []
         first_key = 0
         for jagged in schema.jagged:
-            for weights, dtype in ((False, jagged.values_dtype), (True, jagged.weights_dtype)):
-                if dtype is not None:
-                    parts.append(Part(jagged.name, weights, dtype, first_key, len(jagged.keys), 0))
-            first_key += len(jagged.keys)
+            num_keys = len(jagged.keys)
+            parts.append(Part(jagged.path, False, jagged.values_dtype, first_key, num_keys, jagged.row_shape or ()))
+            if jagged.weights_dtype is not None:
+                parts.append(Part(jagged.path, True, jagged.weights_dtype, first_key, num_keys, ()))
+            first_key += num_keys
         for dense in schema.dense:
-            parts.append(Part(dense.name, False, dense.dtype, -1, 1, int(np.prod(dense.trailing, dtype=np.int64))))
+            parts.append(Part(dense.path, False, dense.dtype, -1, 1, dense.trailing))
         for part in parts:
             if part.dtype.itemsize % WORD_BYTES and part.dtype.itemsize not in _INTEGER_OF_SIZE:
-                raise ValueError(f"field {part.field!r} has dtype {part.dtype}; it cannot travel: convert it")
+                raise ValueError(f"field {path_name(part.path)!r} has dtype {part.dtype}; it cannot travel: convert it")
         return cls(schema, tuple(sorted(parts, key=lambda part: -part.dtype.itemsize)))
 
     @cached_property
     def num_segments(self) -> int:
         """Segments of a row."""
         return sum(part.num_segments for part in self.parts)
+
+    @cached_property
+    def lookups(self) -> list[slice]:
+        """The keys of every jagged field whose values are embedding lookups."""
+        counts = [len(field.keys) for field in self.schema.jagged]
+        ends = zip(accumulate(counts), counts, self.schema.jagged)
+        return [slice(end - count, end) for end, count, field in ends if field.is_lookup]
 
     @cached_property
     def table(self) -> np.ndarray:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import time
 from dataclasses import asdict
 
 import torch.distributed as dist
 
-from commons.distributed.store import ask_store
+from commons.distributed.channel.store import StoreGather
 from commons.perf_model.calibration import Calibration
 
 _UNREADABLE = "unreadable"
@@ -35,36 +34,27 @@ def require_equal_among_peers(calibration: Calibration | None, generation: int, 
     peers = _tensor_parallel_ranks()
     if len(peers) < 2:
         return
-    prefix = f"evenrank/calibration/{'_'.join(map(str, peers))}/{generation}"
-    own_key, own = f"{prefix}/{dist.get_rank()}", _UNREADABLE if calibration is None else _digest(calibration)
-    ask_store(lambda store: store.set(own_key, own))
-    keys = [f"{prefix}/{rank}" for rank in peers]
-    deadline = time.monotonic() + timeout
-    while not ask_store(lambda store: store.check(keys)):  # not wait, which keeps other threads from the store
-        if time.monotonic() > deadline:
-            silent = [rank for rank, key in zip(peers, keys) if not _is_set(key)]
-            raise RuntimeError(
-                f"ranks {silent} of the tensor-parallel group {peers} did not say which calibration they use within "
-                f"{timeout:g} s; all of them must shuffle alike: see the log there"
-            )
-        time.sleep(0.02)
-    said = ask_store(lambda store: [store.get(key).decode() for key in keys])
-    unreadable = [rank for rank, digest in zip(peers, said) if digest == _UNREADABLE]
+    own = _UNREADABLE if calibration is None else _digest(calibration)
+    gather = StoreGather(f"evenrank/calibration/{'_'.join(map(str, peers))}/{generation}", peers)
+    gather.write(own)
+    if silent := gather.await_others(timeout):
+        raise RuntimeError(
+            f"ranks {silent} of the tensor-parallel group {peers} did not say which calibration they use within "
+            f"{timeout:g} s; all of them must shuffle alike: see the log there"
+        )
+    digests = gather.read(peers)
+    unreadable = [rank for rank in peers if digests[rank] == _UNREADABLE]
     if unreadable:
         raise ValueError(
             f"ranks {unreadable} of the tensor-parallel group {peers} have no usable calibration; peers must make the "
             "same plan: see their message, and copy one file to all machines"
         )
-    differing = [rank for rank, digest in zip(peers, said) if digest != said[0]]
+    differing = [rank for rank in peers if digests[rank] != digests[peers[0]]]
     if differing:
         raise ValueError(
             f"ranks {differing} have another calibration than rank {peers[0]} of their tensor-parallel group; peers "
             "must make the same plan: copy one file to all machines"
         )
-
-
-def _is_set(key: str) -> bool:
-    return ask_store(lambda store: store.check([key]))
 
 
 def _tensor_parallel_ranks() -> list[int]:

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from commons.perf_model.loads import median_of_others
+from commons.perf_model.loads import SLOW, SLOW_STEPS, median_of_others
 
 logger = logging.getLogger(__name__)
 
-# Steps of which the median is taken, how many of them a rank may miss, and how often that is done.
-_STEPS, _MOST_UNKNOWN, _EVERY = 20, 5, 5
-# A rank is slow from the first ratio on, and no longer below the second.
-_SLOW, _WELL = 1.25, 1.1
+# How many of the steps of a median a rank may miss, and how often the median is taken.
+_MOST_UNKNOWN, _EVERY = 5, 5
+# Below this ratio a rank is no longer slow.
+_WELL = 1.1
 
 
 class StepTimes:
@@ -58,29 +58,29 @@ class RankSpeeds:
 
     def __init__(self, names: Sequence[int], *, warns: bool) -> None:
         self._names, self._warns = names, warns
-        self._ratios: deque[np.ndarray] = deque(maxlen=_STEPS)
+        self._ratios: deque[np.ndarray] = deque(maxlen=SLOW_STEPS)
         self._looks = 0
         self._slow: set[int] = set()
 
-    def look(self, step: int, busy_ns: Sequence[int], loads: Sequence[int]) -> tuple[float | None, ...]:
-        """Take what the ranks have said.
+    def look(self, step: int, busy_ns: np.ndarray, loads: np.ndarray) -> tuple[float | None, ...]:
+        """Take the reports of the ranks.
 
         Args:
-            step: number of the step in which they did.
-            busy_ns: nanoseconds of each rank's own work; 0 where it has not said.
-            loads: of the rows that it worked on.
+            step: number of the step with which they came.
+            busy_ns: int64 `(num_ranks,)`, nanoseconds of each rank's own work; 0 where it has not reported any.
+            loads: int64 `(num_ranks,)`, of the rows that it worked on.
 
         Returns:
             Load per millisecond of each rank; None where it is not known.
         """
-        if not any(busy_ns):  # nobody reports
+        if not busy_ns.any():  # nobody reports
             return (None,) * len(busy_ns)
         time, load = np.array([busy_ns, loads], dtype=np.float64)
         known = (time > 0) & (load > 0)
         if self._warns and known.sum() > 1:
             self._ratios.append(over_explained(time, load, known))
             self._looks += 1
-            if len(self._ratios) == _STEPS and self._looks % _EVERY == 0:
+            if len(self._ratios) == SLOW_STEPS and self._looks % _EVERY == 0:
                 self._judge(step)
         speeds = np.divide(load * 1e6, time, out=np.zeros_like(load), where=known).tolist()
         return tuple(speed if is_known else None for speed, is_known in zip(speeds, known.tolist()))
@@ -90,7 +90,7 @@ class RankSpeeds:
         often = np.isnan(ratios).sum(axis=0) <= _MOST_UNKNOWN
         usual = np.nanmedian(np.where(often, ratios, 1.0), axis=0)
         self._slow -= set(np.flatnonzero(usual < _WELL).tolist())
-        for rank in np.flatnonzero(usual > _SLOW).tolist():
+        for rank in np.flatnonzero(usual > SLOW).tolist():
             if rank not in self._slow:
                 self._slow.add(rank)
                 logger.warning(
@@ -99,7 +99,7 @@ class RankSpeeds:
                     "temperature of its device, and at what else its machine does",
                     self._names[rank],
                     step,
-                    _STEPS,
+                    SLOW_STEPS,
                     usual[rank],
                 )
 

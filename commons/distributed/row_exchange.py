@@ -10,293 +10,217 @@ into the buffer, and unpacked from it step by step. The buffer holds segments of
     zero      one row of padding: zero words for jagged segments, zeros for dense ones
 
 One permute of the own region packs what is sent; one permute of the whole buffer gives a result in ascending global
-id, padding last. Every size follows from the gathered lengths, so that none is read back from a device, and all that
-the device needs to know lies in one host array, which is copied to it once.
+id, padding last. On the host no buffer is filled: own rows are read from the batch, and each tensor of the result is
+written where it stays. Every size follows from the gathered lengths, so that none is read back from a device, and all
+that the device needs to know lies in one host array, which is copied to it once. It holds int64 numbers: the lengths of
+the buffer's segments, those of the own region first, and by result the lengths `(num_keys, rows)` and the host values
+`(num_kept, rows)` of its rows; then int32 ones: the segments of the own region that are sent and, by result, the
+segments of the buffer that it is made of. The native core writes it (perf_model/partitioner/native/routes.hpp).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.process_group import all_gather_single
-from commons.perf_model.routes import Routes, route_rows
-from commons.perf_model.shuffle_plan import ShufflePlan
-from commons.sequence_batch.fields import batch_device, copy_batch, row_count_values
+from commons.perf_model.partitioner import core
+from commons.perf_model.shuffle_plan import ShufflePlanner
+from commons.sequence_batch.fields import Path
 from commons.sequence_batch.host_copies import attach_host_copy
 from commons.sequence_batch.jagged import permute_segments
-from commons.sequence_batch.schema import BatchSchema
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the index array.
-
-    Attributes:
-        dtype: of its elements.
-        start: elements of that size before it.
-        stop: the same, at its end.
-    """
-
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-    def of(self, indices: torch.Tensor) -> torch.Tensor:
-        """A view of the index array, or of a copy of it on a device; `(stop - start,)`."""
-        return indices.view(self.dtype)[self.start : self.stop]
-
-
-@dataclass(frozen=True)
-class Permute:
-    """Segments of a buffer in another order.
-
-    Attributes:
-        order: int32 `(output segments,)`, the input segment of each.
-        lengths: int64 `(input segments,)`, words of each.
-        words: words of the result.
-    """
-
-    order: Section
-    lengths: Section
-    words: int
-
-    def __call__(self, buffer: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """int32 `(words,)`, in storage of its own; `indices` on the buffer's device."""
-        return permute_segments(self.order.of(indices), self.lengths.of(indices), buffer, self.words)
-
-
-@dataclass(frozen=True)
-class ResultRows:
-    """One batch that a rank trains, as it is taken from the buffer; sizes are in words.
-
-    Attributes:
-        changes: whether its rows differ from those that the rank brought there.
-        select: buffer → result.
-        parts: words of every part.
-        rows: rows of the result, padding included.
-        real_rows: those that are no padding.
-        lengths: by field, int64 `(keys · rows,)`, the lengths of the result's KeyedJaggedTensors.
-        length_per_key: by field, their sums.
-        host_values: by field, int64 `(rows,)` on the host, those that it keeps, see `BaseBatch`.
-    """
-
-    changes: bool
-    select: Permute
-    parts: list[int]
-    rows: int
-    real_rows: int
-    lengths: dict[str, Section]
-    length_per_key: dict[str, list[int]]
-    host_values: dict[str, torch.Tensor]
-
-    @property
-    def lookups(self) -> int:
-        """Values of its KeyedJaggedTensors but the labels."""
-        return sum(sum(lengths) for name, lengths in self.length_per_key.items() if name != "labels")
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """A rank's rows on their way; all on the device of the batches.
-
-    Attributes:
-        buffer: int32 `(sum(regions),)`; what arrives is written into its second region.
-        sent: int32 `(sum(input_splits),)`, what is sent, by receiver.
-        indices: the index array.
-    """
-
-    buffer: torch.Tensor
-    sent: torch.Tensor
-    indices: torch.Tensor
+from commons.sequence_batch.open_batch import replace_rows
 
 
 @dataclass(frozen=True)
 class RowExchange:
-    """What one rank does to carry out a plan; sizes are in words.
-
-    Attributes:
-        layout: the parts of a row.
-        moves: whether rows of any rank move, so that all of them run the collective.
-        input_splits: words to every rank.
-        output_splits: words from every rank; of an all-gather, from every rank to all of them.
-        block_words: words of the largest sender, to which an all-gather pads; 0 for an all-to-all.
-        regions: words of the three regions of the buffer.
-        own_parts: by batch that the rank brought, words of every part in the own region, and of what aligns the next.
-        indices: int64, all index arrays on the host, pinned where the batches are trained on CUDA.
-        send: own region → what is sent.
-        results: the batches that the rank trains, one for each step.
-    """
+    """What one rank does to carry out a plan; sizes are in words."""
 
     layout: PayloadLayout
-    moves: bool
-    input_splits: list[int]
-    output_splits: list[int]
-    block_words: int
-    regions: list[int]
-    own_parts: list[list[int]]
-    indices: torch.Tensor
-    send: Permute
-    results: list[ResultRows]
+    moves: bool  # whether rows of any rank move, so that all of them run the collective
+    block_words: int  # words of the largest sender, to which an all-gather pads; 0 for an all-to-all
+    sent_words: int  # words that this rank sends to one receiver each
+    segments: tuple[int, int, int]  # of the own region, of the whole buffer, and of what is sent
+    regions: list[int]  # words of the three regions of the buffer
+    input_splits: list[int]  # words to every rank
+    output_splits: list[int]  # words from every rank; of an all-gather, from every rank to all of them
+    own_parts: list[list[int]]  # by batch that the rank brought, words of every part, and of what aligns the next
+    # By batch that the rank trains: whether its rows differ from those that the rank brought there, its rows with and
+    # without padding, the words of every part, and the entries of every key of all jagged fields.
+    results: list[list[int]]
+    rows_before: list[int]  # by result, rows of those before it; last, of all
+    indices: torch.Tensor  # the host array, pinned where the batches are trained on CUDA
+
+    @classmethod
+    def of(cls, planner: ShufflePlanner, layout: PayloadLayout, num_ranks: int) -> RowExchange:
+        """This rank's part of the plan that a planner has just made; called on the worker thread."""
+        head, numbers, num_parts, steps = planner.head, planner.exchange, len(layout.parts), planner.head["steps"]
+        splits, own = 3 + num_ranks, 3 + 2 * num_ranks
+        first, own_size, size = own + steps * (num_parts + 1), num_parts + 1, 3 + num_parts + layout.schema.num_keys
+        results = [numbers[first + step * size :][:size] for step in range(steps)]
+        return cls(
+            layout=layout,
+            moves=bool(head["moves"]),
+            block_words=head["block_words"],
+            sent_words=head["sent_words"],
+            segments=(head["own_segments"], head["buffer_segments"], head["sent_segments"]),
+            regions=numbers[:3],
+            input_splits=numbers[3:splits],
+            output_splits=numbers[splits:own],
+            own_parts=[numbers[own + step * own_size :][:own_size] for step in range(steps)],
+            results=results,
+            rows_before=[0, *accumulate(result[1] for result in results)],
+            indices=planner.indices[: head["index_room"]],
+        )
 
     @property
     def changes(self) -> bool:
         """Whether this rank's rows differ from those it brought."""
-        return any(result.changes for result in self.results)
-
-    @classmethod
-    def of(
-        cls, plan: ShufflePlan, layout: PayloadLayout, rank: int, *, all_gather: bool, pin_memory: bool
-    ) -> RowExchange:
-        """Turn a plan into one rank's part of it; called on the worker thread.
-
-        Args:
-            plan: the plan, the same on every rank.
-            layout: the parts of a row.
-            rank: this rank.
-            all_gather: whether every rank receives what any rank sends, padded to the largest sender; else each rank
-                receives its own rows only.
-            pin_memory: whether the batch is trained on CUDA, so that the copy to it need not wait.
-        """
-        routes = route_rows(plan, layout.table, rank, all_gather=all_gather)
-        indices = torch.from_numpy(routes.indices)
-        own, buffer, sent = routes.segments
-        first_order = 2 * (buffer + sum(len(each.length_per_key) * each.rows for each in routes.results))
-        return cls(
-            layout=layout,
-            moves=routes.moves,
-            input_splits=routes.input_splits,
-            output_splits=routes.output_splits,
-            block_words=routes.block_words,
-            regions=routes.regions,
-            own_parts=routes.own_parts,
-            indices=indices.pin_memory() if pin_memory else indices,
-            send=Permute(
-                Section(torch.int32, first_order, first_order + sent), Section(torch.int64, 0, own), routes.sent_words
-            ),
-            results=_results(routes, layout, first_order + sent, _host_values(plan, layout.schema, rank)),
-        )
-
-    def pack(self, batches: Sequence[Any]) -> PackedRows:
-        """Write batches into a new buffer, and pack the rows that leave them.
-
-        Args:
-            batches: this rank's, at least one; on CUDA the current stream must be the one that copied them.
-        """
-        device = batch_device(batches[0])
-        indices = self.indices.to(device, non_blocking=True)
-        buffer = torch.empty(sum(self.regions), dtype=torch.int32, device=device)
-        own, _, zero = torch.split(buffer, self.regions)
-        zero.zero_()
-        sections = iter(torch.split(own, [words for parts in self.own_parts for words in parts]))
-        for batch in batches:
-            for part, words in zip(self.layout.parts, sections):
-                part.write(part.tensor_of(batch), words)
-            next(sections)
-        return PackedRows(buffer, self.send(own, indices), indices)
-
-    def send_rows(self, packed: PackedRows, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        """Run the one payload collective, into the received region; returns it if it is asynchronous."""
-        received = torch.split(packed.buffer, self.regions)[1]
-        if not self.block_words:
-            return dist.all_to_all_single(
-                received, packed.sent, self.output_splits, self.input_splits, group=group, async_op=async_op
-            )
-        block = packed.sent.new_zeros(self.block_words)  # gloo gathers equal sizes only
-        block[: packed.sent.numel()] = packed.sent
-        return all_gather_single(received, block, group=group, async_op=async_op)
+        return any(result[0] for result in self.results)
 
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank sends: its moved rows, or its block once to every other rank."""
         if not self.moves:
             return 0
-        return WORD_BYTES * (self.block_words * (len(self.input_splits) - 1) or self.send.words)
+        return WORD_BYTES * (self.block_words * (len(self.input_splits) - 1) or self.sent_words)
 
-    def unpack(self, batch: Any, packed: PackedRows, step: int = 0) -> Any:
+    @property
+    def lookups(self) -> list[int]:
+        """By batch that the rank trains, values of its KeyedJaggedTensors but the labels."""
+        lengths = [result[3 + len(self.layout.parts) :] for result in self.results]
+        return [sum(sum(of_keys[keys]) for keys in self.layout.lookups) for of_keys in lengths]
+
+    def pack(self, batches: Sequence[Any]) -> tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Make the buffer of batches, and pack the rows that leave them.
+
+        Args:
+            batches: this rank's, at least one; on CUDA the current stream must be the one that copied them.
+
+        Returns:
+            On the device of the batches: the buffer, int32, `sum(regions)` words in one piece or, on the host, in
+            several, of which the own region's lie in the memory of the batches; what is sent, int32
+            `(sum(input_splits),)`, by receiver; and the index array.
+
+        Raises:
+            ValueError: the batches have other sizes than those that were planned.
+        """
+        buffer: list[torch.Tensor] = []
+        for batch, (*_, aligns) in zip(batches, self.own_parts):
+            buffer += [part.words_of(part.tensor_of(batch)) for part in self.layout.parts]
+            if aligns:
+                buffer.append(buffer[0].new_empty(aligns))
+        own_words, received_words, zero_words = self.regions
+        if (given := sum(piece.numel() for piece in buffer)) != own_words:
+            raise ValueError(
+                f"the rows to exchange have {WORD_BYTES * given} bytes, and had {WORD_BYTES * own_words} when the "
+                "shuffle was started; a batch stays as it is until its shuffle is finished: change it before or after"
+            )
+        beside = [buffer[0].new_empty(received_words), buffer[0].new_zeros(zero_words)]
+        if buffer[0].device.type == "cpu":
+            own, buffer = buffer, buffer + beside
+        else:
+            buffer = [torch.cat(buffer + beside)]
+            own = [buffer[0][:own_words]]
+        indices = self.indices.to(buffer[0].device, non_blocking=True)
+        (sent,) = self._select(indices, own, self.segments[0], 0, self.segments[2], [self.sent_words])
+        return buffer, sent, indices
+
+    def received(self, buffer: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The region of a buffer that what arrives is written into."""
+        return buffer[0][self.regions[0] :][: self.regions[1]] if len(buffer) == 1 else buffer[-2]
+
+    def send_rows(
+        self, buffer: Sequence[torch.Tensor], sent: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+    ) -> dist.Work | None:
+        """Run the one payload collective, into the received region; returns it if it is asynchronous."""
+        received = self.received(buffer)
+        if not self.block_words:
+            return dist.all_to_all_single(
+                received, sent, self.output_splits, self.input_splits, group=group, async_op=async_op
+            )
+        block = sent.new_zeros(self.block_words)  # gloo gathers equal sizes only
+        block[: sent.numel()] = sent
+        return all_gather_single(received, block, group=group, async_op=async_op)
+
+    def unpack(self, batch: Any, buffer: Sequence[torch.Tensor], indices: torch.Tensor, step: int = 0) -> Any:
         """A batch to train, in ascending global id with padding last.
 
         Every tensor is in storage of its own: TorchRec frees `features` early, and views of one buffer would take the
         labels with them.
 
         Args:
-            batch: any that was packed; it gives the fields that hold no rows.
-            packed: as `pack` made it, after the collective.
+            batch: one that was packed; it gives what holds no rows.
+            buffer: as `pack` made it, after the collective.
+            indices: as `pack` made it.
             step: which of the results.
         """
-        result = self.results[step]
-        schema = self.layout.schema
-        sections = torch.split(result.select(packed.buffer, packed.indices), result.parts)
-        tensors = {
-            (part.field, part.weights): part.read(words, result.rows)
-            for part, words in zip(self.layout.parts, sections)
-        }
-        fields: dict[str, Any] = {
-            field.name: KeyedJaggedTensor(
-                keys=list(field.keys),
-                values=tensors[field.name, False],
-                weights=tensors.get((field.name, True)),
-                lengths=result.lengths[field.name].of(packed.indices).to(field.lengths_dtype, copy=True),
-                stride=result.rows,
-                length_per_key=result.length_per_key[field.name],
+        schema, num_parts = self.layout.schema, len(self.layout.parts)
+        _, rows, real_rows, *sizes = self.results[step]
+        parts, num_entries = sizes[:num_parts], sizes[num_parts:]
+        on_host, rows_before = buffer[0].device.type == "cpu", self.rows_before[step]
+        first = self.segments[2] + self.layout.num_segments * rows_before
+        sections = self._select(indices, buffer, self.segments[1], first, self.layout.num_segments * rows, parts)
+        tensors = {}
+        for part, words in zip(self.layout.parts, sections):
+            keys = slice(part.first_key, part.first_key + part.num_segments)
+            own = words if on_host or part.is_narrow else words.clone()
+            tensors[part.path, part.weights] = part.read(own, rows if part.is_dense else sum(num_entries[keys]))
+        values: dict[Path, Any] = {}
+        at, key = self.segments[1] + self._columns * rows_before, 0
+        for field in schema.jagged:
+            stop, last = at + len(field.keys) * rows, key + len(field.keys)
+            lengths = indices[at:stop].to(field.lengths_dtype, copy=True)
+            values[field.path] = field.made_of(
+                tensors[field.path, False], tensors.get((field.path, True)), lengths, rows, num_entries[key:last]
             )
-            for field in schema.jagged
-        }
+            if not on_host:
+                attach_host_copy(lengths, self.indices[at:stop])
+            at, key = stop, last
         for dense in schema.dense:
-            fields[dense.name] = tensors[dense.name, False].view(result.rows, *dense.trailing)
-        for name, lengths in result.lengths.items():
-            attach_host_copy(fields[name].lengths(), lengths.of(self.indices))
-        for name, values in result.host_values.items():
-            attach_host_copy(fields[name], values)
-        return copy_batch(batch, fields | row_count_values(type(batch), result.rows, result.real_rows))
+            values[dense.path] = tensors[dense.path, False]
+        for field_kept in schema.host_fields:
+            attach_host_copy(values[field_kept.path], self.indices[at : at + rows])
+            at += rows
+        return replace_rows(batch, values, rows, real_rows)
 
+    @property
+    def _columns(self) -> int:
+        """Numbers of a row of a result in the index array: its lengths, and what else the host keeps of it."""
+        return self.layout.schema.num_keys + len(self.layout.schema.host_fields)
 
-def _results(
-    routes: Routes, layout: PayloadLayout, first_order: int, host_values: list[dict[str, torch.Tensor]]
-) -> list[ResultRows]:
-    """Where in the index array every result finds its lengths and, from element `first_order` on, its segments."""
-    results, at, order_at = [], routes.segments[1], first_order
-    for sizes, values in zip(routes.results, host_values):
-        lengths, length_per_key, key = {}, {}, 0
-        for field in layout.schema.jagged:
-            stop = at + len(field.keys) * sizes.rows
-            lengths[field.name] = Section(torch.int64, at, stop)
-            length_per_key[field.name] = sizes.length_per_key[key : key + len(field.keys)]
-            at, key = stop, key + len(field.keys)
-        order = Section(torch.int32, order_at, order_at + layout.num_segments * sizes.rows)
-        results.append(
-            ResultRows(
-                changes=sizes.changes,
-                select=Permute(order, Section(torch.int64, 0, routes.segments[1]), sum(sizes.parts)),
-                parts=sizes.parts,
-                rows=sizes.rows,
-                real_rows=sizes.real_rows,
-                lengths=lengths,
-                length_per_key=length_per_key,
-                host_values=values,
-            )
+    def _select(
+        self,
+        indices: torch.Tensor,
+        pieces: Sequence[torch.Tensor],
+        segments: int,
+        first: int,
+        count: int,
+        sizes: list[int],
+    ) -> Sequence[torch.Tensor]:
+        """Segments of a buffer in a new order, int32 in sections of these sizes; on the host, each in its own storage.
+
+        Args:
+            indices: on the device of the buffer.
+            pieces: of the buffer, or of its own region.
+            segments: how many segments lie in them.
+            first: of the int32 part of the index array, where the order begins.
+            count: segments of the result.
+            sizes: words of the sections, which follow one another.
+        """
+        orders = self.segments[1] + self._columns * self.rows_before[-1]  # where the int32 part begins
+        if pieces[0].device.type != "cpu":
+            order = indices[orders:].view(torch.int32)[first : first + count]
+            return torch.split(permute_segments(order, indices[:segments], pieces[0], sum(sizes)), sizes)
+        sections, where = [pieces[0].new_empty(size) for size in sizes], indices.data_ptr()
+        read, written = ([(each.data_ptr(), each.numel()) for each in tensors] for tensors in (pieces, sections))
+        core.permute_words(
+            where, segments, where + indices.itemsize * orders + WORD_BYTES * first, count, read, written
         )
-        order_at = order.stop
-    return results
-
-
-def _host_values(plan: ShufflePlan, schema: BatchSchema, rank: int) -> list[dict[str, torch.Tensor]]:
-    """By step and field that the host keeps, its values `(rows,)` in the batch that the rank trains."""
-    steps = []
-    for place in range(rank * plan.gathered.steps, (rank + 1) * plan.gathered.steps):
-        chosen = plan.rows_for(place) if schema.host_fields else np.zeros(0, dtype=np.int64)
-        kept, values = plan.gathered.table.kept(chosen), {}
-        for column, field in enumerate(schema.host_fields):
-            # In an array: torch lets go of the interpreter lock wherever it is asked.
-            of_rows = np.zeros(plan.result_batch_size(place), dtype=np.int64)
-            of_rows[: len(chosen)] = kept[:, column]
-            values[field.name] = torch.from_numpy(of_rows)
-        steps.append(values)
-    return steps
+        return sections

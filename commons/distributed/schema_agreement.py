@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
-from commons.distributed.control import ControlChannel
+from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.errors import attempt
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.options import ShufflerOptions
@@ -16,6 +17,8 @@ from commons.perf_model.calibration import Calibration
 from commons.perf_model.partitioner.core import SOURCES
 from commons.sequence_batch.schema import BatchSchema
 from commons.version import __version__
+
+S = TypeVar("S")
 
 
 class SchemasDifferError(ValueError):
@@ -30,6 +33,7 @@ def agree_on_schema(
     calibration: Calibration | None,
     window: int,
     token_features: tuple[str, ...] | None,
+    has_groups: bool,
     local: Sequence[LocalRows],
     words: int,
 ) -> tuple[BatchSchema | None, int]:
@@ -43,6 +47,7 @@ def agree_on_schema(
         calibration: what its workloads are measured with, if anything.
         window: most batches of a rank that are planned together.
         token_features: keys that count as tokens; None for all but the labels'.
+        has_groups: whether its rows have groups.
         local: what this rank brings, its batches in order; a single entry without a schema for none.
         words: what it has to say of its rows.
 
@@ -64,24 +69,44 @@ def agree_on_schema(
             "shuffler": shuffler_type,
             "window": window,
             "token_features": None if token_features is None else list(token_features),
+            "has_groups": has_groups,
             "versions": {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__},
         }
         text = "" if local[0].schema is None else json.dumps(local[0].schema.to_json())
     except Exception as caught:  # whatever it is, the others are waiting for it
         error = error or caught
     most_words = int(channel.agree("shuffle", None if error else settings, error, [words], step).max())
-    texts = zip(channel.members, channel.gather_text(text, step))
-    schemas = {rank: BatchSchema.from_json(json.loads(said)) for rank, said in texts if said}
-    if not schemas:
+    texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text, step)) if text}
+    if not texts:
         return None, 0
-    first = next(iter(schemas))
-    for rank, other in schemas.items():
-        different = schemas[first].differences(other)
-        if different:
-            raise SchemasDifferError(
-                f"the batches of ranks {first} and {rank} differ: {'; '.join(different)}; all ranks must bring the "
-                "same type, keys, dtypes and plain values: make them equal, or a property what depends on the rows"
-            )
-    _, error = attempt(schemas[first].empty_batch)  # of a type that this rank may not have imported
+    # A type of another rank's batch may not be imported here; then this rank alone fails.
+    schemas, error = attempt(lambda: {rank: BatchSchema.from_json(json.loads(each)) for rank, each in texts.items()})
+    channel.agree("agreement on the schema", {}, error, step=step)
+    assert schemas is not None  # noqa: S101  an error has been raised
+    schema = next(iter(schemas.values()))
+    if (found := find_difference(schemas, BatchSchema.differences)) is not None:
+        what, other = found
+        raise SchemasDifferError(
+            f"{what}; all ranks must bring the same type, structure, keys, dtypes and plain values: make them equal, "
+            f"or a property what depends on the rows{schema.way_out(other)}"
+        )
+    _, error = attempt(schema.empty_batch)  # of a type that this rank may not have imported
     channel.agree("agreement on the batch type", {}, error, step=step)
-    return schemas[first], most_words
+    return schema, most_words
+
+
+def find_difference(batches: Mapping[int, S], differences: Callable[[S, S], Sequence[str]]) -> tuple[str, S] | None:
+    """Compare what ranks say of their batches.
+
+    Args:
+        batches: by rank, what a rank without a batch does not have.
+        differences: short texts of what differs between two of them.
+
+    Returns:
+        A text that names the first rank and the next one that differs, and what that one says; None if none does.
+    """
+    first = next(iter(batches))
+    for rank, other in batches.items():
+        if different := differences(batches[first], other):
+            return f"the batches of ranks {first} and {rank} differ: {'; '.join(different)}", other
+    return None

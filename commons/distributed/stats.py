@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from commons.perf_model.loads import imbalance
-from commons.perf_model.partitioner.core import count_moves
 from commons.perf_model.shuffle_plan import ShufflePlan
 
 
@@ -29,82 +28,47 @@ class ShuffleStats:
     loaded, "after" of the step that is trained there: other rows, so that only sums over the window compare. Its bound,
     bytes and times are shared out evenly among its steps; `optimality_gap`, `predicted_saving`, `moved` and `gated`
     are those of the window.
-
-    Attributes:
-        step: number of the batch since the shuffler was made.
-        window: batches of a rank that were planned together; 1 without a window.
-        imbalance_before: largest load divided by the mean, minus 1, where the rows were.
-        imbalance_after: the same under the plan.
-        largest_load_before: load of the fullest rank where the rows were.
-        largest_load_after: the same under the plan.
-        lower_bound: no plan can have a smaller largest load.
-        optimality_gap: largest planned load divided by the bound, minus 1.
-        moved: whether any row changed rank.
-        gated: a better plan was found, but its gain was below `min_gain` or `min_gain_ms`.
-        num_rows: real rows of the global batch.
-        num_tokens: their tokens.
-        rows_moved: rows that changed rank.
-        tokens_moved: their tokens.
-        token_fraction_moved: the same as a fraction of all tokens.
-        rows_moved_across_nodes: rows that left their node; None where `ranks_per_node` is not given.
-        tokens_moved_across_nodes: their tokens; None where `ranks_per_node` is not given.
-        excess_tokens: how far the fullest rank exceeds `max_tokens_per_rank`.
-        bytes_sent: payload bytes that this rank sent.
-        gather_ms: the gather of workloads and lengths.
-        plan_ms: planning, comparison of plans and index arrays.
-        wait_ms: how long `finish_shuffle` waited for the plan; 0 when it was hidden behind compute.
-        hidden_fraction: the part of gather and plan that nobody waited for.
-        exchange_ms: from the plan to the batch, as seen by the host.
-        predicted_saving: the part of the largest load that balancing takes away.
-        predicted_saving_ms: the same in milliseconds; None without a calibration.
-        step_ms: the step that trained the batch; None until the training loop has measured it.
-        measured_saving_ms: the load that balancing takes away, at the milliseconds per load that the steps of this run
-            have shown; None until the training loop has seen enough of them.
-        loads_before: int64 `(num_ranks,)`.
-        loads_after: int64 `(num_ranks,)`, of the rows as they are trained.
-        lookups_before: int64 `(num_ranks,)`, embedding lookups: values of all KeyedJaggedTensors but the labels, where
-            the rows were.
-        lookups_after: int64 `(num_ranks,)`, the same as the rows are trained.
-        lookup_imbalance_before: most lookups of a rank divided by the mean, minus 1, where the rows were.
-        lookup_imbalance_after: the same as the rows are trained.
-        rank_speeds: float `(num_ranks,)`, load per millisecond of each rank's own work, as it has last been reported
-            (`report_step_time`), for an earlier batch; None where it is not known.
     """
 
-    step: int
-    window: int
-    imbalance_before: float
-    imbalance_after: float
-    largest_load_before: int
-    largest_load_after: int
-    lower_bound: int
-    optimality_gap: float
-    moved: bool
-    gated: bool
-    num_rows: int
-    num_tokens: int
-    rows_moved: int
-    tokens_moved: int
-    token_fraction_moved: float
-    rows_moved_across_nodes: int | None
-    tokens_moved_across_nodes: int | None
-    excess_tokens: int
-    bytes_sent: int
-    gather_ms: float
-    plan_ms: float
-    wait_ms: float
-    hidden_fraction: float
-    exchange_ms: float
-    predicted_saving: float
-    predicted_saving_ms: float | None
-    loads_before: tuple[int, ...]
-    loads_after: tuple[int, ...]
+    step: int  # number of the batch since the shuffler was made
+    window: int  # batches of a rank that were planned together; 1 without a window
+    imbalance_before: float  # largest load divided by the mean, minus 1, where the rows were
+    imbalance_after: float  # the same under the plan
+    largest_load_before: int  # load of the fullest rank where the rows were
+    largest_load_after: int  # the same under the plan
+    lower_bound: int  # no plan can have a smaller largest load
+    optimality_gap: float  # largest planned load divided by the bound, minus 1
+    moved: bool  # whether any row changed rank
+    gated: bool  # a better plan was found, but its gain was below `min_gain`
+    num_rows: int  # real rows of the global batch
+    num_tokens: int  # their tokens
+    rows_moved: int  # rows that changed rank
+    tokens_moved: int  # their tokens
+    token_fraction_moved: float  # the same as a fraction of all tokens
+    rows_moved_across_nodes: int | None  # rows that left their node; None where `ranks_per_node` is not given
+    tokens_moved_across_nodes: int | None  # their tokens; None where `ranks_per_node` is not given
+    excess_tokens: int  # how far the fullest rank exceeds `max_tokens_per_rank`
+    bytes_sent: int  # payload bytes that this rank sent
+    gather_ms: float  # the gather of workloads and lengths
+    plan_ms: float  # planning, comparison of plans and index arrays
+    wait_ms: float  # how long `finish_shuffle` waited for the plan; 0 when it was hidden behind compute
+    hidden_fraction: float  # the part of gather and plan that nobody waited for
+    exchange_ms: float  # from the plan to the batch, as seen by the host
+    predicted_saving: float  # the part of the largest load that balancing takes away
+    predicted_saving_ms: float | None  # the same in milliseconds; None without a calibration
+    loads_before: tuple[int, ...]  # int64 `(num_ranks,)`
+    loads_after: tuple[int, ...]  # int64 `(num_ranks,)`, of the rows as they are trained
+    # int64 `(num_ranks,)`, embedding lookups: values of all KeyedJaggedTensors but the labels, where the rows were.
     lookups_before: tuple[int, ...] = ()
-    lookups_after: tuple[int, ...] = ()
-    lookup_imbalance_before: float = 0.0
-    lookup_imbalance_after: float = 0.0
+    lookups_after: tuple[int, ...] = ()  # int64 `(num_ranks,)`, the same as the rows are trained
+    lookup_imbalance_before: float = 0.0  # most lookups of a rank divided by the mean, minus 1, where the rows were
+    lookup_imbalance_after: float = 0.0  # the same as the rows are trained
+    # float `(num_ranks,)`, load per millisecond of each rank's own work, as it has last been reported
+    # (`report_step_time`), for an earlier batch; None where it is not known.
     rank_speeds: tuple[float | None, ...] = ()
-    step_ms: float | None = None
+    step_ms: float | None = None  # the step that trained the batch; None until the training loop has measured it
+    # The load that balancing takes away, at the milliseconds per load that the steps of this run have shown; None until
+    # the training loop has seen enough of them.
     measured_saving_ms: float | None = None
 
     @property
@@ -125,37 +89,21 @@ class ShuffleStats:
 
 @dataclass(frozen=True)
 class WindowStats:
-    """A window of batches that were planned together; imbalances are sums over its steps of largest ÷ mean load, − 1.
+    """A window of batches that were planned together; imbalances sum its steps' largest ÷ mean loads, − 1."""
 
-    Attributes:
-        window: number of the window since the shuffler was made.
-        steps: batches of a rank.
-        imbalance_before: as the batches were loaded.
-        imbalance_after: under the plan; in mode "observe" of the one that was not carried out.
-        optimality_gap: the planned sum of the largest loads divided by what no plan can go below, minus 1.
-        num_rows: real rows of all ranks.
-        token_fraction_moved: tokens that changed rank, of all.
-        bytes_sent: payload bytes that this rank sent.
-        read_ms: reading the batches and their workloads.
-        gather_ms: the gather of workloads and lengths.
-        plan_ms: planning, comparison of plans and index arrays.
-        exchange_ms: from the plan to the batches.
-        wait_ms: how long the pipeline waited for the window.
-    """
-
-    window: int
-    steps: int
-    imbalance_before: float
-    imbalance_after: float
-    optimality_gap: float
-    num_rows: int
-    token_fraction_moved: float
-    bytes_sent: int
-    read_ms: float
-    gather_ms: float
-    plan_ms: float
-    exchange_ms: float
-    wait_ms: float
+    window: int  # number of the window since the shuffler was made
+    steps: int  # batches of a rank
+    imbalance_before: float  # as the batches were loaded
+    imbalance_after: float  # under the plan; in mode "observe" of the one that was not carried out
+    optimality_gap: float  # the planned sum of the largest loads divided by what no plan can go below, minus 1
+    num_rows: int  # real rows of all ranks
+    token_fraction_moved: float  # tokens that changed rank, of all
+    bytes_sent: int  # payload bytes that this rank sent
+    read_ms: float  # reading the batches and their workloads
+    gather_ms: float  # the gather of workloads and lengths
+    plan_ms: float  # planning, comparison of plans and index arrays
+    exchange_ms: float  # from the plan to the batches
+    wait_ms: float  # how long the pipeline waited for the window
 
     @classmethod
     def of(cls, number: int, stats: Sequence[ShuffleStats], read_ms: float) -> WindowStats:
@@ -222,15 +170,13 @@ def stats_of_plan(
             where they are not known.
         rank_speeds: as in the class.
     """
-    gathered, steps = plan.gathered, plan.gathered.steps
+    steps = plan.gathered.steps
     befores, afters = _by_step(plan.loads_before, steps), _by_step(plan.loads_after, steps)
     told = afters if plan.gated else _by_step(plan.loads_planned, steps)
     largest_before, largest_told = ([max(loads, default=0) for loads in each] for each in (befores, told))
     before, after = sum(largest_before), sum(largest_told)
     looked_up = np.zeros((0, 2 * steps), dtype=np.int64) if lookups is None else lookups
-    num_rows, num_tokens, rows_moved, tokens_moved, rows_crossed, tokens_crossed = count_moves(
-        gathered.home, plan.destination, gathered.tokens, steps, ranks_per_node or gathered.num_ranks
-    ).tolist()
+    num_rows, num_tokens, rows_moved, tokens_moved, rows_crossed, tokens_crossed = plan.moved.tolist()
 
     return tuple(
         ShuffleStats(

@@ -11,14 +11,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions, reject_options_as, require_names
-from commons.sequence_batch.fields import row_fields
+from commons.sequence_batch.fields import Path
+from commons.sequence_batch.open_batch import row_fields
 
 
 class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
     """Balances the number of tokens.
 
     Args:
-        feature_names: keys whose lengths are added up; all keys of all KeyedJaggedTensors but `labels` if not given.
+        feature_names: keys whose lengths are added up; all keys of all KeyedJaggedTensors and JaggedTensors, at any
+            depth, but those of `labels` if not given. The key of a JaggedTensor is its key in a dict, or its field.
         options: settings; the defaults balance.
         pg_group: ranks that share a global batch.
 
@@ -42,12 +44,15 @@ class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
 
         Raises:
             KeyError: a feature name that is no key of the batch.
-            ValueError: a batch without a KeyedJaggedTensor to count.
+            ValueError: a batch without a jagged tensor to count.
         """
-        fields = [
-            value for name, value in row_fields(batch) if isinstance(value, KeyedJaggedTensor) and name != "labels"
+        counted = [
+            (key, lengths)
+            for path, value in row_fields(batch)
+            if path[0] != "labels" and not isinstance(value, torch.Tensor)
+            for key, lengths in _lengths_by_key(path, value)
         ]
-        keys = [key for field in fields for key in field.keys()]
+        keys = [key for key, _ in counted]
         unknown = [name for name in self.feature_names or [] if name not in keys]
         if unknown:
             raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct feature_names")
@@ -56,10 +61,12 @@ class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
                 f"{type(batch).__name__} has no KeyedJaggedTensor to count tokens in; the tokens shuffler needs one: "
                 "write a shuffler whose get_workloads suits the batch"
             )
-        counted = [
-            field.lengths().view(len(field.keys()), -1)[index]
-            for field in fields
-            for index, key in enumerate(field.keys())
-            if self.feature_names is None or key in self.feature_names
-        ]
-        return torch.stack([lengths.to(torch.int64) for lengths in counted]).sum(dim=0)
+        names = keys if self.feature_names is None else self.feature_names
+        return torch.stack([lengths.to(torch.int64) for key, lengths in counted if key in names]).sum(dim=0)
+
+
+def _lengths_by_key(path: Path, value: Any) -> list[tuple[str, torch.Tensor]]:
+    """Lengths `(batch_size,)` of every key of a jagged tensor."""
+    if isinstance(value, KeyedJaggedTensor):
+        return list(zip(value.keys(), value.lengths().view(len(value.keys()), value.stride())))
+    return [(str(path[-1]), value.lengths())]

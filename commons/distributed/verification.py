@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+import torch.distributed as dist
 
+from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.errors import attempt
 from commons.distributed.payload import Part, PayloadLayout
-from commons.sequence_batch.fields import batch_rows, real_rows
+from commons.sequence_batch.fields import path_name
+from commons.sequence_batch.open_batch import batch_device, row_counts, value_at
 
 # Odd multipliers of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
@@ -35,13 +38,12 @@ def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
     # A copy: the memory of a view may hold conjugates or negatives, or have gaps though it counts as contiguous.
     plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
     integers = plain.view(_INTEGER_BY_SIZE[min(size, 8)]).to(torch.int64)
-    per_element = max(1, size // 8)
+    per_entry = part.elements * max(1, size // 8)
     if part.is_dense:
-        row = torch.arange(rows, device=tensor.device).repeat_interleave(integers.numel() // max(rows, 1))
-        position = torch.arange(integers.numel(), device=tensor.device) % max(1, integers.numel() // max(rows, 1))
+        row = torch.arange(rows, device=tensor.device).repeat_interleave(per_entry)
+        position = torch.arange(integers.numel(), device=tensor.device) % max(1, per_entry)
     else:
-        jagged: KeyedJaggedTensor = getattr(batch, part.field)
-        lengths = jagged.lengths().to(torch.int64) * per_element
+        lengths = value_at(batch, part.path).lengths().to(torch.int64) * per_entry
         segment = torch.repeat_interleave(torch.arange(len(lengths), device=tensor.device), lengths)
         starts = torch.cumsum(lengths, 0) - lengths
         row = segment % rows
@@ -52,7 +54,7 @@ def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
 
 def checksums(batch: Any, layout: PayloadLayout) -> torch.Tensor:
     """int64 `(parts + 1,)`: per part the sum over real rows, and last the sum over whole rows."""
-    rows, real = batch_rows(batch), real_rows(batch)
+    rows, real = row_counts(batch)
     if not layout.parts or real == 0:
         return torch.zeros(len(layout.parts) + 1, dtype=torch.int64, device=_device(batch, layout))
     hashes = torch.stack([_part_hashes(part, batch, rows)[:real] for part in layout.parts])  # (parts, real)
@@ -70,17 +72,46 @@ def checksums_of_all(batches: Sequence[Any], layout: PayloadLayout) -> torch.Ten
     return torch.stack([checksums(batch, layout) for batch in batches]).sum(dim=0)
 
 
-def require_unchanged(wrong: list[int], layout: PayloadLayout, step: int) -> None:
-    """Raise RuntimeError if a shuffle has changed or mixed rows; on all ranks alike.
+def require_same_rows(
+    channel: ControlChannel,
+    group: dist.ProcessGroup | None,
+    step: int,
+    layout: PayloadLayout,
+    before: torch.Tensor | None,
+    results: Sequence[Any],
+    error: Exception | None,
+    *,
+    on_main: bool,
+) -> None:
+    """Compare checksums over all ranks, which call this together; waits for the device.
 
     Args:
-        wrong: sums over all ranks of `checksums` after the shuffle less those before.
+        channel: the ranks.
+        group: of the channel, on the device of the batches.
+        step: number of the step or window.
         layout: the parts.
-        step: for the message.
+        before: `checksums_of_all` of the batches that this rank brought; None if it failed.
+        results: the batches that this rank trains.
+        error: why it failed.
+        on_main: as for `ControlChannel.raise_on_all`.
+
+    Raises:
+        RuntimeError: the shuffle has changed or mixed rows, or a checksum failed on any rank; on all ranks.
+        RankMissingError: a rank did not take part in time.
     """
+    after, problem = attempt(lambda: checksums_of_all(results, layout))
+    # The last number counts the ranks whose checksum failed.
+    numbers = torch.zeros(len(layout.parts) + 2, dtype=torch.int64, device=batch_device(results[0]))
+    if before is None or after is None:
+        numbers[-1] = 1
+    else:
+        numbers[:-1] = after - before
+    *wrong, failed = channel.sum_over_ranks(numbers, group, step, "comparison of checksums")
+    if failed:
+        channel.raise_on_all(error or problem, step, on_main=on_main)
     damaged = [part for part, value in zip(layout.parts, wrong) if value]
     if damaged:
-        names = ", ".join(f"{part.field}{' (weights)' if part.weights else ''}" for part in damaged)
+        names = ", ".join(f"{path_name(part.path)}{' (weights)' if part.weights else ''}" for part in damaged)
         raise RuntimeError(
             f"step {step}: the shuffle changed the content of {names}; every row must arrive as it was: report this "
             "with the batch's schema"

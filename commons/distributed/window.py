@@ -17,12 +17,13 @@ import torch.distributed as dist
 from commons.available_memory import require_memory
 from commons.checks import as_count
 from commons.distributed.errors import attempt
+from commons.distributed.global_batch import attach_global_batches
 from commons.distributed.local_rows import LocalRows
 from commons.distributed.schema_agreement import SchemasDifferError
 from commons.distributed.shuffle_session import ShuffleSession
 from commons.distributed.stats import ShuffleStats, WindowStats
-from commons.perf_model.calibration import CalibratedTask
-from commons.sequence_batch.fields import batch_device, require_dataclass
+from commons.sequence_batch.fields import require_dataclass
+from commons.sequence_batch.open_batch import batch_device
 from commons.sequence_batch.schema import BatchSchema
 
 # Copies of a window that lie on the host at the worst moment: the one that trains, and of the next one the batches as
@@ -32,17 +33,11 @@ _COPIES = 4
 
 @dataclass(frozen=True)
 class ShuffledWindow:
-    """Batches that need no further shuffle.
+    """Batches that need no further shuffle."""
 
-    Attributes:
-        batches: one for each step, as many on every rank; none where no rank has data any more.
-        stats: of every step; None in mode "off".
-        whole: of the window; None in mode "off", and without batches. Nobody has waited yet.
-    """
-
-    batches: list[Any]
-    stats: list[ShuffleStats | None]
-    whole: WindowStats | None = None
+    batches: list[Any]  # one for each step, as many on every rank; none where no rank has data any more
+    stats: list[ShuffleStats | None]  # of every step; None in mode "off"
+    whole: WindowStats | None = None  # of the window; None in mode "off", and without batches. Nobody has waited yet.
 
 
 class WindowReader:
@@ -155,9 +150,6 @@ def shuffle_window(
     step: int,
     reader: WindowReader,
     describe: Callable[[Any], LocalRows],
-    calibrated: CalibratedTask | None,
-    token_features: tuple[str, ...] | None,
-    spent: tuple[int, int] = (0, 0),
 ) -> ShuffledWindow:
     """Read a window, plan it and exchange its rows; called by all ranks together, on the window thread.
 
@@ -166,9 +158,6 @@ def shuffle_window(
         step: number of the window.
         reader: of this rank's batches.
         describe: what a rank brings with a batch, or why it cannot.
-        calibrated: as for `ShuffleSession.prepare`.
-        token_features: as for `ShuffleSession.prepare`.
-        spent: as for `ShuffleSession.prepare`.
 
     Raises:
         RankMissingError: a rank did not take part.
@@ -178,7 +167,7 @@ def shuffle_window(
     local = reader.fill(describe)
     read_ms = (time.perf_counter() - started) * 1e3
     try:
-        prepared = session.prepare(step, local, calibrated, token_features, spent)
+        prepared = session.prepare(step, local)
     except SchemasDifferError:
         reader.drop_first()
         raise
@@ -198,9 +187,9 @@ def shuffle_window(
     if _are_pinned(schema, batches):
         own = {id(batch) for batch in batches}
         results = [each if id(each) in own else each.pin_memory() for each in results]
-    results = session.with_global_batch(prepared, results)
+    results = attach_global_batches(results, prepared, session.channel.members)
     exchange_ms = (time.perf_counter() - started) * 1e3 / len(results)
-    stats = [replace(each, exchange_ms=exchange_ms) for each in prepared.stats]
+    stats = [replace(each, exchange_ms=exchange_ms) for each in prepared.describe()]
     return ShuffledWindow(results, list(stats), WindowStats.of(step, stats, read_ms))
 
 

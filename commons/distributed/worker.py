@@ -1,8 +1,8 @@
 """One daemon thread that runs jobs in order.
 
-An executor's threads are joined at interpreter exit and would sit out a collective's timeout there; a daemon thread
-does not keep a failed process alive. But one that comes back from C++ when the interpreter has gone aborts the process,
-so at exit a job that is under way is waited for, a few seconds at most, and then broken off if that can be done.
+An executor's threads are joined at interpreter exit and would wait there for a collective's timeout; a daemon thread
+does not keep a failed process alive. But a daemon thread that returns from C++ after the interpreter's end aborts the
+process. So at exit the job under way is waited for, a few seconds at most, and then broken off if that can be done.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
+import ctypes
 import queue
 import threading
 import time
@@ -22,11 +23,12 @@ import torch
 
 T = TypeVar("T")
 
-# How long the end of a program waits for its workers, for all of them together.
+_CAPTURE_MODE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
+
+# Seconds that the end of a program waits for its workers, for all of them together.
 _EXIT_SECONDS = 5.0
-# How long a job takes at most to fail when it is broken off.
+# Most seconds that a job takes to fail when it is broken off.
 _BROKEN_OFF_SECONDS = 1.0
-# Those whose thread has been started.
 _STARTED: weakref.WeakSet[DaemonWorker] = weakref.WeakSet()
 
 
@@ -50,7 +52,7 @@ class DaemonWorker:
         self._starting = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], int | None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Not answered yet: should the thread end by an error of its own, nobody waits for it.
+        # Jobs without a result, which get an error if the thread ends.
         self._open: set[Future[Any]] = set()
         self._has_left = False
         self._abandoned_for: Exception | None = None
@@ -78,7 +80,7 @@ class DaemonWorker:
         self._open.add(future)
         self._jobs.put((future, job, gpu))
         if self._has_left or self._abandoned_for is not None:
-            self._answer_open()
+            self._fail_open()
         return future
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -93,14 +95,14 @@ class DaemonWorker:
             self._jobs.put(None)
 
     def abandon(self, error: Exception) -> None:
-        """Answer every job that is not done with an error, at once, and run no other; from any thread, does not wait.
+        """Give every job that is not done an error, at once, and run no other; from any thread, does not wait.
 
         The thread ends with the job that is under way.
         """
         with self._starting:
             self._abandoned_for = error
         self.finish()
-        self._answer_open()
+        self._fail_open()
 
     @property
     def has_ended(self) -> bool:
@@ -126,12 +128,12 @@ class DaemonWorker:
             self._run_jobs()
         finally:
             self._has_left = True
-            self._answer_open()
+            self._fail_open()
 
-    def _answer_open(self) -> None:
-        """Tell those who wait that the thread runs no more jobs: it was abandoned, or ended from outside of a job."""
+    def _fail_open(self) -> None:
+        """Give an error to all jobs without a result: the thread was abandoned, or ended outside of a job."""
         for future in list(self._open):
-            with contextlib.suppress(InvalidStateError):  # answered meanwhile
+            with contextlib.suppress(InvalidStateError):  # done meanwhile
                 future.set_exception(
                     self._abandoned_for
                     or RuntimeError(
@@ -145,21 +147,32 @@ class DaemonWorker:
         while (item := self._jobs.get()) is not None:
             future, job, gpu = item
             try:
-                if future.done() and not future.cancelled():  # answered when the worker was abandoned
+                if future.done() and not future.cancelled():  # the worker was abandoned
                     continue
                 if not future.set_running_or_notify_cancel():
                     continue
                 if gpu is not None and gpu != current:
                     torch.cuda.set_device(gpu)
+                    _spare_captures()
                     current = gpu
                 future.set_result(job())
             except BaseException as error:
-                with contextlib.suppress(InvalidStateError):  # answered meanwhile
+                with contextlib.suppress(InvalidStateError):  # abandoned meanwhile
                     future.set_exception(error)
             finally:
                 self._open.discard(future)
-                # Nothing is kept while waiting: the last reference to a process group must not be a daemon thread's.
+                # A daemon thread must not hold the last reference to a process group while it waits.
                 del item, future, job
+
+
+def _spare_captures() -> None:
+    """Let this thread pin memory and wait for events while another one captures a CUDA graph.
+
+    In CUDA's default mode that would fail, and the capture with it.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # torch for ROCm
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        exchange(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_THREAD_LOCAL)))
 
 
 def _end_at_exit(worker: DaemonWorker) -> None:

@@ -1,6 +1,7 @@
 """Micro-batches: rows packed under a token budget, evenly, and into the same number on all ranks.
 
 allocation.py                 the allocators "ffd", "kk" and "refined"
+padded_allocation.py           groups of rows that are padded to their longest
 fewest_groups.py              the search: the planner's plans, first fit, repacking, from the fewest groups on
   l2_bound.py                 the fewest groups there can be
   first_fit.py, repacking.py  packing under the capacity
@@ -21,6 +22,7 @@ from commons.micro_batching.metrics import packing_metrics
 from commons.micro_batching.micro_batches import MicroBatches
 from commons.micro_batching.packed_rows import PackedRows, count_loss_tokens, pack_rows
 from commons.micro_batching.packing import pack_micro_batches
+from commons.micro_batching.padded_allocation import padded_allocate
 from commons.micro_batching.spec import MicroBatchSpec
 
 __all__ = [
@@ -34,5 +36,6 @@ __all__ = [
     "pack_micro_batches",
     "pack_rows",
     "packing_metrics",
+    "padded_allocate",
     "refined_allocate",
 ]

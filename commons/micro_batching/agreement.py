@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from commons.distributed.control import ControlChannel
+from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
 
 # What messages call it.
 CALL = "pack_micro_batches"
@@ -14,19 +14,12 @@ CALL = "pack_micro_batches"
 
 @dataclass(frozen=True)
 class Needs:
-    """What one rank brings and asks for.
+    """What one rank brings and asks for."""
 
-    Attributes:
-        rows: rows of its batch.
-        blocks: how many there are to be dealt, each of `granularity` rows; at most as many micro-batches.
-        micro_batches: fewest micro-batches that its packing takes; 0 where only other ranks' rows make one possible.
-        loss_tokens: terms of the loss in its batch.
-    """
-
-    rows: int
-    blocks: int
-    micro_batches: int
-    loss_tokens: int
+    rows: int  # rows of its batch
+    blocks: int  # how many there are to be dealt, each of `granularity` rows; at most as many micro-batches
+    micro_batches: int  # fewest micro-batches that its packing takes; 0 where only other ranks' rows make one possible
+    loss_tokens: int  # terms of the loss in its batch
 
 
 def exchange_needs(
@@ -51,7 +44,7 @@ def exchange_needs(
     if error is not None and channel.world_size == 1:
         raise error
     own = [0] * 4 if needs is None else list(asdict(needs).values())
-    heard = channel.agree_on_call(CALL, options, error, own)
+    heard = channel.agree(CALL, options, error, own, room=CALL_NUMBERS)
     return [Needs(*row) for row in heard.tolist()]
 
 

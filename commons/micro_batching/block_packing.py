@@ -13,6 +13,7 @@ import numpy as np
 from commons.micro_batching.allocation import get_allocate_fn
 from commons.micro_batching.fewest_groups import as_groups
 from commons.micro_batching.first_fit import split_heaviest
+from commons.micro_batching.row_blocks import RowBlocks
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import partition, refine
@@ -20,44 +21,41 @@ from commons.perf_model.partitioner import partition, refine
 # What balances workloads under a cap on tokens, by packing algorithm.
 _PLANNERS = {"kk": "karmarkar_karp", "refined": "refined"}
 # Blocks above the budget that an error names.
-_NAMED = 5
+_SHOWN = 5
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPacking:
-    """Blocks of `granularity` consecutive rows, packed into the fewest micro-batches that the algorithm finds.
+    """Rows that stay together as blocks, packed into the fewest micro-batches that the algorithm finds."""
 
-    Attributes:
-        spec: how to pack.
-        tokens: int64 `(blocks,)`, tokens of each block.
-        workloads: int64 `(blocks,)`, what each block costs; None where that is its tokens.
-        fewest: the blocks of each micro-batch.
-    """
-
-    spec: MicroBatchSpec
-    tokens: np.ndarray  # (blocks,)
-    workloads: np.ndarray | None  # (blocks,)
-    fewest: list[list[int]]
+    spec: MicroBatchSpec  # how to pack
+    blocks: RowBlocks  # which rows stay together
+    tokens: np.ndarray  # int64 `(blocks,)`, tokens of each block
+    workloads: np.ndarray | None  # int64 `(blocks,)`, what each block costs; None where that is its tokens
+    fewest: list[list[int]]  # the blocks of each micro-batch
 
     @classmethod
-    def of(cls, spec: MicroBatchSpec, lengths: np.ndarray, workloads: np.ndarray | None) -> BlockPacking:
+    def of(
+        cls, spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, workloads: np.ndarray | None
+    ) -> BlockPacking:
         """Check what a rank brings, and pack it.
 
         Args:
             spec: how to pack.
+            blocks: which rows stay together.
             lengths: int64 `(rows,)`, tokens of each row.
             workloads: int64 `(rows,)`, what each row costs, or None.
 
         Raises:
-            ValueError: no rows, rows that are no whole number of blocks, a block above the budget, fewer blocks than
-                micro-batches, workloads for an algorithm that does not balance, or no packing.
+            ValueError: no rows, a block above the budget, fewer blocks than micro-batches, workloads for an algorithm
+                that does not balance, or no packing.
         """
         if len(lengths) == 0:
             raise ValueError("the batch has no rows; every micro-batch has at least one: leave out empty batches")
-        tokens = blocks_of(spec, lengths, workloads is not None)
-        _require_blocks(spec, len(lengths))
-        costs = None if workloads is None else sum_blocks(spec, workloads)
-        return cls(spec, tokens, costs, _allocate(spec, tokens, spec.n_mbs))
+        tokens = tokens_of(spec, blocks, lengths, workloads is not None)
+        _require_blocks(spec, blocks)
+        costs = None if workloads is None else blocks.sums(workloads)
+        return cls(spec, blocks, tokens, costs, _allocate(spec, tokens, spec.n_mbs))
 
     def with_refined(self) -> BlockPacking:
         """The same blocks packed by "refined", which never takes more micro-batches."""
@@ -108,11 +106,12 @@ class BlockPacking:
         return as_groups(workloads, order, parts[order])
 
 
-def blocks_of(spec: MicroBatchSpec, lengths: np.ndarray, has_workloads: bool) -> np.ndarray:
+def tokens_of(spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, has_workloads: bool) -> np.ndarray:
     """Check what a rank brings to be packed by itself or with the rows of others.
 
     Args:
         spec: how to pack.
+        blocks: which rows stay together.
         lengths: int64 `(rows,)`, tokens of each row.
         has_workloads: whether rows cost something else than their tokens.
 
@@ -120,27 +119,16 @@ def blocks_of(spec: MicroBatchSpec, lengths: np.ndarray, has_workloads: bool) ->
         int64 `(blocks,)`, the tokens of each block.
 
     Raises:
-        ValueError: rows that are no whole number of blocks, a block above the budget, or workloads for an algorithm
-            that does not balance.
+        ValueError: a block above the budget, or workloads for an algorithm that does not balance.
     """
-    if len(lengths) % spec.granularity:
-        raise ValueError(
-            f"the batch has {len(lengths)} rows, granularity is {spec.granularity}; every row belongs to a whole "
-            "block: bring a multiple of granularity, or correct it"
-        )
     if has_workloads and spec.packing_algorithm not in _PLANNERS:
         raise ValueError(
             f"workloads are given and packing_algorithm is {spec.packing_algorithm!r}; only "
             f"{' and '.join(map(repr, _PLANNERS))} balance them: choose one of these, or leave out the workloads"
         )
-    tokens = sum_blocks(spec, lengths)
-    _require_room(spec, tokens)
+    tokens = blocks.sums(lengths)
+    _require_room(spec, blocks, tokens)
     return tokens
-
-
-def sum_blocks(spec: MicroBatchSpec, values: np.ndarray) -> np.ndarray:
-    """From int64 `(rows,)` to int64 `(blocks,)`."""
-    return values.reshape(-1, spec.granularity).sum(1)
 
 
 def budget_of(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
@@ -180,29 +168,27 @@ def _allocate(spec: MicroBatchSpec, tokens: np.ndarray, min_groups: int) -> list
     return allocate(tokens, budget_of(spec, tokens), min_groups, spec.n_mbs_divisor)
 
 
-def _require_blocks(spec: MicroBatchSpec, num_rows: int) -> None:
-    num_blocks = num_rows // spec.granularity
+def _require_blocks(spec: MicroBatchSpec, blocks: RowBlocks) -> None:
     for name, number in (("n_mbs", spec.n_mbs), ("n_mbs_divisor", spec.n_mbs_divisor)):
-        if number > num_blocks:
+        if number > len(blocks):
             raise ValueError(
-                f"{name} is {number}, the batch has {spec.rows_in_blocks(num_rows)}; no micro-batch is empty: lower "
-                f"{name} or bring more rows"
+                f"{name} is {number}, the batch has {blocks}; no micro-batch is empty: lower {name} or bring more rows"
             )
 
 
-def _require_room(spec: MicroBatchSpec, tokens: np.ndarray) -> None:
-    budget, size = budget_of(spec, tokens), spec.granularity
+def _require_room(spec: MicroBatchSpec, blocks: RowBlocks, tokens: np.ndarray) -> None:
+    budget, alone = budget_of(spec, tokens), len(blocks) == len(blocks.of_row)
     too_long = np.flatnonzero(tokens > budget)
     if len(too_long) == 0:
         return
     named = [
-        f"row {block} has {tokens[block]} tokens"
-        if size == 1
-        else f"rows {block * size} to {block * size + size - 1} have {tokens[block]} tokens together"
-        for block in too_long[:_NAMED].tolist()
+        f"{blocks.name(block)} has {tokens[block]} tokens"
+        if len(blocks.rows_of(block)) == 1
+        else f"{blocks.name(block)} have {tokens[block]} tokens together"
+        for block in too_long[:_SHOWN].tolist()
     ]
-    more = f" and {len(too_long) - _NAMED} more do too" if len(too_long) > _NAMED else ""
+    more = f" and {len(too_long) - _SHOWN} more do too" if len(too_long) > _SHOWN else ""
     raise ValueError(
-        f"{', '.join(named)}{more}, max_tokens_per_mb is {budget}; {'rows' if size == 1 else 'blocks'} are never "
+        f"{', '.join(named)}{more}, max_tokens_per_mb is {budget}; {'rows' if alone else 'blocks'} are never "
         "split: raise max_tokens_per_mb, or truncate or drop such rows"
     )

@@ -21,23 +21,14 @@ _FEW = 1 << 16
 
 @dataclass
 class PackingProblem:
-    """The rows to pack, and what a packing has to keep.
+    """The rows to pack, and what a packing has to keep."""
 
-    Attributes:
-        weights: int64 `(n,)`, descending, none above the capacity, at least one.
-        capacity: most that a group may hold.
-        min_groups: fewest groups, at most n.
-        divisor: the number of groups is a multiple of it; at most n.
-        equal_size: whether the groups' numbers of rows differ by one at most.
-        repacked: what repacking has come to with as many groups as it was tried for, above the capacity.
-
-    """
-
-    weights: np.ndarray  # (n,)
-    capacity: int
-    min_groups: int = 1
-    divisor: int = 1
-    equal_size: bool = False
+    weights: np.ndarray  # int64 `(n,)`, descending, none above the capacity, at least one
+    capacity: int  # most that a group may hold
+    min_groups: int = 1  # fewest groups, at most n
+    divisor: int = 1  # the number of groups is a multiple of it; at most n
+    equal_size: bool = False  # whether the groups' numbers of rows differ by one at most
+    # What repacking has come to with as many groups as it was tried for, above the capacity.
     repacked: list[list[int]] | None = None
 
     @property

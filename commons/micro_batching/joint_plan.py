@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from commons.micro_batching.block_packing import BlockPacking, budget_of, in_order, sum_blocks
+from commons.micro_batching.block_packing import BlockPacking, budget_of, in_order, tokens_of
 from commons.micro_batching.l2_bound import l2_bound
+from commons.micro_batching.row_blocks import RowBlocks
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.grid import partition_grid
@@ -28,17 +29,12 @@ _SLACK = 0.01
 
 @dataclass(frozen=True, eq=False)
 class JointPlan:
-    """Which rank computes each row, and in which of its micro-batches.
+    """Which rank computes each row, and in which of its micro-batches."""
 
-    Attributes:
-        rank: int64 `(rows of all ranks,)`.
-        micro_batch: int64 `(rows of all ranks,)`.
-        costs: int64 `(ranks, micro-batches)`.
-    """
-
-    rank: np.ndarray  # (rows,)
-    micro_batch: np.ndarray  # (rows,)
-    costs: np.ndarray  # (ranks, micro-batches)
+    rank: np.ndarray  # int64 `(rows of all ranks,)`
+    micro_batch: np.ndarray  # int64 `(rows of all ranks,)`
+    costs: np.ndarray  # int64 `(ranks, micro-batches)`
+    blocks: RowBlocks  # which of the rows of all ranks stay together
 
 
 def plan_jointly(
@@ -47,33 +43,41 @@ def plan_jointly(
     workloads: np.ndarray | None,
     rows_per_rank: np.ndarray,
     own_packing: np.ndarray | None = None,
+    *,
+    groups: np.ndarray | None = None,
 ) -> JointPlan:
     """Pack the rows of all ranks into as few micro-batches per rank as the budget allows, of even cost by index.
 
     Args:
         spec: how to pack; its numbers of micro-batches are those of a rank.
-        lengths: int64 `(rows of all ranks,)`, rank by rank: tokens, whole blocks of each rank, none above the budget.
+        lengths: int64 `(rows of all ranks,)`, rank by rank: tokens, whole blocks of each rank.
         workloads: int64 `(rows of all ranks,)`, what each row costs; None where that is its tokens.
         rows_per_rank: int64 `(ranks,)`.
         own_packing: int64 `(rows of all ranks,)`: the micro-batch of each row where every rank packs for itself, all
             into the same number; None where they cannot.
+        groups: int64 `(rows of all ranks,)`: rows of equal numbers stay together, from whichever ranks they come.
 
     Returns:
         The plan. Every rank has a row in every micro-batch, none is above the budget, and blocks stay whole. With
-        `own_packing` it has no more micro-batches, and if as many, no larger sum of the costliest ones.
+        `own_packing`, if no group spans ranks, it has no more micro-batches, and if as many, no larger sum of the
+        costliest ones.
 
     Raises:
-        ValueError: no rows, too few for the ranks and micro-batches, or no packing.
+        ValueError: no rows, too few for the ranks and micro-batches, a group above the budget, or no packing.
     """
-    num_ranks, size = len(rows_per_rank), spec.granularity
-    _require_enough(spec, len(lengths), num_ranks)
-    tokens = sum_blocks(spec, lengths)
-    costs = tokens if workloads is None else sum_blocks(spec, workloads)
-    cells = _Cells(spec, tokens, costs, np.repeat(np.arange(num_ranks), rows_per_rank // size), num_ranks)
+    num_ranks, blocks = len(rows_per_rank), RowBlocks.of(spec, len(lengths), groups)
+    _require_enough(spec, blocks, num_ranks)
+    tokens = _tokens_of_all(spec, blocks, lengths, workloads is not None)
+    costs = tokens if workloads is None else blocks.sums(workloads)
+    home, spans_ranks = _homes(blocks, lengths, rows_per_rank)
+    if spans_ranks:
+        own_packing = None
+    cells = _Cells(spec, tokens, costs, home, num_ranks)
     number = fewest = cells.fewest()
     gap, places = cells.grid(fewest)
     if not places or gap > 2 * _SLACK:  # what is given up for fewer moves counts in the gap, too
-        packing = _pack(spec, lengths, workloads, num_ranks, may_fail=bool(places) or own_packing is not None)
+        may_fail = bool(places) or own_packing is not None
+        packing = _pack(spec, blocks, lengths, workloads, num_ranks, may_fail)
         numbers = [fewest] if places else []
         numbers += [] if packing is None else [len(packing.fewest) // num_ranks]
         numbers += [] if own_packing is None else [int(own_packing.max()) + 1]
@@ -83,32 +87,48 @@ def plan_jointly(
         if packing is not None and len(packing.fewest) == number * num_ranks:
             places.append(cells.sorted_and_cut(packing.into(number * num_ranks)))
     if own_packing is not None and int(own_packing.max()) + 1 == number:
-        places.insert(0, own_packing[::size] * num_ranks + cells.home)  # of equal ones the first is taken
+        places.insert(0, own_packing[blocks.first_rows] * num_ranks + cells.home)  # of equal ones the first is taken
     micro_batch, rank = np.divmod(cells.best(places, number), num_ranks)
-    groups = [np.flatnonzero(micro_batch == index).tolist() for index in range(number)]
-    for index, blocks in enumerate(in_order(groups, costs, spec.order)):
-        micro_batch[blocks] = index
+    packed = [np.flatnonzero(micro_batch == index).tolist() for index in range(number)]
+    for index, numbers in enumerate(in_order(packed, costs, spec.order)):
+        micro_batch[numbers] = index
     loads = sum_by_rank(rank * number + micro_batch, costs, num_ranks * number).reshape(num_ranks, number)
-    return JointPlan(np.repeat(rank, size), np.repeat(micro_batch, size), loads)
+    return JointPlan(rank[blocks.of_row], micro_batch[blocks.of_row], loads, blocks)
+
+
+def plan_unplaced(spec: MicroBatchSpec, lengths: np.ndarray, workloads: np.ndarray, num_ranks: int) -> JointPlan:
+    """`plan_jointly` for rows that lie on no rank yet."""
+    rows_per_rank = np.full(num_ranks, len(lengths) // num_ranks) + (np.arange(num_ranks) < len(lengths) % num_ranks)
+    return plan_jointly(spec, lengths, workloads, rows_per_rank)
+
+
+def _tokens_of_all(spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, has_workloads: bool) -> np.ndarray:
+    """Tokens of each block; ranks have checked their own rows, but a group of several may be above the budget."""
+    try:
+        return tokens_of(spec, blocks, lengths, has_workloads)
+    except ValueError as error:
+        raise ValueError(f"{error} (rows are counted over the ranks)") from error
+
+
+def _homes(blocks: RowBlocks, lengths: np.ndarray, rows_per_rank: np.ndarray) -> tuple[np.ndarray, bool]:
+    """int64 `(blocks,)`, the rank with most of the tokens of each, the first of several; whether any spans ranks."""
+    num_ranks = len(rows_per_rank)
+    home = np.repeat(np.arange(num_ranks), rows_per_rank)
+    at = blocks.of_row * num_ranks + home
+    rows = np.bincount(at, minlength=len(blocks) * num_ranks).reshape(-1, num_ranks)
+    held = sum_by_rank(at, lengths, rows.size).reshape(-1, num_ranks)
+    return np.where(rows > 0, held, -1).argmax(axis=1), bool((np.count_nonzero(rows, axis=1) > 1).any())
 
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """Blocks of rows, and the ways in which they can be placed; a place is micro-batch · ranks + rank.
+    """Blocks of rows, and the ways in which they can be placed; a place is micro-batch · ranks + rank."""
 
-    Attributes:
-        spec: how to pack.
-        tokens: int64 `(blocks,)`.
-        costs: int64 `(blocks,)`.
-        home: int64 `(blocks,)`, the rank that each block lies on.
-        num_ranks: ranks.
-    """
-
-    spec: MicroBatchSpec
-    tokens: np.ndarray
-    costs: np.ndarray
-    home: np.ndarray
-    num_ranks: int
+    spec: MicroBatchSpec  # how to pack
+    tokens: np.ndarray  # int64 `(blocks,)`
+    costs: np.ndarray  # int64 `(blocks,)`
+    home: np.ndarray  # int64 `(blocks,)`, the rank that each block lies on
+    num_ranks: int  # ranks
 
     def sorted_and_cut(self, bins: list[list[int]]) -> np.ndarray:
         """Places of the blocks of bins, as many of like cost to a micro-batch as there are ranks."""
@@ -169,44 +189,48 @@ class _Cells:
 
 
 def _pack(
-    spec: MicroBatchSpec, lengths: np.ndarray, workloads: np.ndarray | None, num_ranks: int, may_fail: bool
+    spec: MicroBatchSpec,
+    blocks: RowBlocks,
+    lengths: np.ndarray,
+    workloads: np.ndarray | None,
+    num_ranks: int,
+    may_fail: bool,
 ) -> BlockPacking | None:
     """All rows in the fewest bins that the number of ranks divides; None if no packing is found and that is allowed."""
     whole = replace(spec, n_mbs=spec.n_mbs * num_ranks, n_mbs_divisor=spec.n_mbs_divisor * num_ranks)
     try:
-        return BlockPacking.of(whole, lengths, workloads)
+        return BlockPacking.of(whole, blocks, lengths, workloads)
     except ValueError as error:
         if may_fail:
             return None
-        raise _no_packing(spec, lengths, num_ranks) from error
+        raise _no_packing(spec, blocks, lengths, num_ranks) from error
 
 
 def _fewest_bins(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
     return l2_bound(np.sort(tokens)[::-1], budget_of(spec, tokens))
 
 
-def _require_enough(spec: MicroBatchSpec, num_rows: int, num_ranks: int) -> None:
-    if num_rows == 0:
+def _require_enough(spec: MicroBatchSpec, blocks: RowBlocks, num_ranks: int) -> None:
+    if len(blocks) == 0:
         raise ValueError("no rank has a row; every micro-batch has at least one: leave out empty batches")
-    num_blocks = num_rows // spec.granularity
     for name, number in (("n_mbs", spec.n_mbs), ("n_mbs_divisor", spec.n_mbs_divisor)):
-        if number * num_ranks > num_blocks:
+        if number * num_ranks > len(blocks):
             raise ValueError(
-                f"{name} is {number}, {_rows_of(num_ranks, spec.rows_in_blocks(num_rows))}; no "
+                f"{name} is {number}, {_rows_of(num_ranks, blocks)}; no "
                 f"micro-batch of a rank is empty: {f'lower {name}' if number > 1 else 'use fewer ranks'} or bring more "
                 "rows"
             )
 
 
-def _no_packing(spec: MicroBatchSpec, lengths: np.ndarray, num_ranks: int) -> ValueError:
+def _no_packing(spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, num_ranks: int) -> ValueError:
     divisor = spec.n_mbs_divisor * num_ranks
-    fewest = max(_fewest_bins(spec, sum_blocks(spec, lengths)), spec.n_mbs * num_ranks)
+    fewest = max(_fewest_bins(spec, blocks.sums(lengths)), spec.n_mbs * num_ranks)
     return ValueError(
-        f"{_rows_of(num_ranks, spec.rows_in_blocks(len(lengths)))}, which need {fewest} or more "
+        f"{_rows_of(num_ranks, blocks)}, which need {fewest} or more "
         f"micro-batches of at most {spec.max_tokens_per_mb} tokens, in number a multiple of {divisor} (ranks · "
         "n_mbs_divisor), none of them empty: raise max_tokens_per_mb, lower n_mbs_divisor or bring more rows"
     )
 
 
-def _rows_of(num_ranks: int, rows: str) -> str:
+def _rows_of(num_ranks: int, rows: RowBlocks) -> str:
     return f"the one rank has {rows}" if num_ranks == 1 else f"the {num_ranks} ranks have {rows} together"

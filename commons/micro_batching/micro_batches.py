@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from commons.dispatch.redistribute import RedistributedRows
-from commons.micro_batching.block_packing import sum_blocks
 from commons.micro_batching.metrics import packing_metrics
+from commons.micro_batching.row_blocks import RowBlocks
 from commons.micro_batching.row_columns import RowColumns
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.sequence_batch.rows import Rows
@@ -29,34 +29,26 @@ class MicroBatches(Sequence[B]):
 
         for micro_batch in micro_batches:
             (micro_batches.loss_scale * loss_sum(model, micro_batch)).backward()
-
-    Attributes:
-        batch: the whole batch.
-        groups: the rows of each micro-batch, ascending.
-        lengths: for each micro-batch an int64 tensor `(its rows,)`: the tokens of its rows.
-        num_tokens: the tokens of each micro-batch.
-        workloads: what each micro-batch costs, where that is not its tokens.
-        loss_tokens: terms of the loss in each micro-batch.
-        loss_scale: W ÷ the loss tokens of all ranks, W being the number of ranks: the factor of `global_mean_loss`. The
-            *sum* of the loss terms of each micro-batch times this, added up, has the gradient of the mean loss over the
-            batches of all ranks, once DistributedDataParallel has averaged it. Zero if there are no terms.
-        loss_weights: the same for a model that gives the *mean* of each micro-batch: loss_scale · its loss tokens. Only
-            where every micro-batch has a term: a mean over none is 0 ÷ 0, and stays NaN times its weight of 0.
-        metrics: `packing_metrics` of the tokens under the budget (without one, under the largest micro-batch), with the
-            seconds that the packing took; with joint=True also how even the micro-batches are over the ranks.
-        redistributed: how the rows came here, where all ranks were planned together (joint=True): `batch` is the rows
-            that this rank computes, `redistributed.home` says where each comes from. Else None.
     """
 
-    batch: B
-    groups: list[list[int]]
-    lengths: list[torch.Tensor]
-    num_tokens: list[int]
-    workloads: list[int] | None
-    loss_tokens: list[int]
+    batch: B  # the whole batch
+    groups: list[list[int]]  # the rows of each micro-batch, ascending
+    lengths: list[torch.Tensor]  # for each micro-batch an int64 tensor `(its rows,)`: the tokens of its rows
+    num_tokens: list[int]  # the tokens of each micro-batch
+    workloads: list[int] | None  # what each micro-batch costs, where that is not its tokens
+    loss_tokens: list[int]  # terms of the loss in each micro-batch
+    # The same for a model that gives the *mean* of each micro-batch: loss_scale · its loss tokens. Only where every
+    # micro-batch has a term: a mean over none is 0 ÷ 0, and stays NaN times its weight of 0.
     loss_weights: list[float]
+    # W ÷ the loss tokens of all ranks, W being the number of ranks: the factor of `global_mean_loss`. The *sum* of the
+    # loss terms of each micro-batch times this, added up, has the gradient of the mean loss over the batches of all
+    # ranks, once DistributedDataParallel has averaged it. Zero if there are no terms.
     loss_scale: float
+    # `packing_metrics` of the tokens under the budget (without one, under the largest micro-batch), with the seconds
+    # that the packing took; with joint=True also how even the micro-batches are over the ranks.
     metrics: dict[str, Any]
+    # How the rows came here, where all ranks were planned together (joint=True): `batch` is the rows that this rank
+    # computes, `redistributed.home` says where each comes from. Else None.
     redistributed: RedistributedRows[B] | None = None
 
     @classmethod
@@ -64,7 +56,8 @@ class MicroBatches(Sequence[B]):
         cls,
         batch: B,
         spec: MicroBatchSpec,
-        blocks: list[list[int]],
+        blocks: RowBlocks,
+        packed: list[list[int]],
         columns: RowColumns,
         *,
         world_size: int,
@@ -78,7 +71,8 @@ class MicroBatches(Sequence[B]):
         Args:
             batch: the rows.
             spec: how they were packed.
-            blocks: of each micro-batch, its blocks of rows, ascending.
+            blocks: its rows that stay together.
+            packed: of each micro-batch, its blocks, ascending.
             columns: what there is to know of each row.
             world_size: ranks.
             all_loss_tokens: terms of the loss on all of them.
@@ -87,8 +81,7 @@ class MicroBatches(Sequence[B]):
             redistributed: how the rows came here, if they did.
         """
         lengths, workloads, loss_tokens = columns.lengths, columns.workloads, columns.loss_tokens
-        size = spec.granularity
-        groups = [[block * size + place for block in group for place in range(size)] for group in blocks]
+        groups = blocks.rows_of_each(packed)
         num_tokens = [int(lengths[rows].sum()) for rows in groups]
         terms = [int(loss_tokens[rows].sum()) for rows in groups]
         capacity = spec.max_tokens_per_mb or max(1, *num_tokens)
@@ -101,9 +94,7 @@ class MicroBatches(Sequence[B]):
             loss_tokens=terms,
             loss_weights=[world_size * each / all_loss_tokens if all_loss_tokens else 0.0 for each in terms],
             loss_scale=world_size / all_loss_tokens if all_loss_tokens else 0.0,
-            metrics=packing_metrics(
-                sum_blocks(spec, lengths), blocks, capacity, seconds, costs_of_ranks=costs_of_ranks
-            ),
+            metrics=packing_metrics(blocks.sums(lengths), packed, capacity, seconds, costs_of_ranks=costs_of_ranks),
             redistributed=redistributed,
         )
 

@@ -19,25 +19,19 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Rows put end to end; T is the number of their tokens, with those that fill up to a multiple.
+    """Rows put end to end; T is the number of their tokens, with those that fill up to a multiple."""
 
-    Attributes:
-        inputs: what the model is called with: every field with an entry per token as `(1, T, ...)`, `position_ids`
-            int64 `(1, T)` that begin at 0 in every row, `attention_mask` bool `(1, 1, T, T)` if it was asked for, and
-            the other fields as they were.
-        cu_seqlens: int32 `(rows + 1,)`, where each row begins and the last one ends, as attention kernels for variable
-            lengths take it; one more entry where tokens were filled up, which are a row of their own.
-        max_seqlen: tokens of the longest row.
-        places: int64 `(tokens,)`, where each token was in the batch, as row · width + column; of nested tensors, in
-            their values.
-        shape: rows and width of the padded batch; None of nested tensors.
-    """
-
+    # What the model is called with: every field with an entry per token as `(1, T, ...)`, `position_ids` int64 `(1, T)`
+    # that begin at 0 in every row, `attention_mask` bool `(1, 1, T, T)` if it was asked for, and the other fields as
+    # they were.
     inputs: dict[str, Any]
+    # int32 `(rows + 1,)`, where each row begins and the last one ends, as attention kernels for variable lengths take
+    # it; one more entry where tokens were filled up, which are a row of their own.
     cu_seqlens: torch.Tensor
-    max_seqlen: int
+    max_seqlen: int  # tokens of the longest row
+    # int64 `(tokens,)`, where each token was in the batch, as row · width + column; of nested tensors, in their values.
     places: torch.Tensor
-    shape: tuple[int, int] | None
+    shape: tuple[int, int] | None  # rows and width of the padded batch; None of nested tensors
 
     @property
     def num_tokens(self) -> int:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from commons.dispatch.trim import Trim
-from commons.distributed.control import ControlChannel, open_channel
+from commons.distributed.channel.agree import ControlChannel, open_channel
 from commons.distributed.errors import attempt
 from commons.micro_batching.agreement import (
     Needs,
@@ -31,6 +31,7 @@ from commons.micro_batching.agreement import (
 from commons.micro_batching.block_packing import BlockPacking
 from commons.micro_batching.joint_packing import pack_jointly
 from commons.micro_batching.micro_batches import MicroBatches
+from commons.micro_batching.row_blocks import RowBlocks
 from commons.micro_batching.row_columns import RowColumns
 from commons.micro_batching.spec import MicroBatchSpec, require_spec
 from commons.sequence_batch.rows import count_rows
@@ -49,15 +50,17 @@ def pack_micro_batches(
     *,
     workloads: Any = None,
     loss_tokens: Any = None,
+    groups: Any = None,
     joint: bool = False,
     trim: Trim | Sequence[Trim] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> MicroBatches[B]:
     """Cut a batch into micro-batches that keep a token budget; all ranks make the same number, and none is empty.
 
-    Called by all ranks of the group. They agree by one gather of six integers over a gloo group of their own: each says
-    how many micro-batches it needs, and all make the largest of these numbers. A rank that needs fewer deals its rows
-    to as many. Where a rank has too few rows for that, all pack by "refined" before they give up.
+    Called by all ranks of the group. They agree by one gather of six integers over a gloo group of their own (as long
+    as they have moved no rows, after one of three): each says how many micro-batches it needs, and all make the largest
+    of these numbers. A rank that needs fewer deals its rows to as many. Where a rank has too few rows for that, all
+    pack by "refined" before they give up.
 
     With `joint`, for ranks that synchronise at every micro-batch (FSDP, expert parallelism), there is one plan for the
     rows of all ranks: as few micro-batches as these take together, and the i-th ones of all ranks of even cost. Rows
@@ -76,6 +79,9 @@ def pack_micro_batches(
             are balanced. For the algorithms "kk" and "refined".
         loss_tokens: terms of the loss in each row, `(rows,)`, such as `count_loss_tokens` gives; by default the label
             values of a BaseBatch that has labels, else `lengths`.
+        groups: integers or strings `(rows,)`: rows of equal ones, such as the answers to one prompt or a preference
+            pair, stay in one micro-batch; with `joint` on one rank too, from whichever ranks they come. In place of
+            `MicroBatchSpec.granularity`, which keeps neighbours together.
         joint: plan the rows of all ranks together; the same on all of them.
         trim: with `joint`, which fields are padded sequences: they may differ in width between ranks, and become as
             wide as the longest row that a rank ends with, filled with the padding that they have already (`Trim.fill`).
@@ -83,9 +89,9 @@ def pack_micro_batches(
 
     Raises:
         ValueError: an empty batch (with `joint`, no rows on any rank), fields with different numbers of rows, rows
-            above the budget, which are named, rows that granularity does not divide, too few rows for the number of
-            micro-batches, workloads with "ffd", batches of different kinds that are planned together, or ranks whose
-            specs or arguments differ. On every rank, whichever has the mistake.
+            above the budget, which are named, rows that granularity does not divide, `groups` beside a granularity,
+            too few rows for the number of micro-batches, workloads with "ffd", batches of different kinds that are
+            planned together, or ranks whose specs or arguments differ. On every rank, whichever has the mistake.
         TypeError: `spec` is no MicroBatchSpec, or a batch that `select_rows` does not know.
         RankMissingError: a rank did not take part in time.
 
@@ -100,12 +106,13 @@ def pack_micro_batches(
     options: dict[str, Any] = {"joint": joint, "spec": type(spec).__name__, "trim": repr(trim)}
     # In a joint plan a rank without rows has none, whatever the others do: it is told from the rows' own table.
     options["workloads given"] = joint is not True and workloads is not None
+    options["groups given"] = joint is not True and groups is not None
     if isinstance(spec, MicroBatchSpec):
         options |= dataclasses.asdict(spec)
+    given = {"lengths": lengths, "workloads": workloads, "loss_tokens": loss_tokens, "groups": groups}
     if joint is True:
-        columns = {"workloads": workloads, "loss_tokens": loss_tokens}
-        return pack_jointly(batch, spec, lengths, group, options, **columns, trim=trim, timeout=timeout)
-    offer, error = attempt(lambda: _Offer.of(batch, spec, lengths, workloads, loss_tokens, joint, trim))
+        return pack_jointly(batch, spec, given, group, options, trim=trim, timeout=timeout)
+    offer, error = attempt(lambda: _Offer.of(batch, spec, given, joint, trim))
     with open_channel(group, timeout, ControlChannel, moves_rows=False) as channel:
         needs = exchange_needs(channel, options, None if offer is None else offer.needs, error)
         assert offer is not None  # noqa: S101  a mistake has been raised
@@ -121,22 +128,14 @@ def pack_micro_batches(
 
 @dataclass(frozen=True, eq=False)
 class _Offer:
-    """What a rank brings, checked and packed into as few micro-batches as it can.
+    """What a rank brings, checked and packed into as few micro-batches as it can."""
 
-    Attributes:
-        packing: its rows, in blocks.
-        columns: what there is to know of each row.
-        seconds: time that packing has taken so far.
-    """
-
-    packing: BlockPacking
-    columns: RowColumns
-    seconds: float
+    packing: BlockPacking  # its rows, in blocks
+    columns: RowColumns  # what there is to know of each row
+    seconds: float  # time that packing has taken so far
 
     @classmethod
-    def of(
-        cls, batch: Any, spec: MicroBatchSpec, lengths: Any, workloads: Any, loss_tokens: Any, joint: Any, trim: Any
-    ) -> _Offer:
+    def of(cls, batch: Any, spec: MicroBatchSpec, given: Mapping[str, Any], joint: Any, trim: Any) -> _Offer:
         require_spec(spec)
         if joint is not False:
             raise ValueError(f"joint is {joint!r}; it is True or False: choose one")
@@ -145,9 +144,10 @@ class _Offer:
                 "trim is given and joint is False; padded sequences are cut where rows change rank: set joint=True, or "
                 "trim the batch with trim_batch"
             )
-        columns = RowColumns.of(batch, count_rows(batch), lengths, workloads, loss_tokens)
+        columns = RowColumns.of(batch, count_rows(batch), **given)
         started = time.perf_counter()
-        packing = BlockPacking.of(spec, columns.lengths, columns.workloads)
+        blocks = RowBlocks.of(spec, len(columns.lengths), columns.groups)
+        packing = BlockPacking.of(spec, blocks, columns.lengths, columns.workloads)
         return cls(packing, columns, time.perf_counter() - started)
 
     def with_refined(self) -> _Offer:
@@ -166,11 +166,12 @@ class _Offer:
 
     def micro_batches(self, batch: B, number: int, world_size: int, all_loss_tokens: int) -> MicroBatches[B]:
         started = time.perf_counter()
-        blocks = self.packing.into(number)
+        packed = self.packing.into(number)
         return MicroBatches.of(
             batch,
             self.packing.spec,
-            blocks,
+            self.packing.blocks,
+            packed,
             self.columns,
             world_size=world_size,
             all_loss_tokens=all_loss_tokens,

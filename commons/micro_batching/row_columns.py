@@ -9,26 +9,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from commons.dispatch.planning import as_int64_ids
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.sequence_batch.torchrec_types import is_keyed_jagged
 
 
 @dataclass(frozen=True, eq=False)
 class RowColumns:
-    """Numbers of the rows of a batch, padding included.
+    """Numbers of the rows of a batch, padding included."""
 
-    Attributes:
-        lengths: int64 `(rows,)`, tokens.
-        workloads: int64 `(rows,)`, what each row costs; None where that is its tokens.
-        loss_tokens: int64 `(rows,)`, terms of the loss.
-    """
-
-    lengths: np.ndarray
-    workloads: np.ndarray | None
-    loss_tokens: np.ndarray
+    lengths: np.ndarray  # int64 `(rows,)`, tokens
+    workloads: np.ndarray | None  # int64 `(rows,)`, what each row costs; None where that is its tokens
+    loss_tokens: np.ndarray  # int64 `(rows,)`, terms of the loss
+    groups: np.ndarray | None = None  # int64 `(rows,)`: rows of equal numbers stay together; else None
 
     @classmethod
-    def of(cls, batch: Any, rows: int, lengths: Any, workloads: Any, loss_tokens: Any) -> RowColumns:
+    def of(
+        cls, batch: Any, rows: int, lengths: Any, workloads: Any, loss_tokens: Any, groups: Any = None
+    ) -> RowColumns:
         """Check the columns of a batch.
 
         Args:
@@ -37,19 +35,22 @@ class RowColumns:
             lengths: tokens of each row.
             workloads: what each row costs; None where that is its tokens.
             loss_tokens: terms of the loss in each row; None where the batch says them, or they are its tokens.
+            groups: integers or strings, equal for rows that stay together.
 
         Raises:
-            ValueError: not one non-negative integer per row.
+            ValueError: not one non-negative integer per row, or not one group.
         """
         tokens = _per_row(lengths, "lengths", rows)
         costs = None if workloads is None else _per_row(workloads, "workloads", rows)
         terms = _label_values(batch) if loss_tokens is None else _per_row(loss_tokens, "loss_tokens", rows)
-        return cls(tokens, costs, tokens if terms is None else terms)
+        together = None if groups is None else as_int64_ids(groups, rows)
+        return cls(tokens, costs, tokens if terms is None else terms, together)
 
     def select(self, rows: np.ndarray) -> RowColumns:
         """The numbers of some rows, int64 `(their number,)`."""
         costs = None if self.workloads is None else self.workloads[rows]
-        return RowColumns(self.lengths[rows], costs, self.loss_tokens[rows])
+        together = None if self.groups is None else self.groups[rows]
+        return RowColumns(self.lengths[rows], costs, self.loss_tokens[rows], together)
 
 
 def _per_row(values: Any, name: str, rows: int) -> np.ndarray:

@@ -51,10 +51,6 @@ class MicroBatchSpec:
                 f"order is {self.order!r}; it must be one of {', '.join(map(repr, get_args(Order)))}: choose one"
             )
 
-    def rows_in_blocks(self, num_rows: int) -> str:
-        """The number of rows as messages say it: "6 rows in 3 blocks", without the blocks where each is one row."""
-        return f"{num_rows} rows" + ("" if self.granularity == 1 else f" in {num_rows // self.granularity} blocks")
-
 
 def require_spec(spec: Any) -> None:
     """Raise TypeError unless this is a MicroBatchSpec."""

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from commons.perf_model.task_estimator import AttentionTask
+from commons.perf_model.task_estimator import AttentionTask, on_host
 from commons.whole_folder import whole_file
 
 if sys.version_info >= (3, 11):
@@ -43,65 +43,41 @@ _TERMS = ("per_step", "per_row", "per_token", "per_pair")
 
 @dataclass(frozen=True)
 class DeviceShape:
-    """What a calibration was measured on.
+    """What a calibration was measured on."""
 
-    Attributes:
-        type: "cpu" or "cuda".
-        name: of the processor.
-        threads: of a process on the CPU; 1 on a GPU.
-    """
-
-    type: str
-    name: str
-    threads: int = 1
+    type: str  # "cpu" or "cuda"
+    name: str  # of the processor
+    threads: int = 1  # of a process on the CPU; 1 on a GPU
 
 
 @dataclass(frozen=True)
 class FitQuality:
-    """How well a fit predicts.
+    """How well a fit predicts."""
 
-    Attributes:
-        num_measurements: steps measured, held-out ones included.
-        r2: coefficient of determination over all measurements.
-        held_out_r2: the same over those that the fit has not seen.
-        held_out_mean_error: their mean relative error.
-        held_out_worst_error: their largest relative error.
-        flops_mean_error: mean relative error, on the same measurements, of time = c0 + c · FLOPs.
-    """
-
-    num_measurements: int
-    r2: float
-    held_out_r2: float
-    held_out_mean_error: float
-    held_out_worst_error: float
-    flops_mean_error: float
+    num_measurements: int  # steps measured, held-out ones included
+    r2: float  # coefficient of determination over all measurements
+    held_out_r2: float  # the same over those that the fit has not seen
+    held_out_mean_error: float  # their mean relative error
+    held_out_worst_error: float  # their largest relative error
+    flops_mean_error: float  # mean relative error, on the same measurements, of time = c0 + c · FLOPs
 
 
 @dataclass(frozen=True)
 class Calibration:
     """What a step costs, in milliseconds, for one model on one device.
 
-    Attributes:
-        model: name of the task's class as "task", and its dimensions.
-        device: what it was measured on.
-        per_step: milliseconds of a step, whatever is in it.
-        per_row: milliseconds per row.
-        per_token: milliseconds per token.
-        per_pair: milliseconds per pair of the mask of one layer.
-        quality: of the fit.
-
     Raises:
         ValueError: a coefficient that is negative or not finite, no cost of rows, tokens and pairs at all, or costs
             that no device has.
     """
 
-    model: dict[str, Any]
-    device: DeviceShape
-    per_step: float
-    per_row: float
-    per_token: float
-    per_pair: float
-    quality: FitQuality
+    model: dict[str, Any]  # name of the task's class as "task", and its dimensions
+    device: DeviceShape  # what it was measured on
+    per_step: float  # milliseconds of a step, whatever is in it
+    per_row: float  # milliseconds per row
+    per_token: float  # milliseconds per token
+    per_pair: float  # milliseconds per pair of the mask of one layer
+    quality: FitQuality  # of the fit
 
     def __post_init__(self) -> None:
         for name in _TERMS:
@@ -235,10 +211,10 @@ def describe_task(task: AttentionTask) -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> DeviceShape:
-    """What a calibration says of a device."""
+    """The device as a calibration names it."""
     if device.type == "cuda":
         return DeviceShape("cuda", torch.cuda.get_device_name(device))
-    return DeviceShape(device.type, _cpu_name(), torch.get_num_threads())
+    return DeviceShape(device.type, cpu_name(), torch.get_num_threads())
 
 
 class CalibratedTask:
@@ -253,7 +229,7 @@ class CalibratedTask:
         calibration: measured for it.
 
     Raises:
-        ValueError: the calibration is of another model; its file says of which.
+        ValueError: the calibration is of another model; its file names which.
     """
 
     def __init__(self, task: AttentionTask, calibration: Calibration) -> None:
@@ -271,6 +247,9 @@ class CalibratedTask:
         Raises:
             TypeError, ValueError: as the task's; also for a row that would take longer than int64 can hold.
         """
+        return on_host(self._workloads, seqlen, num_targets, num_contextual)
+
+    def _workloads(self, seqlen: Any, num_targets: Any, num_contextual: Any) -> Any:
         tokens, pairs = self.task.tokens_and_pairs(seqlen, num_targets, num_contextual)
         self._check(tokens, pairs)
         return self._cost(tokens, pairs)
@@ -279,7 +258,7 @@ class CalibratedTask:
         return self._per_row + self._per_token * tokens + self._per_pair * pairs
 
     def _check(self, tokens: Any, pairs: Any) -> None:
-        """Look at values that lie on the host; a device is not asked for its values."""
+        """Look at values that lie on the host; values on a device are not read."""
         if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":
             return
         most_tokens, most_pairs = (int(np.max(np.asarray(part), initial=0)) for part in (tokens, pairs))
@@ -290,8 +269,8 @@ class CalibratedTask:
             )
 
 
-def _cpu_name() -> str:
-    """The processor's name where the system tells it, else its architecture."""
+def cpu_name() -> str:
+    """The processor's name where the system knows it, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -30,36 +30,23 @@ _LEAST_ADVANTAGE = 1e-4
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """One measured step: forward and backward pass of a batch.
+    """One measured step: forward and backward pass of a batch."""
 
-    Attributes:
-        rows: rows of the batch.
-        tokens: tokens that the model computed.
-        pairs: pairs that the mask of one layer keeps, over all rows.
-        ms: milliseconds.
-    """
-
-    rows: int
-    tokens: int
-    pairs: int
-    ms: float
+    rows: int  # rows of the batch
+    tokens: int  # tokens that the model computed
+    pairs: int  # pairs that the mask of one layer keeps, over all rows
+    ms: float  # milliseconds
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a calibration predicts steps better than their operations alone do, time = c0 + c · FLOPs.
+    """Whether a calibration predicts steps better than their operations alone do, time = c0 + c · FLOPs."""
 
-    Attributes:
-        error: mean relative error of the calibration on held-out measurements.
-        operations_error: that of the operations.
-        better: the calibration's is smaller, surely (95 %, paired).
-        measurements: how many, held-out ones and others, would tell, if the difference and its spread stay as they are.
-            Where there are as many already and `better` is False, the operations are as good.
-    """
-
-    error: float
-    operations_error: float
-    better: bool
+    error: float  # mean relative error of the calibration on held-out measurements
+    operations_error: float  # that of the operations
+    better: bool  # the calibration's is smaller, surely (95 %, paired)
+    # How many, held-out ones and others, would show it if the difference and its spread stay as they are. Where there
+    # are as many already and `better` is False, the operations are as good.
     measurements: int
 
 

@@ -1,126 +1,130 @@
-"""GAIN: what each way of dealing rows to ranks makes of the same lengths, before anything is trained.
+"""GAIN: what dealing rows to ranks in another way gains, before anything is trained.
 
-Input: the costs and tokens of rows in the order in which ranks load them. Every way deals the same rows: as loaded, by
-Karmarkar-Karp with equal counts, refined, with free counts, and over windows of several batches. It is planned as in
-training; what a plan moves near home, and how long planning takes, is measured on the first steps alone.
+    LoadedRows ─► batches or windows, planned as in training ─► DealtRows ─► Comparison of all ways
 
-`commons.perf_model.simulation` says what one set of options does to the batches of a training config.
+The words mean the same here, in `evenrank report` and in the demo; sums are over steps:
+
+- imbalance: largest load of a rank ÷ mean load − 1, mean over steps;
+- speed-up: Σ largest load as loaded ÷ Σ largest load as dealt;
+- possible: Σ largest load as loaded ÷ Σ lower bound, which no plan of these batches, or windows, goes below.
+
+With a StepCost the sums are of milliseconds, the fixed cost of a step included.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from commons.perf_model.partitioner import lower_bound, partition, partition_grid
+from commons.perf_model.partitioner import partition
 from commons.perf_model.partitioner.core import sum_at
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 
 # Shares of the best load that a plan may give up to keep rows where they are; the second is the default of a shuffler.
 SLACKS = (0.0, 0.01, 0.05)
 TRAINED_SLACK = 0.01
-# Rows that what moves is looked at for, and at least so many steps: near home a plan takes ten times as long.
-_ROWS_LOOKED_AT = 1 << 17
+# Plans with slack are made for the first rows only, and at least so many steps: they take ten times as long.
+_ROWS_NEAR_HOME = 1 << 17
 _FEWEST_STEPS = 8
 
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """Rows in the order in which ranks load them.
+    """Rows in the order in which they are read, and where they are loaded."""
 
-    Attributes:
-        workloads: int64 `(steps, num_ranks, batch_size)`.
-        tokens: int64 `(steps, num_ranks, batch_size)`, tokens that the model computes.
-    """
+    workloads: np.ndarray  # int64 `(rows,)`
+    tokens: np.ndarray  # int64 `(rows,)`, tokens that the model computes
+    step: np.ndarray  # int64 `(rows,)`, ascending, from 0 to the last step
+    rank: np.ndarray  # int64 `(rows,)`
+    num_ranks: int  # ranks
 
-    workloads: np.ndarray
-    tokens: np.ndarray
+    @classmethod
+    def in_turn(cls, workloads: np.ndarray, tokens: np.ndarray, num_ranks: int, rows_per_rank: int) -> LoadedRows:
+        """Row i of each step on rank i modulo the ranks, as our loaders deal rows; all steps are full.
+
+        >>> rows = LoadedRows.in_turn(np.arange(8), np.arange(8), num_ranks=2, rows_per_rank=2)
+        >>> rows.rank.tolist(), rows.step.tolist()
+        ([0, 1, 0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 1, 1, 1, 1])
+        """
+        row = np.arange(len(workloads))
+        return cls(workloads, tokens, row // (num_ranks * rows_per_rank), row % num_ranks, num_ranks)
 
     @property
     def num_steps(self) -> int:
         """Steps."""
-        return self.workloads.shape[0]
+        return int(self.step[-1]) + 1
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks."""
-        return self.workloads.shape[1]
+    def first_steps(self, steps: int) -> LoadedRows:
+        """The rows of the first steps."""
+        end = int(np.searchsorted(self.step, steps))
+        return LoadedRows(self.workloads[:end], self.tokens[:end], self.step[:end], self.rank[:end], self.num_ranks)
 
-    @property
-    def batch_size(self) -> int:
-        """Rows of a rank in a step."""
-        return self.workloads.shape[2]
+    def windows(self, window: int) -> Iterator[GatheredRows]:
+        """The rows of so many steps at a time, fewer at the end, as every rank knows them after the gather."""
+        for first in range(0, self.num_steps, window):
+            steps = min(window, self.num_steps - first)
+            begin, end = np.searchsorted(self.step, [first, first + steps])
+            place = self.rank[begin:end] * steps + self.step[begin:end] - first
+            order = np.argsort(place, kind="stable")
+            counts = np.bincount(place, minlength=self.num_ranks * steps).astype(np.int64)
+            workloads, tokens = self.workloads[begin:end][order], self.tokens[begin:end][order]
+            yield GatheredRows(counts, counts, workloads, tokens, steps=steps)
 
-    @property
-    def looked_at(self) -> int:
-        """Steps that are planned near home, too."""
-        per_step = self.num_ranks * self.batch_size
-        return min(self.num_steps, max(_FEWEST_STEPS, _ROWS_LOOKED_AT // per_step))
+    @cached_property
+    def as_loaded(self) -> DealtRows:
+        """Every row where it was loaded."""
+        place, places = self.step * self.num_ranks + self.rank, self.num_steps * self.num_ranks
+        loads, tokens = (sum_at(place, values, places) for values in (self.workloads, self.tokens))
+        return DealtRows("as loaded", loads.reshape(-1, self.num_ranks), tokens.reshape(-1, self.num_ranks))
 
-    def window(self, first: int, last: int) -> GatheredRows:
-        """Steps `[first, last)`, as every rank knows them after the gather."""
-        steps = last - first
-        rows = np.full(self.num_ranks * steps, self.batch_size, dtype=np.int64)
-        workloads, tokens = (
-            np.ascontiguousarray(values[first:last].swapaxes(0, 1)).ravel() for values in (self.workloads, self.tokens)
-        )
-        return GatheredRows(rows, rows, workloads, tokens, steps=steps)
+    @cached_property
+    def largest_share(self) -> np.ndarray:
+        """float64 `(steps,)`, the costliest row ÷ an even share; above 1 it alone holds a rank up."""
+        costliest = np.zeros(self.num_steps)
+        np.maximum.at(costliest, self.step, self.workloads)
+        return costliest / np.maximum(1.0, self.as_loaded.loads.mean(axis=1))
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What steps of constant cost are filled to.
+    """What steps of constant cost are filled to."""
 
-    Attributes:
-        rows: a rank's rows of a step cost as much as this many average rows, at most.
-        most_rows: rows of a rank in a step, at most.
-    """
-
-    rows: int
-    most_rows: int
+    rows: int  # a rank's rows of a step cost as much as this many average rows, at most
+    most_rows: int  # rows of a rank in a step, at most
 
 
 @dataclass(frozen=True)
 class DealtRows:
-    """What ranks hold when rows are dealt in one way.
+    """What ranks hold when rows are dealt in one way."""
 
-    Attributes:
-        name: of the way.
-        loads: int64 `(steps, num_ranks)`, summed workloads.
-        tokens: int64 `(steps, num_ranks)`, summed tokens.
-        moved: by slack, the tokens that change rank, as a fraction of all; empty where nothing is sent.
-        sent_tokens: most tokens that a rank sends or receives in a step, mean over steps, near home at the slack of
-            training where the way knows one; None where nothing is sent.
-        planning_ms: processor time of a step's plan, as in training; None where nothing is planned.
-        window: batches of every rank that are planned together.
-        same_steps: whether a step has the rows that it has as loaded.
-        budget: of steps of constant cost; None for steps of equally many rows.
-    """
-
-    name: str
-    loads: np.ndarray
-    tokens: np.ndarray
+    name: str  # of the way
+    loads: np.ndarray  # int64 `(steps, num_ranks)`, summed workloads
+    tokens: np.ndarray  # int64 `(steps, num_ranks)`, summed tokens
+    # sum of the plans' lower bounds of the largest load; None where nothing is planned batch by batch
+    bound: int | None = None
+    # by slack, the tokens that change rank, as a fraction of all; empty where nothing is sent
     moved: Mapping[float, float] = field(default_factory=dict)
+    # most tokens that a rank sends or receives in a step, mean over steps; None where nothing is sent
     sent_tokens: float | None = None
-    planning_ms: float | None = None
-    window: int = 1
-    same_steps: bool = True
-    budget: Budget | None = None
+    planning_ms: float | None = None  # processor time of a step's plan, as in training; None where nothing is planned
+    window: int = 1  # batches of every rank that are planned together
+    budget: Budget | None = None  # of steps of constant cost; None for steps of equally many rows
 
     @property
     def largest_to_mean(self) -> np.ndarray:
-        """float64 `(steps,)`, largest ÷ mean load of the steps that have work."""
+        """float64 `(steps,)`, largest ÷ mean load of the steps that have work: 1 + imbalance."""
         mean = self.loads.mean(axis=1)
         return self.loads.max(axis=1)[mean > 0] / mean[mean > 0]
 
     @property
-    def total(self) -> float:
-        """Sum over steps of the largest load ÷ sum of the mean: what waiting makes of the work."""
-        return float(self.loads.max(axis=1).sum() / self.loads.mean(axis=1).sum())
+    def imbalance(self) -> float:
+        """Largest load ÷ mean − 1, mean over the steps that have work."""
+        return float(self.largest_to_mean.mean() - 1)
 
     @property
     def fullest(self) -> float:
@@ -129,50 +133,106 @@ class DealtRows:
 
 
 @dataclass(frozen=True)
+class StepCost:
+    """Milliseconds of a step: `per_step + per_load × largest load`."""
+
+    per_load: float
+    per_step: float = 0.0
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """All ways of dealing the same rows to a number of ranks.
+    """All ways of dealing the same rows to a number of ranks."""
 
-    Attributes:
-        rows: the rows.
-        ways: the first is as loaded.
-        bound: no plan of single batches has a smaller sum over steps of largest ÷ mean load; its ratio, as `total`.
-        largest_share: float64 `(steps,)`, the costliest row ÷ an even share; above 1 it alone holds a rank up.
-    """
-
-    rows: LoadedRows
-    ways: tuple[DealtRows, ...]
-    bound: float
-    largest_share: np.ndarray
+    rows: LoadedRows  # with work in at least one of them
+    ways: tuple[DealtRows, ...]  # the first is as loaded
+    cost: StepCost | None = None  # turns loads into milliseconds; None to compare loads
 
     @property
     def num_ranks(self) -> int:
         """Ranks."""
         return self.rows.num_ranks
 
-    @property
-    def possible(self) -> float:
-        """Speed-up if every rank of every step had the mean load."""
-        return self.ways[0].total
+    def _cost_of_work(self, way: DealtRows, largest: float) -> float:
+        """Cost of all steps, whose largest loads are `largest` in sum, ÷ the sum of their mean loads."""
+        fixed = self.cost.per_step / self.cost.per_load if self.cost else 0.0
+        return (len(way.loads) * fixed + largest) / float(way.loads.mean(axis=1).sum())
+
+    def _as_loaded(self) -> float:
+        return self._cost_of_work(self.ways[0], self.ways[0].loads.max(axis=1).sum())
 
     def speed_up(self, way: DealtRows) -> float:
-        """Work per time of a way ÷ that of the rows as loaded; what a step costs besides its rows is left out."""
-        return self.ways[0].total / way.total
+        """Work per time of a way ÷ that of the rows as loaded."""
+        return self._as_loaded() / self._cost_of_work(way, way.loads.max(axis=1).sum())
+
+    def possible(self, way: DealtRows) -> float | None:
+        """The speed-up at the lower bound of a way's plans: none of that kind gains more; None without a bound."""
+        return None if way.bound is None else self._as_loaded() / self._cost_of_work(way, way.bound)
+
+    @property
+    def equal(self) -> float:
+        """The speed-up if every rank of every step had the mean load."""
+        loaded = self.ways[0]
+        return self._as_loaded() / self._cost_of_work(loaded, loaded.loads.mean(axis=1).sum())
+
+    @property
+    def possible_of_batches(self) -> float:
+        """The most that is possible if every batch is planned by itself."""
+        return max(self.possible(way) or 1.0 for way in self.ways if way.window == 1)
 
     def median_speed_up(self, way: DealtRows) -> float | None:
         """Median over steps of the largest load as loaded ÷ that of a way; None where steps have other rows."""
         before, after = (each.loads.max(axis=1) for each in (self.ways[0], way))
-        if not way.same_steps:
+        if way.window > 1 or way.budget is not None:
             return None
         return float(np.median(before[after > 0] / after[after > 0]))
 
-    def share(self, way: DealtRows) -> float:
-        """The speed-up ÷ the possible one."""
-        return 1 / way.total
+    def step_ms(self, way: DealtRows) -> float | None:
+        """Milliseconds of a step, mean over steps; None without a StepCost."""
+        if self.cost is None:
+            return None
+        return self.cost.per_step + self.cost.per_load * float(way.loads.max(axis=1).mean())
 
     @property
     def dominated(self) -> int:
         """Steps in which one row is more than an even share."""
-        return int((self.largest_share > 1).sum())
+        return int((self.rows.largest_share > 1).sum())
+
+
+def deal(
+    rows: LoadedRows, name: str, window: int = 1, plan: Callable[..., ShufflePlan] = plan_shuffle, **options: Any
+) -> DealtRows:
+    """Plan every batch, or every window of batches, as training would.
+
+    Args:
+        rows: of all ranks and steps.
+        name: of the way.
+        window: batches of every rank that are planned together, at least 1; the last ones may be fewer.
+        plan: makes the plan of one batch or window.
+        **options: as for `plan_shuffle`.
+    """
+    loads, tokens, spent, bound, moved, sent = [], [], 0.0, 0, 0, 0
+    for gathered in rows.windows(window):
+        begin = time.thread_time()
+        made = plan(gathered, **options)
+        spent += time.thread_time() - begin
+        of_places = sum_at(made.destination, gathered.tokens, gathered.num_places)
+        loads.append(made.loads_after.reshape(rows.num_ranks, -1).T)
+        tokens.append(of_places.reshape(rows.num_ranks, -1).T)
+        # Where nobody moves, counts may stay unequal, which the bound of equal counts does not allow for.
+        bound += min(made.lower_bound, int(loads[-1].max(axis=1).sum()))
+        of_plan, most = _traffic(made)
+        moved, sent = moved + of_plan, sent + most
+    return DealtRows(
+        name,
+        np.concatenate(loads),
+        np.concatenate(tokens),
+        bound,
+        {options.get("slack", 0.0): moved / max(1, int(rows.tokens.sum()))},
+        sent / rows.num_steps,
+        1e3 * spent / rows.num_steps,
+        window,
+    )
 
 
 def compare_ways(rows: LoadedRows, windows: Sequence[int] = (2, 4, 8)) -> Iterator[DealtRows]:
@@ -183,126 +243,35 @@ def compare_ways(rows: LoadedRows, windows: Sequence[int] = (2, 4, 8)) -> Iterat
         windows: batches of every rank that are planned together, each at least 2; those longer than the data are left
             out.
     """
-    loaded = DealtRows("as loaded", rows.workloads.sum(axis=2), rows.tokens.sum(axis=2))
-    yield loaded
-    yield _karmarkar_karp(rows)
-    yield _of_batches("refined", rows, equal_size=True)
-    yield _of_batches("free counts", rows, equal_size=False)
+    yield rows.as_loaded
+    yield deal(rows, "Karmarkar-Karp", plan=_karmarkar_karp)
+    yield _near_home(rows, "refined")
+    yield _near_home(rows, "free counts", equal_size=False)
     for window in windows:
         if window <= rows.num_steps:
-            yield _of_windows(rows, window, loaded)
+            yield _near_home(rows, f"window of {window}", window)
 
 
-def compared(rows: LoadedRows, ways: Sequence[DealtRows]) -> Comparison:
-    """The ways side by side, with what no plan can go below.
-
-    Args:
-        rows: the rows.
-        ways: as `compare_ways` gives them, and perhaps more.
-    """
-    bound = sum(
-        lower_bound(np.ascontiguousarray(step).ravel(), rows.num_ranks, equal_size=False) for step in rows.workloads
-    )
-    mean = rows.workloads.sum(axis=2).mean(axis=1)
-    share = rows.workloads.max(axis=(1, 2)) / np.maximum(1.0, mean)
-    return Comparison(rows, tuple(ways), float(bound / mean.sum()), share)
-
-
-def _karmarkar_karp(rows: LoadedRows) -> DealtRows:
+def _karmarkar_karp(gathered: GatheredRows) -> ShufflePlan:
     """Equal counts by Karmarkar-Karp, and no look at where rows are: what other libraries ship."""
-    loads, tokens, moved, sent, spent = [], [], [], [], 0.0
-    for step in range(rows.num_steps):
-        gathered = rows.window(step, step + 1)
-        begin = time.thread_time()
-        assignment = partition(gathered.workloads, rows.num_ranks, method="karmarkar_karp").assignment
-        spent += time.thread_time() - begin
-        assignment = np.asarray(assignment, dtype=np.int64)
-        loads.append(sum_at(assignment, gathered.workloads, rows.num_ranks))
-        tokens.append(sum_at(assignment, gathered.tokens, rows.num_ranks))
-        changes, most = _traffic(gathered, gathered.home, assignment)
-        moved.append(changes)
-        sent.append(most)
-    share = sum(moved) / max(1, int(rows.tokens.sum()))
-    return DealtRows(
-        "Karmarkar-Karp",
-        np.stack(loads),
-        np.stack(tokens),
-        {0.0: share},  # it knows no slack
-        float(np.mean(sent)),
-        1e3 * spent / rows.num_steps,
-    )
+    made = partition(gathered.workloads, gathered.num_ranks, method="karmarkar_karp")
+    return ShufflePlan.of(gathered, np.asarray(made.assignment, dtype=np.int64), made.lower_bound)
 
 
-def _of_batches(name: str, rows: LoadedRows, *, equal_size: bool) -> DealtRows:
-    """Every batch by itself, near home."""
-    plans = [
-        plan_shuffle(rows.window(step, step + 1), equal_size=equal_size, slack=0.0) for step in range(rows.num_steps)
-    ]
-    loads = np.stack([plan.loads_after for plan in plans])
-    tokens = np.stack([sum_at(plan.destination, plan.gathered.tokens, rows.num_ranks) for plan in plans])
-    return DealtRows(name, loads, tokens, **_near_home(rows, 1, equal_size))
+def _near_home(rows: LoadedRows, name: str, window: int = 1, **options: Any) -> DealtRows:
+    """The best plan of all steps; of the first ones what moves with each slack, and what training plans and sends."""
+    best = deal(rows, name, window, slack=0.0, **options)
+    steps = max(_FEWEST_STEPS, _ROWS_NEAR_HOME * rows.num_steps // len(rows.workloads))
+    first = rows.first_steps(min(rows.num_steps, max(window, steps - steps % window)))
+    near = {slack: deal(first, name, window, slack=slack, **options) for slack in SLACKS[1:]}
+    trained = near[TRAINED_SLACK]
+    moved = {**best.moved, **{slack: way.moved[slack] for slack, way in near.items()}}
+    return replace(best, moved=moved, sent_tokens=trained.sent_tokens, planning_ms=trained.planning_ms)
 
 
-def _of_windows(rows: LoadedRows, window: int, loaded: DealtRows) -> DealtRows:
-    """Windows of batches, planned together; as loaded where that is no better."""
-    loads: list[np.ndarray] = []
-    tokens: list[np.ndarray] = []
-    for first in range(0, rows.num_steps, window):
-        last = min(first + window, rows.num_steps)
-        gathered, steps = rows.window(first, last), last - first
-        rank, step = np.divmod(gathered.home, steps)
-        grid = partition_grid(gathered.workloads, rows.num_ranks, steps, home_step=step)
-        place = grid.step * rows.num_ranks + grid.assignment
-        if grid.sum_of_largest >= int(loaded.loads[first:last].max(axis=1).sum()):
-            place = step * rows.num_ranks + rank
-        for of_rows, of_steps in ((gathered.workloads, loads), (gathered.tokens, tokens)):
-            of_steps.append(sum_at(place, of_rows, steps * rows.num_ranks).reshape(steps, rows.num_ranks))
-    near = _near_home(rows, window, True)
-    return DealtRows(
-        f"window of {window}", np.concatenate(loads), np.concatenate(tokens), window=window, same_steps=False, **near
-    )
-
-
-def _near_home(rows: LoadedRows, window: int, equal_size: bool) -> dict[str, Any]:
-    """What moves at every slack, what a rank sends, and how long planning takes, as fields of DealtRows."""
-    steps = max(window, rows.looked_at - rows.looked_at % window)
-    moved: dict[float, float] = {}
-    most_sent, spent = 0.0, 0.0
-    all_tokens = max(1, int(rows.tokens[:steps].sum()))
-    for slack in SLACKS:
-        changes, sent = 0, 0.0
-        for first in range(0, steps, window):
-            gathered = rows.window(first, first + window)
-            begin = time.thread_time()
-            plan: ShufflePlan = plan_shuffle(gathered, equal_size=equal_size, slack=slack)
-            if slack == TRAINED_SLACK:
-                spent += time.thread_time() - begin
-            of_plan, most = _traffic(gathered, gathered.rank_of(gathered.home), gathered.rank_of(plan.destination))
-            changes, sent = changes + of_plan, sent + most
-        moved[slack] = changes / all_tokens
-        if slack == TRAINED_SLACK:
-            most_sent = sent / steps
-    return {"moved": moved, "sent_tokens": most_sent, "planning_ms": 1e3 * spent / steps}
-
-
-def _traffic(gathered: GatheredRows, home: np.ndarray, destination: np.ndarray) -> tuple[int, int]:
+def _traffic(plan: ShufflePlan) -> tuple[int, int]:
     """Tokens that change rank, and the most that one rank sends or receives."""
-    moves = np.flatnonzero(home != destination)
-    tokens = gathered.tokens[moves]
-    ends = [sum_at(np.ascontiguousarray(end[moves]), tokens, gathered.num_ranks) for end in (home, destination)]
-    return int(tokens.sum()), int(max(end.max() for end in ends))
-
-
-def dealt_steps(
-    name: str, steps: Sequence[tuple[np.ndarray, np.ndarray]], planning_ms: float | None, budget: Budget
-) -> DealtRows:
-    """What ranks hold when a sampler has read the rows where they are trained.
-
-    Args:
-        name: of the way.
-        steps: loads and tokens `(num_ranks,)` of every step.
-        planning_ms: of a step.
-        budget: that steps are filled to.
-    """
-    loads, tokens = (np.stack(values) for values in zip(*steps))
-    return DealtRows(name, loads, tokens, planning_ms=planning_ms, same_steps=False, budget=budget)
+    gathered, moves = plan.gathered, np.flatnonzero(plan.moves)
+    tokens, ends = gathered.tokens[moves], (gathered.home[moves], plan.destination[moves])
+    of_ranks = (sum_at(np.ascontiguousarray(gathered.rank_of(end)), tokens, gathered.num_ranks) for end in ends)
+    return int(tokens.sum()), int(max(each.max() for each in of_ranks))

@@ -1,8 +1,11 @@
-"""What ranks, partitions or groups hold in sum, and how unevenly."""
+"""What ranks, partitions or groups hold in sum, how unevenly, and which of them are slow."""
 
 from __future__ import annotations
 
 import numpy as np
+
+# A rank is slow if it takes so many times what the others do, as the median over so many steps at least.
+SLOW, SLOW_STEPS = 1.25, 20
 
 
 def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:

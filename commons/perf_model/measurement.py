@@ -1,8 +1,8 @@
 """MEASURE: how long a training step takes, over a spread of lengths and batch mixes.
 
-A CostTarget is the user's model on the user's device: it builds a batch of given lengths, trains it, and says which
-tokens it computes. `measure_steps` runs batches of all kinds in turn, several times over, so that a machine that drifts
-changes all of them alike, and takes medians.
+A CostTarget is the user's model on the user's device: it builds a batch of given lengths, trains it, and counts the
+tokens that it computes. `measure_steps` runs batches of all kinds in turn, several times over, so that a machine that
+drifts changes all of them alike, and takes medians.
 """
 
 from __future__ import annotations

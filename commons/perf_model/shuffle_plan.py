@@ -1,7 +1,8 @@
-"""PLAN: who sends which row to whom, and what that does to the loads.
+"""PLAN: what the gather brought, and who sends which row to whom: one native call from messages to plan and exchange.
 
-Input: what the gather brought (rows, real rows, workloads and tokens of every rank). Output: a frozen ShufflePlan, the
-same on every rank because it is a pure function of that input. It knows nothing of process groups.
+A rank packs its rows, every rank gets the messages of all of them, and a plan is a pure function of these: the same on
+every rank. The native core (partitioner/native/gathered_shuffle.hpp) reads the messages, plans, and turns the plan into
+the exchange of one rank. Nothing here knows of process groups.
 
 Rows are at *places*: a place is rank · steps + step. Where one batch is planned, steps is 1 and a place is a rank;
 where a window of batches is, every rank has a place for each of them.
@@ -9,38 +10,48 @@ where a window of batches is, every rank has a place for each of them.
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from commons.perf_model.partitioner import partition, partition_grid
-from commons.perf_model.partitioner.core import digest, place_of_rows, sum_at
-from commons.perf_model.row_table import RowTable
+from commons.perf_model.partitioner import core
+from commons.perf_model.partitioner.inputs import as_int64_workloads
+
+# First numbers of a message: the step and the number of batches; then, for each batch, its rows, its real rows and the
+# words of these. The words follow, see `GatheredRows.words`.
+MESSAGE_NUMBERS, BATCH_NUMBERS = 2, 3
+# The columns of packed rows: workload and tokens, the lengths of every key, and what else the host keeps of a row.
+_LENGTHS_FROM = 2
+
+
+def _nothing(*shape: int) -> np.ndarray:
+    return np.zeros(shape, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """What every rank knows of the global batch, or of a window of them, after the gather.
+    """What every rank knows of the global batch, or of a window of them, after the gather; `N` rows without padding.
 
-    Attributes:
-        rows: int64 `(num_places,)`, batch_size of each batch, padding included; 0 where a rank has none.
-        real_rows: int64 `(num_places,)`, rows that are no padding.
-        workloads: int64 `(N,)`, of the real rows of all ranks, place by place.
-        tokens: int64 `(N,)`, what the rows weigh in memory and on the wire.
-        table: what else is known of each row, to be read where it is needed: the lengths of every key, and the fields
-            that the host keeps, see `BaseBatch`; empty where nothing is exchanged.
-        steps: batches of a rank that are planned together.
+    The words of a batch are a block of bytes, empty without rows: a code of one byte for every column, then the columns
+    (`core.encode_rows`, native/row_table.hpp). A code is the width of the column's numbers, 1, 2, 4 or 8 bytes,
+    unsigned but for the last, plus 16 where all rows have the same number, which is written once.
     """
 
-    rows: np.ndarray
-    real_rows: np.ndarray
-    workloads: np.ndarray
-    tokens: np.ndarray
-    table: RowTable = field(default_factory=RowTable)
-    steps: int = 1
+    rows: np.ndarray  # int64 (num_places,), batch_size of each batch, padding included; 0 where a rank has none
+    real_rows: np.ndarray  # int64 (num_places,), rows that are no padding
+    workloads: np.ndarray  # int64 (N,), place by place
+    tokens: np.ndarray  # int64 (N,), what the rows weigh in memory and on the wire
+    steps: int = 1  # batches of a rank that are planned together
+    words: np.ndarray = field(
+        default_factory=lambda: _nothing(0, 0)
+    )  # int64 (num_ranks, n): packed rows, then anything
+    first: np.ndarray = field(default_factory=lambda: _nothing(0))  # int64 (num_places,), where each block begins
+    num_keys: int = 0  # columns of lengths
+    num_kept: int = 0  # further columns: the fields that the host keeps, see `BaseBatch`
 
     @property
     def num_places(self) -> int:
@@ -52,90 +63,73 @@ class GatheredRows:
         """Ranks in the group."""
         return self.num_places // self.steps
 
+    @property
+    def num_columns(self) -> int:
+        """Numbers of a packed row."""
+        return _LENGTHS_FROM + self.num_keys + self.num_kept
+
     @cached_property
     def home(self) -> np.ndarray:
         """int64 `(N,)`, the place that each real row is at."""
-        return place_of_rows(self.real_rows)
-
-    @cached_property
-    def loads(self) -> np.ndarray:
-        """int64 `(num_places,)`, summed workloads where the rows are."""
-        return sum_at(self.home, self.workloads, self.num_places)
+        return np.repeat(np.arange(self.num_places, dtype=np.int64), self.real_rows)
 
     def rank_of(self, place: np.ndarray) -> np.ndarray:
         """The ranks that places belong to."""
         return place if self.steps == 1 else place // self.steps
 
     @cached_property
-    def local_row(self) -> np.ndarray:
-        """int64 `(N,)`, the position of each real row in its batch."""
-        first = np.cumsum(self.real_rows) - self.real_rows
-        return np.arange(len(self.workloads), dtype=np.int64) - first[self.home]
-
-    @cached_property
     def global_id(self) -> np.ndarray:
-        """int64 `(N,)`, ascending: rows of the places before (padding included) plus the local row."""
-        first = np.cumsum(self.rows) - self.rows
-        return first[self.home] + self.local_row
+        """int64 `(N,)`, ascending: rows of the places before, padding included, plus the row in its batch."""
+        padding = self.rows - self.real_rows
+        return np.arange(len(self.workloads), dtype=np.int64) + (np.cumsum(padding) - padding)[self.home]
+
+    def lengths_of_keys(self, keys: Sequence[int]) -> np.ndarray:
+        """int64 `(len(keys), N)`, the lengths of some keys of all rows; ValueError for other words."""
+        return core.read_columns(self, [_LENGTHS_FROM + key for key in keys])
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """int64 `(len(rows), num_keys)`, the lengths of some rows, in ascending order; ValueError as above."""
+        return core.read_rows(self, rows, _LENGTHS_FROM, self.num_keys)
+
+    def kept(self, rows: np.ndarray) -> np.ndarray:
+        """int64 `(len(rows), num_kept)`, the further columns of some rows, as `lengths`."""
+        return core.read_rows(self, rows, _LENGTHS_FROM + self.num_keys, self.num_kept)
 
 
 @dataclass(frozen=True)
 class ShufflePlan:
-    """Where every real row of the global batch, or of a window of them, is trained.
-
-    Attributes:
-        gathered: the rows and where they are.
-        destination: int64 `(N,)`, the place that trains each row; equal to `gathered.home` if nobody moves.
-        planned: int64 `(N,)`, the destination that balancing alone asks for; differs from `destination` when a plan was
-            made but not carried out (mode "observe", or a gain below the gate).
-        lower_bound: no plan can have a smaller largest load; of a window, a smaller sum of them over its steps.
-        gated: a better plan was found and its gain was below the gate.
-        excess_tokens: how far the fullest place exceeds the token cap; 0 where the cap is kept or there is none.
-        pads: whether results are padded to the rows that a rank brought; False for batches that cannot state padding.
-    """
+    """Where every real row of the global batch, or of a window of them, is trained."""
 
     gathered: GatheredRows
-    destination: np.ndarray
+    destination: np.ndarray  # int64 (N,), the place that trains each row; equal to `gathered.home` if nobody moves
+    # int64 (N,), what balancing alone asks for: another plan where one was made and not carried out, in mode "observe"
+    # or for a gain below the gate.
     planned: np.ndarray
-    lower_bound: int
-    gated: bool = False
-    excess_tokens: int = 0
-    pads: bool = True
+    lower_bound: int  # no plan can have a smaller largest load; of a window, a smaller sum of them over its steps
+    gated: bool  # a better plan was found, and its gain was below the gate
+    excess_tokens: int  # how far the fullest place exceeds the token cap; 0 where it is kept or there is none
+    pads: (
+        bool  # whether results are padded to the rows that a rank brought; False for batches that cannot state padding
+    )
+    bits: int  # the digest
+    changes: bool  # whether any row changes its rank, or its step of a window
+    loads_before: np.ndarray  # int64 (num_places,), summed workloads where the rows are now
+    loads_planned: np.ndarray  # int64 (num_places,), under the plan, carried out or not
+    loads_after: np.ndarray  # int64 (num_places,), where the rows go
+    result_real_rows: np.ndarray  # int64 (num_places,), real rows that each place ends with
+    # int64 (6, steps), by the step in which a row is trained: rows and their tokens, those that change rank and theirs,
+    # those that leave their node and theirs.
+    moved: np.ndarray
 
     @cached_property
     def moves(self) -> np.ndarray:
         """Bool `(N,)`, rows that change rank."""
         return self.gathered.rank_of(self.destination) != self.gathered.rank_of(self.gathered.home)
 
-    @cached_property
-    def changes(self) -> bool:
-        """Whether any row changes its rank, or its step of a window."""
-        return not np.array_equal(self.destination, self.gathered.home)
-
-    @cached_property
+    @property
     def num_moved(self) -> int:
         """Rows that change rank."""
-        return int(self.moves.sum())
-
-    @property
-    def loads_before(self) -> np.ndarray:
-        """int64 `(num_places,)`, summed workloads where the rows are now."""
-        return self.gathered.loads
-
-    @cached_property
-    def loads_after(self) -> np.ndarray:
-        """int64 `(num_places,)`, summed workloads where the rows go."""
-        return self.loads_planned if self.destination is self.planned else self._loads_at(self.destination)
-
-    @cached_property
-    def loads_planned(self) -> np.ndarray:
-        """int64 `(num_places,)`, summed workloads under the planned assignment, carried out or not."""
-        return self._loads_at(self.planned)
-
-    @cached_property
-    def result_real_rows(self) -> np.ndarray:
-        """int64 `(num_places,)`, real rows each place ends with."""
-        return sum_at(self.destination, None, self.gathered.num_places)
+        return int(self.moved[2].sum())
 
     def result_batch_size(self, place: int) -> int:
         """Rows of the result with padding: at least one, and never fewer than there were."""
@@ -149,113 +143,237 @@ class ShufflePlan:
 
     def digest(self) -> int:
         """63 bits over the plan and what it was made from; equal on ranks that agree."""
-        gathered = self.gathered
-        return digest((gathered.rows, gathered.real_rows, gathered.workloads, gathered.tokens, self.destination))
+        return self.bits
 
-    def _loads_at(self, place: np.ndarray) -> np.ndarray:
-        gathered = self.gathered
-        return gathered.loads if place is gathered.home else sum_at(place, gathered.workloads, gathered.num_places)
+    @classmethod
+    def of(
+        cls, gathered: GatheredRows, destination: np.ndarray, lower_bound: int = 0, pads: bool = True
+    ) -> ShufflePlan:
+        """A plan that somebody else has made.
+
+        Raises:
+            ValueError: a destination that is no place.
+        """
+        planner = ShufflePlanner(gathered.num_ranks, gathered.steps, pads=pads)
+        plan = planner.plan(gathered, destination)
+        return cls(**{**plan.__dict__, "lower_bound": lower_bound})
 
 
-def plan_shuffle(
-    gathered: GatheredRows,
-    *,
-    method: str = "refined",
-    equal_size: bool = True,
-    slack: float = 0.0,
-    ranks_per_node: int | None = None,
-    max_tokens: int | None = None,
-    min_gain: float = 0.0,
-    min_gain_load: int = 0,
-    carry_out: bool = True,
-    pads: bool = True,
-) -> ShufflePlan:
-    """Plan the shuffle of one global batch, or of a window of them; never worse than leaving every row where it is.
+class ShufflePlanner:
+    """Plans batch after batch, or window after window, each in one native call.
 
     If no assignment lowers the largest load (of a window, the sum of the largest over its steps), or the gain is below
-    the gate, nobody moves, even when counts are unequal. Only a token cap that the present assignment breaks, and a
-    rank that may not be padded and has no row of its own, can move rows at the price of a larger load.
+    the gate, nobody moves, even when counts are unequal. Only a token cap that the present assignment breaks, a group
+    that it splits, and a rank that may not be padded and has no row of its own, can move rows at the price of a larger
+    load.
 
     The steps of a window come in an order that is drawn from its workloads: the same on every rank and whenever the
     same rows are planned again, and heavy steps are not always first.
 
     Args:
-        gathered: the rows of all ranks.
+        num_ranks: ranks of the group.
+        steps: batches of a rank that are planned together; of messages, the most.
         method: name of the partitioning algorithm.
         equal_size: ranks get row counts that differ by at most one.
         slack: fraction of the best load that may be given up to keep rows at home.
         ranks_per_node: ranks that share a node; rows leaving a node count more.
         max_tokens: cap on the tokens of a rank. Where none can keep it, the plan that exceeds it least is taken.
         min_gain: fraction of the largest load that must be gained, else nobody moves; 0 switches the gate off.
-        min_gain_load: the same as a load of one step; the stricter of both counts.
         carry_out: False to plan without moving anything.
         pads: whether results may be padded.
+        has_plan: False to read no more of messages than how many batches they are.
+        parts: int64 `(num_parts, 3)`, for the exchange of one rank: of every part of the payload its first column in
+            the lengths, its segments per row, and the words of an element; of a dense part -1, 1, and those of a row.
+        rank: of the exchange.
+        all_gather: whether every rank receives what any rank sends, padded to the largest sender.
+        allocate: makes the index array of the exchange, of so many int64 numbers, and says where it lies.
+        num_keys: as in `GatheredRows`, of messages.
+        num_kept: the same.
+        has_groups: whether the last kept column numbers the group of each row; rows of a group end in one place.
+
+    Attributes:
+        head: the first numbers of the last answer, see `core.SHUFFLE_HEAD`.
+        exchange: the numbers of the last plan's exchange: regions (3), words to every rank and from every rank, by own
+            batch the words of every part and of what aligns the next, by result whether it changes, its rows, its real
+            rows, the words of every part and the elements of every key.
+        indices: what `allocate` has made for it.
     """
-    if gathered.num_ranks == 1 or len(gathered.workloads) == 0:
-        home, bound = gathered.home, int(gathered.workloads.sum())
-        return ShufflePlan(gathered, home, home, bound, False, _excess_tokens(gathered, home, max_tokens), pads)
-    constraints: dict[str, Any] = {"tokens": gathered.tokens, "max_tokens": max_tokens, "best_effort": True}
-    planned, loads, bound = _assign(
-        gathered, method=method, equal_size=equal_size, ranks_per_node=ranks_per_node, slack=slack, **constraints
-    )
-    if not pads and gathered.steps == 1 and not _has_rows_everywhere(gathered, planned):
-        # Near home a rank may stay without rows; of equal counts none does, as long as there are enough.
-        anew = partition(gathered.workloads, gathered.num_ranks, method=method, equal_size=True, **constraints)
-        planned, loads, bound = np.asarray(anew.assignment, dtype=np.int64), anew.loads, anew.lower_bound
-    before, after = (_time(each, gathered.steps) for each in (gathered.loads, loads))
-    excess_before = _excess_tokens(gathered, gathered.home, max_tokens)
-    excess_after = _excess_tokens(gathered, planned, max_tokens)
-    relieves_memory = excess_after < excess_before
-    fills = not (pads or _has_rows_everywhere(gathered, gathered.home)) and _has_rows_everywhere(gathered, planned)
-    must_move = relieves_memory or fills
-    if not must_move and (after >= before or excess_after > excess_before):
-        planned = gathered.home
-    gain = before - after
-    too_small = gain > 0 and (gain / before < min_gain or gain < min_gain_load * gathered.steps)
-    gated = not must_move and too_small
-    moves = carry_out and not gated
-    destination = planned if moves else gathered.home
-    return ShufflePlan(
-        gathered,
-        destination,
-        planned,
-        bound,
-        gated,
-        _excess_tokens(gathered, destination, max_tokens),
-        pads,
-    )
+
+    def __init__(
+        self,
+        num_ranks: int,
+        steps: int = 1,
+        *,
+        method: str = "refined",
+        equal_size: bool = True,
+        slack: float = 0.0,
+        ranks_per_node: int | None = None,
+        max_tokens: int | None = None,
+        min_gain: float = 0.0,
+        carry_out: bool = True,
+        pads: bool = True,
+        has_plan: bool = True,
+        parts: np.ndarray | None = None,
+        rank: int = 0,
+        all_gather: bool = False,
+        allocate: Callable[[int], tuple[Any, int]] | None = None,
+        num_keys: int = 0,
+        num_kept: int = 0,
+        has_groups: bool = False,
+    ) -> None:
+        self.head: dict[str, int] = {}
+        self.exchange: list[int] = []
+        self.indices: Any = None
+        self._parts, self._allocate = parts, allocate
+        self._room, self._index_room = 1 << 10, 1 << 10  # numbers; they grow with the batches
+        self._arguments = core.ShuffleArguments(
+            num_ranks=num_ranks,
+            steps=steps,
+            method=core.METHODS.index(method),
+            equal_size=equal_size,
+            slack=slack,
+            ranks_per_node=min(ranks_per_node or num_ranks, num_ranks),
+            has_cap=max_tokens is not None,
+            max_tokens=max_tokens or 0,
+            min_gain=min_gain,
+            carry_out=carry_out,
+            pads=pads,
+            has_plan=has_plan,
+            parts=None if parts is None else core.address(parts),
+            num_parts=0 if parts is None else len(parts),
+            rank=rank,
+            all_gather=all_gather,
+            num_keys=num_keys,
+            num_kept=num_kept,
+            has_groups=has_groups,
+        )
+
+    def plan(self, gathered: GatheredRows, destination: np.ndarray | None = None) -> ShufflePlan:
+        """The plan of rows that are known; or, if that is given, what follows from the place of every row.
+
+        Raises:
+            ValueError: workloads or tokens that are negative or sum up to 2^62 or more, no place as destination, or
+                groups of different sizes with `equal_size`.
+        """
+        given = self._arguments
+        given.messages = given.first = given.destination = None  # those of an earlier call
+        arrays = {name: getattr(gathered, name) for name in ("rows", "real_rows", "workloads", "tokens")}
+        if len(gathered.first):
+            arrays["first"] = gathered.first
+        if destination is not None:
+            arrays["destination"] = destination
+        for name, array in arrays.items():
+            setattr(given, name, core.address(array))
+        if len(gathered.rows) != given.num_ranks * given.steps or len(gathered.real_rows) != len(gathered.rows):
+            raise ValueError("a plan of rows: sizes do not match")
+        if len({len(arrays[name]) for name in ("workloads", "tokens", "destination") if name in arrays}) > 1:
+            raise ValueError("a plan of rows: sizes do not match")
+        given.words, given.stride, given.num_words = None, 0, 0
+        if len(gathered.words) == given.num_ranks:
+            given.words, given.stride, given.num_words = _rows_of_words(gathered.words)
+        given.num_keys, given.num_kept = gathered.num_keys, gathered.num_kept
+        answer = self._answer(gathered)
+        return self._read(answer, gathered)
+
+    def plan_messages(self, messages: np.ndarray, capacity: int) -> ShufflePlan | None:
+        """The plan of the rows that all ranks have told of.
+
+        Args:
+            messages: int64 `(num_ranks, n)`, the message of every rank.
+            capacity: words that a message has room for.
+
+        Returns:
+            None where `head` says why: ranks at different steps, no rank with a batch, words that did not fit, or
+            because no plan was asked for.
+
+        Raises:
+            ValueError: messages that are none, workloads whose sum is 2^62 or more, or groups of different sizes with
+                `equal_size`.
+        """
+        given = self._arguments
+        given.destination, given.capacity = None, capacity
+        given.messages, given.stride, given.num_words = _rows_of_words(messages)
+        answer = self._answer(None)
+        head = self.head
+        if not given.has_plan or not head["steps"] or head["other_steps"] or head["most_words"] > capacity:
+            return None
+        header = MESSAGE_NUMBERS + BATCH_NUMBERS * given.steps
+        return self._read(answer, None, messages[:, header:])
+
+    def _answer(self, gathered: GatheredRows | None) -> np.ndarray:
+        """Call the core; once more, where the answer or the index array turns out to be larger than any before."""
+        while True:
+            answer = np.empty(self._room, np.int64)
+            index_room, address = 0, None
+            if self._allocate is not None:
+                index_room = self._index_room
+                self.indices, address = self._allocate(index_room)
+            try:
+                self.head = core.shuffle(self._arguments, answer, address, index_room)
+            except ValueError:
+                if gathered is not None:  # which says more of what is wrong
+                    as_int64_workloads(gathered.workloads)
+                    as_int64_workloads(gathered.tokens, "tokens")
+                raise
+            room, needed = self.head["room"], self.head["index_room"]
+            if room <= self._room and needed <= index_room:
+                return answer
+            self._room = max(self._room, room + room // 4)
+            self._index_room = max(self._index_room, needed + needed // 4)
+
+    def _read(self, answer: np.ndarray, gathered: GatheredRows | None, words: np.ndarray | None = None) -> ShufflePlan:
+        """The plan in an answer, whose arrays lie one after another."""
+        given, head = self._arguments, self.head
+        num_ranks, steps, num_rows = given.num_ranks, head["steps"], head["num_rows"]
+        places, exchange_room = num_ranks * steps, 0
+        if self._parts is not None:
+            exchange_room = 3 + 2 * num_ranks + steps * (2 * given.num_parts + 4 + given.num_keys)
+        sizes = (len(core.SHUFFLE_HEAD), 7 * places, 6 * steps, exchange_room, 4 * num_rows)
+        _, of_places, of_steps, of_exchange, of_rows = (
+            answer[end - size : end] for end, size in zip(accumulate(sizes), sizes)
+        )
+        rows, real_rows, first, before, planned_loads, after, result_rows = of_places.reshape(7, places)
+        moved = of_steps.reshape(6, steps)
+        self.exchange = of_exchange.tolist()
+        workloads, tokens, planned, destination = of_rows.reshape(4, num_rows)
+        if gathered is None:
+            assert words is not None  # noqa: S101  the rows are those of messages
+            keys = {"num_keys": given.num_keys, "num_kept": given.num_kept}
+            gathered = GatheredRows(rows, real_rows, workloads, tokens, steps, words, first, **keys)
+        return ShufflePlan(
+            gathered=gathered,
+            destination=destination,
+            planned=planned,
+            lower_bound=head["bound"],
+            gated=bool(head["gated"]),
+            excess_tokens=head["excess_tokens"],
+            pads=bool(given.pads),
+            bits=head["digest"],
+            changes=bool(head["changes"]),
+            loads_before=before,
+            loads_planned=planned_loads,
+            loads_after=after,
+            result_real_rows=result_rows,
+            moved=moved,
+        )
 
 
-def _assign(gathered: GatheredRows, **options: Any) -> tuple[np.ndarray, np.ndarray, int]:
-    """The place of each row, int64 `(N,)`, the loads of the places, and what no plan can go below."""
-    if gathered.steps == 1:
-        plan = partition(gathered.workloads, gathered.num_ranks, home=gathered.home, **options)
-        return np.asarray(plan.assignment, dtype=np.int64), plan.loads, plan.lower_bound
-    rank, step = np.divmod(gathered.home, gathered.steps)
-    drawn_from = hashlib.blake2b(np.ascontiguousarray(gathered.workloads).tobytes(), digest_size=8)
-    grid = partition_grid(
-        gathered.workloads,
-        gathered.num_ranks,
-        gathered.steps,
-        home=rank,
-        home_step=step,
-        seed=int.from_bytes(drawn_from.digest(), "big") >> 1,
-        **options,
-    )
-    return grid.assignment * gathered.steps + grid.step, grid.loads.T, grid.lower_bound
+def _rows_of_words(words: np.ndarray) -> tuple[int, int, int]:
+    """Where int64 `(num_ranks, n)` lies, how far it is from row to row, and n; a row is in one piece."""
+    if words.dtype != np.int64 or words.ndim != 2 or (words.shape[1] > 1 and words.strides[1] != words.itemsize):
+        raise ValueError(f"words are {words.dtype} {words.shape}; ranks tell int64 (num_ranks, n): sizes do not match")
+    return words.__array_interface__["data"][0], words.strides[0] // words.itemsize, words.shape[1]
 
 
-def _has_rows_everywhere(gathered: GatheredRows, place: np.ndarray) -> bool:
-    return bool(sum_at(place, None, gathered.num_places).all())
+def plan_shuffle(gathered: GatheredRows, **options: Any) -> ShufflePlan:
+    """The plan of one global batch, or of a window of them; never worse than leaving every row where it is.
 
+    Args:
+        gathered: the rows of all ranks.
+        **options: of `ShufflePlanner`: method, equal_size, slack, ranks_per_node, max_tokens, min_gain, carry_out
+            and pads.
 
-def _time(loads: np.ndarray, steps: int) -> int:
-    """Sum over the steps of the largest load, where the places have these loads."""
-    return int(loads.max()) if steps == 1 else int(loads.reshape(-1, steps).max(axis=0).sum())
-
-
-def _excess_tokens(gathered: GatheredRows, place: np.ndarray, max_tokens: int | None) -> int:
-    if max_tokens is None:
-        return 0
-    fullest = int(sum_at(place, gathered.tokens, gathered.num_places).max(initial=0))
-    return max(0, fullest - max_tokens)
+    Raises:
+        ValueError: workloads or tokens that are negative or sum up to 2^62 or more.
+    """
+    return ShufflePlanner(gathered.num_ranks, gathered.steps, **options).plan(gathered)

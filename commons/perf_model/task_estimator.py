@@ -8,6 +8,7 @@ them. All arithmetic is in int64 or in Python integers: an int32 length of 4096 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, overload
 
@@ -19,6 +20,8 @@ from commons.checks import require_at_least
 IntLike = TypeVar("IntLike", int, np.ndarray, torch.Tensor)
 
 _INT64_MAX = 2**63 - 1
+_COUNTS = ("seqlen", "num_targets", "num_contextual")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 # The backward pass of a matrix product is two of the same size, one for each of its factors.
 _PASSES_OF_TRAINING = 3
@@ -59,11 +62,20 @@ def attention_pairs(
     """
     if not causal:
         return seqlen * seqlen
-    history = seqlen - num_targets
-    groups, rest = num_targets // target_group_size, num_targets % target_group_size
-    within_groups = groups * (target_group_size * (target_group_size + 1) // 2) + rest * (rest + 1) // 2
-    beyond_causal = num_contextual * history - num_contextual * (num_contextual + 1) // 2
-    return history * (history + 1) // 2 + num_targets * history + within_groups + beyond_causal
+    history = seqlen if _is_zero(num_targets) else seqlen - num_targets
+    pairs = history * (history + 1) // 2
+    if not _is_zero(num_targets):
+        groups, rest = num_targets // target_group_size, num_targets % target_group_size
+        within_groups = groups * (target_group_size * (target_group_size + 1) // 2) + rest * (rest + 1) // 2
+        pairs = pairs + num_targets * history + within_groups
+    if not _is_zero(num_contextual):
+        pairs = pairs + num_contextual * history - num_contextual * (num_contextual + 1) // 2
+    return pairs
+
+
+def _is_zero(count: Any) -> bool:
+    """Whether no row has any, so that nothing need be computed."""
+    return isinstance(count, int) and count == 0
 
 
 def hstu_layer_flops(
@@ -116,6 +128,15 @@ def transformer_layer_flops(
 def vocabulary_head_flops(num_tokens: Any, *, hidden_size: int, vocab_size: int) -> Any:
     """Forward operations of a head that scores a vocabulary: 2·L·h·V for L tokens."""
     return 2 * hidden_size * vocab_size * num_tokens
+
+
+def on_host(compute: Callable[..., Any], *given: Any) -> Any:
+    """`compute(*given)`, by numpy where the integers lie on the host: a call of it takes a third of one of torch's."""
+    tensors = [each for each in given if isinstance(each, torch.Tensor)]
+    fit = (each.device.type == "cpu" and each.dtype in _INTEGERS and each.dim() > 0 for each in tensors)
+    if not isinstance(given[0], torch.Tensor) or not all(fit):
+        return compute(*given)
+    return torch.from_numpy(compute(*(each.numpy() if isinstance(each, torch.Tensor) else each for each in given)))
 
 
 @dataclass(frozen=True)
@@ -171,8 +192,9 @@ class AttentionTask(ABC):
             TypeError: lengths that are no integers.
             ValueError: on the host: a negative length, more targets than tokens, or a result beyond int64.
         """
-        lengths, pairs = self.tokens_and_pairs(seqlen, num_targets, num_contextual)
-        return self.forward_flops(lengths, pairs)
+        return on_host(
+            lambda *given: self.forward_flops(*self.tokens_and_pairs(*given)), seqlen, num_targets, num_contextual
+        )
 
     def tokens_and_pairs(self, seqlen: Any, num_targets: Any = None, num_contextual: Any = None) -> tuple[Any, Any]:
         """Tokens per row, and the (query, key) pairs that the mask of a layer keeps: what a cost is made of.
@@ -207,20 +229,19 @@ class AttentionTask(ABC):
         return lengths, self._pairs(lengths, targets, contextual)
 
     def _check(self, lengths: Any, targets: Any, contextual: Any) -> None:
-        """Look at values that lie on the host; a device is not asked for its values."""
-        if isinstance(lengths, torch.Tensor):
-            parts = [part for part in (lengths, targets, contextual) if isinstance(part, torch.Tensor)]
-            if any(part.device.type != "cpu" for part in parts):
-                return
-        lengths, targets, contextual = (np.atleast_1d(np.asarray(part)) for part in (lengths, targets, contextual))
+        """Look at values that lie on the host; values on a device are not read."""
+        given = lengths, targets, contextual
+        if any(isinstance(part, torch.Tensor) and part.device.type != "cpu" for part in given):
+            return
+        lengths, targets, contextual = (np.atleast_1d(np.asarray(part)) for part in given)
         if lengths.size == 0:
             return
-        _require_not_negative("seqlen", "a length", lengths)
-        _require_not_negative("num_targets", "a count", targets)
-        _require_not_negative("num_contextual", "a count", contextual)
+        for name, what, part in zip(_COUNTS, ("a length", "a count", "a count"), (lengths, targets, contextual)):
+            if part.min() < 0:
+                raise ValueError(f"{name} holds {part.min()}; {what} cannot be negative: correct it")
         for name, parts in (("targets", targets), ("targets and contextual tokens", targets + contextual)):
             excess = parts - lengths
-            if excess.max() > 0:
+            if parts.any() and excess.max() > 0:
                 row = int(excess.argmax())
                 raise ValueError(
                     f"row {row} has {lengths[row] + excess[row]} {name} in {lengths[row]} tokens; {name} are among the "
@@ -359,11 +380,6 @@ class SelfAttentionTask(AttentionTask):
         )
 
 
-def _require_not_negative(name: str, what: str, values: np.ndarray) -> None:
-    if values.min(initial=0) < 0:
-        raise ValueError(f"{name} holds {values.min()}; {what} cannot be negative: correct it")
-
-
 def _as_int64(value: Any, name: str) -> Any:
     """An int as it is, a tensor or anything array-like as int64 of the same kind."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
@@ -373,6 +389,8 @@ def _as_int64(value: Any, name: str) -> Any:
             raise TypeError(f"{name} has dtype {value.dtype}; lengths are integers: convert them")
         return value.to(torch.int64)
     array = np.asarray(value)
+    if array.dtype == np.int64:
+        return array
     if array.size == 0:
         return array.astype(np.int64)
     if not np.issubdtype(array.dtype, np.integer):

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, ShuffleHandle
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.engine import Starter
+from commons.distributed.shuffle_handle import ShuffleHandle, no_stats
 from commons.distributed.stats import ShuffleStats
-from commons.pipeline.look_ahead import Driver, LookAhead, ShufflingBatch, drive
+from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
 
 
 class BalancedPipeline:
@@ -46,20 +48,20 @@ class BalancedPipeline:
             raise ValueError(
                 "execute_all_batches is False; it would drop batches whose rows are on other ranks then: leave it out"
             )
-        batch_shuffler.connect(pg_group, self._device)
+        batch_shuffler.engine.connect(pg_group, self._device)
         self.batch_shuffler = batch_shuffler
         self._pg_group = pg_group
         self._look_ahead: LookAhead | None = None
         self._handed_out: deque[ShuffleHandle] = deque()  # of batches that have been read, and not yet copied
-        self._stats: deque[ShuffleStats | None] = deque()
-        self._last_stats: ShuffleStats | None = None
+        self._stats: deque[Callable[[], ShuffleStats | None]] = deque()  # of batches in flight, to be read
+        self._read_stats: Callable[[], ShuffleStats | None] = no_stats
         self._broken_by: str | None = None
-        self._driver = Driver(type(self).__name__, self.starts_on_thread)
+        self._starter = Starter(type(self).__name__, self.starts_on_thread)
 
     @property
     def last_stats(self) -> ShuffleStats | None:
         """Stats of the batch that the last `progress` trained; None in mode "off"."""
-        return self._last_stats
+        return self._read_stats()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train one batch, as TorchRec's `progress` does.
@@ -80,7 +82,7 @@ class BalancedPipeline:
                 "pipeline"
             )
         if self._must_change_iterator(dataloader_iter):
-            drive(self._driver, self.batch_shuffler)
+            self.batch_shuffler.engine.begin(self._starter)
             self._look_ahead = self._change_iterator(dataloader_iter)
         assert self._look_ahead is not None  # noqa: S101  the first call changes it
         output = self._advance(self._look_ahead)
@@ -90,14 +92,14 @@ class BalancedPipeline:
                 "of yours, copies batches elsewhere than the hook expects: use the versions that evenrank names, and "
                 "leave the schedule as it is"
             )
-        self._last_stats = self._stats.popleft()
+        self._read_stats = self._stats.popleft()
         return output
 
     def _advance(self, look_ahead: LookAhead) -> Any:
         try:
             return self._progress_from(look_ahead)
         finally:
-            self._driver.in_flight = not look_ahead.ended
+            self._starter.in_flight = not look_ahead.ended
 
     def _progress_from(self, look_ahead: LookAhead) -> Any:
         try:
@@ -117,7 +119,7 @@ class BalancedPipeline:
             self._look_ahead.drain()
         self._look_ahead = None
         self._broken_by = None
-        self._driver.in_flight = False
+        self._starter.in_flight = False
         self._handed_out.clear()
         self._stats.clear()
         super().reset()  # type: ignore[misc]
@@ -127,7 +129,7 @@ class BalancedPipeline:
         return look_ahead is None or look_ahead.source is not dataloader_iter or look_ahead.spent
 
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
-        self._driver.in_flight = True
+        self._starter.in_flight = True
         return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._look_ahead, self._handed_out)
 
     def _finished(self, copied: Any) -> Any:
@@ -146,7 +148,7 @@ class BalancedPipeline:
         oldest = self._handed_out[0]
         if not isinstance(copied, ShufflingBatch):  # built anew by a copy of the user's own
             if len(self._handed_out) > 1:
-                raise self._told_others(
+                raise self._reported(
                     f"{type(self).__name__} got a {type(copied).__name__} that is not what to() of the batch returned, "
                     f"while {len(self._handed_out)} batches that were read wait for their shuffle; which one it is "
                     "cannot be told: let a copy of your own hand on what to() returns"
@@ -154,7 +156,7 @@ class BalancedPipeline:
             oldest.follow(copied)
             copied = ShufflingBatch(copied, oldest)
         elif copied.handle is not oldest:
-            raise self._told_others(
+            raise self._reported(
                 f"{type(self).__name__} copied the batch of step {copied.handle.step} before that of step "
                 f"{oldest.step}, which was read first; rows of a batch that is left out would be missing on other "
                 "ranks: copy every batch that is read, in order, and choose batches in the iterator"
@@ -162,10 +164,10 @@ class BalancedPipeline:
         self._handed_out.popleft()
         return copied
 
-    def _told_others(self, message: str) -> ValueError:
-        """An error of this rank alone, which the others need not wait for."""
-        error, oldest = ValueError(message), self._handed_out[0]
-        oldest.session.post_failure(oldest.step, error)
+    def _reported(self, message: str) -> ValueError:
+        """An error of this rank alone, posted so that the other ranks do not wait for it."""
+        error = ValueError(message)
+        self.batch_shuffler.engine.report_failure(self._handed_out[0], error)
         return error
 
     def _finish(self, shuffling: ShufflingBatch) -> Any:
@@ -178,7 +180,7 @@ class BalancedPipeline:
             # memcpy stream: the allocator must know of both uses.
             batch.record_stream(self._memcpy_stream)
             result.record_stream(torch.get_device_module(self._device).current_stream(self._device))
-        self._stats.append(handle.stats)
+        self._stats.append(handle.read_stats)
         return result
 
 

@@ -18,46 +18,7 @@ import torch.distributed as dist
 from torchrec.streamable import Pipelineable
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, ShuffleHandle
-from commons.distributed.control import RankMissingError
-
-
-@dataclass(eq=False)
-class Driver:
-    """What starts the shuffles of a shuffler: a pipeline, or the iterator of a staged one.
-
-    The shuffler keeps it, and not the pipeline: when a pipeline that was left half way is collected differs between
-    ranks, and what they may do next must not.
-
-    Attributes:
-        name: of the pipeline's class.
-        starts_on_thread: whether it does so on a thread of its own, in no fixed order with the main thread.
-        in_flight: whether it may start more shuffles; the same on every rank.
-    """
-
-    name: str
-    starts_on_thread: bool = False
-    in_flight: bool = False
-
-
-def drive(driver: Driver, shuffler: BaseTaskBalancedBatchShuffler) -> None:
-    """Note that `driver` starts the shuffler's shuffles from now on.
-
-    Ranks number shuffles in the order in which they start. Two pipelines that start them on the main thread do so in
-    one order; a loading thread runs at its own pace on every rank.
-
-    Raises:
-        ValueError: another one has not ended, and one of the two starts shuffles on a thread.
-    """
-    shuffler.drivers = [other for other in shuffler.drivers if other.in_flight]
-    for other in shuffler.drivers:
-        if other is not driver and (other.starts_on_thread or driver.starts_on_thread):
-            raise ValueError(
-                f"this shuffler already drives a {other.name} whose data has not ended, and cannot drive a "
-                f"{driver.name} beside it: ranks would start their shuffles in different orders; give each "
-                "pipeline a shuffler of its own, or call reset() on the other one first"
-            )
-    if driver not in shuffler.drivers:
-        shuffler.drivers.append(driver)
+from commons.distributed.channel.absence import RankMissingError
 
 
 @dataclass(eq=False)
@@ -66,14 +27,10 @@ class ShufflingBatch(Pipelineable):
 
     The two travel as one object, so that no exception on the way can pair a handle with another batch. Whatever a
     stage asks of the batch meanwhile, the batch answers.
-
-    Attributes:
-        batch: on the host, or its copy.
-        handle: of its shuffle.
     """
 
-    batch: Any
-    handle: ShuffleHandle
+    batch: Any  # on the host, or its copy
+    handle: ShuffleHandle  # of its shuffle
 
     def to(self, *args: Any, **kwargs: Any) -> ShufflingBatch:
         """The batch's copy by its own `to`, with the same handle."""
@@ -176,12 +133,12 @@ class LookAhead(Iterator[ShufflingBatch]):
             self._next = self._read_ahead()
         batch, handle = self._next
         try:
-            self.ended = handle.ended
+            self.ended = handle.has_ended()
         except RankMissingError:
             raise
         except Exception as error:
             self.ended, self._error = True, error
-            self._kept = batch if handle.failed_elsewhere else None
+            self._kept = batch if handle.failed_elsewhere() else None
         if self.ended:
             self._next = None
             raise StopIteration

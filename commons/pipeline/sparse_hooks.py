@@ -125,7 +125,7 @@ class HookBehindThread(HookInSparseDist):
         if loader is not None:
             loader.stop()
             # TorchRec's thread class hides a method that is_alive() and join() need; the list of threads does not.
-            self.batch_shuffler.realign(self._pg_group, until=lambda: loader not in threading.enumerate())
+            self.batch_shuffler.engine.realign(self._pg_group, until=lambda: loader not in threading.enumerate())
         super().reset()
         self._leaving.clear()
 
@@ -134,7 +134,7 @@ class HookBehindThread(HookInSparseDist):
         return BalancedPipeline._must_change_iterator(self, dataloader_iter)
 
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
-        if self._look_ahead is not None and self._driver.in_flight:
+        if self._look_ahead is not None and self._starter.in_flight:
             self._look_ahead.abandon()
             self._leaving.append(self._look_ahead)
         # A loading thread serves one iterator; the next step starts one, after those that are left.
@@ -153,5 +153,5 @@ class HookBehindThread(HookInSparseDist):
             return self._progress_from(look_ahead)
         except BaseException as error:
             # Not look_ahead.ended, which a loading thread sets at its own pace.
-            self._driver.in_flight = not (isinstance(error, StopIteration) or look_ahead.spent)
+            self._starter.in_flight = not (isinstance(error, StopIteration) or look_ahead.spent)
             raise

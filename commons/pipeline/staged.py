@@ -8,6 +8,7 @@ iterator: `balanced_iter` starts each batch's shuffle and hands out empty batche
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +18,25 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import PipelineStage
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.pipeline.look_ahead import Driver, LookAhead, ShufflingBatch, drive
+from commons.distributed.engine import Starter
+from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
+
+
+@dataclass(eq=False)
+class _StagedStarter(Starter):
+    """Keeps the iterator that was left last: the next one trains first what it has read ahead."""
+
+    look_ahead: LookAhead | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        return self.in_flight or self.look_ahead is not None
 
 
 class _BalancedIterator(LookAhead):
     """A LookAhead that raises errors where they come: a staged pipeline has no other place for them."""
 
-    driver: Driver
+    starter: _StagedStarter
 
     def __next__(self) -> ShufflingBatch:
         try:
@@ -33,7 +46,7 @@ class _BalancedIterator(LookAhead):
             if error is None:
                 raise
         finally:
-            self.driver.in_flight = not self.ended
+            self.starter.in_flight = not self.ended
         raise error
 
 
@@ -59,12 +72,14 @@ def balanced_iter(
     Raises:
         ValueError: the shuffler drives a pipeline with a loading thread.
     """
-    shuffler.connect(pg_group)
-    driver = Driver("StagedTrainPipeline")
-    drive(driver, shuffler)
-    driver.in_flight = True
-    look_ahead = _BalancedIterator(iterator, shuffler, pg_group, shuffler.look_ahead)
-    look_ahead.driver, shuffler.look_ahead = driver, look_ahead
+    engine = shuffler.engine
+    engine.connect(pg_group)
+    starter = next((each for each in engine.starters if isinstance(each, _StagedStarter)), None)
+    starter = starter or _StagedStarter("StagedTrainPipeline")
+    engine.begin(starter)
+    starter.in_flight = True
+    look_ahead = _BalancedIterator(iterator, shuffler, pg_group, starter.look_ahead)
+    look_ahead.starter, starter.look_ahead = starter, look_ahead
     return look_ahead
 
 

@@ -47,7 +47,7 @@ class WindowedBatches(Iterator[Any]):
         self._num_rows: list[int | None] = []  # of every step that a window has given
         self._next: Future[ShuffledWindow] | None = None
         self._ended = False
-        shuffler.connect_window(self._reader.window, pg_group)
+        shuffler.engine.connect(pg_group, window=self._reader.window)
 
     def __next__(self) -> Any:
         """The next batch, one of padding alone if this rank has none left while others do.
@@ -106,10 +106,10 @@ class WindowedBatches(Iterator[Any]):
         under_way, self._next, self._ended = self._next, None, True
         self._ready.clear()
         if under_way is not None:
-            self._shuffler.await_window(under_way)
+            self._shuffler.engine.await_window(under_way)
 
     def _begin_window(self) -> None:
-        self._shuffler.require_own_process()  # the thread that makes the window is that of another one
+        self._shuffler.engine.require_own_process()  # the thread that makes the window is that of another one
         started = time.perf_counter()
         under_way = self._next or self._start()
         self._next = None
@@ -128,10 +128,11 @@ class WindowedBatches(Iterator[Any]):
         self._stats.extend(stats)
         if shuffled.whole is not None:
             self.last_window = replace(shuffled.whole, wait_ms=wait_ms)
-            self._shuffler.note([each for each in stats if each is not None])
+            planned = [each for each in stats if each is not None]
+            self._shuffler.engine.note(planned[0].step, lambda: planned[-1], planned[0].excess_tokens)
 
     def _start(self) -> Future[ShuffledWindow]:
-        return self._shuffler.start_window(self._reader, self._pg_group)
+        return self._shuffler.engine.start_window(self._reader, self._pg_group)
 
     @staticmethod
     def _waited(stats: ShuffleStats, wait_ms: float) -> ShuffleStats:

@@ -1,1 +1,1 @@
-"""What a run leaves: its files, and what they say of it. Nothing here needs torch."""
+"""What a run leaves: its files, and what can be read from them. Nothing here needs torch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commons.run_log.comparison import Against, is_as_loaded
+from commons.run_log.comparison import RunComparison
 from commons.run_log.report import RunReport
 
 # Balancing is worth it from this speed-up on.
@@ -21,18 +21,21 @@ _OBSERVE = "--trainer.shuffler.mode observe"
 _LONGER = "a window (--trainer.shuffle-window 2) or more rows per step lift that"
 
 
-def advice_of(report: RunReport, against: Against | None = None) -> str:
+def advice_of(report: RunReport, beside: RunComparison | None = None) -> str:
     """What to make of it, in one sentence.
 
     Args:
         report: the run.
-        against: it beside a run that nobody balanced; None without one.
+        beside: it beside a run that nobody balanced; None without one.
     """
+    measured = ""
+    if beside is not None and beside.compares and beside.rows_per_s is not None and beside.rows_per_s > 1:
+        measured = f"it trains {beside.rows_per_s:.2f}× the rows per second of {beside.base}"
     if report.balancing == "off":
         return _of_unbalanced(report)
-    if report.by_work and report.balancing == "observed":
-        return _of_unknown_gain(report, _measured(against))
-    return _of_observed(report) if report.balancing == "observed" else _of_balanced(report, against)
+    if report.balancing == "balanced":
+        return _of_balanced(report, measured)
+    return _of_unknown_gain(report, measured) if report.by_work else _of_observed(report)
 
 
 def warning_of(report: RunReport) -> str:
@@ -40,8 +43,9 @@ def warning_of(report: RunReport) -> str:
     fit = report.time_fit
     if fit is None or fit.follows:
         return ""
-    of = "of ranks and steps" if fit.of == "ranks" else "of lines of the log"
-    other = ", did other work run beside it" + ("" if fit.of == "ranks" else ", or is most of a step something else")
+    of_ranks = fit.of == "ranks"
+    of = "of ranks and steps" if of_ranks else "of lines of the log"
+    other = f", did other work run beside it{'' if of_ranks else ', or is most of a step something else'}"
     return (
         f"Time does not follow the loads (R² {fit.r_squared:.2f}, {fit.points} points {of}), so less is gained than "
         f"they say: does the model pad to its longest row{other}? If it pads, pack the rows, or let every rank compute "
@@ -49,50 +53,42 @@ def warning_of(report: RunReport) -> str:
     )
 
 
-def verdict_on(against: Against, base: RunReport, report: RunReport) -> str:
+def verdict_on(beside: RunComparison, base: RunReport, report: RunReport) -> str:
     """How much faster a run is than the first one, and where that is not what its own steps say; "" if not known.
 
     Args:
-        against: the run beside the first.
+        beside: the run beside the first.
         base: the first.
         report: the run.
     """
-    if against.rows_per_s is None:
+    if beside.rows_per_s is None:
         return ""
-    said = f"{against.run} trains {against.rows_per_s:.2f}× the rows per second of {against.base}"
-    if against.differences:
-        more = f" and {len(against.differences) - 1} more" if len(against.differences) > 1 else ""
-        return f"{said}; not balancing alone tells them apart, they differ in {against.differences[0]}{more}."
-    own = report.gain.step if report.balancing == "balanced" and is_as_loaded(base) else None
-    if own is None or abs(against.rows_per_s / own - 1) < _APART:
-        return f"{said}."
+    speed = f"{beside.run} trains {beside.rows_per_s:.2f}× the rows per second of {beside.base}"
+    if beside.differences:
+        more = f" and {len(beside.differences) - 1} more" if len(beside.differences) > 1 else ""
+        return f"{speed}; not balancing alone tells them apart, they differ in {beside.differences[0]}{more}."
+    own = report.gain.step if report.balancing == "balanced" and base.is_as_loaded else None
+    if own is None or abs(beside.rows_per_s / own - 1) < _APART:
+        return f"{speed}."
     return (
-        f"{said}, while its own steps say that balancing gains {own:.2f}×: the two runs did not have equally fast "
+        f"{speed}, while its own steps say that balancing gains {own:.2f}×: the two runs did not have equally fast "
         "machines, or other work ran beside one of them."
     )
 
 
-def headline_of(beside: Sequence[Against]) -> str:
+def headline_of(beside: Sequence[RunComparison]) -> str:
     """All runs compared in one sentence, the fastest first.
 
     Args:
         beside: as `best_first` gives them.
     """
-    compared = [(each.run, each.rows_per_s) for each in beside if each.compares and each.rows_per_s is not None]
+    compared = [each for each in beside if each.compares]
     if not compared:
         return "The runs differ in more than balancing, or do not know their speed: none is compared with another."
-    (best, most), *others = compared
-    said = f"{best} trains {most:.2f}× the rows per second of {beside[0].base}"
-    said += "".join(f", {run} {speed:.2f}×" for run, speed in others)
-    apart = [each.run for each in beside if not each.compares]
-    return f"{said}; {', '.join(apart)} cannot be compared with it." if apart else f"{said}."
-
-
-def _measured(against: Against | None) -> str:
-    """How much faster the run is than one of the same settings that nobody balanced; "" unless it is."""
-    if against is None or not against.compares or against.rows_per_s is None or against.rows_per_s <= 1:
-        return ""
-    return f"it trains {against.rows_per_s:.2f}× the rows per second of {against.base}"
+    (best, *others), apart = compared, [each.run for each in beside if not each.compares]
+    speeds = [f"{best.run} trains {best.rows_per_s:.2f}× the rows per second of {best.base}"]
+    speeds += [f"{each.run} {each.rows_per_s:.2f}×" for each in others]
+    return ", ".join(speeds) + (f"; {', '.join(apart)} cannot be compared with it." if apart else ".")
 
 
 def _of_unbalanced(report: RunReport) -> str:
@@ -100,7 +96,7 @@ def _of_unbalanced(report: RunReport) -> str:
     if report.ranks == 1:
         return "A single rank waits for nobody: there is nothing to balance."
     if uneven is None:
-        return f"The log does not say how even the ranks are: {_TURN_ON} {_OBSERVE} tells, and moves nothing."
+        return f"The log does not say how even the ranks are: {_TURN_ON} {_OBSERVE} does, and moves nothing."
     if 1 + uneven < _WORTH:
         return f"The ranks are even as they load their rows: balancing gains {1 + uneven:.2f}× at most, leave it off."
     return (
@@ -125,8 +121,8 @@ def _of_unknown_gain(report: RunReport, measured: str) -> str:
     return f"The rows are dealt by their work{left}. What that gains, a run without it says: give both to report."
 
 
-def _of_balanced(report: RunReport, against: Against | None) -> str:
-    gain, time, measured = report.gain, report.step_time, _measured(against)
+def _of_balanced(report: RunReport, measured: str) -> str:
+    gain, time = report.gain, report.step_time
     what = "Reading the rows by their work" if report.by_work else "Balancing"
     if gain.work is None or gain.work < _WORTH:
         if measured:
@@ -136,29 +132,30 @@ def _of_balanced(report: RunReport, against: Against | None) -> str:
     is_dear = gain.step is not None and gain.step < 1 and not report.by_work and not measured
     if is_dear and time is not None and time.saved is not None:
         # Where a usual step gains more than that, the gate would let none pass.
-        gate = (
-            ""
-            if 1 - 1 / gain.work >= _GATED
-            else "let steps that gain little pass, with --trainer.shuffler.min-gain 0.05, or "
-        )
+        passes = "let steps that gain little pass, with --trainer.shuffler.min-gain 0.05, or "
         return (
             f"Balancing costs more than it saves: {time.overhead:.1f} ms of a step for {time.saved:.1f} ms; "
-            f"{gate}leave it off."
+            f"{passes if 1 - 1 / gain.work < _GATED else ''}leave it off."
         )
     possible = "" if gain.possible is None else f", of {gain.possible:.2f}× possible"
     steps = "" if gain.step is None else f", and a step {gain.step:.2f}×"
-    said = f"{what} makes the slowest rank {gain.work:.2f}× faster{possible}{steps}"
+    gained = f"{what} makes the slowest rank {gain.work:.2f}× faster{possible}{steps}"
     left = gain.imbalance_after or 0.0
     if left < _MUCH_LEFT or report.window > 1:
-        return f"{said}."
+        return f"{gained}."
     if (gain.gap or 0.0) < left / 2:
-        return f"{said}; the {left:.0%} that are left are rows that no plan can split: {_LONGER}."
+        return f"{gained}; the {left:.0%} that are left are rows that no plan can split: {_LONGER}."
     if report.by_work:
-        return f"{said}; {left:.0%} are left: {_LONGER}."
+        return f"{gained}; {left:.0%} are left: {_LONGER}."
     return (
-        f"{said}; {left:.0%} are left: a smaller --trainer.shuffler.slack, a larger max_tokens_per_rank or free row "
+        f"{gained}; {left:.0%} are left: a smaller --trainer.shuffler.slack, a larger max_tokens_per_rank or free row "
         "counts (--trainer.shuffler.no-equal-size) may take more of it."
     )
+
+
+def _is_even(report: RunReport) -> bool:
+    uneven = report.gain.imbalance_before
+    return uneven is not None and 1 + uneven < _WORTH
 
 
 def _why_not(report: RunReport) -> str:
@@ -167,8 +164,8 @@ def _why_not(report: RunReport) -> str:
     if report.ranks == 1:
         return "a single rank waits for nobody"
     if (gain.gated or 0.0) >= 0.5:
-        return f"in {gain.gated:.0%} of the steps the gain was below --trainer.shuffler.min-gain, or min-gain-ms"
-    if gain.imbalance_before is not None and 1 + gain.imbalance_before < _WORTH:
+        return f"in {gain.gated:.0%} of the steps the gain was below --trainer.shuffler.min-gain"
+    if _is_even(report):
         return f"the ranks are even as they {'are dealt their rows in turn' if report.by_work else 'load their rows'}"
     if gain.possible is not None and gain.possible < _WORTH:
         return f"the largest load is one row, or few, that no plan can split: {_LONGER}"
@@ -177,5 +174,4 @@ def _why_not(report: RunReport) -> str:
 
 def _leave_off(report: RunReport) -> str:
     """What to do where the ranks are even anyway; "" elsewhere."""
-    uneven = report.gain.imbalance_before
-    return ", leave it off" if report.ranks != 1 and uneven is not None and 1 + uneven < _WORTH else ""
+    return ", leave it off" if report.ranks != 1 and _is_even(report) else ""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from commons.run_log.files import flat
 from commons.run_log.reading import RunLog
-from commons.run_log.report import RunReport
+from commons.run_log.report import RunReport, ratio
 from commons.run_log.standard_error import with_errors
 
 # Settings that change neither the model nor its data: how it is balanced, and what is written where.
@@ -30,71 +32,62 @@ _FREE = (
     "trainer.eval_interval",
     "trainer.max_train_iters",
     "trainer.num_epochs",
-    "trainer.tensorboard",
     "trainer.sinks",
     "trainer.sink_options.*",
     "trainer.profile*",
     "trainer.peak_tflops",
-    "trainer.world_size",
-    "trainer.launcher",
     "shuffler_type",
     "imports",
 )
 # Settings that a note names.
 _MOST_NAMED = 4
+# Lines of one step each that a ratio of steps takes.
+_FEWEST_PAIRS = 5
 
 
 @dataclass(frozen=True)
 class LossDifference:
-    """Of lines that both runs have, of the same steps.
+    """Of lines that both runs have, of the same steps."""
 
-    Attributes:
-        largest: of all lines.
-        at_end: of the last one.
-        step: that line's.
-        lines: how many there are.
-    """
-
-    largest: float
-    at_end: float
-    step: int
-    lines: int
+    largest: float  # of all lines
+    at_end: float  # of the last one
+    step: int  # that line's
+    lines: int  # how many there are
 
 
 @dataclass(frozen=True)
-class Against:
-    """A run beside the first one; None for what is not known.
+class StepRatio:
+    """Step of the first run ÷ the same step of the other, in runs that log every step."""
 
-    Attributes:
-        run: its name.
-        base: that of the first.
-        rows_per_s: rows per second ÷ those of the first: the speed-up.
-        step_ms: median step of the first ÷ its own.
-        work: the slowest rank's load in the first ÷ its own, per step: what the loads predict. Where nobody has looked
-            at the rows of the first, they count as those of this one were loaded. Loads of other rows or another model
-            do not compare.
-        loss: how far the losses differ.
-        evaluation: metric minus that of the first, after the last step that both were evaluated at.
-        standard_errors: of these differences, where both metrics have one, as if other users had been evaluated; of the
-            same users the differences are known better than that.
-        evaluated_at: that step.
-        differences: why the two do not compare, a sentence each.
-    """
+    median: float
+    low: float  # the 95 % interval of the median
+    high: float
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """A run beside the first one; None for what is not known."""
 
     run: str
-    base: str
-    rows_per_s: float | None
-    step_ms: float | None
+    base: str  # name of the first
+    rows_per_s: float | None  # rows per second ÷ those of the first: the speed-up
+    step_ms: float | None  # median step of the first ÷ its own
+    each_step: StepRatio | None
+    # The slowest rank's load in the first ÷ its own, per step: what the loads predict. Where nobody has looked at the
+    # rows of the first, they count as those of this one were loaded. Loads of other rows or another model do not
+    # compare.
     work: float | None
     loss: LossDifference | None
-    evaluation: Mapping[str, float]
+    evaluation: Mapping[str, float]  # metric minus that of the first, after the last step that both were evaluated at
+    # Of these differences, where both metrics have one, as if other users had been evaluated; of the same users the
+    # differences are known better than that.
     standard_errors: Mapping[str, float]
-    evaluated_at: int | None
-    differences: tuple[str, ...]
+    evaluated_at: int | None  # that step
+    differences: tuple[str, ...]  # why the two do not compare, a sentence each
 
     @property
     def compares(self) -> bool:
-        """Whether both speeds are known, and balancing alone tells the runs apart."""
+        """Whether both speeds are known, and the runs differ in balancing alone."""
         return self.rows_per_s is not None and not self.differences
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,27 +95,27 @@ class Against:
         return asdict(self)
 
 
-def compare_runs(reports: Sequence[RunReport]) -> list[Against]:
+def compare_runs(reports: Sequence[RunReport]) -> list[RunComparison]:
     """Every run but the first beside the first."""
-    return [_against(reports[0], other) for other in reports[1:]]
+    return [_compare(reports[0], other) for other in reports[1:]]
 
 
-def beside_as_loaded(reports: Sequence[RunReport]) -> dict[str, Against]:
+def beside_as_loaded(reports: Sequence[RunReport]) -> dict[str, RunComparison]:
     """Every other run by its name, beside the fastest one that nobody balanced; empty where there is none."""
-    base = _fastest(filter(is_as_loaded, reports))
-    return {} if base is None else {each.log.name: _against(base, each) for each in reports if each is not base}
+    base = _fastest(each for each in reports if each.is_as_loaded)
+    return {} if base is None else {each.log.name: _compare(base, each) for each in reports if each is not base}
 
 
-def best_first(reports: Sequence[RunReport]) -> list[Against]:
+def best_first(reports: Sequence[RunReport]) -> list[RunComparison]:
     """All runs but one beside that one, the fastest first, whatever the order of the runs.
 
     That one is the fastest run that nobody balanced or, where all are balanced, the slowest. Runs that do not compare
     with it, or whose speed is not known, come last.
     """
-    base = _fastest(filter(is_as_loaded, reports)) or _fastest(reports, sign=-1)
+    base = _fastest(each for each in reports if each.is_as_loaded) or _fastest(reports, sign=-1)
     if base is None:
         return []
-    beside = [_against(base, each) for each in reports if each is not base]
+    beside = [_compare(base, each) for each in reports if each is not base]
     return sorted(beside, key=lambda each: (not each.compares, -(each.rows_per_s or 0.0), each.run))
 
 
@@ -132,22 +125,18 @@ def _fastest(reports: Iterable[RunReport], sign: int = 1) -> RunReport | None:
     return min(known, key=lambda each: (-sign * (each.speed.rows_per_s or 0.0), each.log.name), default=None)
 
 
-def is_as_loaded(report: RunReport) -> bool:
-    """Whether nobody has made the ranks of a run even: what balancing gains is what it gains over such a run."""
-    return report.balancing != "balanced" and not report.by_work
-
-
-def _against(base: RunReport, other: RunReport) -> Against:
+def _compare(base: RunReport, other: RunReport) -> RunComparison:
     step, evaluation, standard_errors = _evaluations(base.log, other.log)
     differences = tuple(_differences(base, other))
-    work = None if differences else _ratio(_largest_trained(base), _largest_trained(other))
+    work = None if differences else ratio(_largest_trained(base), _largest_trained(other))
     if work is None and base.balancing == "off" and other.balancing == "balanced" and not differences:
         work = other.gain.work
-    return Against(
+    return RunComparison(
         run=other.log.name,
         base=base.log.name,
-        rows_per_s=_ratio(other.speed.rows_per_s, base.speed.rows_per_s),
-        step_ms=_ratio(base.speed.step_ms, other.speed.step_ms),
+        rows_per_s=ratio(other.speed.rows_per_s, base.speed.rows_per_s),
+        step_ms=ratio(base.speed.step_ms, other.speed.step_ms),
+        each_step=_step_ratio(base.log, other.log),
         work=work,
         loss=_loss_difference(base.log, other.log),
         evaluation=evaluation,
@@ -157,25 +146,47 @@ def _against(base: RunReport, other: RunReport) -> Against:
     )
 
 
-def _ratio(over: float | None, under: float | None) -> float | None:
-    return None if over is None or not under else over / under
-
-
 def _largest_trained(report: RunReport) -> float | None:
     return report.log.mean(f"largest_load_{'after' if report.balancing == 'balanced' else 'before'}")
 
 
-def _loss_difference(base: RunLog, other: RunLog) -> LossDifference | None:
-    """Means over other steps do not compare."""
+def _same_lines(base: RunLog, other: RunLog) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the lines that are of the same steps; means over other steps do not compare."""
     _, first, second = np.intersect1d(base.step, other.step, return_indices=True)
     same = base.steps[first] == other.steps[second]
-    step, first, second = base.step[first[same]], first[same], second[same]
-    apart = np.abs(base.column("loss")[first] - other.column("loss")[second])
-    known = np.isfinite(apart)
-    if not known.any():
+    return first[same], second[same]
+
+
+def _step_ratio(base: RunLog, other: RunLog) -> StepRatio | None:
+    first, second = _same_lines(base, other)
+    slow, fast = base.column("step_ms")[first], other.column("step_ms")[second]
+    single = (base.steps[first] == 1) & base.timed[first] & other.timed[second] & (slow > 0) & (fast > 0)
+    if single.sum() < _FEWEST_PAIRS:
         return None
-    apart, step = apart[known], step[known]
-    return LossDifference(float(apart.max()), float(apart[-1]), int(step[-1]), len(apart))
+    ratios = slow[single] / fast[single]
+    return StepRatio(float(np.median(ratios)), *median_interval(ratios))
+
+
+def median_interval(values: np.ndarray) -> tuple[float, float]:
+    """A 95 % interval of the median, from the order of the values alone (normal approximation of the binomial).
+
+    >>> median_interval(np.arange(100.0))
+    (40.0, 59.0)
+    """
+    ordered = np.sort(values)
+    half_width = 1.96 * math.sqrt(len(ordered)) / 2
+    low = max(math.floor((len(ordered) - 1) / 2 - half_width) + 1, 0)
+    return float(ordered[low]), float(ordered[len(ordered) - 1 - low])
+
+
+def _loss_difference(base: RunLog, other: RunLog) -> LossDifference | None:
+    first, second = _same_lines(base, other)
+    apart = np.abs(base.column("loss")[first] - other.column("loss")[second])
+    known = np.flatnonzero(np.isfinite(apart))
+    if not len(known):
+        return None
+    last = known[-1]
+    return LossDifference(float(apart[known].max()), float(apart[last]), int(base.step[first[last]]), len(known))
 
 
 def _evaluations(base: RunLog, other: RunLog) -> tuple[int | None, dict[str, float], dict[str, float]]:
@@ -207,7 +218,7 @@ def _differences(base: RunReport, other: RunReport) -> Iterator[str]:
     if not (base.log.config and other.log.config):
         yield "the settings of one are not known"
         return
-    first_settings, second_settings = dict(_flat(base.log.config)), dict(_flat(other.log.config))
+    first_settings, second_settings = dict(flat(base.log.config)), dict(flat(other.log.config))
     named = [
         f"{name}: {_shown(first_settings[name])} and {_shown(second_settings[name])}"
         for name in first_settings  # releases have different ones
@@ -220,17 +231,8 @@ def _differences(base: RunReport, other: RunReport) -> Iterator[str]:
         yield f"{len(named) - _MOST_NAMED} more settings"
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their full names."""
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + str(name), value
-
-
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
+    return f"{value:,.0f}" if abs(value - round(value)) < 1e-6 else f"{value:,.1f}"
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from commons.whole_folder import whole_file
 CONFIG_FILE, LOG_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER = "config.json", "log.jsonl", "summary.json", "tensorboard"
 # How trackers call the run, by their names.
 TRACKERS_FILE = "trackers.json"
-# What a line of the log means; every line says it, so that a log that is continued by another release tells so.
+# What a line of the log means; it stands in every line, because another release may continue a log.
 LOG_SCHEMA = 1
 
 
@@ -24,7 +24,7 @@ def write_summary(path: Path, summary: Mapping[str, Any], *, trained: bool) -> N
     Args:
         path: of the file.
         summary: JSON-ready.
-        trained: False for a part of the run that trained no step, which keeps what the parts before say of theirs.
+        trained: False for a part of the run that trained no step, which keeps the numbers of the parts before.
     """
     content: dict[str, Any] = {}
     if not trained and path.is_file():
@@ -34,7 +34,7 @@ def write_summary(path: Path, summary: Mapping[str, Any], *, trained: bool) -> N
 
 
 def keep_lines_until(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Leave out what a log says of later steps, and a line that was not finished; returns what is kept."""
+    """Leave out the lines of later steps, and one that was not finished; returns what is kept."""
     kept, records = [], []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -60,6 +60,19 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file aside and give it its name, so that it is never half there."""
     with whole_file(path) as file:
         file.write(text.encode())
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full names and values of nested settings.
+
+    >>> list(flat({"seed": 3, "shuffler": {"mode": "off"}}))
+    [('seed', 3), ('shuffler.mode', 'off')]
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def without_nan(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Where the time of a step goes, and what balancing takes off it."""
+"""Where the time of a step goes, what balancing takes off it, and whether time follows the loads.
+
+Balancing gains what the loads say only where time follows them. A model that pads to its longest row takes the time of
+rows × longest, whatever the rows' work adds up to.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +14,26 @@ from commons.run_log.reading import RunLog
 
 # What tables and pictures call the parts of a step.
 PARTS = ("work at the bound", "unevenness that is left", "exchange of rows", "waiting for the plan", "the rest")
+# Fewer points, or loads that vary less (standard deviation ÷ mean), say nothing.
+_FEWEST_POINTS, _LEAST_SPREAD = 20, 0.1
+# Below this the loads explain less than half of how the times vary.
+_FOLLOWS = 0.5
+# Points this many standard deviations off the line are stalls of the machine, as long as they are few.
+_STALL, _MOST_STALLS = 4.0, 0.05
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A mean step in milliseconds; the parts add up to the whole.
-
-    Attributes:
-        total: of the step.
-        work: the slowest rank's work if the plan were as even as can be; None without a slope.
-        uneven: what it works longer than that; None without a slope.
-        exchange: of rows, as seen by the host; None where nobody exchanges, or beside the steps.
-        waiting: for the plan; None without a shuffler.
-        rest: everything else, which does not grow with the slowest rank's load.
-        saved: what balancing takes off the slowest rank's work (in a run that only observes: would take), at the
-            milliseconds per load that the steps of the run have shown; None without a slope.
-    """
+    """A mean step in milliseconds; the parts add up to the whole."""
 
     total: float
-    work: float | None
-    uneven: float | None
-    exchange: float | None
-    waiting: float | None
-    rest: float
+    work: float | None  # the slowest rank's work if the plan were as even as can be; None without a slope
+    uneven: float | None  # what it works longer than that; None without a slope
+    exchange: float | None  # of rows, as seen by the host; None where nobody exchanges, or beside the steps
+    waiting: float | None  # for the plan; None without a shuffler
+    rest: float  # everything else, which does not grow with the slowest rank's load
+    # What balancing takes off the slowest rank's work (in a run that only observes: would take), at the milliseconds
+    # per load that the steps of the run have shown; None without a slope.
     saved: float | None
 
     @property
@@ -54,7 +55,7 @@ def step_time_of(log: RunLog, *, as_loaded: bool) -> StepTime | None:
         as_loaded: whether rows are trained where they were loaded.
     """
     lines, before, planned = log.timed, log.column("largest_load_before"), log.column("largest_load_after")
-    total = log.mean_step_ms(lines)
+    total = log.mean(log.mean_step_ms, lines)
     if total is None:
         return None
     beside = (log.mean("window") or 1.0) > 1  # windows are exchanged on a thread of their own
@@ -65,25 +66,80 @@ def step_time_of(log: RunLog, *, as_loaded: bool) -> StepTime | None:
         # A batch is exchanged while the step before it goes on, which may stand in the line before.
         exchange, waiting = (None if each is None else each * total / overhead for each in (exchange, waiting))
         overhead = total
-    slope = _ms_per_load(log)
-    slowest = log.mean_of(slope * (before if as_loaded else planned), lines)
-    bound = log.mean_of(slope * log.column("lower_bound"), lines)
+    slope = log.column("ms_per_load")
+    # Lines from before the slope is known take the median of the others.
+    slope = np.where(np.isnan(slope), np.nanmedian(slope) if np.isfinite(slope).any() else np.nan, slope)
+    slowest = log.mean(slope * (before if as_loaded else planned), lines)
+    bound = log.mean(slope * log.column("lower_bound"), lines)
     if slowest is None or bound is None or slowest <= 0:
         return StepTime(total, None, None, exchange, waiting, total - overhead, None)
     # Noisy steps may show a slope that is steeper than all of a step.
     scale = min(1.0, (total - overhead) / slowest)
     work = scale * min(bound, slowest)
     uneven = scale * slowest - work
-    saved = log.mean_of(slope * (before - planned), lines)
+    saved = log.mean(slope * (before - planned), lines)
     rest = max(0.0, total - overhead - work - uneven)
     return StepTime(total, work, uneven, exchange, waiting, rest, None if saved is None else scale * saved)
 
 
-def _ms_per_load(log: RunLog) -> np.ndarray:
-    """float64 `(lines,)`, milliseconds per load; of lines that do not know it, the median of the others; else NaN."""
-    told = log.column("ms_per_load")
-    taken = log.column("largest_load_before") - log.column("largest_load_after")
-    derived = np.divide(log.column("measured_saving_ms"), taken, out=np.full(len(taken), np.nan), where=taken > 0)
-    found = np.where(np.isnan(told), derived, told)
-    known = found > 0
-    return np.where(known, found, np.median(found[known]) if known.any() else np.nan)
+@dataclass(frozen=True)
+class TimeFit:
+    """Times against loads."""
+
+    # "ranks": each rank's own forward time against its own load; "steps": the mean step of each line against its mean
+    # largest load, where the log does not have the ranks' times
+    of: str
+    points: int  # as many of these as the line was laid through
+    # the part of the times' variance that the loads explain, 0 to 1; 0 also where times fall with loads
+    r_squared: float
+
+    @property
+    def follows(self) -> bool:
+        """Whether time follows the loads well enough to trust what they say."""
+        return self.r_squared >= _FOLLOWS
+
+
+def time_fit_of(log: RunLog, *, as_loaded: bool) -> TimeFit | None:
+    """The fit of the lines whose times count; None where they are too few, or the loads vary too little.
+
+    Args:
+        log: of the run.
+        as_loaded: whether rows are trained where they were loaded.
+    """
+    lines = zip(log.timed, log.of_ranks.get("loads_after", ()), log.of_ranks.get("own_ms", ()))
+    of_ranks = [
+        np.stack([load, own])
+        for is_timed, load, own in lines
+        if is_timed and load is not None and own is not None and len(load) == len(own)
+    ]
+    if of_ranks:
+        return _fit("ranks", *np.concatenate(of_ranks, axis=1))
+    largest = log.column(f"largest_load_{'before' if as_loaded else 'after'}")
+    return _fit("steps", largest[log.timed], log.mean_step_ms[log.timed])
+
+
+def _fit(of: str, loads: np.ndarray, times: np.ndarray) -> TimeFit | None:
+    known = np.isfinite(loads * times)
+    loads, times = loads[known], times[known]
+    if not _varies(loads):
+        return None
+    loads = loads / loads.mean()  # up to 2^62: their squares would lose digits
+    fit = TimeFit(of, len(loads), _r_squared(loads, times))
+    if fit.follows:
+        return fit
+    slope = np.cov(loads, times, bias=True)[0, 1] / np.var(loads)
+    off = np.abs(times - times.mean() - slope * (loads - loads.mean()))
+    kept = off <= _STALL * 1.4826 * np.median(off)  # the standard deviation, of normal residuals
+    if np.count_nonzero(~kept) > _MOST_STALLS * len(loads):
+        return fit
+    return TimeFit(of, int(kept.sum()), _r_squared(loads[kept], times[kept])) if _varies(loads[kept]) else None
+
+
+def _varies(loads: np.ndarray) -> bool:
+    """Whether there are enough points, and their loads differ enough."""
+    return len(loads) >= _FEWEST_POINTS and bool(loads.mean() > 0 and loads.std() >= _LEAST_SPREAD * loads.mean())
+
+
+def _r_squared(loads: np.ndarray, times: np.ndarray) -> float:
+    """The part of the variance of times that a rising line explains."""
+    return max(0.0, float(np.corrcoef(loads, times)[0, 1])) ** 2 if np.ptp(times) else 0.0

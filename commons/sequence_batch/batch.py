@@ -16,9 +16,11 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.sequence_batch.fields import IDENTITY, RowField, batch_device, copy_batch, row_counts, row_fields
+from commons.sequence_batch.fields import IDENTITY, RowField, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
+from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
 from commons.sequence_batch.rows import select_rows
+from commons.sequence_batch.torchrec_types import new_jagged
 
 B = TypeVar("B", bound="BaseBatch")
 
@@ -35,10 +37,11 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     """A batch of sequences with labels; `features` alone are enough, `labels` for training.
 
     Subclasses are dataclasses that add fields. Every KeyedJaggedTensor and every tensor among them must have
-    `batch_size` rows and then moves, is selected and is exchanged without further code; any other field is a plain
-    value that must be the same on all ranks: what depends on the rows is a property. `__init__` and `__post_init__` run
-    when a batch is loaded, and not again when its rows move. Gradients do not follow rows to other ranks: a shuffler
-    that balances refuses fields that require grad.
+    `batch_size` rows and then moves, is selected and is exchanged without further code, also in dicts, lists and other
+    branches (`rows.py` has the table); any other field is a plain value that must be the same on all ranks, unless
+    `register_batch_type` declares it to be each rank's own: what depends on the rows is a property. `__init__` and
+    `__post_init__` run when a batch is loaded, and not again when its rows move. Gradients do not follow rows to other
+    ranks: a shuffler that balances refuses fields that require grad.
 
     What a model plans by, the host keeps knowing when a batch goes to a device: the lengths of every KeyedJaggedTensor
     and the fields that a subclass names in `host_fields`, integer tensors `(batch_size,)`. They come with the copy by
@@ -83,23 +86,30 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     def _check_padding_is_empty(self) -> None:
         if self.actual_batch_size == self.batch_size:
             return
-        for name, value in row_fields(self):
+        for path, value in row_fields(self):
             # On a device the check would read lengths back, and so wait for everything before it.
-            if isinstance(value, KeyedJaggedTensor) and value.lengths().device.type == "cpu":
+            if not isinstance(value, torch.Tensor) and value.lengths().device.type == "cpu":
                 padding = value.lengths().view(-1, self.batch_size)[:, self.actual_batch_size :]
                 if bool(padding.any()):
                     raise ValueError(
-                        f"field {name!r} has values in padding rows [{self.actual_batch_size}, {self.batch_size}); "
-                        "padding rows have zero lengths: raise actual_batch_size or empty these rows"
+                        f"field {path_name(path)!r} has values in padding rows [{self.actual_batch_size}, "
+                        f"{self.batch_size}); padding rows have zero lengths: raise actual_batch_size or empty these "
+                        "rows"
                     )
 
     def num_loss_tokens(self) -> int:
         """Number of label values in real rows, over all label keys; 0 without labels. Reads nothing from the device."""
         if self.labels is None:
             return 0
+        if isinstance(self.labels, torch.Tensor):
+            return self.labels[: self.actual_batch_size].numel()
         if isinstance(self.labels, KeyedJaggedTensor):
             return self.labels.values().numel()  # padding rows hold no values
-        return self.labels[: self.actual_batch_size].numel()
+        labels = (value for path, value in row_fields(self) if path[0] == "labels")
+        return sum(
+            value[: self.actual_batch_size].numel() if isinstance(value, torch.Tensor) else value.values().numel()
+            for value in labels
+        )
 
     def global_loss_terms(self, pg_group: Any = None) -> int | None:
         """What `num_loss_tokens` of the batches of all ranks add up to, where that is known without asking.
@@ -224,7 +234,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
 
     def pin_memory(self: B) -> B:
         """A copy in pinned host memory."""
-        return self._map(lambda value: value.pin_memory())
+        return self._map(_pinned)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tell the allocator that `stream` uses every field; a host batch has no stream to wait for."""
@@ -234,7 +244,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
             value.record_stream(stream)
 
     def _map(self: B, transform: Callable[[RowField], RowField]) -> B:
-        result = copy_batch(self, {name: transform(value) for name, value in row_fields(self)})
+        result = replace_rows(self, {path: transform(value) for path, value in row_fields(self)})
         if IDENTITY in self.__dict__:
             result.__dict__[IDENTITY] = self.__dict__[IDENTITY]
         known = getattr(self, "_global_batch", None)
@@ -244,11 +254,11 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
 
     def _known_to(self: B, copied: B) -> B:
         """The copy on a device, with what the host knows of it."""
-        for name, value in row_fields(self):
-            if isinstance(value, KeyedJaggedTensor):
-                carry_host_copy(value.lengths(), getattr(copied, name).lengths())
-            elif name in self.host_fields:
-                carry_host_copy(value, getattr(copied, name))
+        for path, value in row_fields(self):
+            if not isinstance(value, torch.Tensor):
+                carry_host_copy(value.lengths(), value_at(copied, path).lengths())
+            elif len(path) == 1 and path[0] in self.host_fields:
+                carry_host_copy(value, value_at(copied, path))
         return copied
 
 
@@ -258,11 +268,18 @@ def _to_device(value: RowField, device: torch.device, non_blocking: bool) -> Row
     return value.to(device, non_blocking=non_blocking)
 
 
+def _pinned(value: RowField) -> RowField:
+    return value.pin_memory() if hasattr(value, "pin_memory") else _map_tensors(value, torch.Tensor.pin_memory)
+
+
 def _map_tensors(value: RowField, transform: Callable[[torch.Tensor], torch.Tensor]) -> RowField:
-    """Apply `transform` to a tensor, or to the values, weights and lengths of a KeyedJaggedTensor."""
+    """Apply `transform` to a tensor, or to the values, weights and lengths of a jagged tensor."""
     if isinstance(value, torch.Tensor):
         return transform(value)
     weights = value.weights_or_none()
+    if not isinstance(value, KeyedJaggedTensor):
+        own_weights = None if weights is None else transform(weights)
+        return new_jagged(values=transform(value.values()), weights=own_weights, lengths=transform(value.lengths()))
     return KeyedJaggedTensor(
         keys=list(value.keys()),
         values=transform(value.values()),

@@ -1,9 +1,10 @@
-"""What a batch is made of: which fields hold rows, how many, and which are plain values.
+"""What a batch dataclass is made of: which values hold rows, how many, and which are plain values.
 
-Every field of a batch dataclass is either a *row field* (a KeyedJaggedTensor or a tensor whose first dimension is
-the batch) or a plain value. Selecting, exchanging and describing a batch are written against this one distinction, so
-that a subclass may add fields without further code. Attributes that `__post_init__` sets beside the fields count as
-fields; what a cached_property has computed does not, and is computed anew.
+What a batch holds is either a *row field* (a KeyedJaggedTensor, a JaggedTensor or a tensor whose first dimension is the
+batch), a branch with such fields in it (`open_batch.py`), or a plain value. Selecting, exchanging and describing a
+batch are written against this one distinction, so that a subclass may add fields without further code. Attributes that
+`__post_init__` sets beside the fields count as fields; what a cached_property has computed does not, and is computed
+anew.
 
 A batch of other rows is never made by the constructor: the constructor may change what it is given (labels that count
 from 1, say), and these values have been through it.
@@ -13,25 +14,45 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
-from commons.sequence_batch.torchrec_types import is_keyed_jagged
+from commons.sequence_batch.torchrec_types import is_any_jagged, is_keyed_jagged
 
 if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-RowField: TypeAlias = "KeyedJaggedTensor | torch.Tensor"
+RowField: TypeAlias = "KeyedJaggedTensor | JaggedTensor | torch.Tensor"
+Path: TypeAlias = tuple[Any, ...]  # the keys that lead to a value in a batch
 B = TypeVar("B")
 K = TypeVar("K")
 
 # Plain fields that count rows: they differ between ranks and are set, not compared, when rows move.
 ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
 
+# By class, names of plain values that are each rank's own.
+_PER_RANK: dict[type, frozenset[str]] = {}
+
+# By class, as `field_names` has found them.
+_FIELD_NAMES: dict[type, tuple[str, ...]] = {}
+
 # Attribute of a batch that copies of it as a whole inherit, so that they can be told from other batches like it.
 IDENTITY = "__batch_identity__"
+
+
+def path_name(path: Path) -> str:
+    """A path as messages show it."""
+    return ".".join(map(str, path)) or "the batch itself"
+
+
+def field_names(batch_type: type) -> tuple[str, ...]:
+    """The fields of a dataclass, in the order of declaration; TypeError for another class."""
+    names = _FIELD_NAMES.get(batch_type)
+    if names is None:
+        names = _FIELD_NAMES[batch_type] = tuple(item.name for item in dataclasses.fields(batch_type))
+    return names
 
 
 def batch_items(batch: Any) -> dict[str, Any]:
@@ -39,7 +60,7 @@ def batch_items(batch: Any) -> dict[str, Any]:
 
     Left out are fields that have no value, names of Python itself, and what a cached_property has computed.
     """
-    items = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch) if hasattr(batch, item.name)}
+    items = {name: getattr(batch, name) for name in field_names(type(batch)) if hasattr(batch, name)}
     others = {
         name: value
         for name, value in getattr(batch, "__dict__", {}).items()
@@ -47,7 +68,7 @@ def batch_items(batch: Any) -> dict[str, Any]:
         and not name.startswith("__")
         and not isinstance(getattr(type(batch), name, None), functools.cached_property)
     }
-    return items | dict(sorted(others.items()))
+    return items | dict(sorted(others.items())) if others else items
 
 
 def make_batch(batch_type: type[B], items: Mapping[str, Any]) -> B:
@@ -68,26 +89,47 @@ def copy_batch(batch: B, changes: Mapping[str, Any]) -> B:
 
 
 def is_row_field(value: Any) -> bool:
-    """Whether a value of a batch holds rows."""
-    return isinstance(value, torch.Tensor) or is_keyed_jagged(value)
+    """Whether a value of a batch holds rows and is no branch."""
+    return isinstance(value, torch.Tensor) or is_any_jagged(value)
 
 
-def row_fields(batch: Any) -> Iterator[tuple[str, RowField]]:
-    """Name and value of every KeyedJaggedTensor and tensor, in the order of `batch_items`."""
-    for name, value in batch_items(batch).items():
-        if is_row_field(value):
-            yield name, value
+def stated_count(batch: Any, name: str) -> int | None:
+    """What a dataclass says of its rows in one of ROW_COUNT_FIELDS; None where it says nothing.
+
+    A `batch_size` below 0 says nothing: it is the default of TorchEasyRec's Batch, whose users set it for other things.
+    It is left as it is when rows move.
+    """
+    count = getattr(batch, name, None)
+    return None if count is None or (name == "batch_size" and count < 0) else int(count)
 
 
-def row_count_values(batch_type: type, rows: int, real: int) -> dict[str, int]:
-    """The fields of a dataclass that count rows, with their values."""
-    names = {item.name for item in dataclasses.fields(batch_type)}
+def row_count_values(batch: Any, rows: int, real: int | None) -> dict[str, Any]:
+    """The fields of a dataclass that count rows, with other values; not a `batch_size` below 0, see `stated_count`."""
+    names = row_count_names(type(batch))
+    if (getattr(batch, "batch_size", None) or 0) < 0:
+        names.discard("batch_size")
     return {name: count for name, count in zip(ROW_COUNT_FIELDS, (rows, real)) if name in names}
+
+
+def row_count_names(batch_type: type) -> set[str]:
+    """The fields of a dataclass that count rows."""
+    return {name for name in ROW_COUNT_FIELDS if name in field_names(batch_type)}
+
+
+def declare_per_rank(batch_type: type, names: Iterable[str]) -> None:
+    """Let plain values of a dataclass differ between ranks, see `register_batch_type`; declarations add up."""
+    if added := frozenset(names):
+        _PER_RANK[batch_type] = _PER_RANK.get(batch_type, frozenset()) | added
+
+
+def per_rank_names(batch_type: type) -> frozenset[str]:
+    """Names of the plain values of a dataclass that may differ between ranks, inherited ones included."""
+    return frozenset().union(*(_PER_RANK[each] for each in batch_type.__mro__ if each in _PER_RANK))
 
 
 def can_state_padding(batch_type: type) -> bool:
     """Whether batches of a dataclass can say which rows are padding."""
-    return "actual_batch_size" in row_count_values(batch_type, 0, 0)
+    return "actual_batch_size" in row_count_names(batch_type)
 
 
 def require_dataclass(batch: Any) -> None:
@@ -104,8 +146,9 @@ def num_rows_of(name: str, value: RowField) -> int:
 
     Raises:
         ValueError: a tensor that is 0-dimensional, nested or sparse; a KeyedJaggedTensor with variable batch per key,
-            duplicate keys, values or weights of more than one dimension or of different numbers, lengths that are no
-            multiple of its rows, or offsets that do not begin at 0 (looked at on CPU only).
+            duplicate keys, values of more than one dimension, or lengths that are no multiple of its rows; of either
+            kind of jagged tensor weights of more than one dimension or another number than the values, or offsets that
+            do not begin at 0 (looked at on CPU only).
     """
     if isinstance(value, torch.Tensor):
         if value.is_nested or value.layout != torch.strided:
@@ -120,6 +163,9 @@ def num_rows_of(name: str, value: RowField) -> int:
                 "make it a Python number, or repeat it for every row"
             )
         return value.shape[0]
+    if not is_keyed_jagged(value):
+        _require_flat(name, value, ("weights",))
+        return value.lengths().numel()
     if value.variable_stride_per_key():
         raise ValueError(
             f"field {name!r} has a variable batch per key (strides {value.stride_per_key()}); all keys must have the "
@@ -134,78 +180,51 @@ def num_rows_of(name: str, value: RowField) -> int:
     if len(set(keys)) != len(keys):
         repeated = sorted({key for key in keys if keys.count(key) > 1})
         raise ValueError(f"field {name!r} has duplicate keys {repeated}; keys must be unique: rename or merge them")
-    _require_flat(name, value)
+    _require_flat(name, value, ("values", "weights"))
+    lengths, segments = value.lengths(), len(keys) * value.stride()
+    if lengths.numel() != segments:
+        raise ValueError(
+            f"field {name!r} has {lengths.numel()} lengths for {len(keys)} keys and {value.stride()} rows; there is "
+            f"one per key and row, {segments} in all: match them"
+        )
     return value.stride()
 
 
-def _require_flat(name: str, jagged: KeyedJaggedTensor) -> None:
-    """Raise ValueError for a KeyedJaggedTensor whose values, weights, lengths or offsets do not belong together."""
-    values, weights = jagged.values(), jagged.weights_or_none()
+def _require_flat(name: str, jagged: KeyedJaggedTensor | JaggedTensor, flat: tuple[str, ...]) -> None:
+    """Raise ValueError for values, weights and offsets that do not belong together, or if what is flat is not."""
+    values, weights, kind = jagged.values(), jagged.weights_or_none(), type(jagged).__name__
     for what, tensor in (("values", values), ("weights", weights)):
-        if tensor is not None and tensor.dim() != 1:
+        if what in flat and tensor is not None and tensor.dim() != 1:
             raise ValueError(
-                f"field {name!r} has {what} of shape {tuple(tensor.shape)}; those of a KeyedJaggedTensor have one "
-                "dimension: flatten them, or use one key per column"
+                f"field {name!r} has {what} of shape {tuple(tensor.shape)}; those of a {kind} have one dimension: "
+                "flatten them, or use one key per column"
             )
-    if weights is not None and weights.numel() != values.numel():
-        raise ValueError(
-            f"field {name!r} has {weights.numel()} weights and {values.numel()} values; every value has one weight: "
-            "match them"
-        )
-    lengths, segments = jagged.lengths(), len(jagged.keys()) * jagged.stride()
-    if lengths.numel() != segments:
-        raise ValueError(
-            f"field {name!r} has {lengths.numel()} lengths for {len(jagged.keys())} keys and {jagged.stride()} rows; "
-            f"there is one per key and row, {segments} in all: match them"
-        )
+    require_weights(name, values, weights)
     offsets = jagged.offsets_or_none()
     # On a device the look at the first offset would wait for everything before it.
     if offsets is not None and offsets.device.type == "cpu" and offsets.numel() and int(offsets[0]):
         raise ValueError(
-            f"field {name!r} has offsets that begin at {int(offsets[0])}; those of a KeyedJaggedTensor begin at 0: cut "
-            "off the values before, and subtract it"
+            f"field {name!r} has offsets that begin at {int(offsets[0])}; those of a {kind} begin at 0: cut off the "
+            "values before, and subtract it"
         )
 
 
-def require_no_grad(items: Mapping[str, Any]) -> None:
-    """Raise ValueError if one of `batch_items` requires grad, and name it: rows that move leave the graph."""
-    for name, value in items.items():
-        if not is_row_field(value):
-            continue
-        tensors = [value] if isinstance(value, torch.Tensor) else [value.values(), value.weights_or_none()]
-        if any(tensor is not None and tensor.requires_grad for tensor in tensors):
-            raise ValueError(
-                f"field {name!r} requires grad; gradients do not follow rows to other ranks: detach it before the "
-                "shuffle, and compute what needs gradients from the shuffled batch"
-            )
-
-
-def batch_rows(batch: Any, items: Mapping[str, Any] | None = None) -> int:
-    """Number of rows, padding included, that all fields of the batch agree on.
-
-    Args:
-        batch: the batch.
-        items: its `batch_items`, where the caller has them.
-
-    Raises:
-        TypeError: not a dataclass.
-        ValueError: no row field, or fields that disagree with one another or with `batch_size`.
-    """
-    require_dataclass(batch)
-    items = batch_items(batch) if items is None else items
-    counts = {name: num_rows_of(name, value) for name, value in items.items() if is_row_field(value)}
-    if not counts:
+def require_weights(name: str, values: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Raise ValueError unless a jagged tensor has a weight for every value, or none."""
+    if weights is not None and weights.shape[0] != values.shape[0]:
         raise ValueError(
-            f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs at least one: add it"
+            f"field {name!r} has {weights.shape[0]} weights and {values.shape[0]} values; every value has one weight: "
+            "match them"
         )
-    declared = getattr(batch, "batch_size", None)
-    if declared is not None:
-        counts = {"batch_size": int(declared), **counts}
-    return common_count(
-        type(batch).__name__,
-        counts,
-        "every tensor's first dimension and every KeyedJaggedTensor's stride must be the batch size: pad or trim them",
-    )
+
+
+def require_sum(name: str, total: int, num_values: int) -> None:
+    """Raise ValueError unless the lengths of a jagged tensor add up to its values."""
+    if total != num_values:
+        raise ValueError(
+            f"field {name!r} has lengths that add up to {total} and {num_values} values; values must be exactly those "
+            "of the rows: remove the others"
+        )
 
 
 def common_count(batch_name: str, counts: Mapping[K, int], rule: str, shown: Callable[[K], str] = str) -> int:
@@ -216,44 +235,22 @@ def common_count(batch_name: str, counts: Mapping[K, int], rule: str, shown: Cal
     return next(iter(counts.values()))
 
 
-def row_counts(batch: Any, items: Mapping[str, Any] | None = None) -> tuple[int, int]:
-    """Rows of a batch with padding, and real ones: `actual_batch_size` where the batch states it, else all.
-
-    Args:
-        batch: the batch.
-        items: its `batch_items`, where the caller has them.
+def real_within(stated: Mapping[Path, int], rows: int) -> int:
+    """The number of real rows of a batch of `rows` rows, all of them if no part of it states another one.
 
     Raises:
-        TypeError, ValueError: as `batch_rows`; also an `actual_batch_size` outside the batch.
+        ValueError: a number outside the batch, or several that differ.
     """
-    rows = batch_rows(batch, items)
-    actual = getattr(batch, "actual_batch_size", None)
-    if actual is None:
-        return rows, rows
-    return rows, real_within(actual, rows)
-
-
-def real_within(stated: int, rows: int) -> int:
-    """The number of real rows that a batch of `rows` rows states; ValueError for one outside the batch."""
-    if not 0 <= stated <= rows:
+    if len(set(stated.values())) > 1:
+        named = {path_name(path): count for path, count in stated.items()}
         raise ValueError(
-            f"actual_batch_size is {stated}, batch_size is {rows}; real rows are counted within the batch: give a "
-            "number between 0 and batch_size"
+            f"parts of the batch state different numbers of real rows: {named}; a row is padding in all parts or in "
+            "none: make actual_batch_size equal"
         )
-    return int(stated)
-
-
-def real_rows(batch: Any) -> int:
-    """Number of rows that are no padding."""
-    return row_counts(batch)[1]
-
-
-def batch_device(batch: Any) -> torch.device:
-    """Device of the batch, taken from its first row field."""
-    declared = (getattr(batch, item.name, None) for item in dataclasses.fields(batch))
-    value = next((value for value in declared if is_row_field(value)), None)
-    if value is None:
-        value = next((value for _, value in row_fields(batch)), None)
-    if value is None:
-        raise ValueError(f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs one: add it")
-    return value.device() if is_keyed_jagged(value) else value.device
+    real = next(iter(stated.values()), rows)
+    if not 0 <= real <= rows:
+        raise ValueError(
+            f"actual_batch_size is {real}, batch_size is {rows}; real rows are counted within the batch: give a number "
+            "between 0 and batch_size"
+        )
+    return real

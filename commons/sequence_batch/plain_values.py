@@ -6,14 +6,17 @@ import base64
 import enum
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from commons.sequence_batch.batch_tree import Path, path_name
+from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.type_names import find_type, type_name, unknown_type
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 # A JSON object has one entry: its key says what the value is. Lists and scalars stand for themselves.
 _TUPLE, _DICT, _BYTES, _DTYPE, _DEVICE, _NUMPY = "tuple", "dict", "bytes", "dtype", "device", "numpy"
@@ -123,12 +126,10 @@ def show_plain(data: Any) -> str:
     return f"{kind}({_listed(content) if isinstance(content, list) else content})"
 
 
-def differences(first: Mapping[str, Any], other: Mapping[str, Any], show: Callable[[Any], str] = str) -> list[str]:
-    """What differs between two descriptions of batches by name, one short text each; None stands for what is absent."""
+def differences(first: Mapping[K, V], other: Mapping[K, V]) -> list[tuple[K, V | None, V | None]]:
+    """What differs between two descriptions of batches: where, and what both say; None stands for what is absent."""
     return [
-        f"{name!r}: {show(first.get(name))} and {show(other.get(name))}"
-        for name in {**first, **other}
-        if first.get(name) != other.get(name)
+        (name, first.get(name), other.get(name)) for name in {**first, **other} if first.get(name) != other.get(name)
     ]
 
 

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from commons.sequence_batch.fields import num_rows_of
+from commons.sequence_batch.fields import num_rows_of, require_sum, require_weights
 from commons.sequence_batch.host_copies import attach_host_copy, host_copy
 from commons.sequence_batch.torchrec_types import (
     empty_keyed_jagged,
     is_jagged,
-    is_keyed,
     is_keyed_jagged,
     new_jagged,
     new_keyed_jagged,
@@ -185,12 +184,7 @@ class _KeyedJagged(LeafType["KeyedJaggedTensor"]):
 
     def count(self, value: KeyedJaggedTensor, name: str) -> int:
         rows = num_rows_of(name, value)
-        total, num_values = sum(value.length_per_key()), value.values().numel()
-        if total != num_values:
-            raise ValueError(
-                f"field {name!r} has lengths that add up to {total} and {num_values} values; values must be exactly "
-                "those of the rows: remove the others"
-            )
+        require_sum(name, sum(value.length_per_key()), value.values().numel())
         return rows
 
     def select(self, value: KeyedJaggedTensor, rows: torch.Tensor) -> KeyedJaggedTensor:
@@ -251,11 +245,7 @@ class _Jagged(LeafType["JaggedTensor"]):
 
     def count(self, value: JaggedTensor, name: str) -> int:
         values, weights, lengths = value.values(), value.weights_or_none(), value.lengths()
-        if weights is not None and weights.shape[0] != values.shape[0]:
-            raise ValueError(
-                f"field {name!r} has {weights.shape[0]} weights and {values.shape[0]} values; every value has one "
-                "weight: match them"
-            )
+        require_weights(name, values, weights)
         total, (first, last) = int(lengths.sum()), _ends(value)
         if last - first != total or not 0 <= first <= last <= values.shape[0]:
             raise ValueError(
@@ -322,11 +312,7 @@ KEYED_JAGGED, JAGGED, COLUMN = _KeyedJagged(), _Jagged(), _Column()
 
 
 def tensor_leaf_type(value: Any) -> LeafType[Any] | None:
-    """The kind of a tensor-like value; None for anything else, lists too: `rows.py` says which of them are columns.
-
-    Raises:
-        TypeError: a KeyedTensor, which is none of the kinds and would be taken for metadata.
-    """
+    """The kind of a tensor-like value; None for anything else, lists too: `rows.py` says which of them are columns."""
     if isinstance(value, torch.Tensor):  # asked once: a nested tensor takes its time to answer
         return NESTED_TENSOR if value.is_nested else DENSE_TENSOR
     if isinstance(value, np.ndarray):
@@ -335,8 +321,6 @@ def tensor_leaf_type(value: Any) -> LeafType[Any] | None:
         return KEYED_JAGGED
     if is_jagged(value):
         return JAGGED
-    if is_keyed(value):
-        raise TypeError("the batch holds a KeyedTensor; rows are taken from tensors: pass to_dict()")
     return None
 
 

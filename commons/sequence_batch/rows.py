@@ -11,6 +11,7 @@ tensor, numpy array (no masked or other subclass)  leaf: the first dimension is 
 nested tensor of layout torch.jagged               leaf
 KeyedJaggedTensor, JaggedTensor                    leaf; weights are kept
 dict or other mapping, TensorDict, dataclass       branch; stays of its type
+KeyedTensor of key_dim 1                           branch; its values are `(rows, sum of widths)`
 list, tuple or namedtuple with tensors in it       branch; stays of its type
 list without tensors                               leaf: a Python object per row (NonTensorStack in a TensorDict)
 list without tensors, below a dataclass            metadata: fields of a dataclass that are no tensors are plain values
@@ -36,17 +37,16 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from commons.sequence_batch.batch_tree import (
-    Constant,
-    LeafFunction,
-    Node,
+from commons.sequence_batch.batch_tree import LeafFunction, Node, map_trees, parse, stated_counts, take_own, walk
+from commons.sequence_batch.branches import Constant
+from commons.sequence_batch.fields import (
+    ROW_COUNT_FIELDS,
     Path,
-    map_trees,
-    parse,
+    can_state_padding,
+    common_count,
     path_name,
-    walk,
+    real_within,
 )
-from commons.sequence_batch.fields import ROW_COUNT_FIELDS, can_state_padding, common_count, real_within
 from commons.sequence_batch.plain_values import canonical_plain, encode_plain
 from commons.sequence_batch.row_leaves import LeafType
 
@@ -55,26 +55,21 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, eq=False)
 class Rows(Generic[B]):
-    """A batch, parsed; made by `Rows.of`.
+    """A batch, parsed; made by `Rows.of`."""
 
-    Attributes:
-        tree: its branches, leaves and metadata.
-        count: rows that all leaves agree on, padding included.
-        real: how many of them, from the first on, are no padding.
-    """
-
-    tree: Node
-    count: int
-    real: int
+    tree: Node  # its branches, leaves and metadata
+    count: int  # rows that all leaves agree on, padding included
+    real: int  # how many of them, from the first on, are no padding
 
     @classmethod
     def of(cls, batch: B) -> Rows[B]:
         """Parse a batch.
 
         Raises:
-            ValueError: leaves with different numbers of rows, a 0-dimensional tensor, no leaf at all, an
+            ValueError: leaves with different numbers of rows, a 0-dimensional tensor, a KeyedTensor whose rows are not
+                its first dimension, no leaf at all, an
                 `actual_batch_size` outside the batch, or several that differ.
-            TypeError: a tensorclass, a KeyedTensor, or an array of a subclass such as a masked one.
+            TypeError: a tensorclass, or an array of a subclass such as a masked one.
 
         >>> Rows.of({"ids": torch.zeros(3, 5), "text": ["a", "b", "c"], "split": "train"}).count
         3
@@ -178,6 +173,10 @@ class Rows(Generic[B]):
 
         return _mapped([self], pad, num_rows, self.real)
 
+    def with_own_of(self, other: Rows[B] | None) -> Rows[B]:
+        """The same rows; what is each rank's own (`register_batch_type`) is that of another batch, if there is one."""
+        return self if other is None else Rows(take_own(self.tree, other.tree, self.count), self.count, self.real)
+
     def pin(self) -> Rows[B]:
         """The same rows with their tensors in pinned host memory; arrays and lists stay where they are."""
         return self.map(lambda _, __, value: value.pin_memory() if hasattr(value, "pin_memory") else value)
@@ -246,6 +245,8 @@ def _describe(node: Node, path: Path, varying: Collection[Path], described: dict
         if "device" in traits:
             traits["device"] = traits["device"].type
         described[name] = " ".join([type(value).__name__, *(f"{key} {trait}" for key, trait in traits.items())])
+    elif node.per_rank:
+        described[name] = "each rank's own"
     elif node.kind is None:
         plain = encode_plain(value.value if isinstance(value, Constant) else value, path)
         described[name] = canonical_plain(plain)  # equal dicts are equal in any order
@@ -259,18 +260,11 @@ def _describe(node: Node, path: Path, varying: Collection[Path], described: dict
 def _row_counts(tree: Node) -> tuple[int, int]:
     """Rows with padding, and real ones."""
     rows = _count(tree)
-    stated = _declared(tree, "actual_batch_size")
-    if len(set(stated.values())) > 1:
-        named = {path_name(path): count for path, count in stated.items()}
-        raise ValueError(
-            f"parts of the batch state different numbers of real rows: {named}; a row is padding in all parts or in "
-            "none: make actual_batch_size equal"
-        )
-    return rows, real_within(next(iter(stated.values()), rows), rows)
+    return rows, real_within(stated_counts("actual_batch_size", walk(tree)), rows)
 
 
 def _count(tree: Node) -> int:
-    counts = _declared(tree, "batch_size")
+    counts = stated_counts("batch_size", walk(tree))
     for path, node in walk(tree):
         if node.leaf_type is not None:
             counts[path] = node.leaf_type.count(node.value, path_name(path))
@@ -286,17 +280,6 @@ def _count(tree: Node) -> int:
         "list that belongs to the whole batch a tuple",
         path_name,
     )
-
-
-def _declared(tree: Node, name: str) -> dict[Path, int]:
-    """What branches say of their rows: dataclasses in the field of that name, TensorDicts in their batch_size."""
-    declared: dict[Path, int] = {}
-    for path, node in walk(tree):
-        if node.kind == "tensordict" and name == "batch_size":
-            declared[(*path, name)] = node.value.batch_size[0]
-        elif node.kind == "dataclass" and name in node.children and node.children[name].value is not None:
-            declared[(*path, name)] = int(node.children[name].value)
-    return declared
 
 
 def _as_indices(indices: Any, rows: int) -> torch.Tensor:

@@ -8,36 +8,78 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import cached_property, partial
+from typing import Any, TypeVar, overload
 
 import torch
 
+from commons.sequence_batch.batch_tree import Node
+from commons.sequence_batch.branches import Constant, describe
 from commons.sequence_batch.fields import (
-    ROW_COUNT_FIELDS,
-    batch_items,
-    batch_rows,
+    Path,
+    RowField,
     can_state_padding,
+    declare_per_rank,
     make_batch,
+    path_name,
+    per_rank_names,
     require_dataclass,
-    row_count_values,
 )
-from commons.sequence_batch.plain_values import canonical_plain, decode_plain, differences, encode_plain, show_plain
-from commons.sequence_batch.torchrec_types import empty_keyed_jagged, is_keyed_jagged
+from commons.sequence_batch.open_batch import Opened, counts_rows, open_batch, row_counts, text_of_plain, value_at
+from commons.sequence_batch.plain_values import differences, encode_plain
+from commons.sequence_batch.schema_fields import (
+    Branch,
+    DenseField,
+    Field,
+    JaggedField,
+    PlainField,
+    empty_counts,
+    field_from_json,
+)
+from commons.sequence_batch.torchrec_types import is_keyed_jagged
 from commons.sequence_batch.type_names import find_type, name_of, register_type
 
-if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+T = TypeVar("T", bound=type)
 
-# Characters of a value in a message.
-_SHOWN = 200
+_DENSE_FACTS = len(dataclasses.fields(DenseField))
 
 
-def register_batch_type(batch_type: type) -> type:
-    """Make a batch dataclass known by name, for ranks that never see a batch of their own; usable as a decorator."""
+@overload
+def register_batch_type(batch_type: T, *, per_rank: Sequence[str] = ()) -> T: ...
+
+
+@overload
+def register_batch_type(*, per_rank: Sequence[str] = ()) -> Callable[[T], T]: ...
+
+
+def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] = ()) -> T | Callable[[T], T]:
+    """Make a batch dataclass known by name, for ranks that never see a batch of their own; usable as a decorator.
+
+    A batch type states its padding in a field `actual_batch_size`. A `batch_size` below 0
+    states nothing and stays as it is when rows move.
+
+    Args:
+        batch_type: the class, of another library too; none where this is a decorator with arguments.
+        per_rank: plain values that may differ between ranks and between batches, such as the time of the newest row;
+            dotted names for what a branch holds beside rows ("info.source"; a dict of plain values alone is declared as
+            a whole). The batch that a rank trains has the value of the batch that the rank brought to that step; the
+            empty batch of a rank without data has the first rank's or, of a field whose value JSON cannot hold, its
+            default. Subclasses inherit the declaration.
+
+    Returns:
+        The class, or the decorator.
+
+    Raises:
+        TypeError: `per_rank` is one string.
+    """
+    if isinstance(per_rank, str):
+        raise TypeError(f"per_rank is the string {per_rank!r}; it is a sequence of names: write ({per_rank!r},)")
+    if batch_type is None:
+        return partial(register_batch_type, per_rank=tuple(per_rank))
     register_type(batch_type)
+    declare_per_rank(batch_type, per_rank)
     return batch_type
 
 
@@ -54,122 +96,78 @@ def _find_batch_type(name: str) -> type:
 
 
 @dataclass(frozen=True)
-class JaggedField:
-    """A KeyedJaggedTensor field: its keys and dtypes."""
-
-    name: str
-    keys: tuple[str, ...]
-    values_dtype: torch.dtype
-    weights_dtype: torch.dtype | None
-    lengths_dtype: torch.dtype
-
-    def empty(self, rows: int) -> KeyedJaggedTensor:
-        """A KeyedJaggedTensor of `rows` empty rows."""
-        return empty_keyed_jagged(self.keys, rows, self.values_dtype, self.weights_dtype, self.lengths_dtype)
-
-
-@dataclass(frozen=True)
-class DenseField:
-    """A tensor field: its dtype and trailing dimensions."""
-
-    name: str
-    dtype: torch.dtype
-    trailing: tuple[int, ...]
-
-    def empty(self, rows: int) -> torch.Tensor:
-        """Zeros of shape `(rows, *trailing)`."""
-        return torch.zeros(rows, *self.trailing, dtype=self.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class PlainField:
-    """A field that holds no rows: it must be the same on all ranks.
-
-    Attributes:
-        name: of the field.
-        json: its value as `encode_plain` writes it, as JSON text.
-    """
-
-    name: str
-    json: str
-
-    def __eq__(self, other: object) -> bool:
-        """Whether name and value are the same, types included; dicts are equal in any order of their items."""
-        if not isinstance(other, PlainField):
-            return NotImplemented
-        return self.name == other.name and (self.json == other.json or self._canonical() == other._canonical())
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def value(self) -> Any:
-        """The value, equal to what was described; KeyError for an enum or namedtuple that is not imported here."""
-        return decode_plain(json.loads(self.json))
-
-    def _canonical(self) -> str:
-        return json.dumps(canonical_plain(json.loads(self.json)))  # as text: in Python, 1, 1.0 and True are equal
-
-
-Field: TypeAlias = JaggedField | DenseField | PlainField
-
-
-@dataclass(frozen=True)
 class BatchSchema:
-    """Type name and fields of a batch, in the order of declaration, with the attributes beside them.
+    """Type name and contents of a batch, in the order of declaration, with the attributes beside its fields."""
 
-    Attributes:
-        batch_type: the class, as `find_type` finds it.
-        fields: what the batch holds.
-    """
-
-    batch_type: str
-    fields: tuple[Field, ...]
+    batch_type: str  # the class, as `find_type` finds it
+    fields: tuple[Field, ...]  # what the batch holds; last the branches, each before those below it
 
     @cached_property
     def jagged(self) -> list[JaggedField]:
-        """KeyedJaggedTensor fields."""
+        """KeyedJaggedTensors and JaggedTensors."""
         return [field for field in self.fields if isinstance(field, JaggedField)]
 
     @cached_property
     def dense(self) -> list[DenseField]:
-        """Tensor fields."""
+        """Tensors."""
         return [field for field in self.fields if isinstance(field, DenseField)]
 
     @cached_property
     def num_keys(self) -> int:
-        """Keys of all KeyedJaggedTensor fields together."""
+        """Keys of all jagged fields together."""
         return sum(len(field.keys) for field in self.jagged)
 
     @cached_property
     def host_fields(self) -> list[DenseField]:
         """Tensor fields whose values the host keeps, see `BaseBatch`: one integer per row."""
-        names = getattr(_find_batch_type(self.batch_type), "host_fields", ())
-        is_integer = {field.name: not (field.dtype.is_floating_point or field.dtype.is_complex) for field in self.dense}
-        return [field for field in self.dense if field.name in names and is_integer[field.name] and not field.trailing]
+        paths = [(name,) for name in getattr(_find_batch_type(self.batch_type), "host_fields", ())]
+        is_integer = {field.path: not (field.dtype.is_floating_point or field.dtype.is_complex) for field in self.dense}
+        return [field for field in self.dense if field.path in paths and is_integer[field.path] and not field.trailing]
 
     @cached_property
     def states_padding(self) -> bool:
-        """Whether batches of this type can say which rows are padding."""
-        return can_state_padding(_find_batch_type(self.batch_type))
+        """Whether batches of this type, or a part of them, can say which rows are padding."""
+        parts = (field.states_padding for field in self.fields if isinstance(field, Branch))
+        return can_state_padding(_find_batch_type(self.batch_type)) or any(parts)
 
     @classmethod
-    def of(cls, batch: Any, items: Mapping[str, Any] | None = None) -> BatchSchema:
+    def of(cls, batch: Any, opened: Opened | None = None, known: dict[Any, BatchSchema] | None = None) -> BatchSchema:
         """Describe a batch.
 
         Args:
             batch: the batch.
-            items: its `batch_items`, where the caller has them and has counted the rows.
+            opened: what `open_batch` gives of it, where the caller has it and has counted the rows.
+            known: the schema of an earlier batch, by what it was made of; of a batch like that one, it is the result.
 
         Raises:
-            TypeError: not a dataclass, or a plain field that JSON cannot hold.
-            ValueError: fields that disagree on the number of rows, or as `num_rows_of`.
+            TypeError: not a dataclass, a plain value that JSON cannot hold, or a branch that no other rank could make.
+            ValueError: fields that disagree on the number of rows, or as `num_rows_of`; a name per rank of what holds
+                rows.
         """
-        if items is None:
+        if opened is None:
             require_dataclass(batch)
-            items = batch_items(batch)
-            batch_rows(batch, items)
-        fields = [_describe(name, value) for name, value in items.items() if name not in ROW_COUNT_FIELDS]
-        return cls(name_of(type(batch)), tuple(fields))
+            opened = open_batch(batch)
+            row_counts(batch, opened)
+        leaves, plain, branches = opened
+        own = per_rank_names(type(batch))
+        facts = tuple(_facts_of_rows(path, value) for path, value in leaves.items())
+        plain = {path: value for path, value in plain.items() if not counts_rows(path, value, branches)}
+        key = None
+        if known is not None and not branches and (text := text_of_plain(plain)) is not None:
+            key = type(batch), own, facts, text
+            if (like := known.get(key)) is not None:
+                return like
+        rows = [DenseField(*each) if len(each) == _DENSE_FACTS else JaggedField(*each) for each in facts]
+        kept = [
+            _describe_plain(path, value, type(batch), _is_own(path, own, branches)) for path, value in plain.items()
+        ]
+        if own:
+            _require_plain(own, leaves, type(batch))
+        schema = cls(name_of(type(batch)), (*rows, *kept, *(_describe_branch(*each) for each in branches.items())))
+        if known is not None and key is not None:
+            known.clear()  # batches of a run are alike
+            known[key] = schema
+        return schema
 
     @property
     def type_name(self) -> str:
@@ -183,14 +181,26 @@ class BatchSchema:
 
     def rows_of(self, batch: Any) -> int:
         """Rows of a batch of this schema, padding included, by its first row field."""
-        if self.jagged:
-            return getattr(batch, self.jagged[0].name).stride()
-        return getattr(batch, self.dense[0].name).shape[0]
+        if not self.jagged:
+            return value_at(batch, self.dense[0].path).shape[0]
+        first = value_at(batch, self.jagged[0].path)
+        return first.stride() if self.jagged[0].row_shape is None else first.lengths().numel()
 
-    def row_tensors(self, batch: Any) -> list[torch.Tensor]:
-        """Of every row field of a batch of this schema, the tensor or the values: KeyedJaggedTensors first."""
-        jagged = [getattr(batch, field.name).values() for field in self.jagged]
-        return jagged + [getattr(batch, field.name) for field in self.dense]
+    def row_tensors(self, batch: Any, leaves: Mapping[Path, Any] | None = None) -> list[torch.Tensor]:
+        """Of every row field of a batch of this schema, the tensor or the values: jagged fields first.
+
+        Args:
+            batch: the batch.
+            leaves: of `open_batch`, where the caller has them.
+        """
+        find = partial(value_at, batch) if leaves is None else leaves.__getitem__
+        return [find(field.path).values() for field in self.jagged] + [find(field.path) for field in self.dense]
+
+    def sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Of every tensor of `row_tensors` its number of elements: of a jagged one, those that the lengths count."""
+        keyed = len(self.jagged)
+        jagged = [tensor.shape[0] for tensor in tensors[:keyed]]
+        return (*jagged, *(tensor.numel() for tensor in tensors[keyed:]))
 
     def empty_batch(self, rows: int = 0) -> Any:
         """A host batch of `rows` padding rows, equal to the others' but for their rows.
@@ -202,79 +212,116 @@ class BatchSchema:
             KeyError: a class that is not imported on this rank.
         """
         batch_type = _find_batch_type(self.batch_type)
-        items: dict[str, Any] = {
-            field.name: field.value() if isinstance(field, PlainField) else field.empty(rows) for field in self.fields
-        }
-        return make_batch(batch_type, items | row_count_values(batch_type, rows, 0))
+        branches = {field.path: field for field in self.fields if isinstance(field, Branch)}
+        children: dict[Path, dict[Any, Any]] = {path: {} for path in ((), *branches)}
+        for field in self.fields:
+            if isinstance(field, Branch):
+                continue
+            *parent, name = field.path
+            above = branches.get(tuple(parent))
+            value = _empty(field, rows, batch_type)
+            if isinstance(field, PlainField) and above is not None and above.kind == "tensordict":
+                value = Constant(value)
+            children[tuple(parent)][name] = value
+        for path, branch in reversed(branches.items()):
+            children[path[:-1]][path[-1]] = branch.made_of(children[path], rows)
+        return make_batch(batch_type, empty_counts(batch_type, rows) | children[()])
 
     def to_json(self) -> list[Any]:
         """Something that json.dumps takes; `from_json` reads it back."""
-        return [self.batch_type, [_field_to_json(field) for field in self.fields]]
+        return [self.batch_type, [[encode_plain(field.path, field.path), *field.to_json()] for field in self.fields]]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> BatchSchema:
         """The schema that `to_json` wrote."""
-        return cls(data[0], tuple(_field_from_json(field) for field in data[1]))
+        return cls(data[0], tuple(field_from_json(*field) for field in data[1]))
 
     def differences(self, other: BatchSchema) -> list[str]:
         """What differs between two schemas, one short text per field."""
         if self.batch_type != other.batch_type:
             return [f"batch type {self.type_name} and {other.type_name}"]
-        mine = {field.name: field for field in self.fields}
-        theirs = {field.name: field for field in other.fields}
-        return [f"field {text}" for text in differences(mine, theirs, _summary)]
+        pairs = differences(*({field.path: field for field in each.fields} for each in (self, other)))
+        return [f"field {path_name(path)!r}: {_summary(mine)} and {_summary(its)}" for path, mine, its in pairs]
+
+    def way_out(self, other: BatchSchema) -> str:
+        """How plain values that differ between two schemas may do so; empty where none does."""
+        pairs = differences(*({field.path: field for field in each.fields} for each in (self, other)))
+        plain = [path_name(path) for path, *both in pairs if all(isinstance(each, PlainField) for each in both)]
+        if self.batch_type != other.batch_type or not plain:
+            return ""
+        names = ", ".join(map(repr, plain)) + "," * (len(plain) == 1)
+        return f", or declare what is each rank's own: register_batch_type({self.class_name}, per_rank=({names}))"
 
 
-def _describe(name: str, value: Any) -> Field:
-    if is_keyed_jagged(value):
-        weights = value.weights_or_none()
-        return JaggedField(
-            name,
-            tuple(value.keys()),
-            value.values().dtype,
-            None if weights is None else weights.dtype,
-            value.lengths().dtype,
-        )
+def _facts_of_rows(path: Path, value: RowField) -> tuple[Any, ...]:
+    """What a DenseField or a JaggedField says of a value that holds rows, in the order of its fields."""
     if isinstance(value, torch.Tensor):
-        return DenseField(name, value.dtype, tuple(value.shape[1:]))
-    return PlainField(name, json.dumps(encode_plain(value, (name,))))
+        return path, value.dtype, tuple(value.shape[1:])
+    weights, values = value.weights_or_none(), value.values()
+    keys = tuple(value.keys()) if is_keyed_jagged(value) else None
+    return (
+        path,
+        (str(path[-1]),) if keys is None else keys,
+        values.dtype,
+        None if weights is None else weights.dtype,
+        value.lengths().dtype,
+        tuple(values.shape[1:]) if keys is None else None,
+    )
+
+
+def _is_own(path: Path, own: frozenset[str], branches: Mapping[Path, Node]) -> bool:
+    """Whether a plain value is declared to be each rank's own, by the batch type or by that of a branch."""
+    return path[0] in own if len(path) == 1 else branches[path[:-1]].children[path[-1]].per_rank
+
+
+def _require_plain(own: frozenset[str], leaves: Mapping[Path, RowField], batch_type: type) -> None:
+    """Raise ValueError if rows are declared to be each rank's own."""
+    for path in leaves:
+        if path_name(path) in own:
+            raise ValueError(
+                f"per_rank of {batch_type.__name__} names {path_name(path)!r}, which holds rows; rows move to other "
+                "ranks: name plain values alone"
+            )
+
+
+def _describe_plain(path: Path, value: Any, batch_type: type, per_rank: bool) -> PlainField:
+    try:
+        return PlainField(path, json.dumps(encode_plain(value, path)), per_rank)
+    except TypeError as error:
+        if len(path) > 1 or _default(batch_type, path[0]) is dataclasses.MISSING:
+            if not per_rank:
+                raise
+            raise TypeError(
+                f"{error}; a value of each rank's own may be of any type where it is a field with a default, which "
+                "ranks without data take: give it one"
+            ) from error
+        if per_rank:
+            return PlainField(path, "", per_rank)
+        raise TypeError(
+            f"{error}; or declare that it is each rank's own: register_batch_type({batch_type.__name__}, "
+            f"per_rank=({path[0]!r},))"
+        ) from error
+
+
+def _describe_branch(path: Path, node: Node) -> Branch:
+    assert node.kind is not None  # noqa: S101  it is a branch
+    return Branch(path, json.dumps(describe(node.kind, node.value, path)), tuple(node.children))
+
+
+def _default(batch_type: type, name: str) -> Any:
+    """The default of a field of a dataclass; MISSING where it has none."""
+    item = batch_type.__dataclass_fields__.get(name)  # type: ignore[attr-defined]  # of a dataclass
+    if item is None or item.default_factory is dataclasses.MISSING:
+        return dataclasses.MISSING if item is None else item.default
+    return item.default_factory()
+
+
+def _empty(field: JaggedField | DenseField | PlainField, rows: int, batch_type: type) -> Any:
+    """What an empty batch holds in the place of a field."""
+    if not isinstance(field, PlainField):
+        return field.empty(rows)
+    return field.value() if field.json else _default(batch_type, field.path[0])
 
 
 def _summary(field: Field | None) -> str:
-    if field is None:
-        return "absent"
-    if isinstance(field, PlainField):
-        text = show_plain(json.loads(field.json))
-        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-    if isinstance(field, DenseField):
-        return f"tensor {_dtype_name(field.dtype)} {list(field.trailing)}"
-    weights = "" if field.weights_dtype is None else f", weights {_dtype_name(field.weights_dtype)}"
-    lengths = _dtype_name(field.lengths_dtype)
-    return f"jagged {list(field.keys)} {_dtype_name(field.values_dtype)}{weights}, lengths {lengths}"
-
-
-def _dtype_name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _dtype_of(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
-
-
-def _field_to_json(field: Field) -> list[Any]:
-    if isinstance(field, JaggedField):
-        dtypes = [_dtype_name(dtype) for dtype in (field.values_dtype, field.weights_dtype, field.lengths_dtype)]
-        return ["jagged", field.name, list(field.keys), *dtypes]
-    if isinstance(field, DenseField):
-        return ["dense", field.name, _dtype_name(field.dtype), list(field.trailing)]
-    return ["plain", field.name, field.json]
-
-
-def _field_from_json(data: list[Any]) -> Field:
-    kind, name, *rest = data
-    if kind == "jagged":
-        keys, values, weights, lengths = rest
-        return JaggedField(name, tuple(keys), _dtype_of(values), _dtype_of(weights), _dtype_of(lengths))  # type: ignore[arg-type]
-    if kind == "dense":
-        return DenseField(name, _dtype_of(rest[0]), tuple(rest[1]))  # type: ignore[arg-type]
-    return PlainField(name, rest[0])
+    return "absent" if field is None else field.summary()

@@ -5,6 +5,7 @@ Whoever has such a tensor has imported TorchRec: its classes are looked up, and 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 _MODULE = "torchrec.sparse.jagged_tensor"
 
@@ -27,16 +28,20 @@ def is_jagged(value: Any) -> TypeGuard[JaggedTensor]:
     return isinstance(value, _class_named("JaggedTensor"))
 
 
-def is_keyed(value: Any) -> bool:
+def is_any_jagged(value: Any) -> TypeGuard[KeyedJaggedTensor | JaggedTensor]:
+    """Whether a value is a KeyedJaggedTensor or a JaggedTensor; one check for both, on the path of every batch."""
+    torchrec = sys.modules.get(_MODULE)
+    return torchrec is not None and isinstance(value, (torchrec.KeyedJaggedTensor, torchrec.JaggedTensor))
+
+
+def is_keyed(value: Any) -> TypeGuard[KeyedTensor]:
     """Whether a value is a KeyedTensor."""
     return isinstance(value, _class_named("KeyedTensor"))
 
 
 def new_keyed_jagged(**parts: Any) -> KeyedJaggedTensor:
     """A KeyedJaggedTensor of these arguments."""
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    return KeyedJaggedTensor(**parts)
+    return _torchrec().KeyedJaggedTensor(**parts)
 
 
 def empty_keyed_jagged(
@@ -60,9 +65,16 @@ def empty_keyed_jagged(
 
 def new_jagged(**parts: Any) -> JaggedTensor:
     """A JaggedTensor of these arguments."""
-    from torchrec.sparse.jagged_tensor import JaggedTensor
+    return _torchrec().JaggedTensor(**parts)
 
-    return JaggedTensor(**parts)
+
+def new_keyed(keys: Sequence[str], widths: Sequence[int], values: torch.Tensor) -> KeyedTensor:
+    """A KeyedTensor of values `(rows, sum of widths)`."""
+    return _torchrec().KeyedTensor(keys=list(keys), length_per_key=list(widths), values=values)
+
+
+def _torchrec() -> Any:
+    return sys.modules.get(_MODULE) or importlib.import_module(_MODULE)
 
 
 def _class_named(name: str) -> Any:

@@ -11,20 +11,17 @@ that the receiver has imported; nothing is imported on a sender's word.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import sys
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from commons.sequence_batch.batch_tree import Constant, Node, Path, is_equal, make_tensordict, parse, path_name
-from commons.sequence_batch.fields import make_batch
+from commons.sequence_batch.batch_tree import Node, parse
+from commons.sequence_batch.branches import BranchKind, Constant, UnsendableError, build, describe
+from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.row_leaves import (
     ARRAY,
@@ -40,31 +37,19 @@ from commons.sequence_batch.row_leaves import (
 )
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.torchrec_types import new_jagged, new_keyed_jagged
-from commons.sequence_batch.type_names import find_type, type_name, unknown_type
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 _LENGTH_BYTES = 8
-# Factories of a defaultdict: a receiver runs no other callable on a sender's word.
-_FACTORIES: dict[str, Any] = {each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool)}
-
-
-class UnsendableError(TypeError):
-    """A value that torch's own workers could not send either: theirs would wait for ever."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A batch ready to be sent.
+    """A batch ready to be sent."""
 
-    Attributes:
-        header: the JSON, with its length in front.
-        tensors: what the header refers to, in order; contiguous.
-    """
-
-    header: bytes
-    tensors: list[torch.Tensor]
+    header: bytes  # the JSON, with its length in front
+    tensors: list[torch.Tensor]  # what the header refers to, in order; contiguous
 
     @property
     def nbytes(self) -> int:
@@ -165,21 +150,16 @@ class _Encoder:
         if node.leaf_type is not None:
             return self.leaf(node.leaf_type, node.value, path)
         if node.kind is not None:
-            return self.branch(node, path)
+            return self.branch(node.kind, node, path)
         if isinstance(node.value, Constant):
             return ["constant", encode_plain(node.value.value, path)]
         return ["plain", encode_plain(node.value, path)]
 
-    def branch(self, node: Node, path: Path) -> list[Any]:
-        children, value = node.children, node.value
+    def branch(self, kind: BranchKind, node: Node, path: Path) -> list[Any]:
+        value, children = node.value, node.children
         nodes = [[encode_plain(key, path), self.node(child, (*path, key))] for key, child in children.items()]
-        if node.kind == "tensordict":
-            return ["tensordict", list(value.batch_size), _place(value.device), nodes]
-        if type(value) is defaultdict:
-            return ["defaultdict", _factory_name(value.default_factory, path), nodes]
-        if node.kind != "dataclass":
-            _require_only_items(value, path)
-        return [node.kind, type_name(type(value), path_name(path)), nodes]
+        rows, place = (value.batch_size[0], _place(value.device)) if kind == "tensordict" else (0, None)
+        return ["branch", describe(kind, value, path), rows, place, nodes]
 
     def leaf(self, leaf_type: LeafType[Any], value: Any, path: Path) -> list[Any]:
         if leaf_type is COLUMN:
@@ -283,69 +263,9 @@ class _Decoder:
     def make_nested(self, ragged: int, values: list[Any], lengths: list[Any]) -> torch.Tensor:
         return nested_from_lengths(self.make_tensor(values), self.make_tensor(lengths), ragged)
 
-    def make_tensordict(self, batch_size: list[int], place: int | None, nodes: list[Any]) -> Any:
-        return make_tensordict(self.children(nodes), batch_size, None if place is None else _device_at(place))
-
-    def make_dataclass(self, name: str, nodes: list[Any]) -> Any:
-        return make_batch(_find_type(name), self.children(nodes))
-
-    def make_mapping(self, name: str, nodes: list[Any]) -> Any:
-        result = _find_type(name)()
-        for key, child in self.children(nodes).items():
-            result[key] = child
-        return result
-
-    def make_defaultdict(self, factory: str | None, nodes: list[Any]) -> Any:
-        return defaultdict(None if factory is None else _FACTORIES[factory], self.children(nodes))
-
-    def make_namedtuple(self, name: str, nodes: list[Any]) -> Any:
-        return _find_type(name)._make(self.children(nodes).values())
-
-    def make_sequence(self, name: str, nodes: list[Any]) -> Any:
-        return _find_type(name)(self.children(nodes).values())
-
-    def children(self, nodes: list[Any]) -> dict[Any, Any]:
-        return {decode_plain(key): self.value(node) for key, node in nodes}
-
-
-def _factory_name(factory: Any, path: Path) -> str | None:
-    """What a message calls the factory of a defaultdict; TypeError for one that a receiver may not run."""
-    if factory is None:
-        return None
-    name = next((name for name, known in _FACTORIES.items() if known is factory), None)
-    if name is None:
-        found = sys.modules.get(getattr(factory, "__module__", None) or "")
-        for part in getattr(factory, "__qualname__", "").split("."):
-            found = getattr(found, part, None)
-        error = TypeError if found is factory else UnsendableError
-        raise error(
-            f"{path_name(path)!r} is a defaultdict whose factory is {factory!r}; those that can be sent are "
-            f"{', '.join(_FACTORIES)}: pass dict(...) of it"
-        )
-    return name
-
-
-def _require_only_items(value: Any, path: Path) -> None:
-    """Raise TypeError for a mapping or sequence that its items alone do not make again."""
-    made = type(value).__name__
-    if isinstance(value, Mapping):
-        try:
-            empty = type(value)()
-        except TypeError as error:
-            raise TypeError(
-                f"{path_name(path)!r} is a {made}, which cannot be made without arguments ({error}); a mapping arrives "
-                "by its items: pass dict(...) of it"
-            ) from error
-        known = getattr(empty, "__dict__", {})
-    else:
-        known = {}
-    for name, held in getattr(value, "__dict__", {}).items():
-        holds_items = isinstance(held, Mapping) and held.keys() == getattr(value, "keys", dict)()
-        if not holds_items and not (name in known and is_equal(held, known[name])):
-            raise TypeError(
-                f"{path_name(path)!r} is a {made} with the attribute {name!r} beside its items, which alone arrive: "
-                "pass a dict, list or tuple of them"
-            )
+    def make_branch(self, described: list[Any], rows: int, place: int | None, nodes: list[Any]) -> Any:
+        children = {decode_plain(key): self.value(node) for key, node in nodes}
+        return build(described, children, rows, None if place is None else _device_at(place))
 
 
 def _is_dtype_of_numpy(dtype: np.dtype[Any]) -> bool:
@@ -363,10 +283,3 @@ def _place(device: torch.device | None) -> int | None:
 
 def _device_at(place: int) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if place else torch.device("cpu")
-
-
-def _find_type(name: str) -> Any:
-    found = find_type(name)
-    if found is None or not (dataclasses.is_dataclass(found) or issubclass(found, (Mapping, list, tuple))):
-        raise unknown_type(name)
-    return found

@@ -1,5 +1,5 @@
 """Training: arguments, configs, launch, the loop and its log."""
 
-from commons.trainer.args import DatasetArgs, TrainerArgs
+from commons.trainer.config.args import DatasetArgs, TrainerArgs
 
 __all__ = ["DatasetArgs", "TrainerArgs"]

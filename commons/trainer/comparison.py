@@ -1,20 +1,20 @@
 """Training both ways: two replicas of one model train the same batches, as loaded and balanced, step by step in turn.
 
-One replica goes through TorchRec's own pipeline, the other through `balanced(...)` of it. A step is measured from a
-barrier to a barrier, with everything the shuffler does: the balanced side also waits for its worker thread, so that
-none of its work hides in the other side's step. The side that goes first changes with every step, and only steps of one
-pair are compared, so that a machine that drifts changes both.
+    recipe ─► as loaded: TorchRec's pipeline        ─► <run_dir>/as-loaded  ─┐
+           └► balanced: `balanced(...)` of the same ─► <run_dir>/balanced   ─┴► evenrank report
+
+Each side leaves the folder of a run, as any training does, with a line of the log for every measured step. A step is
+measured from a barrier to a barrier, with everything the shuffler does: the balanced side also waits for its worker
+thread, so that none of its work hides in the other side's step. The side that goes first changes with every step, so
+that a machine that drifts changes both.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import platform
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,72 +25,48 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSpa
 from tqdm import tqdm
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.perf_model.calibration import cpu_name
+from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline import TrainPipelineFactory, balanced
-from commons.trainer.collectives import all_reduce
+from commons.run_log.files import LOG_FILE, LOG_SCHEMA, SUMMARY_FILE, write_summary
 from commons.trainer.evaluation import evaluate
-from commons.trainer.meter import StepSums
+from commons.trainer.observe.meter import StepMeter
+from commons.trainer.observe.sinks import JsonLines
+from commons.trainer.observe.train_log import TrainSummary
+from commons.trainer.ranks.collectives import all_reduce
 from commons.trainer.recipe import Recipe
+from commons.trainer.run_folder import open_run_folder
 
-
-@dataclass
-class SideResults:
-    """What one side measured.
-
-    Attributes:
-        step_ms: milliseconds of every measured step.
-        losses: mean loss of every step's global batch, those of the warm-up too.
-        evaluation: loss, rows and metrics on held-out users.
-    """
-
-    step_ms: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    evaluation: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class ComparisonResults:
-    """What training both ways measured.
-
-    Attributes:
-        machine: what it ran on.
-        num_ranks: ranks.
-        batch_size: users per rank and step.
-        max_history_seqlen: the most items of a user.
-        num_layers: layers of the model.
-        warmup_steps: steps that were not measured.
-        quick: whether it was too short to say anything about time.
-        unbalanced: batches as they are loaded.
-        balanced: balanced batches.
-        stats: the shuffler's stats of every measured step.
-        baselines: metrics of what needs no training, by its name.
-    """
-
-    machine: dict[str, Any]
-    num_ranks: int
-    batch_size: int
-    max_history_seqlen: int
-    num_layers: int
-    warmup_steps: int
-    quick: bool
-    unbalanced: SideResults
-    balanced: SideResults
-    stats: list[dict[str, Any]]
-    baselines: dict[str, dict[str, float]] = field(default_factory=dict)
+# Folders of the two runs, within that of the comparison.
+AS_LOADED, BALANCED = "as-loaded", "balanced"
 
 
 class Side:
-    """One of the two ways to train: a replica of the model, its pipeline and its batches, the same on both sides.
+    """One of the two ways to train: a replica of the model, its pipeline, its batches, and the folder of its run.
 
     Args:
         recipe: of the model.
         num_steps: batches to train.
         shuffler: balances; None for TorchRec's own pipeline.
+        run_dir: its folder; what an earlier comparison has left there is replaced.
     """
 
-    def __init__(self, recipe: Recipe, num_steps: int, shuffler: BaseTaskBalancedBatchShuffler | None) -> None:
-        self.results = SideResults()
-        self._recipe = recipe
-        self._shuffler = shuffler
+    def __init__(
+        self, recipe: Recipe, num_steps: int, shuffler: BaseTaskBalancedBatchShuffler | None, run_dir: Path
+    ) -> None:
+        self._recipe, self._shuffler, self._run_dir = recipe, shuffler, run_dir
+        args = replace(
+            recipe.config.trainer,
+            run_dir=str(run_dir),
+            overwrite=True,
+            log_interval=1,
+            enable_balanced_shuffler=shuffler is not None,
+        )
+        open_run_folder(replace(recipe.config, trainer=args), recipe.device, logs_to_file=False)
+        self._log = JsonLines(run_dir / LOG_FILE) if dist.get_rank() == 0 else None
+        self._step = 0
+        peak_flops = peak_flops_of(recipe.device, recipe.compute_dtype)
+        self._meter = StepMeter(recipe.device, recipe.num_tokens, recipe.flops, peak_flops)
         train_loader, self._eval_loader = recipe.open_loaders()
         self._model = recipe.build_model()
         parts = self._model, recipe.build_optimizer(self._model), recipe.device
@@ -99,27 +75,40 @@ class Side:
             if shuffler is None
             else balanced(TrainPipelineSparseDist)(*parts, batch_shuffler=shuffler)
         )
-        self._batches: Iterator[Any] = itertools.islice(iter(train_loader), num_steps)
+        self._batches = self._read(itertools.islice(iter(train_loader), num_steps))
 
-    def train_step(self) -> float:
-        """Train one batch; returns the milliseconds until all ranks have, and the shuffler is idle."""
-        device = self._recipe.device
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._meter.loaded(batch)
+            yield batch
+
+    def train_step(self, *, is_measured: bool) -> dict[str, Any]:
+        """Train one batch until all ranks have, and the shuffler is idle; returns the numbers of its line of the log.
+
+        Args:
+            is_measured: whether the line is written.
+        """
         dist.barrier()
-        started = time.perf_counter()
+        self._meter.begin()
         output = self.pipeline.progress(self._batches)
         if self._shuffler is not None:
             self._shuffler.drain()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._recipe.device.type == "cuda":
+            torch.cuda.synchronize(self._recipe.device)
         dist.barrier()
-        elapsed = (time.perf_counter() - started) * 1e3
-        sums = StepSums()
-        sums.add(output.loss_sum, output.num_loss_tokens)
-        self.results.losses.append(sums.all_reduce(device).mean_loss)
-        return elapsed
+        self._meter.step(output, None if self._shuffler is None else self.pipeline.last_stats)
+        self._step += 1
+        numbers = self._meter.take()
+        if is_measured:
+            self._write({**numbers, **self._meter.details()})
+        return numbers
 
-    def evaluate(self, shuffler: IdentityBalancedBatchShuffler) -> None:
-        """Note loss, rows and metrics on the users that are not trained on; training is over then."""
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._log is not None:
+            self._log.write({"schema": LOG_SCHEMA, "step": self._step, **record})
+
+    def finish(self, shuffler: IdentityBalancedBatchShuffler) -> None:
+        """Evaluate on the users that are not trained on, and write the summary; training is over then."""
         self.pipeline.detach()
         pipeline = TrainPipelineFactory.create(
             "none",
@@ -129,46 +118,39 @@ class Side:
             batch_shuffler=shuffler,
         )
         batches = tqdm(self._eval_loader, desc="evaluate", unit="batch", leave=False, disable=dist.get_rank() != 0)
-        metrics = self._recipe.metrics(self._model)
-        self.results.evaluation = evaluate(pipeline, self._model, iter(batches), metrics, self._recipe.device)
+        metrics = evaluate(pipeline, self._model, iter(batches), self._recipe.metrics(self._model), self._recipe.device)
+        self._write({f"eval_{name}": value for name, value in metrics.items()})
+        if self._log is not None:
+            self._log.close()
+            summary = TrainSummary(self._step, 1, metrics=metrics, **self._meter.totals())
+            write_summary(self._run_dir / SUMMARY_FILE, summary.to_dict(), trained=True)
 
 
-def compare(recipe: Recipe, *, steps: int, warmup_steps: int, quick: bool = False) -> ComparisonResults:
+def compare(recipe: Recipe, run_dir: Path, *, steps: int, warmup_steps: int) -> None:
     """Train every batch both ways and evaluate both replicas; a collective call.
 
     Args:
         recipe: of the model, whose training batches are full ones (drop_last).
+        run_dir: for the folders of both runs.
         steps: to measure; at most one epoch.
-        warmup_steps: before them.
-        quick: whether that is too short to say anything about time.
+        warmup_steps: before them, not logged.
 
     Raises:
         ValueError: fewer batches than are needed to measure a step.
     """
     num_steps = available_steps(recipe.loaders[0], warmup_steps, steps, recipe)
     shuffler, eval_shuffler = recipe.build_shuffler(balances=True), IdentityBalancedBatchShuffler()
-    sides = Side(recipe, num_steps, None), Side(recipe, num_steps, shuffler)
-    stats = train_both(*sides, warmup_steps, num_steps)
+    as_loaded = Side(recipe, num_steps, None, run_dir / AS_LOADED)
+    sides = as_loaded, Side(recipe, num_steps, shuffler, run_dir / BALANCED)
+    train_both(*sides, warmup_steps, num_steps)
     for side in sides:
-        side.evaluate(eval_shuffler)
+        side.finish(eval_shuffler)
     for used in (eval_shuffler, shuffler):
         used.close()
-    return ComparisonResults(
-        machine=describe_machine(recipe.device),
-        num_ranks=dist.get_world_size(),
-        batch_size=recipe.batch_size,
-        max_history_seqlen=recipe.max_length,
-        num_layers=recipe.task.num_layers,
-        warmup_steps=warmup_steps,
-        quick=quick,
-        unbalanced=sides[0].results,
-        balanced=sides[1].results,
-        stats=stats,
-    )
 
 
 def available_steps(loader: DataLoader[Any], warmup_steps: int, steps: int, recipe: Recipe) -> int:
-    """Steps to train: as many as asked for, or as every rank has full batches in an epoch of its loader."""
+    """Steps to train: as many as `steps`, or as every rank has full batches in an epoch of its loader."""
     shortest = torch.tensor(len(loader), device=recipe.device)
     all_reduce(shortest, "count of batches", op=dist.ReduceOp.MIN)
     num_steps = min(warmup_steps + steps, int(shortest))
@@ -180,47 +162,26 @@ def available_steps(loader: DataLoader[Any], warmup_steps: int, steps: int, reci
     return num_steps
 
 
-def train_both(unbalanced: Side, balanced_side: Side, warmup_steps: int, num_steps: int) -> list[dict[str, Any]]:
-    """Train every batch both ways, in turn; returns the shuffler's stats of the measured steps."""
-    stats = []
+def train_both(unbalanced: Side, balanced_side: Side, warmup_steps: int, num_steps: int) -> None:
+    """Train every batch both ways, in turn."""
     order = [unbalanced, balanced_side]
     with tqdm(total=num_steps, desc="train both ways", unit="step", disable=dist.get_rank() != 0) as progress:
         for step in range(num_steps):
-            elapsed = {side: side.train_step() for side in order}
+            lines = {side: side.train_step(is_measured=step >= warmup_steps) for side in order}
             order.reverse()
-            if step >= warmup_steps:
-                for side, ms in elapsed.items():
-                    side.results.step_ms.append(ms)
-                stats.append(balanced_side.pipeline.last_stats.to_dict())
             progress.set_postfix(
                 {
-                    "unbalanced": f"{elapsed[unbalanced]:.0f} ms",
-                    "balanced": f"{elapsed[balanced_side]:.0f} ms",
-                    "loss": f"{balanced_side.results.losses[-1]:.4f}",
+                    "unbalanced": f"{lines[unbalanced]['step_ms']:.0f} ms",
+                    "balanced": f"{lines[balanced_side]['step_ms']:.0f} ms",
+                    "loss": f"{lines[balanced_side]['loss']:.4f}",
                 },
                 refresh=False,
             )
             progress.update()
-    return stats
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "processor": _processor_name(),
-        "cpu_count": os.cpu_count(),
-        "threads_per_rank": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.system(),
-    }
-
-
-def _processor_name() -> str:
-    """Linux does not tell `platform` the name of the processor."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def describe_machine(device: torch.device) -> str:
+    """What is measured on, in a line."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    threads = torch.get_num_threads()
+    return f"{name}, {os.cpu_count()} cores, {threads} thread{'s' * (threads > 1)} per rank, torch {torch.__version__}"

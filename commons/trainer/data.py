@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from commons.datasets.balanced_sampler import BalancedBatchSampler
-from commons.datasets.budget_sampler import BudgetBatchSampler
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.planned_sampler import PlannedSampler
-from commons.datasets.resumable_loader import ResumableLoader
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.samplers.balanced import BalancedBatchSampler
+from commons.datasets.samplers.budget import BudgetBatchSampler
+from commons.datasets.samplers.planned import PlannedSampler
 from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.perf_model.partitioner import as_int64_workloads
-from commons.trainer.args import DatasetArgs, TrainerArgs
-from commons.trainer.rows_in_turn import RowsInTurn
+from commons.trainer.config.args import DatasetArgs, TrainerArgs
+from commons.trainer.observe.rows_in_turn import RowsInTurn
 
 
 def train_and_eval_loaders(
@@ -29,7 +29,7 @@ def train_and_eval_loaders(
     """Loaders of this rank's training and evaluation batches, on the host.
 
     Tensor-parallel peers load the same batches: the ranks that share the data are those of the data-parallel group.
-    With single_rank_load the training loader has the batches of all these ranks together, for `deal_out`.
+    With single_rank_load the training loader has the batches of all these ranks together, for `rank0_loader`.
 
     Args:
         dataset: what is loaded.
@@ -81,7 +81,7 @@ def _open(split: str, dataset: DatasetArgs, trainer: TrainerArgs, batch_size: in
     )
 
 
-def deal_out(
+def rank0_loader(
     train_loader: DataLoader[Any],
     trainer: TrainerArgs,
     device: torch.device,
@@ -93,17 +93,17 @@ def deal_out(
     work.
 
     Args:
-        train_loader: batches of all ranks together; read on the first rank, asked for its length and sampler on all.
+        train_loader: batches of all ranks together; read on the first rank; the others use its length and its sampler.
         trainer: settings.
         device: of this rank.
         get_workloads: what the rows of a batch cost, such as a shuffler's.
     """
     return SingleRankLoader(
-        train_loader, get_workloads if trainer.balance_batch else None, pin_memory=device.type == "cuda"
+        train_loader, get_workloads if trainer.balancing == "rank 0" else None, pin_memory=device.type == "cuda"
     )
 
 
-def read_by_work(
+def balanced_loader(
     train_loader: DataLoader[Any],
     dataset: DatasetArgs,
     trainer: TrainerArgs,
@@ -111,14 +111,14 @@ def read_by_work(
 ) -> tuple[ResumableLoader, RowsInTurn]:
     """A loader of the same rows in batches, or steps of constant cost, that are balanced as they are read.
 
-    Every rank asks the shuffler what each row of the data set costs, by the data set's outlines, and plans the same.
+    Every rank computes the workloads of all rows by the shuffler, from the data set's outlines, and so plans the same.
     Beside the loader it returns the loads that the same rows would have, dealt to the ranks in turn.
 
     Args:
         train_loader: of this rank.
         dataset: how the data is read.
         trainer: batch size, window or budget, and the cap on tokens of `shuffler`.
-        shuffler: tells the workloads.
+        shuffler: computes the workloads.
 
     Raises:
         ValueError: data whose lengths are not known beforehand; a row above the cap on tokens; without drop_last,
@@ -127,7 +127,7 @@ def read_by_work(
     data: Any = train_loader.dataset
     if not hasattr(data, "outlines") or not isinstance(train_loader, ResumableLoader):
         raise ValueError(
-            f"balance_sampler is True, and a {type(train_loader).__name__} of {type(data).__name__} does not tell the "
+            f"balance_sampler is True, and a {type(train_loader).__name__} of {type(data).__name__} does not know the "
             "lengths of its rows beforehand: give a ResumableLoader over a data set with outlines(), as "
             "SequenceDataset has them, or make a BalancedBatchSampler of its workloads"
         )

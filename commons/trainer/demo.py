@@ -1,11 +1,12 @@
 """A model's demo: a recipe on generated data, trained on ranks as batches are loaded and balanced, side by side.
 
-generated ratings ─► ranks, which torchrun starts with the same command ─► table, picture, JSON.
+generated ratings ─► ranks, which torchrun starts with the same command ─► two run folders ─► evenrank report.
 """
 
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,13 +18,13 @@ import torch.distributed as dist
 
 from commons.checks import require_at_least
 from commons.console import make_console
-from commons.datasets.generated_ratings import generate_ratings
-from commons.datasets.sequence_file import SequenceFile, SequenceFileMetadata
-from commons.trainer.comparison import compare
-from commons.trainer.comparison_report import Wording, report
-from commons.trainer.config import load_config_file
-from commons.trainer.errors import log_to_file
-from commons.trainer.launch import DeviceType, initialize_ranks
+from commons.datasets.public.generated_ratings import generate_ratings
+from commons.datasets.sequences.file import SequenceFile, SequenceFileMetadata
+from commons.run_log.standard_error import shown_with_error, with_errors
+from commons.trainer.comparison import AS_LOADED, BALANCED, compare, describe_machine
+from commons.trainer.config.load import load_config_file
+from commons.trainer.ranks.errors import log_to_file
+from commons.trainer.ranks.launch import DeviceType, initialize_ranks
 from commons.trainer.recipe import Recipe
 from commons.trainer.torchrun import torchrun
 
@@ -51,7 +52,7 @@ class DemoOptions:
     """Users to generate; the default is the number in MovieLens-1M."""
 
     run_dir: Path = Path("runs/demo")
-    """Folder for the data, demo.json and balance.png."""
+    """Folder for the data, the folders of both runs, report.html and report.png."""
 
     seed: int = 1234
     """Seed of the data, their order and the weights."""
@@ -60,7 +61,7 @@ class DemoOptions:
     """Where ranks run; "auto" takes GPUs if there are two or more, else two CPU ranks."""
 
     quick: bool = False
-    """A few steps on few users, to see it work; such a speed-up says nothing."""
+    """A few steps on few users, to see it work; its speed-up means nothing."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "max_history_seqlen", "num_layers", "num_users"):
@@ -106,12 +107,12 @@ class DemoOptions:
 
 
 def start_ranks(module: str, options: DemoOptions, data: str) -> None:
-    """Start this program's command line on ranks, and wait for them; ends the program if one fails.
+    """Start this program's command line on ranks, wait for them, and report; ends the program if one fails.
 
     Args:
         module: to run.
         options: of the demo.
-        data: what to say of its data.
+        data: a line about its data.
     """
     console = make_console()
     console.print(data)
@@ -120,32 +121,46 @@ def start_ranks(module: str, options: DemoOptions, data: str) -> None:
     status = torchrun(["--standalone", f"--nproc_per_node={num_ranks}", "-m", module, *sys.argv[1:]])
     if status:
         sys.exit(status)
+    # A program of its own, because nothing imports the command line.
+    report = [sys.executable, "-m", "commons.cli.main", "report"]
+    runs = [str(options.run_dir / name) for name in (AS_LOADED, BALANCED)]
+    outputs = [
+        f"--{kind}={options.run_dir / name}" for kind, name in (("html", "report.html"), ("figure", "report.png"))
+    ]
+    status = subprocess.run([*report, *runs, *outputs], check=False).returncode  # noqa: S603  our own program
+    if options.quick:
+        console.print("a quick run, too short to say anything about time")
+    if status:
+        sys.exit(status)
 
 
 def demo_as_rank(
     recipe_class: type[Recipe],
     config: Any,
     options: DemoOptions,
-    wording: Wording,
+    title: str,
     baselines: Callable[[Any], dict[str, dict[str, float]]] | None = None,
 ) -> None:
-    """One rank of a demo: train both ways, and report on rank 0.
+    """One rank of a demo: train both ways.
 
     Args:
         recipe_class: the model.
         config: of its training.
         options: of the demo.
-        wording: of the report.
+        title: the model and its data.
         baselines: metrics of what needs no training, by its name; called with the recipe on all ranks together.
     """
     recipe = recipe_class(config, initialize_ranks(device_type=options.device))
     recipe.prepare_ranks()
     log_to_file(options.run_dir)
-    results = compare(recipe, steps=options.steps, warmup_steps=options.warmup_steps, quick=options.quick)
-    if baselines is not None:
-        results.baselines = baselines(recipe)
+    console = make_console(highlight=False)
     if dist.get_rank() == 0:
-        report(results, options.run_dir, make_console(), wording)
+        console.print(f"{title}\n{describe_machine(recipe.device)}")
+    compare(recipe, options.run_dir, steps=options.steps, warmup_steps=options.warmup_steps)
+    for name, metrics in ({} if baselines is None else baselines(recipe)).items():
+        if dist.get_rank() == 0:
+            shown = (f"{metric} {shown_with_error(value, error)}" for metric, value, error in with_errors(metrics))
+            console.print(f"{name}: {', '.join(shown)}")
 
 
 def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
@@ -164,7 +179,7 @@ def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
 
 
 def choose_ranks(device: DeviceType) -> tuple[int, str]:
-    """Number of ranks, and what to say about it.
+    """Number of ranks, and a line about it.
 
     Raises:
         ValueError: "cuda" without a GPU.
@@ -174,7 +189,7 @@ def choose_ranks(device: DeviceType) -> tuple[int, str]:
         raise ValueError("device is 'cuda', this machine has no GPU; choose 'auto' or 'cpu'")
     if device == "cuda" or (device == "auto" and num_gpus >= 2):
         return num_gpus, f"{num_gpus} GPUs: one rank on each (NCCL)"
-    found = {"cpu": "as asked"}.get(device, "one GPU only" if num_gpus else "no GPU")
+    found = {"cpu": "device cpu"}.get(device, "one GPU only" if num_gpus else "no GPU")
     return 2, f"{found}: two ranks on the CPU (gloo, one thread each)"
 
 

@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from commons.datasets.planned_sampler import PlannedSampler
-from commons.datasets.samplers import EPOCH_START, EpochSampler, Place
+from commons.datasets.samplers.epoch import EPOCH_START, EpochSampler, Place
+from commons.datasets.samplers.planned import PlannedSampler
 from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
 from commons.perf_model.partitioner.core import SOURCES
 from commons.pipeline import windowed_iter
-from commons.trainer.args import TrainerArgs
-from commons.trainer.collectives import all_reduce
-from commons.trainer.launch import seed_all
-from commons.trainer.random_state import kept_random_state
+from commons.trainer.checkpoint.random_state import kept_random_state
+from commons.trainer.config.args import TrainerArgs
+from commons.trainer.ranks.collectives import all_reduce
+from commons.trainer.ranks.launch import seed_all
 
-# These say which part of the order a rank reads, how much of it at a time, and in which batches.
+# Which part of the order a rank reads, how much of it at a time, and in which batches.
 _PER_LAUNCH = (
     *("rank", "world_size", "batch_size", "rows_per_step"),
     *("window", "workloads", "max_tokens", "budget_per_rank", "max_rows", "plans"),
@@ -195,7 +195,7 @@ class Epochs:
         if not hasattr(self._sampler, "start_at"):
             raise ValueError(
                 f"the checkpoint ends within epoch {epoch}, and {type(self._sampler).__name__} cannot begin there; "
-                "resuming needs a sampler with start_at(row): use one of commons.datasets.samplers"
+                "resuming needs a sampler with start_at(row): use one of commons.datasets.samplers.epoch"
             )
         self._sampler.start_at(*(start if start.steps else start[:1]))
 

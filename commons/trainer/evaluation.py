@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from commons.sequence_batch.fields import real_rows
-from commons.trainer.args import TrainerArgs
-from commons.trainer.meter import StepSums
-from commons.trainer.random_state import kept_random_state
-from commons.trainer.stop import StopSignal
+from commons.sequence_batch.open_batch import real_rows
+from commons.trainer.checkpoint.random_state import kept_random_state
+from commons.trainer.config.args import TrainerArgs
+from commons.trainer.observe.meter import StepSums
+from commons.trainer.ranks.stop import StopSignal
+
+# Such as "NDCG@10".
+_TOP_K_NAME = re.compile(r"([A-Za-z]+)@([1-9][0-9]*)")
 
 
 class Metrics(Protocol):
@@ -149,3 +153,35 @@ def evaluate(
         results |= metrics.compute()
         metrics.reset()
     return results
+
+
+class TopKMetric(NamedTuple):
+    """A metric and the number of items that it looks at."""
+
+    kind: str
+    top_k: int
+
+
+def parse_top_k_metric(name: str, kinds: Sequence[str], purpose: str) -> TopKMetric:
+    """Read a name such as "NDCG@10".
+
+    Args:
+        name: of the metric; "HitRate" is another name of "HR".
+        kinds: metrics that there are.
+        purpose: what they judge, for the error.
+
+    Raises:
+        ValueError: another form, or another kind.
+
+    >>> parse_top_k_metric("HitRate@10", ["HR", "NDCG"], "retrieval")
+    TopKMetric(kind='HR', top_k=10)
+    """
+    match = _TOP_K_NAME.fullmatch(name)
+    kind = "" if match is None else match[1].replace("HitRate", "HR")
+    if match is None or kind not in kinds:
+        known = ", ".join(f"{known}@K" for known in kinds)
+        raise ValueError(
+            f"eval_metrics has {name!r}; metrics of {purpose} are {known} with K of at least 1, and HitRate is another "
+            "name of HR: correct it"
+        )
+    return TopKMetric(kind, int(match[2]))

@@ -20,29 +20,27 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from commons.datasets.samplers import EPOCH_START, Place
+from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
-from commons.trainer.args import TrainerArgs
-from commons.trainer.broadcast import broadcast_text
-from commons.trainer.checkpoint import Checkpointer, TrainProgress
-from commons.trainer.collectives import all_reduce
+from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
+from commons.trainer.config.args import TrainerArgs
 from commons.trainer.epochs import Epochs
 from commons.trainer.evaluation import Evaluations, Metrics
-from commons.trainer.launch import describe_ranks
-from commons.trainer.loss_scaling import LossScaler
-from commons.trainer.lost_ranks import missing_ranks_named
-from commons.trainer.meter import StepMeter, StepOutput, count_values, of_all_ranks
-from commons.trainer.optimization import DeferredOptimizer, FiniteLossGuard, StepUpdate
-from commons.trainer.own_time import OwnTime
-from commons.trainer.profiling import StepProfiler
-from commons.trainer.rows_in_turn import RowsInTurn
-from commons.trainer.schedule import Schedule
-from commons.trainer.stop import StopSignal, keep_workers
-from commons.trainer.train_log import TrainLog, TrainSummary
+from commons.trainer.observe.meter import StepMeter, StepOutput, count_values, of_all_ranks
+from commons.trainer.observe.profiling import StepProfiler
+from commons.trainer.observe.rows_in_turn import RowsInTurn
+from commons.trainer.observe.times import ForwardTimer
+from commons.trainer.observe.train_log import TrainLog, TrainSummary
+from commons.trainer.optimize.loss_scaling import LossScaler
+from commons.trainer.optimize.schedule import Schedule
+from commons.trainer.optimize.updates import DeferredOptimizer, FiniteLossGuard, StepUpdate
+from commons.trainer.ranks.collectives import all_reduce, broadcast_text, missing_ranks_named
+from commons.trainer.ranks.launch import describe_ranks
+from commons.trainer.ranks.stop import StopSignal, keep_workers
 
 
 class TrainingLoop:
@@ -95,7 +93,7 @@ class TrainingLoop:
         if args.single_rank_load and not isinstance(train_loader, SingleRankLoader):
             raise ValueError(
                 f"single_rank_load is True and train_loader is a {type(train_loader).__name__}; every rank would train "
-                "the batches of all: pass what commons.trainer.data.deal_out makes of it"
+                "the batches of all: pass the loader of commons.trainer.data.rank0_loader"
             )
         if device.type == "cpu" and args.pipeline_type in CUDA_PIPELINES:
             raise ValueError(
@@ -109,11 +107,11 @@ class TrainingLoop:
         self._train_loader = train_loader
         self._shuffler = shuffler
         self._shufflers = [each for each in (shuffler, eval_shuffler) if each is not None]
-        self._own_time = OwnTime(layers, device)
+        self._forward_timer = ForwardTimer(layers, device)
         self._in_turn = in_turn
         self._loss_scaler = loss_scaler
         # What comes out of a window needs no further shuffle.
-        in_windows = args.shuffle_window > 1 and not args.balance_sampler
+        in_windows = args.balancing == "windows"
         self._after_windows = IdentityBalancedBatchShuffler(options=args.shuffler) if in_windows else None
         self._data = Epochs(train_loader, args, shuffler if in_windows else None, device)
         pipeline: dict[str, Any] = {"model": model, "optimizer": DeferredOptimizer(optimizer), "device": device}
@@ -197,7 +195,7 @@ class TrainingLoop:
                     f"stopped by SIGTERM after step {self._step}{self._checkpoints.how_to_resume(self._step)}"
                 )
         finally:
-            self._own_time.close()
+            self._forward_timer.close()
             self._profiler.close()
             self._log.close()
         summary = TrainSummary(self._step, epochs, metrics=self._evaluations.results, **self._meter.totals())
@@ -206,14 +204,14 @@ class TrainingLoop:
         return summary
 
     def _start(self) -> tuple[Place, str]:
-        """Where the current epoch goes on, and what to say of rows that come a second time, or ""."""
+        """Where the current epoch goes on, and a line about rows that are trained a second time, or ""."""
         progress = self._progress
         if progress.rows is None:  # a checkpoint of an earlier version
             rows = progress.epoch * (self._data.num_rows or 0) + progress.rows_in_epoch
             self._progress = progress = replace(progress, rows=rows)
         if not progress.window_steps:
             return Place(progress.rows_in_epoch), ""
-        # Rank 0 decides for all, as it has written what the checkpoint says.
+        # Rank 0 decides for all, because it wrote the checkpoint.
         if json.loads(broadcast_text(json.dumps(self._data.window_of()), self._device)) == progress.window_of:
             return Place(progress.rows_in_epoch, progress.window_steps), ""
         self._progress = replace(progress, window_steps=0, window_rows=0)
@@ -223,7 +221,7 @@ class TrainingLoop:
         )
 
     def _train(self, start: Place) -> int:
-        """Train until the last step or epoch, or until told to stop; returns the number of epochs begun."""
+        """Train until the last step or epoch, or until the run is stopped; returns the number of epochs begun."""
         first = self._progress
         epochs = first.epoch + (first.step > 0)
         for epoch in itertools.count(first.epoch):
@@ -304,25 +302,25 @@ class TrainingLoop:
         self._step += 1
         self._guard.look(self._step, output.loss_sum)
         self._meter.step(output, stats)
-        self._own_time.step(stats)
-        self._report_own_time()
+        self._forward_timer.step(stats)
+        self._report_forward_times()
         self._stop.after_step()
         self._log.step(stats)
         self._profiler.step(stats)
         if self._log.should_write(self._step):
             self._write_line()
 
-    def _report_own_time(self) -> None:
-        for milliseconds, of_batch in self._own_time.take():
+    def _report_forward_times(self) -> None:
+        for milliseconds, of_batch in self._forward_timer.take():
             self._shuffler.report_step_time(milliseconds, of_batch)
 
     def _write_line(self) -> None:
         self._guard.check()
         if numbers := self._meter.take():
-            self._report_own_time()  # the meter has waited for the end of the last step
+            self._report_forward_times()  # the meter has waited for the end of the last step
             details = self._meter.details()
-            if self._own_time.is_on and "loads_after" in details:
-                details |= {"own_ms": of_all_ranks(self._own_time.last_ms, self._device)}
+            if self._forward_timer.is_on and "loads_after" in details:
+                details |= {"own_ms": of_all_ranks(self._forward_timer.last_ms, self._device)}
             scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.value()}
             if self._in_turn is not None:  # without it, "before" is of rows that a sampler had made even already
                 details |= {"before_in_turn": 1}

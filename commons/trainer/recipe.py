@@ -23,13 +23,13 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, Id
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import AttentionTask, training_flops
-from commons.trainer.config import load_config_file
+from commons.trainer.config.load import load_config_file
 from commons.trainer.data import single_process_loader, train_and_eval_loaders
 from commons.trainer.evaluation import Metrics
-from commons.trainer.launch import seed_all
-from commons.trainer.loss_scaling import LossScaler
-from commons.trainer.meter import count_values
-from commons.trainer.optimizers import build_optimizer
+from commons.trainer.observe.meter import count_values
+from commons.trainer.optimize.loss_scaling import LossScaler
+from commons.trainer.optimize.optimizers import build_optimizer
+from commons.trainer.ranks.launch import seed_all
 
 R = TypeVar("R", bound="Recipe")
 
@@ -160,7 +160,7 @@ class Recipe(ABC):
         """
         trainer = self.config.trainer
         options = trainer.shuffler
-        if (trainer.balance_batch or trainer.balance_sampler) and options.mode == "balance":
+        if trainer.balances_at_loading and options.mode == "balance":
             # Rows are dealt out, or read, evenly already; the shuffler only reports how even they are.
             options = replace(options, mode="observe")
         if not balances:
@@ -174,7 +174,7 @@ class Recipe(ABC):
         """The whole model in this process, on its device.
 
         Raises:
-            ValueError: the recipe does not say.
+            ValueError: the recipe does not define it.
         """
         raise ValueError(f"{type(self).__name__} has no single_process_model, which is what is measured: define it")
 
@@ -182,7 +182,7 @@ class Recipe(ABC):
         """A random batch on the device, of rows of these lengths (items of a history, each at least 1).
 
         Raises:
-            ValueError: the recipe does not say.
+            ValueError: the recipe does not define it.
         """
         raise ValueError(f"{type(self).__name__} has no make_batch, of which measured batches are made: define it")
 

@@ -10,19 +10,19 @@ import torch.distributed as dist
 
 from commons.console import make_console
 from commons.distributed.process_group import resolve_process_group
-from commons.trainer.config import load_config, make_config
-from commons.trainer.data import deal_out, read_by_work
-from commons.trainer.launch import initialize_ranks
+from commons.trainer.config.load import load_config, make_config
+from commons.trainer.data import balanced_loader, rank0_loader
 from commons.trainer.loop import TrainingLoop
-from commons.trainer.lost_ranks import limit_collectives
-from commons.trainer.ranks import RankInfo
+from commons.trainer.observe.train_log import TrainSummary
+from commons.trainer.ranks.collectives import limit_collectives
+from commons.trainer.ranks.launch import initialize_ranks
+from commons.trainer.ranks.rank_info import RankInfo
 from commons.trainer.recipe import Recipe
 from commons.trainer.run_folder import open_run_folder
-from commons.trainer.train_log import TrainSummary
 
 
 def train_as_rank(recipe_class: type[Recipe], *, prog: str, description: str | None) -> TrainSummary:
-    """One rank of a run that a launcher started with a config and flags: what a model's training script calls.
+    """One rank of a run that torchrun started with a config and flags: what a model's training script calls.
 
     Args:
         recipe_class: the model.
@@ -49,7 +49,7 @@ def train(
     Args:
         recipe_class: the model.
         config: an instance of its `config_class`, or nested dictionaries of such, as a config file holds them.
-        ranks: which rank this is, where neither a process group nor `config.trainer.launcher` says so.
+        ranks: which rank this is, where there is no process group and torchrun has not started the process.
         logs_to_file: let the logging of this process go to the run's folder.
 
     Raises:
@@ -59,7 +59,7 @@ def train(
         config = make_config(recipe_class.config_class, config)
     args = config.trainer
     joined = dist.is_initialized()
-    device = initialize_ranks(args.world_size, args.device, launcher=args.launcher, ranks=ranks)
+    device = initialize_ranks(args.device, ranks=ranks)
     if not joined:
         limit_collectives(args.shuffler.timeout)
     recipe = recipe_class(config, device)
@@ -85,14 +85,16 @@ def run_training(recipe: Recipe) -> TrainSummary:
         for line in recipe.notes():
             make_console(highlight=False).print(line)
     model = recipe.build_model()
-    balances = args.enable_balanced_shuffler
+    balances_evaluation = args.enable_balanced_shuffler and args.shuffle_eval
     optimizer, metrics = recipe.build_optimizer(model), recipe.metrics(model)
-    shuffler = recipe.build_shuffler(balances=balances or args.balance_batch or args.balance_sampler)
-    eval_shuffler = None if eval_loader is None else recipe.build_shuffler(balances=balances and args.shuffle_eval)
+    shuffler = recipe.build_shuffler(balances=args.balancing != "none")
+    eval_shuffler = None if eval_loader is None else recipe.build_shuffler(balances=balances_evaluation)
     in_turn = None
-    if args.balance_sampler:
-        train_loader, in_turn = read_by_work(train_loader, recipe.config.dataset, args, shuffler)
-    dealt_out = deal_out(train_loader, args, recipe.device, shuffler.get_workloads) if args.single_rank_load else None
+    if args.balancing in ("sampler", "budget"):
+        train_loader, in_turn = balanced_loader(train_loader, recipe.config.dataset, args, shuffler)
+    dealt_out = (
+        rank0_loader(train_loader, args, recipe.device, shuffler.get_workloads) if args.single_rank_load else None
+    )
     loop = TrainingLoop(
         args,
         model=model,

@@ -18,11 +18,11 @@ from commons.run_log.files import (
     TRACKERS_FILE,
     write_whole,
 )
-from commons.trainer.args import TrainerArgs
-from commons.trainer.broadcast import broadcast_text
-from commons.trainer.checkpoint_folder import holds_checkpoint
-from commons.trainer.errors import log_to_file
-from commons.trainer.sinks import require_sinks
+from commons.trainer.checkpoint.folder import holds_checkpoint
+from commons.trainer.config.args import TrainerArgs
+from commons.trainer.observe.sinks import require_sinks
+from commons.trainer.ranks.collectives import broadcast_text
+from commons.trainer.ranks.errors import log_to_file
 
 
 def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:

@@ -58,7 +58,7 @@ def shard_model(
             over all ranks), "data_parallel" (a copy on every rank, trained by the caller's optimizer, see
             `dense_parameters`; not on CPU), None (TorchRec's planner chooses between the first two).
         process_group: the ranks; WORLD if not given.
-        local_world_size: ranks per host; what torchrun says if not given, else all ranks.
+        local_world_size: ranks per host; what torchrun sets if not given, else all ranks.
         data_parallel_wrapper: copies what is not sharded and averages its gradients; torch's DistributedDataParallel,
             from rank 0's weights, if not given.
 
@@ -69,7 +69,6 @@ def shard_model(
         RuntimeError: torch.distributed is not initialised.
         ValueError: a sharding for an unknown table, an unknown kind or optimizer, one that this device does not offer,
             or a learning rate that is not positive.
-
     """
     if not dist.is_initialized():
         raise RuntimeError(

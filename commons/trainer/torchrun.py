@@ -3,7 +3,7 @@
     python -m commons.trainer.torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml
 
 When a rank fails, torchrun prints a report of some fifty lines, a traceback of itself among them, below what the rank
-has said. Here the rank's own line is the last one.
+has printed. Here the rank's own line is the last one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def torchrun(argv: Sequence[str]) -> int:
         0, or the exit status of the rank that failed first; 128 + n if signal n ended a rank, or this process, as a
         shell says it: 130 after Ctrl-C.
     """
-    # What torchrun logs about a failure is said by the rank itself, or follows from the exit status.
+    # The rank itself reports its failure; torchrun's log adds nothing to it and the exit status.
     logging.disable(logging.ERROR)
     try:
         torch.distributed.run.main(list(argv))
@@ -52,7 +52,7 @@ def _exit_status(error: ChildFailedError) -> int:
     if not ended:
         return first_failure.exitcode
     rank, failure = ended[0]
-    sys.stderr.write(f"error: rank {rank} was ended by {failure.signal_name()}\n")  # it could not say so itself
+    sys.stderr.write(f"error: rank {rank} was ended by {failure.signal_name()}\n")  # it could not report that itself
     return 128 - failure.exitcode
 
 

@@ -7,10 +7,9 @@ parts: history on history, context on history, targets on history, and targets w
 the model; a number taken from the batch would make a row's result depend on the rows beside it.
 
 What keeps it cheap:
-- Padding slots hold zeros, and a zero value adds nothing: padding needs no mask.
+- Padding holds zeros, and a zero value adds nothing: padding needs no mask.
 - The bias of a chunk is a strided view of one short row of numbers per head, and the causal mask is written into that
   row: at distances below zero it is so low that SiLU and its derivative are exactly zero.
-- What a strided view cannot show, the bias of contextual queries (few) and of times (if asked for), is gathered.
 - A chunk of queries sees only the keys up to its last one, so nearly half of the square is never computed, and its
   scores are computed again in the backward pass, so memory is bounded whatever the lengths.
 """
@@ -23,29 +22,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hstu.model.attention_plan import AttentionPlan
-from hstu.model.dense_attention import (
-    BiasTables,
-    BlockGradients,
-    DenseAttention,
-    SlotTimes,
-    query_parts,
-    read_slots,
-    write_slots,
-    zeros_to_add_to,
-)
+from hstu.model.attention_plan import AttentionPlan, Chunk
+
+# ln(1.351): the width of a time bucket, as in the code published with the paper.
+_LOG_TIME_STEP = 0.301
 
 
 class TokenTimes(NamedTuple):
-    """When the tokens of a batch happened.
+    """When the tokens of a batch happened."""
 
-    Attributes:
-        values: int64 `(num_tokens,)`, such as seconds.
-        bias: `(num_heads, num_buckets)`: times Δ apart are in bucket ⌊ln(max(1, Δ)) ÷ 0.301⌋, or in the last one.
-
-    """
-
-    values: torch.Tensor
+    values: torch.Tensor  # int64 `(num_tokens,)`, such as seconds
+    # `(num_heads, num_buckets)`: times Δ apart are in bucket ⌊ln(max(1, Δ)) ÷ 0.301⌋, or in the last one.
     bias: torch.Tensor
 
 
@@ -80,22 +67,14 @@ def hstu_attention(
 
     Raises:
         ValueError: a row longer than the bias reaches, or tensors of another number of tokens than the plan's.
-
     """
-    require_plan_of(query, plan.key_slots.numel())
+    require_plan_of(query, plan.num_tokens)
     reach = require_reach(plan.longest, bias.shape[1], sees_ahead=plan.sees_ahead)
-    bias = bias.to(query.dtype)
-    table, origin = _bias_table(bias, plan, reach)
-    context_table = None if plan.front_padding is None else bias
-    slot_times, time_table = None, None
-    if times is not None:
-        slot_times = SlotTimes(plan.pad_keys(times.values), plan.pad_queries(times.values))
-        time_table = times.bias.to(query.dtype)
+    table = _bias_table(bias.to(query.dtype), plan, reach)
+    seconds, time_table = (None, None) if times is None else (times.values, times.bias.to(query.dtype))
     # Sums run over many chunks: autocast must not change their dtype on the way.
     with torch.autocast(query.device.type, enabled=False):
-        return _HSTUAttention.apply(
-            query, key, value, table, context_table, time_table, origin, slot_times, plan, 1.0 / normalizer
-        )
+        return _HSTUAttention.apply(query, key, value, table, time_table, seconds, plan, 1.0 / normalizer)
 
 
 def require_plan_of(query: torch.Tensor, num_tokens: int) -> None:
@@ -118,20 +97,31 @@ def require_reach(longest: int, width: int, *, sees_ahead: bool) -> int:
     return reach
 
 
-def _bias_table(bias: torch.Tensor, plan: AttentionPlan, reach: int) -> tuple[torch.Tensor, int]:
-    """Bias by falling distance, the causal mask in it, and the column of distance 0: column `origin − d` is distance d.
+def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:
+    """Buckets of differences of times: ⌊ln(max(1, |Δ|)) ÷ 0.301⌋, at most `num_buckets − 1`; int64, the same shape.
 
-    The first columns, `target_group_size` many, are further away than any key can be; only padding is there.
+    >>> time_buckets(torch.tensor([0, 1, 2, -60, 86_400, 10**9]), 64).tolist()
+    [0, 0, 2, 13, 37, 63]
+    """
+    return (apart.abs().clamp_(min=1).float().log_() / _LOG_TIME_STEP).long().clamp_(max=num_buckets - 1)
+
+
+def _bias_table(bias: torch.Tensor, plan: AttentionPlan, reach: int) -> torch.Tensor:
+    """Bias by falling distance `(num_heads, 1 or 2, width)`: with the causal mask in it, or without, or both in turn.
+
+    Distance d is in column `plan.farthest − d`. The first columns, `target_group_size` many, are
+    further away than any key can be; only padding is there.
     """
     longest = max(plan.longest, 1)
     zero = reach - 1 if plan.sees_ahead else 0  # column of distance 0 in `bias`
-    behind = bias[:, zero : zero + longest].flip(1)
-    if plan.is_causal:
-        ahead = bias.new_full((bias.shape[0], longest - 1), torch.finfo(bias.dtype).min / 2)
-    else:
-        ahead = bias[:, zero - longest + 1 : zero].flip(1)
     beyond = bias.new_zeros(bias.shape[0], plan.target_group_size)
-    return torch.cat([beyond, behind, ahead], dim=1), plan.target_group_size + longest - 1
+    behind = bias[:, zero : zero + longest].flip(1)
+    ahead = []
+    if plan.is_causal:
+        ahead.append(bias.new_full((bias.shape[0], longest - 1), torch.finfo(bias.dtype).min / 2))
+    if plan.sees_ahead:
+        ahead.append(bias[:, zero - longest + 1 : zero].flip(1))
+    return torch.stack([torch.cat([beyond, behind, each], dim=1) for each in ahead], dim=1)
 
 
 class _HSTUAttention(torch.autograd.Function):
@@ -144,55 +134,129 @@ class _HSTUAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         table: torch.Tensor,
-        context_table: torch.Tensor | None,
         time_table: torch.Tensor | None,
-        origin: int,
-        times: SlotTimes | None,
+        times: torch.Tensor | None,
         plan: AttentionPlan,
         scale: float,
     ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value, table, context_table, time_table)
-        ctx.origin, ctx.times, ctx.plan, ctx.scale = origin, times, plan, scale
-        attention = DenseAttention(BiasTables(table, context_table, time_table), origin, times)
+        ctx.save_for_backward(query, key, value, table, time_table, times)
+        ctx.plan, ctx.scale = plan, scale
         # Half of the division by N comes before the sum, so that float16 neither overflows nor loses small values; by a
         # power of two, which rounds nothing.
         before = 2.0 ** round(math.log2(scale) / 2)
-        queries, keys, values = plan.pad_queries(query), plan.pad_keys(key), plan.pad_keys(value).mul_(before)
-        outputs = torch.empty_like(queries)
+        queries, keys, values = (_heads_first(tensor) for tensor in (query, key, value * before))
+        bias = _Bias(plan, table, time_table, times)
+        outputs = torch.zeros_like(queries)
         for block in plan.blocks:
-            k, v = read_slots(keys, block.tokens), read_slots(values, block.tokens)
-            for part in query_parts(block, query.shape[1], plan):
-                write_slots(outputs, part.slots, attention.forward(read_slots(queries, part.slots), k, v, part))
-        return _gather_queries(outputs, plan).mul_(scale / before)
+            k, v = _take(keys, block.keys), _take(values, block.keys)
+            for chunk in block.chunks():
+                scores = bias.scores(_take(queries, chunk.queries), k, chunk)
+                weights = torch.nn.functional.silu(scores, inplace=True)
+                _add(outputs, chunk.queries, torch.bmm(weights, v[:, : chunk.keys.shape[1]]))
+        return _tokens_first(outputs).mul_(scale / before)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, *tables = ctx.saved_tensors
-        plan: AttentionPlan = ctx.plan
-        attention = DenseAttention(BiasTables(*tables), ctx.origin, ctx.times)
-        grad_tables = BiasTables(*tables).zeros()
-        queries, keys, values = plan.pad_queries(query), plan.pad_keys(key), plan.pad_keys(value)
-        grad_outputs = plan.pad_queries(grad_output * ctx.scale)
-        grad_queries, grad_keys, grad_values = torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(keys)
-        for block in plan.blocks:
-            k, v = read_slots(keys, block.tokens), read_slots(values, block.tokens)
-            grads = BlockGradients(zeros_to_add_to(k), zeros_to_add_to(v), grad_tables)
-            for part in query_parts(block, query.shape[1], plan):
-                q, grad = read_slots(queries, part.slots), read_slots(grad_outputs, part.slots)
-                write_slots(grad_queries, part.slots, attention.backward(grad, q, k, v, part, grads))
-            write_slots(grad_keys, block.tokens, grads.key)
-            write_slots(grad_values, block.tokens, grads.value)
-        return (
-            _gather_queries(grad_queries, plan),
-            grad_keys.index_select(0, plan.key_slots),
-            grad_values.index_select(0, plan.key_slots),
-            *(None if grad is None else grad.to(table.dtype) for grad, table in zip(grad_tables, tables)),
-            *(None, None, None, None),
-        )
+        query, key, value, *biases = ctx.saved_tensors
+        queries, keys, values = inputs = [_heads_first(tensor) for tensor in (query, key, value)]
+        grad_outputs = _heads_first(grad_output * ctx.scale)
+        grad_queries, grad_keys, grad_values = (_zeros_to_add_to(tensor) for tensor in inputs)
+        bias = _Bias(ctx.plan, *biases)
+        for block in ctx.plan.blocks:
+            k, v = _take(keys, block.keys), _take(values, block.keys)
+            grad_k, grad_v = _zeros_to_add_to(k), _zeros_to_add_to(v)
+            for chunk in block.chunks():
+                seen = slice(chunk.keys.shape[1])
+                q, grad = _take(queries, chunk.queries), _take(grad_outputs, chunk.queries)
+                scores = bias.scores(q, k, chunk)
+                grad_weights = torch.bmm(grad, v[:, seen].transpose(1, 2))
+                grad_scores = torch.ops.aten.silu_backward(grad_weights, scores)
+                weights = torch.nn.functional.silu(scores, inplace=True)
+                grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), grad)
+                grad_k[:, seen] += torch.bmm(grad_scores.transpose(1, 2), q)
+                _add(grad_queries, chunk.queries, torch.bmm(grad_scores, k[:, seen]))
+                bias.add_gradients(grad_scores, chunk)
+            _add(grad_keys, block.keys, grad_k)
+            _add(grad_values, block.keys, grad_v)
+        grads = (_tokens_first(grad).to(query.dtype) for grad in (grad_queries, grad_keys, grad_values))
+        return *grads, *bias.gradients(), None, None, None
 
 
-def _gather_queries(padded: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """The transpose of `AttentionPlan.pad_queries`: values of the tokens, both of a target's places added."""
-    gathered = padded.index_select(0, plan.query_slots)
-    return gathered.index_add_(0, plan.target_tokens, padded.index_select(0, plan.target_slots))
+class _Bias:
+    """What is added to the scores, and its gradients."""
+
+    def __init__(
+        self, plan: AttentionPlan, table: torch.Tensor, time_table: torch.Tensor | None, times: torch.Tensor | None
+    ) -> None:
+        self._farthest = plan.farthest  # the distance in the first column of the table
+        self._table, self._time_table = table, time_table
+        self._times = table.new_zeros(0) if times is None else torch.nn.functional.pad(times, (0, 1))  # of padding, too
+        self._grad_table = _zeros_to_add_to(table)
+        self._grad_time_table = None if time_table is None else _zeros_to_add_to(time_table)
+
+    def scores(self, query: torch.Tensor, key: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """Scores q · k + bias of a chunk: `(num_heads · num_rows, num_queries, num_keys)`."""
+        num_heads, num_keys = self._table.shape[0], chunk.keys.shape[1]
+        scores = query.new_empty(query.shape[0], query.shape[1], num_keys)
+        # (num_heads, period, num_keys), for all rows and periods: query x and key j are in column x + j
+        bias = self._window(self._table, chunk).unfold(1, num_keys, 1)
+        scores.view(num_heads, -1, *bias.shape[1:]).copy_(bias.unsqueeze(1))
+        if self._time_table is not None:
+            scores += self._time_table.index_select(1, self._buckets(chunk, self._time_table)).view_as(scores)
+        return scores.baddbmm_(query, key[:, :num_keys].transpose(1, 2))
+
+    def add_gradients(self, grad_scores: torch.Tensor, chunk: Chunk) -> None:
+        """Add the gradients of a chunk's scores to those of the bias."""
+        num_heads = self._table.shape[0]
+        if self._grad_time_table is not None:
+            by_pair = grad_scores.view(num_heads, -1).to(self._grad_time_table.dtype)
+            buckets = self._buckets(chunk, self._grad_time_table)
+            self._grad_time_table.scatter_add_(1, buckets.expand_as(by_pair), by_pair)
+        # Sums over anti-diagonals: rows of width + 1 numbers, read as rows of width, move one more column to the right
+        # each, so that anti-diagonals become columns.
+        window = self._window(self._grad_table, chunk)
+        period, width = chunk.period, window.shape[1]
+        by_distance = grad_scores.view(num_heads, -1, period, chunk.keys.shape[1]).sum(1, dtype=window.dtype)
+        skewed = torch.nn.functional.pad(by_distance, (0, period)).flatten(1)[:, : period * width]
+        window += skewed.view(num_heads, period, width).sum(1)
+
+    def gradients(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gradients of both tables, in their dtype."""
+        by_time = None if self._grad_time_table is None else self._grad_time_table.to(self._table.dtype)
+        return self._grad_table.to(self._table.dtype), by_time
+
+    def _window(self, table: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """The columns of the table that a chunk sees: `(num_heads, period + num_keys − 1)`, by falling distance."""
+        first = self._farthest - chunk.distance
+        return table[:, 0 if chunk.is_causal else -1, first : first + chunk.period + chunk.keys.shape[1] - 1]
+
+    def _buckets(self, chunk: Chunk, time_table: torch.Tensor) -> torch.Tensor:
+        """Buckets of the times between queries and keys: int64 `(num_rows · num_queries · num_keys,)`."""
+        apart = self._times[chunk.queries][:, :, None] - self._times[chunk.keys][:, None]
+        return time_buckets(apart, time_table.shape[1]).flatten()
+
+
+def _heads_first(values: torch.Tensor) -> torch.Tensor:
+    """Values `(num_tokens, num_heads, head_dim)` as `(num_heads, num_tokens + 1, head_dim)`, with zeros as padding."""
+    return torch.nn.functional.pad(values.transpose(0, 1), (0, 0, 0, 1))
+
+
+def _tokens_first(values: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_heads_first`."""
+    return values[:, :-1].transpose(0, 1).contiguous()
+
+
+def _take(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Values of tokens `(num_rows, length)` as matrices `(num_heads · num_rows, length, head_dim)`."""
+    return values.index_select(1, tokens.flatten()).view(-1, tokens.shape[1], values.shape[2])
+
+
+def _add(total: torch.Tensor, tokens: torch.Tensor, matrices: torch.Tensor) -> None:
+    """Add matrices as `_take` returns them to the values of their tokens."""
+    total.index_add_(1, tokens.flatten(), matrices.view(total.shape[0], -1, total.shape[2]).to(total.dtype))
+
+
+def _zeros_to_add_to(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape of `tensor`, at least float32: in bfloat16 a long sum stands still before its last terms."""
+    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))

@@ -1,19 +1,19 @@
-"""Which rows of a jagged batch attend together: blocks of similar length, padded little.
+"""Which rows of a jagged batch attend together: dense blocks of rows of similar length.
 
-    lengths on the host ─► AttentionPlan: blocks of rows, and every token's slots in them ─► attention, in every layer
+    lengths on the host ─► AttentionPlan: blocks of rows ─► attention, in every layer
 
-A row is its history followed by its targets. History tokens attend within the history; targets attend to the history
-of their row and within their own group; contextual tokens, the first of a history, may see all of it. Rows of similar
-length are padded to one length, so that a block is a dense batch of matrices, and a block is closed as soon as its
-padding would cost more than opening another one. The work for a batch so follows the sum of the squared lengths, not
-rows × longest².
+A row is its history followed by its targets. What its tokens see has up to three parts: the history and each group of
+targets on themselves, targets on the history and, with a contextual mask, contextual tokens on all of the history. Rows
+of one part and of similar length are padded to one shape, a block, and a block is closed as soon as its padding would
+cost more than opening another one. So the work for a batch follows the sum of the squared lengths, not rows × longest².
 
-Within a row keys stand in order and queries in reverse order: the bias of a pair, a function of its distance, is then
-a function of the sum of its two places, and a strided view can show it.
+Within a block queries stand in reverse order: the bias of a pair, a function of its distance, is then a function of the
+sum of its two places, and a strided view can show it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,18 +26,11 @@ from commons.sequence_batch.host_copies import to_device
 _MIN_CHUNK = 16
 
 
-@dataclass(frozen=True)
-class DeviceTuning:
-    """What sizes blocks and chunks.
+class DeviceTuning(NamedTuple):
+    """What sizes blocks and chunks."""
 
-    Attributes:
-        max_scores: attention scores held at a time, over rows and heads; on a CPU they should stay in its cache.
-        dispatch_scores: scores that are computed in the time it takes to start the operations of one chunk.
-
-    """
-
-    max_scores: int
-    dispatch_scores: int
+    max_scores: int  # attention scores held at a time, over rows and heads; on a CPU they should stay in its cache
+    dispatch_scores: int  # scores that are computed in the time it takes to start the operations of one chunk
 
     def chunk_size(self, num_matrices: int, num_queries: int, num_keys: int) -> int:
         """Queries to compute at a time.
@@ -49,7 +42,6 @@ class DeviceTuning:
             num_matrices: score matrices side by side (rows × heads).
             num_queries: rows of a matrix.
             num_keys: columns of a matrix.
-
         """
         cheapest = round((2 * self.dispatch_scores / num_matrices) ** 0.5)
         fitting = self.max_scores // (num_matrices * num_keys)
@@ -57,91 +49,59 @@ class DeviceTuning:
 
 
 # The best powers of two on one x86-64 core, for heads of 16 channels and uniform, lognormal and Zipf lengths. On
-# an accelerator a dispatch outweighs more scores, and memory is the limit: the backward pass holds four buffers.
+# an accelerator a dispatch outweighs more scores, and memory is the limit.
 CPU_TUNING = DeviceTuning(max_scores=2**18, dispatch_scores=2**14)
 ACCELERATOR_TUNING = DeviceTuning(max_scores=2**25, dispatch_scores=2**20)
 
 
-class Slots(NamedTuple):
-    """`num_rows` padded rows of `length` places each, one after the other from slot `first` on."""
+class Chunk(NamedTuple):
+    """Queries of a block that are computed together.
 
-    first: int
-    num_rows: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        """The slot behind the last."""
-        return self.first + self.num_rows * self.length
-
-
-class RowBlock(NamedTuple):
-    """Rows that attend as one dense batch.
-
-    Attributes:
-        tokens: slots of the tokens that attend to one another, the same for keys and queries.
-        targets: query slots of the targets that attend to these tokens, whole groups per row; of length 0 without any.
-        context: query slots of the contextual tokens that attend to all these tokens; of length 0 without any.
-        first_row: place of the first row in `AttentionPlan.front_padding`; of no meaning for groups of targets.
-
+    Query x of the chunk and key y of the block are at distance `distance − x % period − y`.
     """
 
-    tokens: Slots
-    targets: Slots
-    context: Slots
-    first_row: int
+    queries: torch.Tensor  # int64 `(num_rows, num_queries)`, their tokens
+    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, the first keys of the block: those that they see
+    distance: int  # between query 0 and key 0
+    period: int  # queries after which the distances repeat
+    is_causal: bool  # whether keys at distances below zero are hidden
+
+
+class Block(NamedTuple):
+    """Rows that attend as one dense batch."""
+
+    queries: torch.Tensor  # int64 `(num_rows, num_queries)`, tokens; padding is the token behind the last one
+    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, as `queries`
+    distance: int  # between query 0 and key 0
+    period: int  # queries after which the distances repeat; `num_queries` is a multiple of it
+    is_causal: bool  # whether keys at distances below zero are hidden
+    chunk_size: int  # queries to compute at a time
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The queries, `chunk_size` at a time; a causal chunk leaves out the keys behind its last query in time."""
+        num_queries, num_keys = self.queries.shape[1], self.keys.shape[1]
+        for start in range(0, num_queries, self.chunk_size):
+            queries = self.queries[:, start : start + self.chunk_size]
+            keys = self.keys[:, : num_keys - start] if self.is_causal else self.keys
+            period = min(self.period, queries.shape[1])
+            yield Chunk(queries, keys, self.distance - start % self.period, period, self.is_causal)
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Where every token of a jagged batch stands in the padded blocks.
+    """The blocks of a jagged batch."""
 
-    Attributes:
-        blocks: blocks of histories, longest first, then blocks whose rows are groups of targets.
-        key_slots: int64 `(num_tokens,)`, slot of every token as a key.
-        query_slots: int64 `(num_tokens,)`, slot of every token as a query on its own history or group; that of a
-            contextual token that sees all of its history is in `RowBlock.context`.
-        target_tokens: int64 `(num_target_tokens,)`, the targets of rows that have a history, ascending.
-        target_slots: int64 `(num_target_tokens,)`, their slots as queries on that history.
-        front_padding: int64 `(num_rows,)`, empty key slots before each row with a history, block after block; None
-            where contextual tokens are like the others.
-        num_key_slots: slots for keys, padding included.
-        num_query_slots: slots for queries, padding included.
-        longest: tokens of the longest row.
-        is_causal: whether a token sees only itself and what precedes it.
-        target_group_size: targets per group; at most the most targets a row has.
-        tuning: sizes of chunks.
-
-    """
-
-    blocks: list[RowBlock]
-    key_slots: torch.Tensor
-    query_slots: torch.Tensor
-    target_tokens: torch.Tensor
-    target_slots: torch.Tensor
-    front_padding: torch.Tensor | None
-    num_key_slots: int
-    num_query_slots: int
-    longest: int
-    is_causal: bool
-    target_group_size: int
-    tuning: DeviceTuning
+    blocks: list[Block]
+    num_tokens: int  # tokens of the batch
+    longest: int  # tokens of the longest row
+    is_causal: bool  # whether a token sees only itself and what precedes it
+    sees_ahead: bool  # whether some token sees a later one of its history, so that distances below zero have a bias
+    target_group_size: int  # targets per group; at most the most targets a row has
 
     @property
-    def sees_ahead(self) -> bool:
-        """Whether some token sees a later one of its history, so that distances below zero have a bias."""
-        return not self.is_causal or self.front_padding is not None
-
-    def pad_keys(self, values: torch.Tensor) -> torch.Tensor:
-        """Values `(num_tokens, …)` in the slots of keys, zeros elsewhere."""
-        padded = values.new_zeros(self.num_key_slots, *values.shape[1:])
-        return padded.index_copy_(0, self.key_slots, values)
-
-    def pad_queries(self, values: torch.Tensor) -> torch.Tensor:
-        """Values as in `pad_keys`, in the slots of queries; a target stands there twice."""
-        padded = values.new_zeros(self.num_query_slots, *values.shape[1:])
-        padded.index_copy_(0, self.query_slots, values)
-        return padded.index_copy_(0, self.target_slots, values.index_select(0, self.target_tokens))
+    def farthest(self) -> int:
+        """The largest distance from a query to a key, padding included."""
+        return self.target_group_size + max(self.longest, 1) - 1
 
 
 def plan_attention(
@@ -172,7 +132,6 @@ def plan_attention(
 
     Raises:
         ValueError: a negative length, or more targets and contextual tokens than tokens.
-
     """
     device = lengths.device if device is None else device
     tuning = tuning or (CPU_TUNING if device.type == "cpu" else ACCELERATOR_TUNING)
@@ -180,44 +139,35 @@ def plan_attention(
     if not is_causal:
         targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
     history = tokens - targets
+    first = np.cumsum(tokens) - tokens
     group_size = min(target_group_size, max(1, int(targets.max(initial=0))))
-    grouped = -(-targets // group_size) * group_size  # targets rounded up to whole groups
+    num_groups = -(-targets // group_size)
+    row = np.repeat(np.arange(tokens.size), num_groups)
+    done = (np.arange(row.size) - np.repeat(np.cumsum(num_groups) - num_groups, num_groups)) * group_size
+    groups = np.minimum(group_size, targets[row] - done)  # targets per group
 
-    order = np.argsort(-history, kind="stable")
-    cuts = _cut_rows(history[order], grouped[order], contextual[order], num_heads, is_causal, tuning)
-    blocks = _place_blocks(cuts, int(grouped.sum()), group_size, num_heads, tuning)
-    starts = _first_slots(blocks[: len(cuts)], order, history)
-    first_group_slot = sum(cut.num_rows * cut.longest for cut in cuts) + np.cumsum(grouped) - grouped
-
-    token_row = np.repeat(np.arange(tokens.size), tokens)  # (num_tokens,)
-    place = np.arange(token_row.size) - (np.cumsum(tokens) - tokens)[token_row]
-    key_slots = starts.key[token_row] + place
-    query_slots = starts.query[token_row] - place
-    target_tokens = np.flatnonzero(place >= history[token_row])
-    row, target = token_row[target_tokens], (place - history[token_row])[target_tokens]  # (all targets,)
-    key_slots[target_tokens] = first_group_slot[row] + target
-    query_slots[target_tokens] = first_group_slot[row] + target + group_size - 1 - 2 * (target % group_size)
-    has_history = history[row] > 0
-    context_tokens = np.flatnonzero(place < contextual[token_row])
-    query_slots[context_tokens] = starts.context[token_row[context_tokens]] + place[context_tokens]
-    indices = [
-        *(key_slots, query_slots, target_tokens[has_history], (starts.target[row] - target)[has_history]),
-        _front_padding(blocks[: len(cuts)], order, history),
+    none = np.zeros_like(history)
+    # Histories and groups of targets, each on itself.
+    own = np.concatenate([history, groups])
+    own_first = np.concatenate([first, (first + history)[row] + done])
+    parts = [
+        # As queries, the contextual tokens of a history are in the second part.
+        _Part(own_first, np.concatenate([contextual, np.zeros_like(groups)]), own, own_first, own, is_causal=is_causal),
+        _Part(first, none, contextual, first, history),
+        _Part(first + history, none, targets, first, history, group_size=group_size),
     ]
-    key_index, query_index, target_index, target_query_index, front_padding = to_device(indices, device)
+    num_tokens = int(tokens.sum())
+    pieces = [(part, part.places(rows, num_tokens)) for part in parts for rows in part.cut(num_heads, tuning)]
+    arrays = [array for _, places in pieces for array in places]
+    flat = iter(to_device([array.ravel() for array in arrays], device) if arrays else [])
+    indices = iter([next(flat).view(array.shape) for array in arrays])
     return AttentionPlan(
-        blocks=blocks,
-        key_slots=key_index,
-        query_slots=query_index,
-        target_tokens=target_index,
-        target_slots=target_query_index,
-        front_padding=front_padding if num_contextual is not None and is_causal else None,
-        num_key_slots=max((block.tokens.end for block in blocks), default=0),
-        num_query_slots=max((block.context.end for block in blocks), default=0),
+        blocks=[part.block(next(indices), next(indices), num_heads, tuning) for part, _ in pieces],
+        num_tokens=num_tokens,
         longest=int(tokens.max(initial=0)),
         is_causal=is_causal,
+        sees_ahead=not is_causal or num_contextual is not None,
         target_group_size=group_size,
-        tuning=tuning,
     )
 
 
@@ -236,105 +186,64 @@ def read_lengths(lengths: torch.Tensor, *parts: torch.Tensor | None) -> list[np.
     return [tokens, targets, contextual]
 
 
-class _Cut(NamedTuple):
-    """Consecutive rows, longest first, that make a block."""
+@dataclass(frozen=True)
+class _Part:
+    """Queries of some rows on keys of these rows; int64 `(num_rows,)` each."""
 
-    num_rows: int
-    longest: int
-    most_targets: int
-    most_contextual: int
+    first_query: np.ndarray  # token of a row's query 0
+    skipped: np.ndarray  # queries at the front of a row that are not of this part
+    num_queries: np.ndarray  # queries of a row, those skipped included
+    first_key: np.ndarray  # token of a row's key 0
+    num_keys: np.ndarray
+    # Of targets on a history: targets per group, each of which stands directly behind the history. None where query i
+    # and key i are at distance 0.
+    group_size: int | None = None
+    is_causal: bool = False
 
+    def cut(self, num_heads: int, tuning: DeviceTuning) -> Iterator[np.ndarray]:
+        """Rows of each block, those with the most keys first; rows without pairs are in no block.
 
-def _cut_rows(
-    lengths: np.ndarray,
-    targets: np.ndarray,
-    contextual: np.ndarray,
-    num_heads: int,
-    is_causal: bool,
-    tuning: DeviceTuning,
-) -> list[_Cut]:
-    """Cut rows, longest first, into blocks; rows without history come last and are in no block.
+        Padding is accepted until it has cost as much as a new block would: so short rows share a block whatever their
+        lengths, and long ones are padded little.
+        """
+        rows = np.flatnonzero(self.num_keys * (self.num_queries - self.skipped))
+        rows = rows[np.argsort(-self.num_keys[rows], kind="stable")]
+        while rows.size:
+            num_rows = np.arange(1, rows.size + 1)
+            widest = np.maximum.accumulate(self.num_queries[rows])
+            longest = self.num_keys[rows[0]]
+            needed = np.cumsum(self._pairs(self.num_queries[rows], self.num_keys[rows]))
+            wasted = num_rows * self._pairs(widest, longest) - needed
+            held = num_rows * longest * np.minimum(widest, _MIN_CHUNK)
+            fits = (num_heads * wasted <= 2 * tuning.dispatch_scores) & (num_heads * held <= tuning.max_scores)
+            count = max(1, int(np.cumprod(fits).sum()))
+            yield rows[:count]
+            rows = rows[count:]
 
-    Padding is accepted until it has cost as much as a new block would: so short rows share a block whatever their
-    lengths, and long ones are padded little.
-    """
+    def _pairs(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
+        return num_queries * (num_keys + 1) // 2 if self.is_causal else num_queries * num_keys
 
-    def pairs(length: int, num_dense: int) -> int:
-        return (length * (length + 1) // 2 if is_causal else length * length) + num_dense * length
+    def places(self, rows: np.ndarray, padding: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the queries and keys of a block, `padding` elsewhere; int64 `(num_rows, places)` each.
 
-    cuts: list[_Cut] = []
-    needed = 0
-    for length, num_targets, num_contextual in zip(lengths.tolist(), targets.tolist(), contextual.tolist()):
-        if length == 0:
-            break
-        # A contextual token costs as many scores as a target, one for every token of the history.
-        own_pairs = pairs(length, num_targets + num_contextual)
-        grown = _Cut(1, length, num_targets, num_contextual)
-        if cuts:
-            num_rows, longest, most_targets, most_contextual = cuts[-1]
-            grown = _Cut(num_rows + 1, longest, max(most_targets, num_targets), max(most_contextual, num_contextual))
-            padded_pairs = grown.num_rows * pairs(longest, grown.most_targets + grown.most_contextual)
-            wasted = padded_pairs - needed - own_pairs
-            held = grown.num_rows * longest * min(longest, _MIN_CHUNK)
-            if num_heads * wasted <= 2 * tuning.dispatch_scores and num_heads * held <= tuning.max_scores:
-                cuts.pop()
-            else:
-                grown, needed = _Cut(1, length, num_targets, num_contextual), 0
-        cuts.append(grown)
-        needed += own_pairs
-    return cuts
+        Keys of targets stand at the end of a padded row, so that their distance to a target is the same in all rows.
+        """
+        group = self.group_size or int(self.num_queries[rows].max())
+        query = np.arange(-(-int(self.num_queries[rows].max()) // group) * group)
+        query += group - 1 - 2 * (query % group)  # in reverse order
+        num_keys, count = int(self.num_keys[rows].max()), self.num_keys[rows, None]
+        key = np.arange(num_keys) - (0 if self.group_size is None else num_keys - count)
+        is_query = (query >= self.skipped[rows, None]) & (query < self.num_queries[rows, None])
+        return (
+            np.where(is_query, self.first_query[rows, None] + query, padding),
+            np.where((key >= 0) & (key < count), self.first_key[rows, None] + key, padding),
+        )
 
-
-def _place_blocks(
-    cuts: list[_Cut], num_grouped: int, group_size: int, num_heads: int, tuning: DeviceTuning
-) -> list[RowBlock]:
-    """Give every block its slots: histories first, then groups of targets, then targets and context on histories."""
-    num_groups = num_grouped // group_size
-    groups_per_block = max(1, tuning.max_scores // (num_heads * group_size * group_size))
-    shapes = [*cuts] + [
-        _Cut(min(groups_per_block, num_groups - first), group_size, 0, 0)
-        for first in range(0, num_groups, groups_per_block)
-    ]
-    blocks: list[RowBlock] = []
-    token = row = 0
-    dense = sum(shape.num_rows * shape.longest for shape in shapes)
-    for shape in shapes:
-        targets = Slots(dense, shape.num_rows, shape.most_targets)
-        context = Slots(targets.end, shape.num_rows, shape.most_contextual)
-        blocks.append(RowBlock(Slots(token, shape.num_rows, shape.longest), targets, context, row))
-        token, dense, row = blocks[-1].tokens.end, context.end, row + shape.num_rows
-    return blocks
-
-
-class _FirstSlots(NamedTuple):
-    """Slots of every row's first history token as key and as query, and of its first target and contextual token.
-
-    Int64 `(batch_size,)` each.
-    """
-
-    key: np.ndarray
-    query: np.ndarray
-    target: np.ndarray
-    context: np.ndarray
-
-
-def _first_slots(blocks: list[RowBlock], order: np.ndarray, history: np.ndarray) -> _FirstSlots:
-    """Place the rows in the blocks of histories.
-
-    Keys stand at the end of a padded row, so that the distance from a target to a key is the same in all rows.
-    """
-    first = _FirstSlots(*(np.zeros_like(history) for _ in range(4)))
-    for tokens, targets, context, first_row in blocks:
-        rows = order[first_row : first_row + tokens.num_rows]
-        within = np.arange(tokens.num_rows)
-        first.key[rows] = tokens.first + (within + 1) * tokens.length - history[rows]
-        first.query[rows] = tokens.first + within * tokens.length + history[rows] - 1
-        first.target[rows] = targets.first + (within + 1) * targets.length - 1
-        first.context[rows] = context.first + within * context.length
-    return first
-
-
-def _front_padding(blocks: list[RowBlock], order: np.ndarray, history: np.ndarray) -> np.ndarray:
-    """Empty key slots before each row of the blocks of histories; int64 `(num_rows,)`."""
-    longest = np.concatenate([np.full(block.tokens.num_rows, block.tokens.length) for block in blocks] or [history[:0]])
-    return longest - history[order[: longest.size]]
+    def block(self, queries: torch.Tensor, keys: torch.Tensor, num_heads: int, tuning: DeviceTuning) -> Block:
+        """The block whose tokens are at these places."""
+        (num_rows, num_queries), num_keys = queries.shape, keys.shape[1]
+        size = tuning.chunk_size(num_heads * num_rows, num_queries, num_keys)
+        if self.group_size is None:
+            return Block(queries, keys, num_queries - 1, num_queries, self.is_causal, size)
+        group = self.group_size
+        return Block(queries, keys, num_keys + group - 1, group, False, max(size // group, 1) * group)

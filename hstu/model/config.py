@@ -26,24 +26,21 @@ COMPUTE_DTYPES: dict[ComputeDtype, torch.dtype] = {
 class ExecutionConfig:
     """How the layers are computed; weights and, but for rounding, results do not depend on it.
 
-    Attributes:
-        compute_dtype: "fp32" leaves everything in the dtype of the weights; "bf16" and "fp16" compute matrix products
-            and attention in bfloat16 or float16 (torch.autocast), with weights, norms and loss in float32. Training in
-            float16 needs a scaled loss, see `SequenceModel.scale_loss`.
-        activation_checkpointing: keep only the input of every layer for the backward pass, and compute the rest again.
-        kernel_backend: who computes the attention: "triton", kernels for CUDA, "pytorch", which is for all devices, or
-            "auto": Triton where the model is on CUDA and Triton can compute its layers, else PyTorch.
-        compile: put what lies between the attentions under torch.compile, once for all layers and lengths. Made for
-            CUDA; on a CPU it needs a C++ compiler and saves little.
-
     Raises:
         ValueError: an unknown name.
-
     """
 
+    # "fp32" leaves everything in the dtype of the weights; "bf16" and "fp16" compute matrix products and attention in
+    # bfloat16 or float16 (torch.autocast), with weights, norms and loss in float32. Training in float16 needs a
+    # scaled loss, see `SequenceModel.scale_loss`.
     compute_dtype: ComputeDtype = "fp32"
+    # Keep only the input of every layer for the backward pass, and compute the rest again.
     activation_checkpointing: bool = False
+    # Who computes the attention: "triton", kernels for CUDA, "pytorch", which is for all devices, or "auto": Triton
+    # where the model is on CUDA and Triton can compute its layers, else PyTorch.
     kernel_backend: KernelBackend = "auto"
+    # Put what lies between the attentions under torch.compile, once for all layers and lengths. Made for CUDA; on a
+    # CPU it needs a C++ compiler and saves little.
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -55,52 +52,40 @@ class ExecutionConfig:
 class HSTUConfig:
     """A stack of HSTU layers.
 
-    Attributes:
-        hidden_size: width of a token between layers.
-        num_layers: layers.
-        num_attention_heads: attention heads per layer.
-        kv_channels: width of a head.
-        max_sequence_length: the most tokens a row may have: contextual ones, interleaved history and targets. It is
-            also the constant N that attention is divided by, whatever the rows of a batch.
-        dropout: probability with which an element of a layer's output is dropped in training. What is dropped is drawn
-            on the rank that has the row, so it changes when rows are balanced.
-        is_causal: a token sees only itself and what precedes it. False lets all tokens see one another, targets too.
-        contextual_mask: contextual tokens see all of the context and the history, what follows them too, but no
-            targets. Has no effect without the causal mask.
-        target_group_size: consecutive target tokens that may see one another, up to themselves; other targets are
-            hidden from them. With actions a candidate is two tokens. Has no effect without targets or without the
-            causal mask.
-        position_bias: learned bias per head and distance between tokens: "direct" has a number for every distance,
-            "bucketed" one for every bucket, whose widths grow with the distance, "none" has no bias.
-        position_buckets: buckets for distances of one sign, used by "bucketed".
-        time_bias: learned bias per head and bucket of the time between two tokens, see
-            `hstu.model.dense_attention.time_buckets`. A batch then has a feature of timestamps.
-        time_buckets: how many; with the default and seconds the last one begins after five years.
-        timestamp_feature_name: key of the timestamps, one integer per item.
-        layer_norm_eps: added to the variance in layer norms. Attention is divided by a large N: keep it small.
-        execution: how the layers are computed.
-
     Raises:
         ValueError: a number outside its range.
-
     """
 
-    hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    kv_channels: int
+    hidden_size: int  # width of a token between layers
+    num_layers: int  # layers
+    num_attention_heads: int  # attention heads per layer
+    kv_channels: int  # width of a head
+    # The most tokens a row may have: contextual ones, interleaved history and targets. It is also the constant N that
+    # attention is divided by, whatever the rows of a batch.
     max_sequence_length: int
+    # Probability with which an element of a layer's output is dropped in training. What is dropped is drawn on the
+    # rank that has the row, so it changes when rows are balanced.
     dropout: float = 0.0
+    # A token sees only itself and what precedes it. False lets all tokens see one another, targets too.
     is_causal: bool = True
+    # Contextual tokens see all of the context and the history, what follows them too, but no targets. Has no effect
+    # without the causal mask.
     contextual_mask: bool = False
+    # Consecutive target tokens that may see one another, up to themselves; other targets are hidden from them. With
+    # actions a candidate is two tokens. Has no effect without targets or without the causal mask.
     target_group_size: int = 1
+    # Learned bias per head and distance between tokens: "direct" has a number for every distance, "bucketed" one for
+    # every bucket, whose widths grow with the distance, "none" has no bias.
     position_bias: PositionBias = "direct"
-    position_buckets: int = 32
+    position_buckets: int = 32  # buckets for distances of one sign, used by "bucketed"
+    # Learned bias per head and bucket of the time between two tokens, see `hstu.model.attention.time_buckets`. A
+    # batch then has a feature of timestamps.
     time_bias: bool = False
-    time_buckets: int = 64
-    timestamp_feature_name: str = "timestamp"
+    time_buckets: int = 64  # how many; with the default and seconds the last one begins after five years
+    timestamp_feature_name: str = "timestamp"  # key of the timestamps, one integer per item
+    # Added to the variance in layer norms. Attention is divided by a large N: keep it small.
     layer_norm_eps: float = 1e-6
-    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)  # how the layers are computed
 
     def __post_init__(self) -> None:
         for name in (
@@ -129,20 +114,16 @@ class HSTUConfig:
 class SequenceModelConfig:
     """What both tasks share: embeddings and layers.
 
-    Attributes:
-        hstu: the layers.
-        embedding_tables: rows of each feature's table, by feature name: the item feature, the action feature if there
-            is one, and all contextual features. Ids lie in `[0, rows)`.
-        embedding_dims: widths of tables by feature name, for those that are not as wide as `hstu.hidden_size`; a linear
-            layer brings their embeddings to that width.
-
     Raises:
         ValueError: a number below one, no table, or the width of an unknown table.
-
     """
 
-    hstu: HSTUConfig
+    hstu: HSTUConfig  # the layers
+    # Rows of each feature's table, by feature name: the item feature, the action feature if there is one, and all
+    # contextual features. Ids lie in `[0, rows)`.
     embedding_tables: dict[str, int]
+    # Widths of tables by feature name, for those that are not as wide as `hstu.hidden_size`; a linear layer brings
+    # their embeddings to that width.
     embedding_dims: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -169,17 +150,12 @@ class SequenceModelConfig:
 class RankingConfig(SequenceModelConfig):
     """An HSTU ranking model: embeddings, layers and a multi-task head.
 
-    Attributes:
-        prediction_head_arch: widths of the head's layers, the last one being `num_tasks`.
-        num_tasks: labels per prediction.
-
     Raises:
         ValueError: as SequenceModelConfig; also a head that does not end in `num_tasks`.
-
     """
 
-    prediction_head_arch: tuple[int, ...]
-    num_tasks: int
+    prediction_head_arch: tuple[int, ...]  # widths of the head's layers, the last one being `num_tasks`
+    num_tasks: int  # labels per prediction
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,25 +175,20 @@ class RankingConfig(SequenceModelConfig):
 class RetrievalConfig(SequenceModelConfig):
     """An HSTU retrieval model: embeddings, layers, and a query that is compared with the embeddings of items.
 
-    Attributes:
-        item_feature_name: the feature whose next value is predicted.
-        num_negatives: items that each true one is compared with in training. A positive number of them is drawn for
-            every row, uniformly from all items, and serves all predictions of the row. −1 takes all other predictions'
-            true items, with repetitions, so that frequent items are frequent negatives.
-        temperature: by which cosines are divided.
-        in_batch_pool: whose predictions those are with −1: those of this rank's batch, or of all ranks', gathered.
-            With "rank" a row's negatives are its neighbours' items, and so change when rows are balanced. With
-            "global" they do not; scores then grow with the square of the global batch.
-
     Raises:
         ValueError: as SequenceModelConfig; also an item feature without a table, a number out of range, an unknown
             pool, or attention that would show the model what it is to predict.
-
     """
 
-    item_feature_name: str
+    item_feature_name: str  # the feature whose next value is predicted
+    # Items that each true one is compared with in training. A positive number of them is drawn for every row,
+    # uniformly from all items, and serves all predictions of the row. −1 takes all other predictions' true items,
+    # with repetitions, so that frequent items are frequent negatives.
     num_negatives: int = field(default=-1, kw_only=True)
-    temperature: float = field(default=0.05, kw_only=True)
+    temperature: float = field(default=0.05, kw_only=True)  # by which cosines are divided
+    # Whose predictions those are with −1: those of this rank's batch, or of all ranks', gathered. With "rank" a row's
+    # negatives are its neighbours' items, and so change when rows are balanced. With "global" they do not; scores
+    # then grow with the square of the global batch.
     in_batch_pool: InBatchPool = field(default="rank", kw_only=True)
 
     def __post_init__(self) -> None:

@@ -20,21 +20,20 @@ def gather_rows(
     Args:
         values: `(n, …)`; n may differ between ranks and may be 0.
         pg_group: the ranks; the shuffler's default if not given.
-        counts: n of every rank, given on all ranks or on none: then the ranks tell one another, for which the host
+        counts: n of every rank, given on all ranks or on none: else they are exchanged, for which the host
             waits.
 
     Returns:
         `(sum of n, …)`, the same on every rank. The gradient of a row is the sum over all ranks' uses of it.
-
     """
     group = resolve_process_group(pg_group)
     if group is None or dist.get_world_size(group) == 1:
         return values
     if counts is None:
-        told = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=values.device)
-        told[dist.get_rank(group)] = values.shape[0]
-        dist.all_reduce(told, group=group)
-        counts = told.tolist()
+        gathered = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=values.device)
+        gathered[dist.get_rank(group)] = values.shape[0]
+        dist.all_reduce(gathered, group=group)
+        counts = gathered.tolist()
     return _GatherRows.apply(values, list(counts), group)
 
 

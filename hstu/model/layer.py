@@ -3,14 +3,14 @@
 What one layer does to the tokens x of a row:
 
     U, V, Q, K = SiLU(Linear(LayerNorm(x)))
-    A          = SiLU(Q Kᵀ + bias) ÷ N, masked; the bias is that of the position and, if asked for, of the time
+    A          = SiLU(Q Kᵀ + bias) ÷ N, masked; the bias is that of the position and, if the config has one, of the time
     y          = x + Dropout(Linear(LayerNorm(A V) · U))
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from hstu.model.attention import TokenTimes, hstu_attention, require_reach
 from hstu.model.attention_plan import AttentionPlan, plan_attention
 from hstu.model.config import HSTUConfig
-from hstu.model.triton_agreement import LayerKind, disagreement
+from hstu.model.execution import execution_of
 from hstu.model.triton_attention import TritonPlan, plan_triton_attention, triton_attention
-from hstu.model.triton_launch import resolve_backend
-
-logger = logging.getLogger(__name__)
 
 
 class RelativePositionBias(nn.Module):
@@ -55,7 +52,6 @@ class RelativePositionBias(nn.Module):
         Returns:
             `(num_heads, max_sequence_length)` where no token sees later ones, else `(num_heads,
             2 · max_sequence_length − 1)`.
-
         """
         return self.weight if self.columns is None else self.weight.index_select(1, self.columns)
 
@@ -76,7 +72,6 @@ def distance_buckets(distances: torch.Tensor, num_buckets: int, reach: int) -> t
 
     >>> distance_buckets(torch.tensor([0, 1, 2, 3, 5, 8, 15, 99, -1]), 8, 100).tolist()
     [0, 1, 2, 3, 4, 4, 5, 7, 9]
-
     """
     num_exact = num_buckets // 2
     magnitude = distances.abs()
@@ -94,7 +89,6 @@ class HSTULayer(nn.Module):
         super().__init__()
         self._num_heads, self._head_dim = config.num_attention_heads, config.kv_channels
         self._normalizer = config.max_sequence_length
-        self._compiles = config.execution.compile
         width = config.num_attention_heads * config.kv_channels
         self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.uvqk = nn.Linear(config.hidden_size, 4 * width)
@@ -111,7 +105,11 @@ class HSTULayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, tokens: torch.Tensor, plan: AttentionPlan | TritonPlan, times: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        plan: AttentionPlan | TritonPlan,
+        times: torch.Tensor | None = None,
+        compiles: bool = False,
     ) -> torch.Tensor:
         """One layer.
 
@@ -119,13 +117,13 @@ class HSTULayer(nn.Module):
             tokens: `(num_tokens, hidden_size)`, row after row.
             plan: the blocks of this batch.
             times: int64 `(num_tokens,)`, with a time bias.
+            compiles: whether what lies around the attention is under torch.compile.
 
         Returns:
             `(num_tokens, hidden_size)`.
-
         """
         project, combine = type(self).project, type(self).combine
-        if self._compiles:
+        if compiles:
             project, combine = _compiled(project), _compiled(combine)
         u, v, q, k = project(self, tokens)
         token_times = None if times is None or self.time_bias is None else TokenTimes(times, self.time_bias)
@@ -154,11 +152,6 @@ class HSTULayer(nn.Module):
 def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
     """What lies around the attention, whose blocks change from batch to batch; for all layers and lengths."""
     return torch.compile(method, dynamic=True)
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
 
 
 class HSTUEncoder(nn.Module):
@@ -195,7 +188,6 @@ class HSTUEncoder(nn.Module):
         Raises:
             ValueError: a row longer than `max_sequence_length`, lengths that are not those of `tokens`, no times where
                 the config asks for them, or a device or dtype that the kernel backend is not made for.
-
         """
         if self.config.time_bias and times is None:
             raise ValueError(
@@ -204,58 +196,38 @@ class HSTUEncoder(nn.Module):
             )
         if self.config.contextual_mask and num_contextual is None:
             num_contextual = torch.zeros_like(lengths)
-        plan = self._plan(tokens, lengths, num_targets, num_contextual if self.config.contextual_mask else None)
+        dtype = tokens.dtype
+        if torch.is_autocast_enabled(tokens.device.type):
+            dtype = torch.get_autocast_dtype(tokens.device.type)
+        execution = execution_of(self.config, tokens.device, dtype)
+        lengths_of = (lengths, num_targets, num_contextual if self.config.contextual_mask else None)
+        plan = self._plan(*lengths_of, tokens.device, uses_triton=execution.uses_triton)
         saves_memory = self.config.execution.activation_checkpointing and torch.is_grad_enabled()
-        for layer in self.layers:
-            if saves_memory:
-                tokens = checkpoint(layer, tokens, plan, times, use_reentrant=False)
-            else:
-                tokens = layer(tokens, plan, times)
+        # Inside DDP torch would cut each graph where DDP's buckets end, to overlap their reduction with the backward
+        # pass; half a layer is small enough for that.
+        with torch._dynamo.config.patch(optimize_ddp=False) if execution.compiles else contextlib.nullcontext():
+            for layer in self.layers:
+                inputs = (tokens, plan, times, execution.compiles)
+                tokens = checkpoint(layer, *inputs, use_reentrant=False) if saves_memory else layer(*inputs)
         return self.norm(tokens)
 
     def _plan(
         self,
-        tokens: torch.Tensor,
         lengths: torch.Tensor,
         num_targets: torch.Tensor | None,
         num_contextual: torch.Tensor | None,
+        device: torch.device,
+        *,
+        uses_triton: bool,
     ) -> AttentionPlan | TritonPlan:
         masks: dict[str, Any] = {
             "is_causal": self.config.is_causal,
             "target_group_size": self.config.target_group_size,
-            "device": tokens.device,
+            "device": device,
         }
-        dtype = tokens.dtype
-        if torch.is_autocast_enabled(tokens.device.type):
-            dtype = torch.get_autocast_dtype(tokens.device.type)
-        if not self._uses_triton(tokens.device, dtype):
+        if not uses_triton:
             num_heads = self.config.num_attention_heads
             return plan_attention(lengths, num_targets, num_contextual, num_heads=num_heads, **masks)
         plan = plan_triton_attention(lengths, num_targets, num_contextual, **masks)
         require_reach(plan.longest, self.config.max_sequence_length, sees_ahead=False)
         return plan
-
-    def _uses_triton(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether the kernels are asked for, or may be chosen, and compute on this device what they should."""
-        config = self.config
-        backend = config.execution.kernel_backend
-        if resolve_backend(backend, device, dtype, config.kv_channels) == "pytorch":
-            return False
-        if not torch.cuda.is_available():  # a device in pretence, whose tensors no kernel is given
-            return True
-        kind = LayerKind(
-            dtype,
-            config.kv_channels,
-            config.is_causal,
-            config.contextual_mask and config.is_causal,
-            config.target_group_size,
-            config.position_bias != "none",
-            config.time_bias,
-        )
-        reason = disagreement(device, kind)
-        if reason is None:
-            return True
-        if backend == "triton":
-            raise RuntimeError(f"kernel_backend is 'triton' and {reason}; choose 'pytorch'")
-        _warn_once(f"attention on {device} is computed by PyTorch: Triton was tried, and {reason}")
-        return False

@@ -17,21 +17,13 @@ from hstu.model.sequence_model import Embeddings, SequenceModel, SequenceTower
 
 @dataclass(frozen=True)
 class RankingOutput:
-    """What a step says besides the loss; without a graph.
+    """The results of a step besides the loss; without a graph."""
 
-    Attributes:
-        logits: `(num_predictions, num_tasks)`, rows of the batch one after the other.
-        labels: as `logits`, 0 or 1.
-        loss_sum: 0-dimensional, the sum of the loss over all predictions and tasks of this rank.
-        num_loss_tokens: how many terms that sum has.
-        items: integers `(num_predictions,)`, the id of each judged item; None where nobody has asked for them.
-
-    """
-
-    logits: torch.Tensor
-    labels: torch.Tensor
-    loss_sum: torch.Tensor
-    num_loss_tokens: int
+    logits: torch.Tensor  # `(num_predictions, num_tasks)`, rows of the batch one after the other
+    labels: torch.Tensor  # as `logits`, 0 or 1
+    loss_sum: torch.Tensor  # 0-dimensional, the sum of the loss over all predictions and tasks of this rank
+    num_loss_tokens: int  # how many terms that sum has
+    # Integers `(num_predictions,)`, the id of each judged item; None where they are not needed.
     items: torch.Tensor | None = None
 
 
@@ -52,14 +44,13 @@ class RankingTower(SequenceTower):
 
         Returns:
             The loss to call `backward` on, W × local sum ÷ global count, times the scale if losses are scaled, and
-            what the step says besides.
+            the other results of the step.
 
         Raises:
             ValueError: labels that do not fit the predictions or the number of tasks, a row that is too long, attention
                 that shows the model its labels, or a time bias without timestamps.
             TypeError: labels that are no KeyedJaggedTensor.
             KeyError: a feature without a table.
-
         """
         self._require_hidden_labels(batch)
         embeddings, scale = self._begin_scaling(embeddings)
@@ -77,7 +68,6 @@ class RankingTower(SequenceTower):
 
         Returns:
             At least float32 `(num_predictions, num_tasks)`, rows of the batch one after the other.
-
         """
         return self._predict(embeddings, batch)[0]
 
@@ -133,7 +123,6 @@ def stack_labels(labels: KeyedJaggedTensor | torch.Tensor | None, num_tasks: int
     Raises:
         TypeError: no KeyedJaggedTensor.
         ValueError: another number of keys or of values.
-
     """
     if not isinstance(labels, KeyedJaggedTensor):
         raise TypeError(
@@ -176,7 +165,6 @@ class HSTURankingModel(SequenceModel):
             embedding_device: where the tables are made; "meta" where they are too large for one process.
             plain_embeddings: tables without TorchRec, for one process or for training in float64
                 (`model.double()`); DistributedModelParallel does not shard them.
-
         """
         super().__init__(
             config,

@@ -8,7 +8,7 @@ embedding of an item, both of length 1, c = q · e ÷ temperature and N the nega
 (Jean et al. 2015, "On Using Very Large Target Vocabulary for Neural Machine Translation", without its correction for
 how often a negative is drawn.) An item that is drawn and true at once is no negative.
 
-In evaluation the last item of every row with at least two is asked for; `hstu.retrieval_metrics` compares the query
+In evaluation the last item of every row with at least two is predicted; `hstu.retrieval_metrics` compares the query
 with all items.
 
 Which negatives a prediction has:
@@ -40,21 +40,14 @@ _MAX_SCORES = 2**24
 
 @dataclass(frozen=True)
 class RetrievalOutput:
-    """What a step says besides the loss; without a graph.
+    """The results of a step besides the loss; without a graph."""
 
-    Attributes:
-        loss_sum: 0-dimensional, the sum of the loss over all predictions of this rank; 0 in evaluation, where the
-            metrics know the loss over all items.
-        num_loss_tokens: how many terms that sum has.
-        queries: at least float32 `(num_users, item_dim)`, of length 1; none in training.
-        targets: int64 `(num_users,)`, the ids that should be found.
-
-    """
-
+    # 0-dimensional, the sum of the loss over all predictions of this rank; 0 in evaluation, where the metrics know the
+    # loss over all items.
     loss_sum: torch.Tensor
-    num_loss_tokens: int
-    queries: torch.Tensor
-    targets: torch.Tensor
+    num_loss_tokens: int  # how many terms that sum has
+    queries: torch.Tensor  # at least float32 `(num_users, item_dim)`, of length 1; none in training
+    targets: torch.Tensor  # int64 `(num_users,)`, the ids that should be found
 
 
 class RetrievalTower(SequenceTower):
@@ -71,16 +64,15 @@ class RetrievalTower(SequenceTower):
         Args:
             embeddings: by feature name, values `(num_ids, width of the table)`.
             batch: the batch they belong to, without candidates; in training with the drawn negatives, if the config
-                asks for some.
+                has some.
 
         Returns:
             The loss to call `backward` on, W × local sum ÷ global count, times the scale if losses are scaled, and
-            what the step says besides.
+            the other results of the step.
 
         Raises:
             ValueError: another item feature, candidates, a row that is too long, or a time bias without timestamps.
             KeyError: a feature without a table, or no feature with the drawn negatives.
-
         """
         self._check(batch)
         embeddings, scale = self._begin_scaling(embeddings)
@@ -147,7 +139,7 @@ class RetrievalTower(SequenceTower):
             *(part.split(num_negatives) for part in (drawn, drawn_ids)),
         )
         terms = [self._terms(*row) for row in rows]
-        # An empty sum keeps the graph of what nobody has used.
+        # An empty sum keeps the graph of unused inputs.
         return torch.cat([*terms, (queries[:0] * drawn.sum()).sum(1)])
 
     def _in_batch_terms(
@@ -160,7 +152,6 @@ class RetrievalTower(SequenceTower):
             items: embeddings of their true items.
             ids: of these.
             predictions: how many every rank has; None if that is not known.
-
         """
         pool, pool_ids = items, ids
         if self.config.in_batch_pool == "global":

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch
-from commons.trainer.loss_scaling import LossScaler, unscaled_gradients
+from commons.trainer.optimize.loss_scaling import LossScaler, unscaled_gradients
 from hstu.embedding import HSTUEmbedding
 from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
 from hstu.model.layer import HSTUEncoder
@@ -25,22 +25,13 @@ Embeddings = Sequence[Mapping[str, JaggedTensor]]
 
 @dataclass(frozen=True)
 class EncodedSequence:
-    """A batch behind the layers.
+    """A batch behind the layers."""
 
-    Attributes:
-        hidden: `(num_tokens, hidden_size)`.
-        tokens: the tokens that went into them.
-        items: embeddings of the items as they were looked up.
-        num_candidates: int64 `(batch_size,)` on the host, candidates per row.
-        num_items: int64 `(batch_size,)` on the host, items per row.
-
-    """
-
-    hidden: torch.Tensor
-    tokens: TokenSequence
-    items: torch.Tensor
-    num_candidates: np.ndarray
-    num_items: np.ndarray
+    hidden: torch.Tensor  # `(num_tokens, hidden_size)`
+    tokens: TokenSequence  # the tokens that went into them
+    items: torch.Tensor  # embeddings of the items as they were looked up
+    num_candidates: np.ndarray  # int64 `(batch_size,)` on the host, candidates per row
+    num_items: np.ndarray  # int64 `(batch_size,)` on the host, items per row
 
 
 class SequenceTower(nn.Module):
@@ -70,7 +61,6 @@ class SequenceTower(nn.Module):
         Raises:
             ValueError: a row that is too long, or a time bias without timestamps.
             KeyError: a feature without a table.
-
         """
         action = batch.action_feature_name
         self._check_tables([*batch.contextual_feature_names, batch.item_feature_name, *([action] if action else [])])
@@ -187,12 +177,11 @@ class SequenceModel(nn.Module):
         Args:
             scaler: whose scale it is.
             data_parallel_tables: tables that the caller's optimizer trains, like the dense parameters.
-
         """
         tables = set(data_parallel_tables)
         second = {feature for table, feature in self._second_features.items() if table in tables}
         self.dense.scale_loss(scaler, tables | second)
 
     def forward(self, batch: HSTUBatch) -> tuple[torch.Tensor, Any]:
-        """Loss of a batch, and what the step says besides; see the tower's forward."""
+        """Loss of a batch, and the other results of the step; see the tower's forward."""
         return self.dense(self.embedding(batch.features), batch)

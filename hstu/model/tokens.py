@@ -25,26 +25,15 @@ class Jagged(Protocol):
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """The rows of a batch as tokens, one row after the other.
+    """The rows of a batch as tokens, one row after the other."""
 
-    Attributes:
-        values: `(num_tokens, hidden_size)`.
-        lengths: int64 `(batch_size,)`, tokens per row.
-        num_targets: int64 `(batch_size,)`, how many of a row's last tokens belong to candidates.
-        num_contextual: int64 `(batch_size,)`, how many of a row's first tokens are contextual.
-        item_tokens: int64 `(num_items,)`, the token of every item, in the order of the item feature.
-        item_lengths: int64 `(batch_size,)`, items per row.
-        tokens_per_item: 2 where every item is followed by its action.
-
-    """
-
-    values: torch.Tensor
-    lengths: torch.Tensor
-    num_targets: torch.Tensor
-    num_contextual: torch.Tensor
-    item_tokens: torch.Tensor
-    item_lengths: torch.Tensor
-    tokens_per_item: int
+    values: torch.Tensor  # `(num_tokens, hidden_size)`
+    lengths: torch.Tensor  # int64 `(batch_size,)`, tokens per row
+    num_targets: torch.Tensor  # int64 `(batch_size,)`, how many of a row's last tokens belong to candidates
+    num_contextual: torch.Tensor  # int64 `(batch_size,)`, how many of a row's first tokens are contextual
+    item_tokens: torch.Tensor  # int64 `(num_items,)`, the token of every item, in the order of the item feature
+    item_lengths: torch.Tensor  # int64 `(batch_size,)`, items per row
+    tokens_per_item: int  # 2 where every item is followed by its action
 
     def candidate_tokens(self, num_candidates: torch.Tensor, total: int) -> torch.Tensor:
         """The token of every candidate's item.
@@ -55,7 +44,6 @@ class TokenSequence:
 
         Returns:
             int64 `(total,)`, row after row.
-
         """
         return self.item_tokens.index_select(0, self.last_items(num_candidates, total))
 
@@ -68,7 +56,6 @@ class TokenSequence:
 
         Returns:
             int64 `(total,)`, indices into the item feature, row after row.
-
         """
         return _places(self.item_lengths.cumsum(0) - counts, counts, total)
 
@@ -84,7 +71,6 @@ class TokenSequence:
 
         Returns:
             int64 `(num_tokens,)`. A row without items has one time for all its tokens.
-
         """
         num_tokens = self.values.shape[0]
         behind_context = -self.num_contextual  # (batch_size,), place of the first token counted from the first item
@@ -113,7 +99,6 @@ def interleave_tokens(
 
     Raises:
         ValueError: another number of actions than of items.
-
     """
     num_items = items.values().shape[0]
     if actions is not None and actions.values().shape[0] != num_items:

@@ -1,48 +1,29 @@
-"""Before the Triton kernels are trusted on a device: do they compute there what the reference does?
+"""Before the Triton kernels are trusted on a device: do they compute there what the reference does, and as fast?
 
-Looked at once per process, device and kind of layer, on a batch made up for it, so that a compiler that is missing, or
+Looked at once per process, device and kind of layer, on batches made up for it, so that a compiler that is missing, or
 one that is wrong for a GPU that nobody has tried, is known before the first step.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_launch import LayerKind, seconds_of
 
 # Rows over several blocks, of targets and context, an empty one, and one of a single token.
 _LENGTHS, _TARGETS, _CONTEXTUAL = (150, 0, 37, 1), (40, 0, 3, 0), (5, 0, 2, 0)
-_NUM_HEADS, _NUM_BUCKETS, _NORMALIZER = 2, 16, 64.0
+# The same for their time, with a long tail.
+_TIMED_LENGTHS = (1024, 700, 500, 350, 256, 200, 150, 100, 80, 60, 50, 40, 30, 20, 10, 5)
+_NUM_HEADS, _NUM_BUCKETS, _NORMALIZER = 4, 16, 64.0
 # Of the largest value: what rounding to 16 bits, or products in TensorFloat-32, may make of a few hundred sums.
 _TOLERANCE = {4: 0.01, 2: 0.05}
-
-
-class LayerKind(NamedTuple):
-    """What decides which kernels run.
-
-    Attributes:
-        dtype: of queries.
-        head_dim: width of a head.
-        is_causal: whether a token sees only itself and what precedes it.
-        has_context: whether contextual tokens see all of the history.
-        target_group_size: targets that may see one another.
-        has_position: whether there is a bias by position.
-        has_time: whether there is a bias by time.
-
-    """
-
-    dtype: torch.dtype
-    head_dim: int
-    is_causal: bool
-    has_context: bool
-    target_group_size: int
-    has_position: bool
-    has_time: bool
 
 
 @functools.cache
@@ -53,43 +34,70 @@ def disagreement(device: torch.device, kind: LayerKind) -> str | None:
     """
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            pairs = zip(("outputs", "gradients of tokens", "gradients of biases"), *_both(device, kind))
+            run = _attention_of(device, kind, _LENGTHS, _TARGETS, _CONTEXTUAL)
+            pairs = zip(
+                ("outputs", "gradients of tokens", "gradients of biases"),
+                run(False, torch.float32),
+                run(True, kind.dtype),
+            )
             for name, expected, found in pairs:
                 largest = float(expected.abs().max())
                 error = float((found - expected).abs().max())
                 if not error <= _TOLERANCE[kind.dtype.itemsize] * largest:
                     return f"it computes {name} that are off by {error:.3g}, where the reference's reach {largest:.3g}"
     except Exception as error:  # of Triton's compiler, say, or of the one that it asks for
-        return f"its kernels cannot run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        return f"its kernels cannot run ({error_in_words(error)})"
     return None
 
 
-def _both(device: torch.device, kind: LayerKind) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Output and gradients of a batch, float32, by the reference and by the kernels."""
+def slowness(device: torch.device, kind: LayerKind) -> str | None:
+    """Why PyTorch should compute such layers on this CUDA device though the kernels can; None where they are faster."""
+    empty = (0,) * len(_TIMED_LENGTHS)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        run = _attention_of(device, kind, _TIMED_LENGTHS, empty, empty)
+        pytorch, kernels = (seconds_of(functools.partial(run, each, kind.dtype)) * 1e3 for each in (False, True))
+    if kernels <= pytorch:
+        return None
+    return f"its kernels take {kernels:.2f} ms for a batch that takes PyTorch {pytorch:.2f} ms"
+
+
+def error_in_words(error: Exception) -> str:
+    """The beginning of an error, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _attention_of(
+    device: torch.device, kind: LayerKind, *rows: Sequence[int]
+) -> Callable[[bool, torch.dtype], list[torch.Tensor]]:
+    """Attention of a batch with these lengths, targets and contextual tokens, by the kernels or by the reference.
+
+    What is returned takes who computes it and in which dtype, and gives output and gradients, float32.
+    """
     generator = torch.Generator().manual_seed(0)
-    tokens, width = sum(_LENGTHS), max(_LENGTHS) * 2 - 1
+    tokens, longest = sum(rows[0]), max(rows[0])
+    width = 2 * longest - 1
     shape = (4, tokens, _NUM_HEADS, kind.head_dim)
     drawn = torch.randn(shape, generator=generator).mul_(kind.head_dim**-0.25).to(device, kind.dtype)
     sees_ahead = kind.has_context or not kind.is_causal
     biases = torch.randn(_NUM_HEADS, width + _NUM_BUCKETS, generator=generator).to(device)
     seconds = torch.randint(0, 5000, (tokens,), generator=generator).cumsum(0).to(device)
-    lengths, targets, contextual = (torch.tensor(each) for each in (_LENGTHS, _TARGETS, _CONTEXTUAL))
-    rows = (lengths, targets, contextual if kind.has_context else None)
+    lengths, targets, contextual = (torch.tensor(each) for each in rows)
+    masks: dict[str, Any] = {"is_causal": kind.is_causal, "target_group_size": kind.target_group_size}
+    batch = (lengths, targets, contextual if kind.has_context else None)
 
-    def run(by_kernels: bool) -> list[torch.Tensor]:
-        inputs = drawn[:3].to(kind.dtype if by_kernels else torch.float32).clone().requires_grad_()
+    def run(by_kernels: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = drawn[:3].to(dtype).clone().requires_grad_()
         query, key, value = inputs
         leaf = biases.clone().requires_grad_()
-        position, time = leaf[:, : width if sees_ahead else max(_LENGTHS)], leaf[:, width:]
+        position, time = leaf[:, : width if sees_ahead else longest], leaf[:, width:]
         times = TokenTimes(seconds, time) if kind.has_time else None
-        masks: dict[str, Any] = {"is_causal": kind.is_causal, "target_group_size": kind.target_group_size}
         if by_kernels:
-            plan = plan_triton_attention(*rows, **masks, device=device)
+            plan = plan_triton_attention(*batch, **masks, device=device)
             output = triton_attention(
                 query, key, value, position if kind.has_position else None, plan, normalizer=_NORMALIZER, times=times
             )
         else:
-            blocks = plan_attention(*rows, num_heads=_NUM_HEADS, **masks, device=device)
+            blocks = plan_attention(*batch, num_heads=_NUM_HEADS, **masks, device=device)
             table = position if kind.has_position else torch.zeros_like(position)
             output = hstu_attention(query, key, value, table, blocks, normalizer=_NORMALIZER, times=times)
         leaves = [inputs, leaf]
@@ -97,4 +105,4 @@ def _both(device: torch.device, kind: LayerKind) -> tuple[list[torch.Tensor], li
         found = (torch.zeros_like(each) if grad is None else grad for each, grad in zip(leaves, gradients))
         return [output.detach().float(), *(each.float() for each in found)]
 
-    return run(False), run(True)
+    return run

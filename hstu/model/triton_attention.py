@@ -20,32 +20,25 @@ from hstu.model.attention import TokenTimes, require_plan_of, require_reach
 from hstu.model.attention_plan import read_lengths
 from hstu.model.triton_launch import TILE_SPAN, Inputs, launch
 
+# Of a group of targets, so that places behind one are 32-bit integers; more than a batch can have.
+_LARGEST_GROUP = 2**30
+
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """Where the rows of a jagged batch begin, and the tiles that programs take.
+    """Where the rows of a jagged batch begin, and the tiles that programs take."""
 
-    Attributes:
-        rows: int32 `(batch_size, 4)`, of every row its first token, its tokens, those of its history, and how many of
-            those are contextual.
-        query_tiles: int32 `(num_tiles, 2)`, row and first place of every tile of queries, the most keys first.
-        key_tiles: int32 `(num_tiles, 2)`, as `query_tiles`, the most queries first.
-        num_tokens: tokens of the batch.
-        longest: tokens of the longest row.
-        is_causal: whether a token sees only itself and what precedes it.
-        sees_ahead: whether some token sees a later one, so that distances below zero have a bias.
-        target_group_size: targets per group.
-
-    """
-
+    # int32 `(batch_size, 4)`, of every row its first token, its tokens, those of its history, and how many of those are
+    # contextual.
     rows: torch.Tensor
+    # int32 `(num_tiles, 2)`, row and first place of every tile of queries, the most keys first.
     query_tiles: torch.Tensor
-    key_tiles: torch.Tensor
-    num_tokens: int
-    longest: int
-    is_causal: bool
-    sees_ahead: bool
-    target_group_size: int
+    key_tiles: torch.Tensor  # int32 `(num_tiles, 2)`, as `query_tiles`, the most queries first
+    num_tokens: int  # tokens of the batch
+    longest: int  # tokens of the longest row
+    is_causal: bool  # whether a token sees only itself and what precedes it
+    sees_ahead: bool  # whether some token sees a later one, so that distances below zero have a bias
+    target_group_size: int  # targets per group; that of the model, for the kernels are compiled for it
 
 
 def plan_triton_attention(
@@ -93,8 +86,13 @@ def plan_triton_attention(
         longest=int(tokens.max(initial=0)),
         is_causal=is_causal,
         sees_ahead=not is_causal or num_contextual is not None,
-        target_group_size=min(target_group_size, max(1, int(targets.max(initial=0)))),
+        target_group_size=compiled_group_size(target_group_size, is_causal=is_causal),
     )
+
+
+def compiled_group_size(target_group_size: int, *, is_causal: bool) -> int:
+    """The size of groups that the kernels are compiled for, in a model with such groups."""
+    return min(target_group_size, _LARGEST_GROUP) if is_causal else 1
 
 
 def triton_attention(
@@ -216,8 +214,9 @@ def _forward(*arguments: Any) -> torch.Tensor:
 def _backward_query(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     inputs, grad_output = _with_gradient(*arguments)
     results = _fake_backward_query(*arguments)
-    grad_query, grad_bias, grad_time_bias = results
-    launch("backward_query", inputs, [grad_output, grad_query, grad_bias.zero_(), grad_time_bias.zero_()])
+    biases = zip(results[1:], (inputs.bias, inputs.time_bias))
+    gradients = (None if bias is None else gradient.zero_() for gradient, bias in biases)
+    launch("backward_query", inputs, [grad_output, results[0], *gradients])
     return results
 
 

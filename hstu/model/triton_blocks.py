@@ -1,8 +1,8 @@
 """Blocks that the Triton kernels may be cut into, and the shared memory that those need.
 
-They were chosen for few spilled registers: none for heads of 64 channels in 16 bits on sm_80 and sm_90a, but 51 of all
-399 spill some. `benchmarks/attention_kernels.py` prints what each of them takes, and its page in benchmarks/results has
-those that spill; what that costs is for the measurement on the device to say.
+They were chosen for few spilled registers: none for heads of 64 channels in 16 bits on sm_80 and sm_90a, but more than
+50 of 402 spill some. `benchmarks/attention_kernels.py` prints what each of them takes, and its page in
+benchmarks/results has those that spill; what that costs is for the measurement on the device to say.
 """
 
 from __future__ import annotations
@@ -18,20 +18,12 @@ Bias = Literal["none", "position", "time", "both"]
 
 
 class Blocks(NamedTuple):
-    """How a kernel is cut.
+    """How a kernel is cut."""
 
-    Attributes:
-        queries: queries of a block, a power of two of at least 16.
-        keys: keys of a block, the same.
-        warps: of 32 threads, in a program.
-        stages: blocks that are loaded ahead, the one in use included.
-
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+    queries: int  # queries of a block, a power of two of at least 16
+    keys: int  # keys of a block, the same
+    warps: int  # of 32 threads, in a program
+    stages: int  # blocks that are loaded ahead, the one in use included
 
 
 _Lines = dict[tuple[int, str, int], list[list[tuple[int, int, int, int]]]]
@@ -51,7 +43,7 @@ _EVERYWHERE: _Lines = {
         [(32, 32, 4, 2)],
     ],
     (2, "backward_query", 128): [[(128, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)], [(32, 32, 8, 2)], [(32, 16, 8, 2)]],
-    (2, "backward_query", 256): [[(32, 16, 8, 2)]],
+    (2, "backward_query", 256): [[(32, 16, 8, 2), (16, 16, 8, 2)]],
     (2, "backward_key", 64): [[(64, 128, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)], [(64, 32, 4, 2)]],
     (2, "backward_key", 128): [[(64, 64, 8, 2), (32, 32, 8, 2)], [(32, 32, 8, 2)]],
     (2, "backward_key", 256): [[(32, 32, 8, 2)], [(16, 32, 8, 2)]],

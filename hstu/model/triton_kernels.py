@@ -27,9 +27,11 @@ import triton.language as tl
 from hstu.model import triton_launch
 
 TILE_SPAN = tl.constexpr(triton_launch.TILE_SPAN)
-# Parts of larger tensors, anywhere in them: a kernel compiled for an alignment would be compiled twice.
+# Triton would compile again for other alignments of these parts of larger tensors,
 _UNALIGNED = ["ROWS", "TILES", "TIMES"]
-# ln(1.351): the width of a time bucket, as in `hstu.model.dense_attention`.
+# and for a 1 or a multiple of 16 among these numbers.
+_PLAIN = ["num_heads", "zero", "width", "num_buckets"]
+# ln(1.351): the width of a time bucket, as in `hstu.model.attention`.
 _LOG_TIME_STEP = tl.constexpr(0.301)
 
 
@@ -83,25 +85,25 @@ def _store(
 
 
 @triton.jit
-def _sees(i, j, history, context, group):
+def _sees(i, j, history, context, GROUP: tl.constexpr):
     """Mask of queries i and keys j of a row, whose shapes broadcast."""
     before = j <= i
-    same_group = (i - history) // group == (j - history) // group
+    same_group = (i - history) // GROUP == (j - history) // GROUP
     return tl.where(j < history, before | (i < context), before & same_group)
 
 
 @triton.jit
-def _bias_place(token, history, group, CAUSAL: tl.constexpr):
+def _bias_place(token, history, GROUP: tl.constexpr, CAUSAL: tl.constexpr):
     """Where the position bias sees a token: each group of targets stands directly behind the history."""
     if CAUSAL:
-        return tl.where(token < history, token, history + (token - history) % group)
+        return tl.where(token < history, token, history + (token - history) % GROUP)
     else:
         return token
 
 
 @triton.jit
 def _time_bucket(asked, known, num_buckets):
-    """Buckets of the times between queries and keys, as `hstu.model.dense_attention.time_buckets` has them."""
+    """Buckets of the times between queries and keys, as `hstu.model.attention.time_buckets` has them."""
     apart = tl.maximum(tl.abs(asked - known), 1).to(tl.float32)
     return tl.minimum((tl.log(apart) / _LOG_TIME_STEP).to(tl.int32), num_buckets - 1)
 
@@ -124,8 +126,8 @@ def _sigmoid(scores, FAST: tl.constexpr):
 
 @triton.jit
 def _key_ranges(
-    masked: tl.constexpr, start, length, history, context, group,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    masked: tl.constexpr, start, length, history, context,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Two ranges of keys that a block of queries visits: begin, end, begin, end.
 
@@ -139,14 +141,15 @@ def _key_ranges(
         return 0, seen_by_all, 0, 0
     end = tl.minimum(start + BLOCK_M, length)
     seen_by_some = tl.minimum(tl.where(start < context, history, end), history)
-    first_group = history + tl.maximum(start - history, 0) // group * group
+    first_group = history + tl.maximum(start - history, 0) // GROUP * GROUP
     return seen_by_all, tl.maximum(seen_by_some, seen_by_all), first_group, tl.maximum(end, first_group)
 
 
 @triton.jit
 def _query_ranges(
-    masked: tl.constexpr, start, length, history, context, group, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
-):
+    masked: tl.constexpr, start, length, history, context,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
     """Two ranges of queries that visit a block of keys: begin, end, begin, end.
 
     Without a mask those that see all of it: what follows a block of the history. With it the contextual queries before
@@ -159,18 +162,18 @@ def _query_ranges(
     if not masked:
         return tl.where(of_history, end, length), length, 0, 0
     contextual = tl.where(start < history, tl.minimum(context, start), 0)
-    last_group = history + (tl.maximum(end - 1 - history, 0) // group + 1) * group
+    last_group = history + (tl.maximum(end - 1 - history, 0) // GROUP + 1) * GROUP
     seeing = tl.where(start < history, length, tl.minimum(last_group, length))
     return 0, contextual, start, tl.where(of_history, end, seeing)
 
 
 @triton.jit
-def _block_of(step, begin, end, other_begin, other_end, BLOCK: tl.constexpr):
+def _block_of(step, begin, end, begin2, end2, BLOCK: tl.constexpr):
     """Where the block of a step starts, and its limit: blocks of the first range, then those of the other."""
     num_first = tl.cdiv(end - begin, BLOCK)
     of_first = step < num_first
-    start = tl.where(of_first, begin + step * BLOCK, other_begin + (step - num_first) * BLOCK)
-    return start, tl.where(of_first, end, other_end)
+    start = tl.where(of_first, begin + step * BLOCK, begin2 + (step - num_first) * BLOCK)
+    return start, tl.where(of_first, end, end2)
 
 
 @triton.jit
@@ -227,10 +230,7 @@ def _biases(scores, seen, i_place, j_place, i_time, j_time, POSITION, TIME, num_
     """Scores with their biases, and the buckets of the times; places and times broadcast to the shape of the scores."""
     bucket = 0
     if POSITION is not None:
-        if seen is None:
-            scores += tl.load(POSITION + (i_place - j_place))
-        else:
-            scores += tl.load(POSITION + (i_place - j_place), mask=seen, other=0.0)
+        scores += tl.load(POSITION + (i_place - j_place), mask=seen)
     if TIME is not None:
         bucket = _time_bucket(i_time, j_time, num_buckets)
         scores += tl.load(TIME + bucket)
@@ -240,18 +240,15 @@ def _biases(scores, seen, i_place, j_place, i_time, j_time, POSITION, TIME, num_
 @triton.jit
 def _times(TIMES, first, tokens):
     """When tokens of a row happened; nothing where there is no bias by time."""
-    if TIMES is not None:
-        return tl.load(TIMES + first + tokens)
-    else:
-        return tokens
+    return tokens if TIMES is None else tl.load(TIMES + first + tokens)
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)
 def forward(
     Q, K, V, POSITION, TIME, TIMES, OUT, ROWS, TILES,
-    num_heads, token_stride, head_stride, before, after, group, zero, width, num_buckets,
+    num_heads, token_stride, head_stride, before, after, zero, width, num_buckets,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The output of a block of queries. `before · after` is 1/N: what is multiplied before the sum, and after it."""
     head, first, length, history, context, start = _program_tile(ROWS, TILES, num_heads, BLOCK_M)
@@ -263,20 +260,18 @@ def forward(
         TIME += head * num_buckets
     q = _load(Q, first, start, length, head, token_stride, head_stride, HEAD_DIM, BLOCK_M, BLOCK_DIM)
     i = tl.minimum(start + tl.arange(0, BLOCK_M), length - 1)
-    i_place = _bias_place(i, history, group, CAUSAL)
+    i_place = _bias_place(i, history, GROUP, CAUSAL)
     i_time = _times(TIMES, first, i)
     sums = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
     for masked in tl.static_range(2 if CAUSAL else 1):
-        begin, end, other, other_end = _key_ranges(
-            masked, start, length, history, context, group, BLOCK_M, BLOCK_N, CAUSAL
-        )
-        for step in range(0, tl.cdiv(end - begin, BLOCK_N) + tl.cdiv(other_end - other, BLOCK_N)):
-            n, limit = _block_of(step, begin, end, other, other_end, BLOCK_N)
+        begin, end, begin2, end2 = _key_ranges(masked, start, length, history, context, GROUP, BLOCK_M, BLOCK_N, CAUSAL)
+        for step in range(0, tl.cdiv(end - begin, BLOCK_N) + tl.cdiv(end2 - begin2, BLOCK_N)):
+            n, limit = _block_of(step, begin, end, begin2, end2, BLOCK_N)
             k = _load(K, first, n, limit, head, token_stride, head_stride, HEAD_DIM, BLOCK_N, BLOCK_DIM)
             v = _load(V, first, n, limit, head, token_stride, head_stride, HEAD_DIM, BLOCK_N, BLOCK_DIM)
             j = tl.minimum(n + tl.arange(0, BLOCK_N), limit - 1)
-            seen = _sees(i[:, None], j[None, :], history, context, group) if masked else None
-            j_place = _bias_place(j, history, group, CAUSAL)
+            seen = _sees(i[:, None], j[None, :], history, context, GROUP) if masked else None
+            j_place = _bias_place(j, history, GROUP, CAUSAL)
             j_time = _times(TIMES, first, j)
             scores, _ = _biases(
                 tl.dot(q, tl.trans(k), input_precision=PRECISION), seen, i_place[:, None], j_place[None, :],
@@ -289,12 +284,12 @@ def forward(
     _store(OUT, sums * after, first, start, length, head, num_heads, HEAD_DIM, BLOCK_M, BLOCK_DIM)
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)
 def backward_query(
     Q, K, V, POSITION, TIME, TIMES, GRAD_OUT, GRAD_Q, GRAD_POSITION, GRAD_TIME, ROWS, TILES,
-    num_heads, token_stride, head_stride, before, after, group, zero, width, num_buckets,
+    num_heads, token_stride, head_stride, before, after, zero, width, num_buckets,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries, and what the block adds to those of the biases. `before · after` is 1/N."""
     head, first, length, history, context, start = _program_tile(ROWS, TILES, num_heads, BLOCK_M)
@@ -309,13 +304,11 @@ def backward_query(
     q = _load(Q, first, start, length, head, token_stride, head_stride, HEAD_DIM, BLOCK_M, BLOCK_DIM)
     grad_out = _load(GRAD_OUT, first, start, length, head, num_heads * HEAD_DIM, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_DIM)
     i = tl.minimum(start + tl.arange(0, BLOCK_M), length - 1)
-    i_place = _bias_place(i, history, group, CAUSAL)
+    i_place = _bias_place(i, history, GROUP, CAUSAL)
     i_time = _times(TIMES, first, i)
     sums = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
     for masked in tl.static_range(2 if CAUSAL else 1):
-        begin, end, other, other_end = _key_ranges(
-            masked, start, length, history, context, group, BLOCK_M, BLOCK_N, CAUSAL
-        )
+        begin, end, begin2, end2 = _key_ranges(masked, start, length, history, context, GROUP, BLOCK_M, BLOCK_N, CAUSAL)
         if CAUSAL and POSITION is not None:
             # In blocks without targets places follow one another; blocks with them are left to the masked loop.
             has_targets = (start + BLOCK_M > history) & (history < length)
@@ -323,13 +316,13 @@ def backward_query(
                 begin = tl.where(has_targets, 0, begin)
             else:
                 end = tl.where(has_targets, 0, end)
-        for step in range(0, tl.cdiv(end - begin, BLOCK_N) + tl.cdiv(other_end - other, BLOCK_N)):
-            n, limit = _block_of(step, begin, end, other, other_end, BLOCK_N)
+        for step in range(0, tl.cdiv(end - begin, BLOCK_N) + tl.cdiv(end2 - begin2, BLOCK_N)):
+            n, limit = _block_of(step, begin, end, begin2, end2, BLOCK_N)
             k = _load(K, first, n, limit, head, token_stride, head_stride, HEAD_DIM, BLOCK_N, BLOCK_DIM)
             v = _load(V, first, n, limit, head, token_stride, head_stride, HEAD_DIM, BLOCK_N, BLOCK_DIM)
             j = tl.minimum(n + tl.arange(0, BLOCK_N), limit - 1)
-            seen = _sees(i[:, None], j[None, :], history, context, group) if masked else None
-            j_place = _bias_place(j, history, group, CAUSAL)
+            seen = _sees(i[:, None], j[None, :], history, context, GROUP) if masked else None
+            j_place = _bias_place(j, history, GROUP, CAUSAL)
             j_time = _times(TIMES, first, j)
             scores, bucket = _biases(
                 tl.dot(q, tl.trans(k), input_precision=PRECISION), seen, i_place[:, None], j_place[None, :],
@@ -353,12 +346,12 @@ def backward_query(
     _store(GRAD_Q, sums, first, start, length, head, num_heads, HEAD_DIM, BLOCK_M, BLOCK_DIM)
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)
 def backward_key(
     Q, K, V, POSITION, TIME, TIMES, GRAD_OUT, GRAD_K, GRAD_V, ROWS, TILES,
-    num_heads, token_stride, head_stride, before, after, group, zero, width, num_buckets,
+    num_heads, token_stride, head_stride, before, after, zero, width, num_buckets,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a block of keys and its values.
 
@@ -374,21 +367,19 @@ def backward_key(
     k = _load(K, first, start, length, head, token_stride, head_stride, HEAD_DIM, BLOCK_N, BLOCK_DIM)
     v = _load(V, first, start, length, head, token_stride, head_stride, HEAD_DIM, BLOCK_N, BLOCK_DIM)
     j = tl.minimum(start + tl.arange(0, BLOCK_N), length - 1)
-    j_place = _bias_place(j, history, group, CAUSAL)
+    j_place = _bias_place(j, history, GROUP, CAUSAL)
     j_time = _times(TIMES, first, j)
     key_sums = tl.zeros((BLOCK_N, BLOCK_DIM), tl.float32)
     value_sums = tl.zeros((BLOCK_N, BLOCK_DIM), tl.float32)
     for masked in tl.static_range(2 if CAUSAL else 1):
-        begin, end, other, other_end = _query_ranges(masked, start, length, history, context, group, BLOCK_N, CAUSAL)
-        for step in range(0, tl.cdiv(end - begin, BLOCK_M) + tl.cdiv(other_end - other, BLOCK_M)):
-            m, limit = _block_of(step, begin, end, other, other_end, BLOCK_M)
+        begin, end, begin2, end2 = _query_ranges(masked, start, length, history, context, GROUP, BLOCK_N, CAUSAL)
+        for step in range(0, tl.cdiv(end - begin, BLOCK_M) + tl.cdiv(end2 - begin2, BLOCK_M)):
+            m, limit = _block_of(step, begin, end, begin2, end2, BLOCK_M)
             q = _load(Q, first, m, limit, head, token_stride, head_stride, HEAD_DIM, BLOCK_M, BLOCK_DIM)
-            grad_out = _load(
-                GRAD_OUT, first, m, limit, head, num_heads * HEAD_DIM, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_DIM
-            )
+            grad = _load(GRAD_OUT, first, m, limit, head, num_heads * HEAD_DIM, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_DIM)
             i = tl.minimum(m + tl.arange(0, BLOCK_M), limit - 1)
-            seen = _sees(i[None, :], j[:, None], history, context, group) if masked else None
-            i_place = _bias_place(i, history, group, CAUSAL)
+            seen = _sees(i[None, :], j[:, None], history, context, GROUP) if masked else None
+            i_place = _bias_place(i, history, GROUP, CAUSAL)
             i_time = _times(TIMES, first, i)
             scores, _ = _biases(
                 tl.dot(k, tl.trans(q), input_precision=PRECISION), seen, i_place[None, :], j_place[:, None],
@@ -397,11 +388,11 @@ def backward_key(
             sigmoid = _sigmoid(scores, FAST)
             weights = scores * sigmoid * before
             slope = sigmoid * (1.0 + scores * (1.0 - sigmoid))
-            grad_scores = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION) * (before * after) * slope
+            grad_scores = tl.dot(v, tl.trans(grad), input_precision=PRECISION) * (before * after) * slope
             if masked:
                 weights = tl.where(seen, weights, 0.0)
                 grad_scores = tl.where(seen, grad_scores, 0.0)
-            value_sums = tl.dot(weights.to(grad_out.dtype), grad_out, value_sums, input_precision=PRECISION)
+            value_sums = tl.dot(weights.to(grad.dtype), grad, value_sums, input_precision=PRECISION)
             key_sums = tl.dot(grad_scores.to(q.dtype), q, key_sums, input_precision=PRECISION)
     _store(GRAD_K, key_sums, first, start, length, head, num_heads, HEAD_DIM, BLOCK_N, BLOCK_DIM)
     _store(GRAD_V, value_sums * after, first, start, length, head, num_heads, HEAD_DIM, BLOCK_N, BLOCK_DIM)

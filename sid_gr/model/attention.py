@@ -1,7 +1,7 @@
 """Attention over packed rows, as a core attention of megatron-core's layers.
 
 megatron-core's SelfAttention projects the tokens and hands queries, keys and values to its *core attention*, which a
-layer spec may replace. Here it asks an AttentionPattern, which travels in the place of PackedSeqParams: `CausalRows`
+layer spec may replace. Here it calls an AttentionPattern, which travels in the place of PackedSeqParams: `CausalRows`
 attends within rows, all at once, and `BeamStep` (decoding_cache.py) attends from one new token per beam to a cache.
 
 Rows of a layout's block are padded to one length, behind their tokens, where no causal query looks; blocks are padded
@@ -43,18 +43,16 @@ class AttentionPattern(PackedSeqParams, ABC):
 
         Returns:
             `(num_tokens, num_heads, head_dim)`.
-
         """
 
 
 class PatternAttention(torch.nn.Module):
-    """The core attention of a layer: does what the pattern says. It has no parameters.
+    """The core attention of a layer: it calls the pattern, and has no parameters.
 
     Args:
         config: of the transformer; unused.
         layer_number: from 1 on.
-        options: what else megatron-core tells a core attention; unused.
-
+        options: further arguments of a core attention; unused.
     """
 
     def __init__(self, config: Any, layer_number: int, **options: Any) -> None:
@@ -77,15 +75,10 @@ class PatternAttention(torch.nn.Module):
 
 @dataclass
 class CausalRows(AttentionPattern):
-    """Every token attends to itself and to what precedes it in its row.
+    """Every token attends to itself and to what precedes it in its row."""
 
-    Attributes:
-        layout: of the tokens.
-        cache: is given the keys and values of all layers, for `BeamStep`; None where nothing follows.
-
-    """
-
-    layout: TokenLayout = field(kw_only=True)
+    layout: TokenLayout = field(kw_only=True)  # of the tokens
+    # Is given the keys and values of all layers, for `BeamStep`; None where nothing follows.
     cache: DecodingCache | None = field(default=None, kw_only=True)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -19,16 +19,10 @@ NextLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class GeneratedItems:
-    """The likeliest items of each row, the best one first.
+    """The likeliest items of each row, the best one first."""
 
-    Attributes:
-        leaves: int64 `(num_rows, beam_width)`, numbers of SIDs in the trie, ascending with the SIDs.
-        log_probs: at least float32 `(num_rows, beam_width)`, falling.
-
-    """
-
-    leaves: torch.Tensor
-    log_probs: torch.Tensor
+    leaves: torch.Tensor  # int64 `(num_rows, beam_width)`, numbers of SIDs in the trie, ascending with the SIDs
+    log_probs: torch.Tensor  # at least float32 `(num_rows, beam_width)`, falling
 
 
 def check_beam_width(beam_width: int, trie: SIDTrie) -> None:
@@ -57,7 +51,6 @@ def beam_search(trie: SIDTrie, beam_width: int, first_logits: torch.Tensor, next
 
     Raises:
         ValueError: a beam wider than there are items.
-
     """
     check_beam_width(beam_width, trie)
     num_rows = first_logits.shape[0]

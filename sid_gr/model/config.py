@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from commons.checks import require_at_least
 
@@ -15,39 +15,28 @@ HeadKind = Literal["separate", "shared"]
 class SIDGRConfig:
     """A decoder of semantic IDs: code embeddings, transformer layers, a head for every hierarchy.
 
-    Attributes:
-        codebook_sizes: codes of each hierarchy, the first one coarsest; an item has one code per hierarchy.
-        max_items: the most items of a row, history and candidates together.
-        hidden_size: width of a token between layers, and of every embedding.
-        num_layers: transformer layers.
-        num_attention_heads: attention heads per layer.
-        kv_channels: width of a head; hidden_size ÷ num_attention_heads if not given.
-        ffn_hidden_size: width of the feed-forward block; 4 · hidden_size if not given.
-        heads: "separate" gives every hierarchy a matrix of its own, "shared" one matrix for all, of which a hierarchy
-            uses as many rows as it has codes.
-        dropout: probability with which an element of an attention or feed-forward block's output is dropped in
-            training. Attention weights are not dropped.
-        init_method_std: standard deviation of initial weights.
-        layer_norm_eps: added to the variance in layer norms.
-        tensor_model_parallel_size: ranks that share the attention heads and the feed-forward block of every layer.
-            Everything else is computed by each of them: heads of a few hundred codes are not worth a collective.
-
     Raises:
         ValueError: a number outside its range, or heads or a feed-forward block that the ranks cannot share evenly.
-
     """
 
+    # Codes of each hierarchy, the first one coarsest; an item has one code per hierarchy.
     codebook_sizes: tuple[int, ...]
-    max_items: int
-    hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    kv_channels: int | None = None
-    ffn_hidden_size: int | None = None
+    max_items: int  # the most items of a row, history and candidates together
+    hidden_size: int  # width of a token between layers, and of every embedding
+    num_layers: int  # transformer layers
+    num_attention_heads: int  # attention heads per layer
+    kv_channels: int | None = None  # width of a head; hidden_size ÷ num_attention_heads if not given
+    ffn_hidden_size: int | None = None  # width of the feed-forward block; 4 · hidden_size if not given
+    # "separate" gives every hierarchy a matrix of its own, "shared" one matrix for all, of which a hierarchy uses as
+    # many rows as it has codes.
     heads: HeadKind = "separate"
+    # Probability with which an element of an attention or feed-forward block's output is dropped in training.
+    # Attention weights are not dropped.
     dropout: float = 0.0
-    init_method_std: float = 0.02
-    layer_norm_eps: float = 1e-5
+    init_method_std: float = 0.02  # standard deviation of initial weights
+    layer_norm_eps: float = 1e-5  # added to the variance in layer norms
+    # Ranks that share the attention heads and the feed-forward block of every layer. Everything else is computed by
+    # each of them: heads of a few hundred codes are not worth a collective.
     tensor_model_parallel_size: int = 1
 
     def __post_init__(self) -> None:
@@ -95,6 +84,17 @@ class SIDGRConfig:
     def ffn_width(self) -> int:
         """Width of the feed-forward block."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def cost_dimensions(self) -> dict[str, Any]:
+        """What SelfAttentionTask and the shuffler need to know of the layers."""
+        return {
+            "hidden_size": self.hidden_size,
+            "num_heads": self.num_attention_heads,
+            "head_dim": self.head_dim,
+            "num_layers": self.num_layers,
+            "ffn_hidden_size": self.ffn_width,
+        }
 
     @property
     def max_sequence_length(self) -> int:

@@ -33,16 +33,10 @@ from sid_gr.parallel import tensor_parallel_size
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a step says besides the loss; without a graph.
+    """The results of a step besides the loss; without a graph."""
 
-    Attributes:
-        loss_sum: 0-dimensional, the sum of the cross-entropies of all candidate codes of this rank.
-        num_loss_tokens: how many codes that are.
-
-    """
-
-    loss_sum: torch.Tensor
-    num_loss_tokens: int
+    loss_sum: torch.Tensor  # 0-dimensional, the sum of the cross-entropies of all candidate codes of this rank
+    num_loss_tokens: int  # how many codes that are
 
 
 class SIDDecoder(nn.Module):
@@ -58,7 +52,6 @@ class SIDDecoder(nn.Module):
     Raises:
         RuntimeError: megatron-core's parallel_state is not initialised.
         ValueError: it was initialised for another tensor-parallel size.
-
     """
 
     def __init__(self, config: SIDGRConfig, pg_group: dist.ProcessGroup | None = None) -> None:
@@ -96,13 +89,12 @@ class SIDDecoder(nn.Module):
             batch: the batch they belong to, with labels.
 
         Returns:
-            The loss to call `backward` on, W × local sum ÷ global count, and what the step says besides.
+            The loss to call `backward` on, W × local sum ÷ global count, and the other results of the step.
 
         Raises:
             ValueError: labels that are not those of the candidates, another number of hierarchies, a row that is too
                 long.
             TypeError: labels that are no KeyedJaggedTensor.
-
         """
         layout = self.lay_out(batch)
         return self.loss(self.encode(self.tokens(embeddings, batch, layout), CausalRows(layout=layout)), layout, batch)
@@ -112,7 +104,6 @@ class SIDDecoder(nn.Module):
 
         Raises:
             ValueError: another number of hierarchies than the model's, or a row with too many items.
-
         """
         if batch.num_hierarchies != self.config.num_hierarchies:
             raise ValueError(
@@ -185,7 +176,6 @@ class SIDDecoder(nn.Module):
 
         Returns:
             As `embeddings`.
-
         """
         # All codes of the generated item have one position, that behind the history.
         items = (cache.layout.prefix_lengths - 1) // self.config.num_hierarchies + 1
@@ -205,7 +195,6 @@ def candidate_codes(batch: GPTSIDBatch, num_codes: int) -> torch.Tensor:
     Raises:
         TypeError: no KeyedJaggedTensor.
         ValueError: other than one key, or another number of codes than the candidates have.
-
     """
     if not isinstance(batch.labels, KeyedJaggedTensor):
         raise TypeError(

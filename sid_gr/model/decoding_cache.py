@@ -19,17 +19,12 @@ from sid_gr.model.token_layout import TokenLayout
 
 
 class KeysAndValues(NamedTuple):
-    """Keys and values of one layer.
+    """Keys and values of one layer."""
 
-    Attributes:
-        keys: `(num_rows, num_heads, length, head_dim)` of histories, `(num_rows, num_beams, length, num_heads,
-            head_dim)` of generated codes.
-        values: as `keys`.
-
-    """
-
+    # `(num_rows, num_heads, length, head_dim)` of histories, `(num_rows, num_beams, length, num_heads, head_dim)` of
+    # generated codes.
     keys: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor  # as `keys`
 
 
 class DecodingCache:
@@ -37,7 +32,6 @@ class DecodingCache:
 
     Args:
         layout: of the tokens whose pass fills the cache; what a row has behind its history is never looked at.
-
     """
 
     def __init__(self, layout: TokenLayout) -> None:
@@ -70,7 +64,6 @@ class DecodingCache:
 
         Args:
             parents: int64 `(num_rows, num_beams)`, for each new beam the one that it continues.
-
         """
         rows = torch.arange(parents.shape[0], device=parents.device)[:, None]
         for layer, (keys, values) in self.generated.items():
@@ -79,16 +72,10 @@ class DecodingCache:
 
 @dataclass
 class BeamStep(AttentionPattern):
-    """One new token per beam attends to the history of its row, to what its beam has generated, and to itself.
+    """One new token per beam attends to the history of its row, to what its beam has generated, and to itself."""
 
-    Attributes:
-        cache: filled by a pass with `CausalRows`; the new tokens are added to it.
-        num_beams: beams per row; tokens stand row after row, beam after beam.
-
-    """
-
-    cache: DecodingCache = field(kw_only=True)
-    num_beams: int = field(kw_only=True)
+    cache: DecodingCache = field(kw_only=True)  # filled by a pass with `CausalRows`; the new tokens are added to it
+    num_beams: int = field(kw_only=True)  # beams per row; tokens stand row after row, beam after beam
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See AttentionPattern."""

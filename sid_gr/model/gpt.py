@@ -25,18 +25,12 @@ from sid_gr.model.trie import SIDTrie
 
 @dataclass(frozen=True)
 class GenerationOutput(LossOutput):
-    """What an evaluation step says besides the loss.
+    """The results of an evaluation step besides the loss."""
 
-    Attributes:
-        generated: items of the real rows, in their order.
-        candidates: int64 `(num_candidates,)`, leaves of the true items, row after row; −1 for one that is not valid.
-        num_candidates: int64 `(num_rows,)`, how many of them each real row has.
-
-    """
-
-    generated: GeneratedItems
+    generated: GeneratedItems  # items of the real rows, in their order
+    # int64 `(num_candidates,)`, leaves of the true items, row after row; −1 for one that is not valid.
     candidates: torch.Tensor
-    num_candidates: torch.Tensor
+    num_candidates: torch.Tensor  # int64 `(num_rows,)`, how many of them each real row has
 
 
 class SIDGRModel(nn.Module):
@@ -58,7 +52,6 @@ class SIDGRModel(nn.Module):
         RuntimeError: megatron-core's parallel_state is not initialised.
         ValueError: it was initialised for another tensor-parallel size, a trie of other codebooks, or a beam wider than
             there are items.
-
     """
 
     def __init__(
@@ -94,13 +87,12 @@ class SIDGRModel(nn.Module):
         return dense if isinstance(dense, SIDDecoder) else cast(SIDDecoder, dense.module)
 
     def forward(self, batch: GPTSIDBatch) -> tuple[torch.Tensor, LossOutput]:
-        """Loss of a batch, and what the step says besides: a GenerationOutput in evaluation mode, if there is a trie.
+        """Loss of a batch, and the other results of the step: in evaluation mode with a trie a GenerationOutput.
 
         In evaluation mode this is a collective call: all ranks look up the codes of one another's beams.
 
         Raises:
             ValueError, TypeError: as `SIDDecoder.forward`.
-
         """
         embeddings = self.embedding(batch.features)
         if self.training or self.trie is None:
@@ -132,10 +124,9 @@ class SIDGRModel(nn.Module):
         Raises:
             RuntimeError: the model has no trie.
             ValueError: as `SIDDecoder.lay_out`.
-
         """
         if self.trie is None:
-            raise RuntimeError("the model has no trie; it cannot tell which SIDs there are: make it with one")
+            raise RuntimeError("the model has no trie; it does not know which SIDs there are: make it with one")
         decoder = self.decoder
         embeddings = self.embedding(batch.features)
         layout = decoder.lay_out(batch)
@@ -174,7 +165,6 @@ class SIDGRModel(nn.Module):
 
         Returns:
             `(num_rows · num_beams, hidden_size)`.
-
         """
         num_rows, num_beams = codes.shape
         lengths = torch.zeros(2, batch.batch_size, dtype=torch.int64, device=codes.device)

@@ -28,48 +28,31 @@ _DISPATCH_PAIRS = {"cpu": 2**13, "accelerator": 2**23}
 
 
 class DenseBlock(NamedTuple):
-    """Rows that attend as one dense batch.
+    """Rows that attend as one dense batch."""
 
-    Attributes:
-        first_row: of the sorted rows.
-        num_rows: rows.
-        num_tokens: their tokens.
-        length: tokens of the longest of them.
-        slots: int64 `(num_tokens,)`, the place of every token among `num_rows` rows of `length` places; None where all
-            rows are equally long, so that tokens and places are the same.
-
-    """
-
-    first_row: int
-    num_rows: int
-    num_tokens: int
-    length: int
+    first_row: int  # of the sorted rows
+    num_rows: int  # rows
+    num_tokens: int  # their tokens
+    length: int  # tokens of the longest of them
+    # int64 `(num_tokens,)`, the place of every token among `num_rows` rows of `length` places; None where all rows are
+    # equally long, so that tokens and places are the same.
     slots: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where everything stands in the packed tokens of a batch.
+    """Where everything stands in the packed tokens of a batch."""
 
-    Attributes:
-        source: int64 `(num_tokens,)`, where a token's embedding is found in BOS, all history ids, all candidate ids,
-            one after the other.
-        positions: int64 `(num_tokens,)`, 0 for BOS, else the number of its item in the row, from 1 on.
-        predicting: int64 `(num_candidate_codes,)`, the token that predicts each candidate code.
-        last_history: int64 `(num_rows,)`, by sorted row, the last token of the history: BOS where it is empty.
-        prefix_lengths: int64 `(num_rows,)`, by sorted row, BOS and history.
-        order: int64 `(num_rows,)`, the row of the batch that is each sorted row.
-        blocks: rows that attend together, in the order of the tokens.
-
-    """
-
+    # int64 `(num_tokens,)`, where a token's embedding is found in BOS, all history ids, all candidate ids, one after
+    # the other.
     source: torch.Tensor
-    positions: torch.Tensor
-    predicting: torch.Tensor
+    positions: torch.Tensor  # int64 `(num_tokens,)`, 0 for BOS, else the number of its item in the row, from 1 on
+    predicting: torch.Tensor  # int64 `(num_candidate_codes,)`, the token that predicts each candidate code
+    # int64 `(num_rows,)`, by sorted row, the last token of the history: BOS where it is empty.
     last_history: torch.Tensor
-    prefix_lengths: torch.Tensor
-    order: torch.Tensor
-    blocks: list[DenseBlock]
+    prefix_lengths: torch.Tensor  # int64 `(num_rows,)`, by sorted row, BOS and history
+    order: torch.Tensor  # int64 `(num_rows,)`, the row of the batch that is each sorted row
+    blocks: list[DenseBlock]  # rows that attend together, in the order of the tokens
 
     @property
     def num_rows(self) -> int:
@@ -78,20 +61,12 @@ class TokenLayout:
 
 
 class RowSpans(NamedTuple):
-    """Where the codes of some rows lie among all history and all candidate ids; int64 `(num_rows,)` arrays.
+    """Where the codes of some rows lie among all history and all candidate ids; int64 `(num_rows,)` arrays."""
 
-    Attributes:
-        history_start: of a row's history.
-        history_length: codes of its history.
-        candidate_start: of its candidates.
-        candidate_length: codes of its candidates that are tokens.
-
-    """
-
-    history_start: np.ndarray
-    history_length: np.ndarray
-    candidate_start: np.ndarray
-    candidate_length: np.ndarray
+    history_start: np.ndarray  # of a row's history
+    history_length: np.ndarray  # codes of its history
+    candidate_start: np.ndarray  # of its candidates
+    candidate_length: np.ndarray  # codes of its candidates that are tokens
 
 
 def lay_out_batch(
@@ -112,7 +87,6 @@ def lay_out_batch(
         num_hierarchies: codes of an item.
         num_heads: attention heads of this rank.
         device: where the index tensors go.
-
     """
     spans = RowSpans(
         (np.cumsum(history) - history)[:num_rows],
@@ -148,7 +122,6 @@ def lay_out(
         num_hierarchies: codes of an item.
         num_heads: attention heads of this rank.
         device: where the index tensors go.
-
     """
     lengths = 1 + spans.history_length + spans.candidate_length
     order = np.argsort(-lengths, kind="stable")

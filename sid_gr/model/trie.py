@@ -33,7 +33,6 @@ class SIDTrie(nn.Module):
     [1, 2, 3]
     >>> trie.lookup(torch.tensor([[2, 0], [1, 1]])).tolist()
     [2, -1]
-
     """
 
     def __init__(self, codes: np.ndarray, codebook_sizes: Sequence[int]) -> None:
@@ -81,7 +80,6 @@ class SIDTrie(nn.Module):
 
         Returns:
             int64 `(n, codebook_sizes[depth])`: by code, the node of the next depth, −1 where no SID goes on so.
-
         """
         keys, first_child = self.get_buffer(f"_keys_{depth}"), self.get_buffer(f"_first_child_{depth}")
         size = self.codebook_sizes[depth]
@@ -102,7 +100,6 @@ class SIDTrie(nn.Module):
 
         Returns:
             int64 `(n,)`; −1 for an SID that no item has.
-
         """
         node = codes.new_zeros(codes.shape[0])
         for depth, size in enumerate(self.codebook_sizes):

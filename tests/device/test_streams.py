@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
-from commons.distributed.row_exchange import PackedRows, RowExchange
+from benchmarks import pipeline_overhead
+from commons.distributed.row_exchange import RowExchange
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from commons.pipeline.hooks import BalancedPipeline
 from commons.pipeline.sparse_hooks import HookInSparseDist, HookWithEvents
@@ -123,15 +124,15 @@ def _finish_without(*, batch: bool = True, result: bool = True, stream: bool = T
             shuffling.batch.record_stream(pipeline._memcpy_stream)
         if result:
             balanced_batch.record_stream(current_stream())
-        pipeline._stats.append(shuffling.handle.stats)
+        pipeline._stats.append(shuffling.handle.read_stats)
         return balanced_batch
 
     return finish
 
 
-def _unpack_with_a_read(exchange: RowExchange, batch: Any, packed: PackedRows, step: int = 0) -> Any:
-    packed.buffer[:1].tolist()
-    return _unpack(exchange, batch, packed, step)
+def _unpack_with_a_read(exchange: RowExchange, batch: Any, buffer: Any, *beside: Any) -> Any:
+    buffer[0][:1].tolist()
+    return _unpack(exchange, batch, buffer, *beside)
 
 
 _unpack = RowExchange.unpack
@@ -185,7 +186,14 @@ def test_no_pipeline_has_a_hazard(two_ranks, name):
         assert not hazards
 
 
-@pytest.mark.parametrize(("mistake", "name"), [(each, name) for each in MISTAKES for name in MISTAKES[each][1]])
+@pytest.mark.parametrize(
+    ("mistake", "name"),
+    [
+        pytest.param(each, name, marks=[pytest.mark.slow] * (name != MISTAKES[each][1][0]))
+        for each in MISTAKES
+        for name in MISTAKES[each][1]
+    ],
+)
 def test_a_planted_mistake_is_found(two_ranks, mistake, name):
     found = two_ranks.run(hazards_of, name, True, mistake)
     for steps, _, hazards in found:
@@ -196,3 +204,24 @@ def test_a_mistake_of_torchrec_is_found(two_ranks):
     """Its semi-synchronous pipeline records the event of an in-place copy on a stream that does not copy."""
     for _, _, hazards in two_ranks.run(hazards_of, "semi-sync in place", False, ""):
         assert any(hazard.startswith("race") for hazard in hazards)
+
+
+def _hazards_of_benchmark(pipeline: str) -> dict[str, int]:
+    """The variant of the benchmark of pipelines that waits for gather and plan."""
+    with sanitized() as sanitizer:
+        trainer, shuffler = pipeline_overhead.make_variant("synchronous", pipeline, CPU)
+        with_streams(trainer)
+        batches = (pipeline_overhead.host_batch("zipf", dist.get_rank(), step, 4, "cpu") for step in range(STEPS))
+        with contextlib.suppress(StopIteration):
+            while True:
+                trainer.progress(batches)
+    shuffler.close()
+    assert sanitizer.operations > 30 * STEPS
+    return dict(sanitizer.reports)
+
+
+@pytest.mark.parametrize(
+    "pipeline", ["native", *(pytest.param(name, marks=pytest.mark.slow) for name in ("base", "semi_sync"))]
+)
+def test_the_benchmark_has_no_hazard(two_ranks, pipeline):
+    assert two_ranks.run(_hazards_of_benchmark, pipeline) == [{}, {}]

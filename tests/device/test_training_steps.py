@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from commons.sequence_batch import batch as batch_module
 from commons.sequence_batch.batch import BaseBatch
-from commons.trainer.args import OptimizationArgs
-from commons.trainer.optimization import StepUpdate
+from commons.trainer.config.args import OptimizationArgs
+from commons.trainer.optimize.updates import StepUpdate
 from hstu.model import HSTURankingModel, HSTURetrievalModel, RetrievalConfig
 from hstu.model.config import ExecutionConfig, KernelBackend
 from hstu.negatives import with_negatives
@@ -118,7 +118,7 @@ def require_clean(step: Step) -> None:
     assert step.collectives == []
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize(
     ("task", "changes", "forward", "whole"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_the_job_s_cases_pass_over_gloo():
     job = run("--cpu", "2")
     assert job.returncode == 0, job.stdout + job.stderr
@@ -29,13 +31,37 @@ def test_the_job_s_cases_pass_over_gloo():
     assert reasons and [line for line in reasons if not any(reason in line for reason in known)] == []
 
 
+@pytest.mark.slow
 def test_a_failing_case_fails_the_job():
     job = run("--cpu", "2", "-k", "no such case")
     assert job.returncode != 0
 
 
+# A Python that counts two GPUs and fails at everything else.
+FAILING = """#!/usr/bin/env bash
+if [ "$1" = -c ]; then echo 2; else echo "ran ${*: -3}"; exit 1; fi
+"""
+
+
+def test_a_section_that_fails_fails_the_job_after_the_others(tmp_path):
+    shutil.copytree(ROOT / "ci", tmp_path / "ci", ignore=shutil.ignore_patterns("__pycache__", "build_backend"))
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FAILING)
+    python.chmod(0o755)
+    job = subprocess.run(["bash", tmp_path / "ci" / "test_gpu.sh"], capture_output=True, text=True, timeout=60)
+    assert job.returncode == 1 and job.stderr == ""
+    assert [line for line in job.stdout.splitlines() if line.startswith("ran ")] == [
+        "ran cuda -p no:cacheprovider",
+        "ran no:cacheprovider -k take_turns or sparse",
+        "ran --quick --trace runs/trace.json",
+    ]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("arguments", [(), ("--gpus", "2"), ("--share",)])
+@pytest.mark.parametrize(
+    "arguments", [(), *(pytest.param(each, marks=pytest.mark.slow) for each in (("--gpus", "2"), ("--share",)))]
+)
 def test_without_a_gpu_it_says_what_to_do(arguments):
     job = run(*arguments)
     assert job.returncode == 2 and job.stderr.strip().endswith("use --cpu N to run its cases over gloo")
@@ -52,14 +78,26 @@ def test_ranks_run_on_one_thing(arguments):
     )
 
 
+@pytest.mark.slow
+def test_cases_of_the_exchange_run_on_each_kind_of_process_groups_that_users_have():
+    """Listed here without a GPU. Models, which take long to compile, run on what the trainer makes."""
+    command = f"{sys.executable} -m pytest tests/gpu --device cuda --collect-only -q -o addopts= -p no:cacheprovider"
+    job = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    bound, kinds = "nccl with device_id", ["nccl", "nccl with device_id", "cpu:gloo,cuda:nccl"]
+    for case in ("test_transports_are_bit_identical", "test_two_shufflers_take_turns", "test_a_whole_step"):
+        assert sorted(re.findall(rf"::{case}\[(.*)\]", job.stdout)) == sorted(kinds)
+    assert set(re.findall(r"::test_a_model_is_that_of_the_host\[([^-]*)-", job.stdout)) == {bound}
+
+
 def test_the_help_names_every_option():
     job = run("--help")
     assert job.returncode == 0 and all(option in job.stdout for option in ("--gpus 4", "--share", "--cpu 2", "-k"))
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_gpu_pass_for_hosts():
     """Two ranks as NCCL would see them: a host each, on the first GPU, over the loopback interface."""
-    names = ("NCCL_HOSTID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_SOCKET_IFNAME", "WORLD_SIZE")
+    names = ("NCCL_HOSTID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_NET", "NCCL_SOCKET_IFNAME", "WORLD_SIZE")
     # In one write: of two ranks that print at once, the words and the ends of lines come in any order.
     program = f"import os; os.write(1, (' '.join(os.environ[name] for name in {names}) + chr(10)).encode())"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
@@ -71,4 +109,4 @@ def test_ranks_that_share_a_gpu_pass_for_hosts():
         timeout=120,
         check=True,
     )
-    assert sorted(job.stdout.splitlines()) == [f"shared-gpu-{rank} 0 1 lo 2" for rank in range(2)]
+    assert sorted(job.stdout.splitlines()) == [f"shared-gpu-{rank} 0 1 Socket lo 2" for rank in range(2)]

@@ -108,7 +108,7 @@ TRAIN_FAR = (
 )
 OBSERVED_FIRST = f"{TRAIN_RANDOM} --trainer.shuffler.mode observe --trainer.run-dir runs/observed"
 TIMED = f"{TRAIN_RANDOM} --trainer.shuffler.timeout 30 --trainer.run-dir runs/short-timeout"
-SBATCH = f"examples/slurm.sbatch srun {SHUFFLED}"
+SBATCH = f"examples/slurm.sbatch {SHUFFLED}"
 TRAINJOB = "examples/trainjob.yaml"
 TORCHX = commands_in(documented_blocks()["docs/launch.md", "TorchX", 0].text)
 OBSERVED = (
@@ -145,6 +145,20 @@ ELASTIC = (
     "runs/elastic/checkpoints"
 )
 
+# Headings and numbers of blocks that take seconds.
+SLOW = (
+    ("The command line", 0),
+    ("Does it pay?", 0),
+    ("Does it pay?", 1),
+    ("Against a measured run", 0),
+    ("Semantic IDs, for SID-GR", 0),
+    ("Completion", 0),
+    ("From a training config", 0),
+    ("The public data sets", 0),
+    ("Ray Train", 0),
+    ("torchrun", 0),
+)
+
 BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("README.md", "evenrank", 0): Picture(),
     ("README.md", "Install", 0): Shell(
@@ -166,7 +180,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ("docs/quickstart.md", "Try it", 0): Shell(
         instead={
             "make demo": ("make -n demo", "trains for two minutes; test_demo_report.py runs its parts"),
-            "make test": ("make -n test", "is this suite"),
+            "make test": ("make -n test", "is what runs this"),
         },
         shows=r"ci/demo\.sh [\s\S]*-m pytest",
     ),
@@ -191,11 +205,13 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ),
     ("docs/torchrec_model.md", "The loss", 0): Excerpt("examples/torchrec_dlrm.py"),
     ("docs/torchrec_model.md", "The batch", 0): Python(pages.clicks_and_labels, pages.clicks_went_with_their_labels),
+    ("docs/torchrec_model.md", "A batch of dicts", 0): Python(pages.grouped_rows, pages.groups_went_with_their_rows),
     ("docs/torchrec_model.md", "Evaluation and checkpoints", 0): Python(
         training.script_with_evaluation, training.segments_were_evaluated
     ),
     ("docs/torchrec_model.md", "Other pipelines", 0): Python(given.torchrec_script, given.pipeline_trains),
     ("docs/own_shuffler.md", "A shuffler for your own model", 0): Python(dict, given.mine_is_registered),
+    ("docs/own_shuffler.md", "Rows that stay together", 0): Python(given.rows_of_users, given.users_are_together),
     ("docs/own_shuffler.md", "Cost from the model's dimensions", 0): Python(dict, given.mine_is_registered),
     ("docs/options.md", "Look first", 0): Shell(
         more={
@@ -206,7 +222,7 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
         },
         shows="would make the slowest rank",
     ),
-    ("docs/options.md", "What a shuffler can be told", 0): Python(dict, given.options_are_those_of_the_shuffler),
+    ("docs/options.md", "ShufflerOptions", 0): Python(dict, given.options_are_those_of_the_shuffler),
     ("docs/cost_model.md", "From a training config", 0): Shell(
         more={
             f"{SIMULATE} --ranks 8 16 64": ("--steps 2", "fifty steps take ten seconds"),
@@ -237,9 +253,17 @@ BLOCKS: dict[tuple[str, str, int], Picture | Excerpt | Python | Shell] = {
     ),
     # tests/extras/test_accelerate.py runs it on two ranks.
     ("docs/beyond_one_batch.md", "With Accelerate", 0): Excerpt("tests/extras/accelerated_rows.py"),
+    # tests/extras/test_transformers.py and test_lightning.py run these.
+    ("docs/where_you_train.md", "Hugging Face's Trainer and TRL", 0): Excerpt("tests/extras/balanced_trainer.py"),
+    ("docs/where_you_train.md", "Any TorchRec script, unchanged", 0): Picture(),
+    ("docs/where_you_train.md", "Lightning", 0): Excerpt("tests/extras/balanced_lightning.py"),
     ("docs/llm.md", "Chunks of a batch", 0): Python(given.padded_rows, given.predictions_in_order),
     ("docs/llm.md", "Between ranks", 0): Python(given.rows_of_ranks, given.results_came_home),
+    ("docs/llm.md", "Balance per module", 0): Python(
+        given.images_and_texts, given.gradients_are_those_of_rows_that_stay
+    ),
     ("docs/llm.md", "Micro-batches under a token budget", 0): Python(given.language_model, given.whole_gradient),
+    ("docs/llm.md", "Padded micro-batches", 0): Python(given.rows_to_pack, given.padded_groups_hold_every_row),
     ("docs/llm.md", "One plan for ranks and micro-batches", 0): Python(given.rows_to_pack, given.even_by_index),
     ("docs/data.md", "The public data sets", 0): Shell(
         # In the place of the published archive.
@@ -436,10 +460,14 @@ def _run_python(blocks: list[Block]) -> int:
     return len(blocks)
 
 
-SHELL_BLOCKS = [key for key, listed in BLOCKS.items() if isinstance(listed, Shell)]
+SHELL_BLOCKS = [
+    pytest.param(key, id=f"{key[1]} {key[2]}", marks=[pytest.mark.slow] * (key[1:] in SLOW))
+    for key, listed in BLOCKS.items()
+    if isinstance(listed, Shell)
+]
 
 
-@pytest.mark.parametrize("key", SHELL_BLOCKS, ids=[f"{heading} {number}" for _, heading, number in SHELL_BLOCKS])
+@pytest.mark.parametrize("key", SHELL_BLOCKS)
 def test_shell_blocks_run_as_printed(two_ranks, blocks, key, tmp_path, monkeypatch):
     listed, text = BLOCKS[key], blocks[key].text
     printed = commands_in(text)

@@ -26,6 +26,7 @@ def faults(*arguments, timeout=120):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+@pytest.mark.slow
 def test_a_few_faults_end_as_expected(tmp_path):
     run = faults(
         "--trials", len(QUICK), "--store", "agent", "--timeout", 10, "--out", tmp_path / "out.jsonl", "--kinds", *QUICK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import device_parts, on_device
+from benchmarks import device_parts, on_device, processes
 from benchmarks.device_parts import PartFailedError, describe_trace
+from benchmarks.processes import run_limited
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # a minute on a machine with nothing else to do
 def test_a_rehearsal_fills_the_page(tmp_path):
     # That of the cases runs tests/gpu, which tests/distributed/test_ci_scripts.py does too.
-    parts = ["sanitizer", "exchange", "attention", "step", "balance"]
+    parts = ["warm_up", "layers", "sanitizer", "exchange", "attention", "step", "balance"]
     page = tmp_path / "page.md"
     command = [sys.executable, "-m", "benchmarks.on_device", "--rehearse", "--output", str(page), "--only", *parts]
     job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
@@ -33,6 +36,7 @@ def test_a_rehearsal_fills_the_page(tmp_path):
     assert "| refined | " in text and "| window of 2 | " in text and "forward pass on the host" in text
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_end_is_told_and_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(on_device.PARTS, "exchange", dataclasses.replace(on_device.PARTS["exchange"], seconds=0.01))
     assert on_device.main(("exchange", "attention"), rehearse=True, output=tmp_path / "page.md") == 1
@@ -60,8 +64,31 @@ def test_without_a_gpu_it_says_so(capsys):
     assert "Not yet run" in page
 
 
-def test_all_parts_fit_in_twenty_minutes():
-    assert sum(part.seconds for part in on_device.PARTS.values()) < 20 * 60
+def test_all_parts_fit_in_half_an_hour():
+    assert sum(part.seconds for part in on_device.PARTS.values()) < 30 * 60
+
+
+RANK = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("rank", os.environ["RANK"], "is process", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_ignore_sigterm_end_with_their_part_and_its_output_is_kept(tmp_path):
+    """A part whose output is that of torchrun, which gives each of its ranks a session."""
+    (tmp_path / "rank.py").write_text(RANK)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "rank.py"]
+    part = f"import subprocess, sys; subprocess.run([sys.executable, *{launch}])"
+    output = tmp_path / "output"
+    status = run_limited(
+        [sys.executable, "-c", part], 60, output=output, complaints=tmp_path / "log", cwd=tmp_path, grace=2
+    )
+    found = re.findall(r"rank (\d) is process (\d+)", output.read_text())
+    assert status is None and sorted(rank for rank, _ in found) == ["0", "1"]
+    assert not {int(number) for _, number in found} & {number for number, _ in processes._parents()}
 
 
 def test_a_trace_is_read_rightly():

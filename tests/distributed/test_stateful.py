@@ -43,7 +43,7 @@ def _start(seed: int, bring: list[bool]) -> list[int]:
 
 def _finish() -> list[int] | None:
     batch, handle = _OF_RANK["handles"].popleft()
-    if handle.ended:
+    if handle.has_ended():
         return None
     batch = handle.empty_batch() if batch is None else batch
     _OF_RANK["used"] = batch, handle

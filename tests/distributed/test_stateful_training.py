@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
 
-from commons.datasets.data_loader import get_data_loader
+from commons.datasets.loader.data_loader import get_data_loader
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
-from commons.trainer.checkpoint_state import load_state, read_entries, state_to_save
+from commons.trainer.checkpoint.state import load_state, read_entries, state_to_save
 from tests.helpers import models
 from tests.helpers.fuzzing import fuzzed
 from tests.helpers.pipelines import PIPELINES
@@ -356,6 +356,7 @@ def machine(tmp_path):
     pool.stop()
 
 
+@pytest.mark.slow
 def test_training_in_any_order(machine):
     for way in ("base", "windows", "sparse"):  # every rule, whatever is drawn
         calls = machine()

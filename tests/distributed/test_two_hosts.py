@@ -23,6 +23,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_two_hosts_train_alike_and_a_cut_link_is_told():
     job = run()
     try:

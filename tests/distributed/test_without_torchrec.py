@@ -20,7 +20,7 @@ BLOCKED = ("torchrec", "fbgemm_gpu", "megatron")
 class _Blocked(MetaPathFinder):
     def find_spec(self, fullname, path, target=None):
         if fullname.partition(".")[0] in BLOCKED:
-            raise ImportError(f"{fullname} is not installed")
+            raise ModuleNotFoundError(f"{fullname} is not installed", name=fullname)
         return None
 
 
@@ -116,7 +116,12 @@ def _one_rank(rank):
     assert loss.item() == (3.0 + rank) / 2
 
     # What the examples for such batches import besides.
-    for module in ("commons.trainer.config", "commons.trainer.errors", "commons.trainer.launch", "commons.console"):
+    for module in (
+        "commons.trainer.config.load",
+        "commons.trainer.ranks.errors",
+        "commons.trainer.ranks.launch",
+        "commons.console",
+    ):
         importlib.import_module(module)
 
     imported = sorted(name for name in sys.modules if name.partition(".")[0] in BLOCKED)

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from commons.datasets import BudgetBatchSampler
-from commons.datasets.samplers import ShardedBatchSampler
+from commons.datasets.samplers.epoch import ShardedBatchSampler
 from evenrank import BalancedBatchSampler
 
 NUM_ROWS = 257

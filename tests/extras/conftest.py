@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 
-collect_ignore = ["accelerated_rows.py"]  # a program of ranks, which imports the library at once
+# Programs of ranks, which import the library at once.
+collect_ignore = ["accelerated_rows.py", "balanced_trainer.py", "balanced_lightning.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -79,7 +79,7 @@ def pages(tmp_path_factory):
 
 
 # Pages, and their pictures.
-PICTURES = {"many": 4, "one": 4, "runs": 10, "run": 6}
+PICTURES = {"many": 4, "one": 4, "runs": 3, "run": 6}
 
 
 @pytest.fixture(params=PICTURES)
@@ -102,7 +102,7 @@ def test_a_page_fits_and_is_read(browser, address, tmp_path, width, scheme):
         contrasts = page.evaluate(CONTRASTS)
         assert len(contrasts) > 100
         assert [each for each in contrasts if each[1] < 4.5] == []
-        assert min(size for _, _, size in contrasts) >= 11.5  # CSS pixels
+        assert min(size for _, _, size in contrasts) >= 10  # CSS pixels, of pictures on a telephone
         pictures = page.locator("figure svg:visible")
         assert pictures.count() == PICTURES[Path(address).stem]
         for number in range(pictures.count()):

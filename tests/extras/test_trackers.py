@@ -7,9 +7,10 @@ import struct
 
 import pytest
 
-from commons.trainer import TrainerArgs, sinks
-from commons.trainer.args import SinkOptions
-from commons.trainer.sinks import open_sinks
+from commons.trainer import TrainerArgs
+from commons.trainer.config.sink_options import MlflowOptions, SinkOptions, WandbOptions
+from commons.trainer.observe import sinks
+from commons.trainer.observe.sinks import open_sinks
 
 RECORDS = [{"step": 7, "loss": 0.5, "rank_speeds": [2.0, None]}, {"step": 7, "eval_NDCG@10": 0.25}]
 
@@ -47,8 +48,8 @@ def test_mlflow(tmp_path, caplog, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     uri = f"file:{tmp_path / 'store'}"
-    name = keep(tmp_path, "mlflow", project="mine", mlflow_uri=uri)
-    assert keep(tmp_path, "mlflow", first_step=10, project="mine", mlflow_uri=uri) == name  # resumed
+    name = keep(tmp_path, "mlflow", mlflow=MlflowOptions("mine", uri))
+    assert keep(tmp_path, "mlflow", first_step=10, mlflow=MlflowOptions("mine", uri)) == name  # resumed
     assert [record.getMessage() for record in caplog.records if record.name.startswith("commons")] == []
     client = MlflowClient(tracking_uri=uri)
     run = client.get_run(name)
@@ -64,7 +65,7 @@ def test_wandb_offline(tmp_path, caplog):
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
-    name = keep(tmp_path, "wandb", project="mine", wandb_mode="offline")
+    name = keep(tmp_path, "wandb", wandb=WandbOptions("mine", "offline"))
     # A finished run is written by wandb's own process, which may not have begun: this waits until it has ended.
     wandb.teardown()
     assert [record.getMessage() for record in caplog.records if record.name.startswith("commons")] == []

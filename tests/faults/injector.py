@@ -52,7 +52,7 @@ class Injector:
     def install(self) -> None:
         """Put itself around the phases of a shuffle."""
         self._around(ShuffleSession, "_gather", before=kinds.BEFORE_GATHER)
-        self._around(ShuffleSession, "_plan", before=kinds.BEFORE_PLAN)
+        self._around(ShuffleSession, "_try_plan", before=kinds.BEFORE_PLAN)
         self._around(ShuffleSession, "exchange_rows", before=kinds.BEFORE_EXCHANGE, after=kinds.AFTER_EXCHANGE)
         self._around(RowExchange, "send_rows", after=kinds.IN_EXCHANGE)
         self._around(RowExchange, "pack", before=kinds.PACK)
@@ -61,7 +61,7 @@ class Injector:
 
     def watch_worker(self, shuffler: BaseTaskBalancedBatchShuffler) -> None:
         """Make the worker thread's turn for a job a place, outside of the job."""
-        worker = shuffler._worker
+        worker = shuffler.engine._worker
         worker._jobs = _WatchedQueue(worker._jobs, self)  # type: ignore[assignment]
 
     def _around(self, owner: type, name: str, before: str | None = None, after: str | None = None) -> None:

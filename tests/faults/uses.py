@@ -12,7 +12,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.pipeline import balanced, windowed_iter
-from commons.trainer.args import TrainerArgs
+from commons.trainer.config.args import TrainerArgs
 from commons.trainer.loop import TrainingLoop
 from tests.faults import kinds
 from tests.faults.injector import Injector
@@ -135,7 +135,7 @@ def training(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
         log_interval=2,
         ckpt_save_interval=3,
         ckpt_save_dir="../checkpoints",
-        tensorboard=False,
+        sinks=(),
         shuffler=shuffler.options,
     )
     loop = TrainingLoop(

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.one_of_many_ranks import packed_rows
 from commons.perf_model.partitioner import lower_bound, partition, partition_grid
-from commons.perf_model.partitioner.core import count_moves
-from commons.perf_model.routes import route_rows
-from commons.perf_model.row_table import RowTable
-from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
+from commons.perf_model.partitioner.core import read_columns
+from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlanner, plan_shuffle
 from tests.golden.draws import KINDS, Draws
 
 DIGESTS = Path(__file__).with_name("digests.txt")
@@ -130,12 +129,12 @@ def _gathered(draws: Draws) -> GatheredRows:
     lengths = draws.integers(0, most, int(real.sum()) * keys).reshape(-1, keys) if keys else np.zeros((real.sum(), 0))
     lengths, kept = lengths.astype(np.int64), draws.integers(-(2**40), 2**40, int(real.sum()))[:, None]
     of_rows = lengths.sum(axis=1)
-    return GatheredRows(rows, real, of_rows * 3 + 1, of_rows, RowTable.of(lengths, real, kept), steps)
+    return packed_rows(rows, real, of_rows * 3 + 1, of_rows, lengths, kept, steps)
 
 
 def _routes(draws: Draws, number: int) -> Answer:
     gathered, parts, key = _gathered(draws), [], 0
-    keys = gathered.table.num_keys
+    keys = gathered.num_keys
     while key < keys:
         count = draws.integer(1, keys - key + 1)
         parts += [[key, count, words] for words in draws.choice([[1], [2], [4, 1]])]
@@ -144,23 +143,57 @@ def _routes(draws: Draws, number: int) -> Answer:
     destination = gathered.home.copy()
     moves = draws.integers(0, 10, len(destination)) < draws.choice([0, 3, 10])
     destination[moves] = draws.integers(0, gathered.num_places, int(moves.sum()))
-    plan = ShufflePlan(gathered, destination, destination, 0, pads=bool(draws.integer(0, 2)))
+    pads = bool(draws.integer(0, 2))
     order = draws.permutation(len(parts))
     rank, all_gather = draws.integer(0, gathered.num_ranks), bool(draws.integer(0, 2))
-    yield from _routed(plan, np.array(parts, np.int64)[order], rank, all_gather)
+    yield from _routed(gathered, destination, pads, np.array(parts, np.int64)[order], rank, all_gather)
 
 
-def _routed(plan: ShufflePlan, parts: np.ndarray, rank: int, all_gather: bool) -> Answer:
-    routes = route_rows(plan, parts, rank, all_gather=all_gather)
-    yield from (routes.indices, routes.moves, routes.block_words, routes.sent_words, routes.segments, routes.regions)
-    yield from (routes.input_splits, routes.output_splits, *routes.own_parts)
-    for result in routes.results:
-        yield from (result.changes, result.rows, result.real_rows, result.parts, result.length_per_key)
+def _routed(
+    gathered: GatheredRows, destination: np.ndarray, pads: bool, parts: np.ndarray, rank: int, all_gather: bool
+) -> Answer:
+    indices, planner = route(gathered, destination, pads, parts, rank, all_gather)
+    head, numbers = planner.head, iter(planner.exchange)
+
+    def take(count: int) -> list[int]:
+        return [next(numbers) for _ in range(count)]
+
+    splits = [take(3), take(gathered.num_ranks), take(gathered.num_ranks)]
+    own_parts = [take(len(parts) + 1) for _ in range(gathered.steps)]
+    results = [take(3 + len(parts) + gathered.num_keys) for _ in range(gathered.steps)]
+    # What the host keeps lies behind the lengths of each result; the digests are of an array without it.
+    at, kept = head["buffer_segments"], np.zeros(len(indices), bool)
+    for result in results:
+        at += gathered.num_keys * result[1]
+        kept[at : at + gathered.num_kept * result[1]] = True
+        at += gathered.num_kept * result[1]
+    yield from (indices[~kept], head["moves"], head["block_words"], head["sent_words"])
+    yield from ([head["own_segments"], head["buffer_segments"], head["sent_segments"]], *splits, *own_parts)
+    for changes, rows, real, *beside in results:
+        yield from (changes, rows, real, beside[: len(parts)], beside[len(parts) :])
+
+
+def route(
+    gathered: GatheredRows, destination: np.ndarray, pads: bool, parts: np.ndarray, rank: int, all_gather: bool
+) -> tuple[np.ndarray, ShufflePlanner]:
+    """The index array of one rank's exchange, and the planner with the numbers beside it."""
+
+    def allocate(size: int) -> tuple[np.ndarray, int]:
+        array = np.empty(size, np.int64)
+        return array, array.ctypes.data
+
+    exchange = {"parts": parts, "rank": rank, "all_gather": all_gather, "allocate": allocate}
+    planner = ShufflePlanner(gathered.num_ranks, gathered.steps, pads=pads, **exchange)
+    planner.plan(gathered, destination)
+    return planner.indices[: planner.head["index_room"]], planner
 
 
 def _table(draws: Draws, number: int) -> Answer:
-    table = _gathered(draws).table
-    yield from table.workloads_and_tokens()
+    gathered = _gathered(draws)
+    every = np.arange(len(gathered.workloads))
+    of_rows = (gathered.workloads, gathered.tokens, gathered.lengths(every), gathered.kept(every))
+    table = packed_rows(gathered.rows, gathered.real_rows, *of_rows)
+    yield from read_columns(table, [0, 1])
     rows = np.flatnonzero(draws.integers(0, 2, int(table.real_rows.sum())))
     yield from (table.words, table.lengths(rows), table.kept(rows), table.lengths_of_keys(range(table.num_keys)[::-1]))
 
@@ -181,7 +214,8 @@ def _shuffle(draws: Draws, number: int) -> Answer:
     )
     yield from (plan.destination, plan.planned, plan.lower_bound, plan.gated, plan.excess_tokens, plan.digest())
     yield from (plan.loads_before, plan.loads_after, plan.result_real_rows)
-    yield count_moves(gathered.home, plan.destination, gathered.tokens, gathered.steps, draws.integer(1, 4))
+    planner = ShufflePlanner(gathered.num_ranks, gathered.steps, ranks_per_node=draws.integer(1, 4))
+    yield planner.plan(gathered, plan.destination).moved
 
 
 GROUPS: dict[str, tuple[Callable[[Draws, int], Answer], int]] = {

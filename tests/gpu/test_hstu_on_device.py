@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from unittest import mock
 
 import pytest
 
-from commons.trainer.config import load_config
+from commons.trainer.config.load import load_config
+from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.run import run_training
+from hstu import recipe
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.models import rank_device
 
 RUN = [
     *("--trainer.train-batch-size", "6", "--trainer.eval-batch-size", "6", "--trainer.enable-balanced-shuffler"),
-    *("--trainer.log-interval", "4", "--trainer.eval-metrics", "HR@10", "NDCG@10", "--trainer.no-tensorboard"),
+    *("--trainer.log-interval", "4", "--trainer.eval-metrics", "HR@10", "NDCG@10", "--trainer.sinks"),
     *("--dataset.dataset-name", "random", "--dataset.num-batches", "8", "--dataset.max-history-seqlen", "40"),
     *("--model.hidden-size", "32", "--model.num-layers", "2", "--model.num-attention-heads", "2"),
     *("--model.kv-channels", "16", "--optimizer.sharding", "row_wise"),
 ]
 
 
-def run(device, run_dir, *flags):
+def run(device, run_dir, *flags, loss_scale=2.0**16):
     config = load_config(TrainConfig, [*RUN, "--trainer.run-dir", str(run_dir), *flags])
-    return run_training(HSTURecipe(config, rank_device(device)))
+    with mock.patch.object(recipe, "LossScaler", functools.partial(LossScaler, initial_scale=loss_scale)):
+        return run_training(HSTURecipe(config, rank_device(device)))
 
 
 @pytest.mark.parametrize("task", ["ranking", "retrieval"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_narrow_dtypes_train_like_float32(device, tmp_path, task, dtype):
     # A scale so low that no step overflows: one that is left out would make the runs differ.
-    flags = ["--task", task, "--model.num-negatives", "20", "--trainer.optimization.initial-loss-scale", "64"]
-    exact, narrow = (run(device, tmp_path, *flags, "--model.compute-dtype", name) for name in ("fp32", dtype))
+    flags = ["--task", task, "--model.num-negatives", "20", "--model.compute-dtype"]
+    exact, narrow = (run(device, tmp_path, *flags, name, loss_scale=64.0) for name in ("fp32", dtype))
     assert exact.steps == narrow.steps == 8
     assert narrow.loss == pytest.approx(exact.loss, rel=0.05)
 

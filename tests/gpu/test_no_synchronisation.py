@@ -123,12 +123,12 @@ def test_a_shuffle_that_starts_from_the_device(device):
 def test_the_exchange_waits_for_the_copy_and_the_forward_pass_for_the_exchange(device):
     """Work of another stream, however slow, is not overtaken: rows are those of the host batch."""
     require_cuda(device)
-    shuffler = CubicShuffler()
+    shuffler, on_the_host = CubicShuffler(), CubicShuffler(pg_group=dist.new_group(backend="gloo"))
     target = rank_device(device)
     memcpy = torch.cuda.Stream()
     ballast = torch.zeros(2**27, device=target)
     for batch in rank_batches(dist.get_rank(), 6, [6]):
-        on_host = shuffler.shuffle(batch)
+        on_host = on_the_host.shuffle(batch)
         pinned = batch.pin_memory()
         handle = shuffler.start_shuffle(pinned)
         with torch.cuda.stream(memcpy):
@@ -145,3 +145,4 @@ def test_the_exchange_waits_for_the_copy_and_the_forward_pass_for_the_exchange(d
         assert torch.equal(result.sample_id.cpu(), on_host.sample_id)
         del taken
     shuffler.close()
+    on_the_host.close()

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.datasets.random_distribution import RandomDistribution
-from commons.datasets.sid_random_dataset import RandomSIDDataset
+from commons.datasets.random.distribution import RandomDistribution
+from commons.datasets.sids.random import RandomSIDDataset
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.pipeline import TrainPipelineFactory

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from commons.sequence_batch.batch import BaseBatch
 
@@ -74,6 +74,10 @@ def jagged(ids):
     return JaggedTensor(values, lengths=lengths, weights=values[:, 0].double() / 3)
 
 
+def keyed(ids):
+    return KeyedTensor(["wide", "thin"], [2, 1], dense(ids, torch.float16))
+
+
 def padded_batch(ids, rows=None):
     rows = len(ids) if rows is None else rows
     return PaddedBatch(
@@ -124,6 +128,7 @@ def everything(ids):
         "td": tensordict_batch(ids),
         "plain": plain_batch(ids),
         "padded": padded_batch(ids),
+        "groups": {"deep": keyed(ids)},
         "texts": [f"t{sample}" for sample in ids],
         "token lists": [[sample] * length_of(sample) for sample in ids],
         7: ("kept", ["whole"], float("inf")),
@@ -136,6 +141,7 @@ KINDS = {
     "nested": nested,
     "kjt": kjt,
     "jagged": jagged,
+    "keyed": keyed,
     "texts": lambda ids: [f"t{sample}" for sample in ids],
     "objects": object_array,
     "plain dataclass": plain_batch,
@@ -156,6 +162,8 @@ def as_values(value: Any) -> Any:
         return ("array", kind, value.shape, value.tolist())
     if isinstance(value, KeyedJaggedTensor):
         return ("kjt", {key: as_values(value[key]) for key in value.keys()}, str(value.lengths().dtype), value.stride())
+    if isinstance(value, KeyedTensor):
+        return ("keyed", value.keys(), [as_values(part) for part in value.to_dict().values()], value.key_dim())
     if isinstance(value, JaggedTensor):
         weights = value.weights_or_none()
         parts = (value.values(), value.lengths(), *([] if weights is None else [weights]))

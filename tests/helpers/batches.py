@@ -9,7 +9,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.sequence_batch.batch import BaseBatch
-from commons.sequence_batch.fields import batch_rows, real_rows, row_fields
+from commons.sequence_batch.fields import path_name
+from commons.sequence_batch.open_batch import batch_rows, real_rows, row_fields
 
 JAGGED_DTYPES = [
     torch.int64,
@@ -109,18 +110,24 @@ def _plain(tensor: torch.Tensor) -> Any:
     return (tensor.double() if tensor.is_floating_point() else tensor).tolist()
 
 
+def _hashable(element: Any) -> Any:
+    return tuple(map(_hashable, element)) if isinstance(element, list) else element
+
+
 def rows_as_values(batch: Any, *, padding: bool = False) -> list[tuple[Any, ...]]:
     """Every real row (or every row) as nested tuples of names and Python values; the slow, obvious way."""
     rows = []
     for row in range(batch_rows(batch) if padding else real_rows(batch)):
         values: list[Any] = []
-        for name, value in row_fields(batch):
+        for path, value in row_fields(batch):
+            name = path_name(path)
             if isinstance(value, torch.Tensor):
                 values.append((name, str(value.dtype), repr(_plain(value[row]))))
                 continue
             lengths = value.lengths().tolist()
-            for index, key in enumerate(value.keys()):
-                segment = index * value.stride() + row
+            keys = value.keys() if isinstance(value, KeyedJaggedTensor) else [None]
+            for index, key in enumerate(keys):
+                segment = index * (len(lengths) // len(keys)) + row
                 start = sum(lengths[:segment])
                 stop = start + lengths[segment]
                 weights = value.weights_or_none()
@@ -130,7 +137,7 @@ def rows_as_values(batch: Any, *, padding: bool = False) -> list[tuple[Any, ...]
                         key,
                         str(value.values().dtype),
                         str(value.lengths().dtype),
-                        tuple(_plain(value.values()[start:stop])),
+                        tuple(map(_hashable, _plain(value.values()[start:stop]))),
                         None if weights is None else tuple(_plain(weights[start:stop])),
                     )
                 )

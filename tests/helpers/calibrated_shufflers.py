@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model.calibration import Calibration, FitQuality, describe_device, describe_task
 from commons.perf_model.task_estimator import HSTUAttentionTask
+from tests.helpers.faults import raised_by
 from tests.helpers.models import make_batch
 
 TASK = HSTUAttentionTask(8, 2, 4, 2)
@@ -39,10 +41,5 @@ def my_batch():
 
 
 def attempt(shuffler):
-    try:
-        shuffler.shuffle(my_batch())
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        shuffler.close()
-    return "no error"
+    with contextlib.closing(shuffler):
+        return raised_by(lambda: shuffler.shuffle(my_batch()))

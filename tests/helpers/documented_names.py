@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import types
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 import evenrank
 from commons.distributed.errors import attempt
-from commons.trainer.config import load_config
+from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.train_config import TrainConfig
 from tests.helpers import models
@@ -162,7 +162,7 @@ def recipe_trains(names: dict[str, Any]) -> None:
     device = torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         trainer = evenrank.TrainerArgs(
-            4, 4, run_dir=folder, pipeline_type="none", enable_balanced_shuffler=True, tensorboard=False
+            4, 4, run_dir=folder, pipeline_type="none", enable_balanced_shuffler=True, sinks=()
         )
         dataset = evenrank.DatasetArgs("random", 12, num_batches=3)
         recipe = names["RECIPE"](names["MyConfig"](trainer, dataset, shuffler_type="tokens"), device)
@@ -207,6 +207,25 @@ class _RowsShuffler(evenrank.BaseTaskBalancedBatchShuffler):
 
     def get_workloads(self, batch: Any) -> torch.Tensor:
         return torch.ones(batch.batch_size, dtype=torch.int64)
+
+
+@dataclass
+class _UserBatch(evenrank.BaseBatch):
+    user_id: torch.Tensor = field(kw_only=True)
+
+
+def rows_of_users() -> dict[str, Any]:
+    """A shuffler of one's own."""
+    return {"MyBatchShuffler": _RowsShuffler, "ShufflerOptions": evenrank.ShufflerOptions}
+
+
+def users_are_together(names: dict[str, Any]) -> None:
+    """Rows of a user, which lie on both ranks, end on one of them."""
+    batch = models.make_batch([1, 2, 3, 4], 4)
+    users = {name: value for name, value in vars(batch).items() if name not in ("sample_id", "target")}
+    result = names["shuffler"].shuffle(_UserBatch(**users, user_id=torch.tensor([7, 8, 7, 9])))
+    own = result.user_id[: result.actual_batch_size].tolist()
+    assert sorted(of_all(sorted(set(own)))) == [7, 8, 9] and sorted(of_all(own)) == [7, 7, 7, 7, 8, 8, 9, 9]
 
 
 @dataclass(frozen=True)
@@ -298,6 +317,31 @@ def results_came_home(names: dict[str, Any]) -> None:
     same_loss([names["moved"].batch], [names["rollouts"]])
 
 
+def images_and_texts() -> dict[str, Any]:
+    """Images of this rank with what they cost, and a model of two parts."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(3, 2).double(), nn.Linear(4, 1).double()
+    images, texts = (torch.randn(4, width, dtype=torch.float64) * (rank + 1) for width in (3, 2))
+
+    def decode(features: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        return decoder(torch.cat([features, texts], dim=1)).sin().sum()
+
+    return {"images": images, "image_cost": [9 * rank + 1] * 4, "encoder": encoder, "decoder": decode, "texts": texts}
+
+
+def gradients_are_those_of_rows_that_stay(names: dict[str, Any]) -> None:
+    """Summed over the ranks, of the encoder; and rows have moved."""
+    encoder, stays = names["encoder"], nn.Linear(3, 2).double()
+    stays.load_state_dict(encoder.state_dict())
+    names["decoder"](stays(names["images"]), names["texts"]).backward()
+    assert names["moved"].num_moved > 0
+    for found, expected in zip(encoder.parameters(), stays.parameters()):
+        for gradient in (found.grad, expected.grad):
+            dist.all_reduce(gradient)
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
+
+
 class _LanguageModel(nn.Module):
     """Logits of every place, `(rows, width, 5)`."""
 
@@ -341,6 +385,17 @@ def rows_to_pack() -> dict[str, Any]:
         "loss_sum": loss_sum,
         "score": score_rows,
     }
+
+
+def padded_groups_hold_every_row(names: dict[str, Any]) -> None:
+    """Every row is in one group; no group exceeds its cost, and rows dealt in turn would cost as much or more."""
+    lengths, work = names["lengths"].tolist(), names["task"].get_workloads(names["lengths"]).tolist()
+    for groups in (names["groups"], names["work"]):
+        assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert max(len(group) * max(lengths[row] for row in group) for group in names["groups"]) <= 16384
+    costliest = max(len(group) * max(work[row] for row in group) for group in names["work"])
+    in_turn = [work[begin::2] for begin in range(2)]
+    assert len(names["work"]) == 2 and costliest <= max(len(rows) * max(rows) for rows in in_turn)
 
 
 def even_by_index(names: dict[str, Any]) -> None:
@@ -388,7 +443,7 @@ def abort_ends_a_wait(names: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         handle = aborts.shuffler.start_shuffle(models.make_batch([1], 1))
         threading.Timer(0.2, aborts, [state]).start()
-        _, error = attempt(lambda: handle.ended)
+        _, error = attempt(lambda: handle.has_ended())
         assert isinstance(error, evenrank.ShufflerAbortedError)
     dist.barrier()
     aborts(state)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torchrec.datasets.utils import Batch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 import evenrank
 from benchmarks.plain_karmarkar_karp import plain_karmarkar_karp
@@ -75,6 +75,36 @@ def clicks_went_with_their_labels(names: dict[str, Any]) -> None:
     assert sorted(of_all(after.labels.tolist())) == sorted(of_all(before.labels.tolist()))
     assert sorted(of_all(after.features.values().tolist())) == sorted(of_all(before.features.values().tolist()))
     assert (type(after).__name__, after.batch_size, after.actual_batch_size) == ("ClickBatch", 4, 4)
+    stats = names["shuffler"].last_stats
+    assert stats.moved and stats.imbalance_after < 0.1 < 0.9 < stats.imbalance_before
+    names["shuffler"].close()
+
+
+def grouped_rows() -> dict[str, Any]:
+    """Long histories on rank 0, short ones on rank 1; everything else of a row is its number, in dicts."""
+    rank, lengths = dist.get_rank(), [[90, 80, 70, 60], [3, 2, 1, 4]][dist.get_rank()]
+    rows = torch.arange(4) + 4 * rank
+    clicks = KeyedJaggedTensor(["clicks"], rows.repeat_interleave(torch.tensor(lengths)), lengths=torch.tensor(lengths))
+    prices = clicks.values()[:, None].float().repeat(1, 2)
+    return {
+        "dense": {"user": KeyedTensor(["age", "geo"], [1, 2], rows[:, None].float().repeat(1, 3))},
+        "sparse": {"item": clicks},
+        "sequences": {"price": JaggedTensor(prices, lengths=torch.tensor(lengths))},
+        "labels": {"row": rows},
+        "now": 1.5 + rank,
+    }
+
+
+def groups_went_with_their_rows(names: dict[str, Any]) -> None:
+    """Every row is trained once with all that belongs to it, the ranks are even, and each has its own time."""
+    after = names["shuffled"]
+    rows = after.labels["row"]
+    assert sorted(of_all(rows.tolist())) == list(range(8))
+    assert torch.equal(after.dense_features["user"]["geo"], rows[:, None].float().repeat(1, 2))
+    per_click = rows.repeat_interleave(after.sparse_features["item"].lengths())
+    assert torch.equal(after.sparse_features["item"].values(), per_click)
+    assert torch.equal(after.sequence_dense_features["price"].values(), per_click[:, None].float().repeat(1, 2))
+    assert (after.batch_size, after.data_timestamp) == (-1, 1.5 + dist.get_rank())
     stats = names["shuffler"].last_stats
     assert stats.moved and stats.imbalance_after < 0.1 < 0.9 < stats.imbalance_before
     names["shuffler"].close()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.options import ShufflerOptions
-from tests.helpers.faults import my_batch
+from tests.helpers.faults import limit_waits, my_batch
 from tests.helpers.pipelines import CubicShuffler
 
 TIMEOUT = 2.0
@@ -28,13 +28,14 @@ def _run(fault: str, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
+    shuffler = CubicShuffler()
     shuffler.shuffle(my_batch())
     dist.barrier()
     if rank == 0:
         os.kill(os.getppid(), signal.SIGSTOP)
     dist.barrier()
     shuffler.shuffle(my_batch(1))
+    limit_waits(TIMEOUT)
     if fault == A_RANK_STOPS and rank == 1:
         (folder / f"pid{rank}").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -12,9 +12,9 @@ import sys
 
 import torch.distributed as dist
 
-from commons.trainer.errors import run_main
 from commons.trainer.loop import TrainingLoop
-from commons.trainer.meter import StepOutput
+from commons.trainer.observe.meter import StepOutput
+from commons.trainer.ranks.errors import run_main
 from hstu.train import main
 
 

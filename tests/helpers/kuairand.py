@@ -7,7 +7,7 @@ import io
 import tarfile
 from pathlib import Path
 
-from commons.datasets.kuairand import USER_FEATURES, VERSIONS
+from commons.datasets.public.kuairand import USER_FEATURES, VERSIONS
 
 LOG_HEADER = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"

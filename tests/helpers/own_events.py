@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commons.datasets.event_columns import EventColumns
+from commons.datasets.sequences.event_columns import EventColumns
 
 COLUMNS = EventColumns("uid", "iid", "ts", "s", ("click", "stars >= 4"), ("gender", "uid"))
 EVENTS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -72,6 +73,15 @@ def host_count(iterator):
     return sum(1 for _ in iterator)
 
 
+def steps_of(pipeline: Any, source: Iterator[Any], steps: int | None = None) -> Iterator[Any]:
+    """What each step of a pipeline returns, up to the end of the data or so many steps."""
+    for _ in itertools.count() if steps is None else range(steps):
+        try:
+            yield pipeline.progress(source)
+        except StopIteration:
+            return
+
+
 def largest_difference(first, second):
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
@@ -87,12 +97,7 @@ def train(build, pipeline, kind, iterators, steps_of_first=None):
     try:
         for index, (counts, first) in enumerate(iterators):
             source = itertools.islice(rank_batches(dist.get_rank() + first, counts[dist.get_rank()], SIZES), None)
-            limit = steps_of_first if index == 0 and steps_of_first is not None else None
-            for _ in itertools.count() if limit is None else range(limit):
-                try:
-                    trainer.progress(source)
-                except StopIteration:
-                    break
+            for _ in steps_of(trainer, source, None if index else steps_of_first):
                 stats.append(trainer.last_stats)
     finally:
         shuffler.close()
@@ -152,11 +157,8 @@ def evaluate(counts, kind, epochs, abandon_after=None, pipeline="eval"):
     try:
         for epoch in range(epochs):
             source = rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES)
-            for _ in itertools.count() if abandon_after is None or epoch else range(abandon_after):
-                try:
-                    errors += float(evaluator.progress(source))
-                except StopIteration:
-                    break
+            for error in steps_of(evaluator, source, None if epoch else abandon_after):
+                errors += float(error)
                 stats.append(evaluator.last_stats)
             if abandon_after == 0:
                 evaluator.reset()

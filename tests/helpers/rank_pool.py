@@ -2,7 +2,7 @@
 
 `RankPool(2).run(function, *args)` calls `function(*args)` on every rank at once and returns the results by rank. Ranks
 are joined with a timeout; a failure says which rank hung, died or raised. The process group of a failed call may be
-out of step, so its ranks are ended and the next call starts fresh ones.
+out of step, so its ranks are ended and the next call starts fresh ones. `with RankPool(2) as pool:` ends them too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 # Imported once by the fork server, so that a rank starts in milliseconds rather than in TorchRec's import time.
-_PRELOAD = ["tests.helpers.rank_preload"]
+PRELOAD = ["tests.helpers.rank_preload"]
 # Ranks with more process groups than this are replaced before the next call: every gloo group has a thread that wakes a
 # hundred times a second, and what TorchRec makes for a sharded model stays.
 _MOST_GROUPS = 16
+# Until all ranks are there: imports alone take ten seconds of a processor, once.
+_START_SECONDS = 300.0
 
 
 class RankFailure(AssertionError):
@@ -48,6 +50,7 @@ def _serve(rank: int, world_size: int, store: str, connection: multiprocessing.c
         world_size=world_size,
         timeout=datetime.timedelta(seconds=60),
     )
+    connection.send_bytes(b"ready")
     while True:
         try:
             call = connection.recv()
@@ -83,8 +86,21 @@ class RankPool:
         self._most_groups = most_groups
         self._ranks: list[_Rank] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 5.0, **kwargs: Any
+    ) -> list[Any]:
         """Call a module-level function on every rank and return what each returned.
+
+        Args:
+            function: takes `args` and `kwargs`.
+            timeout: seconds within which all ranks must return, once they have started.
+            grace: how many of them the others still have once one has failed.
 
         Raises:
             RankFailure: a rank raised, died or did not answer within `timeout` seconds.
@@ -93,7 +109,7 @@ class RankPool:
             self._start()
         for rank in self._ranks:
             rank.connection.send((function, args, kwargs))
-        replies, problems = self._collect(timeout)
+        replies, problems = self._collect(timeout, grace)
         if problems:
             self.stop()
             raise RankFailure("\n".join(problems))
@@ -103,7 +119,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(PRELOAD)
         store = str(Path(tempfile.mkdtemp(prefix="evenrank-ranks-")) / "store")
         for rank in range(self.world_size):
             parent, child = context.Pipe()
@@ -111,8 +127,14 @@ class RankPool:
             process.start()
             child.close()
             self._ranks.append(_Rank(process, parent))
+        deadline = time.monotonic() + _START_SECONDS
+        for index, rank in enumerate(self._ranks):
+            if not rank.connection.poll(max(0.0, deadline - time.monotonic())):
+                self.stop()
+                raise RankFailure(f"rank {index} has not started within {_START_SECONDS:.0f} s")
+            rank.connection.recv_bytes()
 
-    def _collect(self, timeout: float) -> tuple[dict[int, Any], list[str]]:
+    def _collect(self, timeout: float, grace: float) -> tuple[dict[int, Any], list[str]]:
         replies: dict[int, Any] = {}
         problems: list[str] = []
         deadline = time.monotonic() + timeout
@@ -140,7 +162,7 @@ class RankPool:
                     problems.append(f"rank {index} raised {value[0]}\n{value[1]}")
             if problems and waiting:
                 # Its peers are probably stuck in a collective with the failed rank: give them a moment only.
-                deadline = min(deadline, time.monotonic() + 5.0)
+                deadline = min(deadline, time.monotonic() + grace)
         return replies, problems
 
     def stop(self) -> None:

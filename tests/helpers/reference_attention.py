@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hstu.model.dense_attention import time_buckets
+from hstu.model.attention import time_buckets
 
 
 def sees(i: int, j: int, history: int, group_size: int, is_causal: bool, contextual: int = 0) -> bool:

@@ -89,6 +89,7 @@ def line_of(steps, knows_slope=True):
         "tokens_per_s": sum(step["num_tokens"] for step in steps) / total_ms * 1e3,
         "rows_per_s": sum(step["num_rows"] for step in steps) / total_ms * 1e3,
         "step_ms": statistics.median(step["step_ms"] for step in steps),
+        "tflops_per_rank": 0.01,
         **line,
         "ranks": len(last["loads_before"]),
         "steps": len(steps),
@@ -121,32 +122,8 @@ def write_run(folder, lines, config=CONFIG, summary=True):
     return folder
 
 
-def write_unlooked(folder, steps, sizes):
-    """A run without a shuffler: its log has the imbalance alone."""
-    known = ("schema", "step", "loss", "tokens_per_s", "rows_per_s", "step_ms", "imbalance_before", "ranks", "steps")
-    lines = [{name: line[name] for name in (*known, "total_ms")} for line in lines_of(steps, sizes)]
-    return write_run(folder, lines, config_of(enable_balanced_shuffler=False))
-
-
-def write_demo(path, count=40):
-    """The folder of a demo, which has trained every batch both ways."""
-    slow, fast = make_steps(count, balances=False), make_steps(count)
-    hidden = ("loss", "step_ms")
-    content = {
-        "num_ranks": 4,
-        "batch_size": 8,
-        "max_history_seqlen": 64,
-        "num_layers": 1,
-        "warmup_steps": 2,
-        "stats": [{name: value for name, value in step.items() if name not in hidden} for step in fast],
-    }
-    for side, steps in (("unbalanced", slow), ("balanced", fast)):
-        times, losses = ([step[name] for step in steps] for name in ("step_ms", "loss"))
-        content[side] = {
-            "step_ms": times,
-            "losses": [1.0, 1.0, *losses],
-            "evaluation": {"loss": 0.5, "rows": 9, "auc_task_0": 0.5},
-        }
-    path.mkdir(parents=True)
-    (path / "demo.json").write_text(json.dumps(content))
-    return content
+def write_unlooked(folder, steps, sizes, *more):
+    """A run without a shuffler: its log has the imbalance alone, and what else is given."""
+    known = ("schema", "step", "loss", "tokens_per_s", "rows_per_s", "tflops_per_rank", "step_ms", "imbalance_before")
+    lines = [{name: line[name] for name in (*known, "ranks", "steps", "total_ms")} for line in lines_of(steps, sizes)]
+    return write_run(folder, [*lines, *more], config_of(enable_balanced_shuffler=False))

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution, codebook_offsets
-from commons.datasets.sid_dataset import CANDIDATE, HISTORY
-from commons.datasets.sid_random_dataset import random_sid_map
+from commons.datasets.sids.dataset import CANDIDATE, HISTORY
+from commons.datasets.sids.random import random_sid_map
 from sid_gr.megatron_core import parallel_state
 from sid_gr.model import SIDDecoder, SIDGRConfig, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel

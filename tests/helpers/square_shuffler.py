@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.sequence_batch.fields import batch_rows
+from commons.sequence_batch.open_batch import batch_rows
 from tests.helpers.batches import random_batch
 
 

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -16,14 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-_START_SECONDS = 90.0
+_START_SECONDS = 300.0
 
 
 class Ended(NamedTuple):
-    """How a rank ended: its status (None: it did not), seconds from the fault to its error, and its stderr."""
+    """How a rank ended: its status (None: it did not), and its stderr."""
 
     status: int | None
-    seconds: float
     stderr: str
 
     @property
@@ -48,12 +46,7 @@ def run_with_fault(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.rank_preload"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        context.Process(target=_run, args=(rank, world_size, port, folder, work, args)) for rank in range(world_size)
-    ]
+    ranks = [context.Process(target=_run, args=(rank, world_size, folder, work, args)) for rank in range(world_size)]
     for rank in ranks:
         rank.start()
     try:
@@ -66,27 +59,21 @@ def run_with_fault(
         for rank in ranks:
             rank.kill()
             rank.join()
-    raised = [folder / f"raised{index}" for index in range(world_size)]
     return [
-        Ended(
-            status,
-            float(raised[index].read_text()) - started if raised[index].exists() else limit,
-            (folder / f"stderr{index}").read_text(errors="replace"),
-        )
-        for index, status in enumerate(statuses)
+        Ended(status, (folder / f"stderr{index}").read_text(errors="replace")) for index, status in enumerate(statuses)
     ]
 
 
-def fault(folder: Path, number: int | None = None, back_after: float | None = None) -> None:
+def fault(folder: Path, number: int | None = None, back_when: Callable[[], object] | None = None) -> None:
     """Note the time of the fault, and send this process a signal.
 
     Args:
         folder: of the run.
         number: the signal; none where the caller fails in another way.
-        back_after: seconds after which a stopped process goes on.
+        back_when: a stopped process goes on when this returns.
     """
-    if back_after is not None and os.fork() == 0:
-        time.sleep(back_after)
+    if back_when is not None and os.fork() == 0:
+        back_when()
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
     (folder / "being written").write_text(str(time.monotonic()))
@@ -95,16 +82,23 @@ def fault(folder: Path, number: int | None = None, back_after: float | None = No
         os.kill(os.getpid(), number)
 
 
-def _run(rank: int, world_size: int, port: int, folder: Path, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _run(rank: int, world_size: int, folder: Path, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     output = os.open(folder / f"stderr{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(output, sys.stderr.fileno())
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    try:
-        work(folder, *args)
-    except BaseException:
-        (folder / f"raised{rank}").write_text(str(time.monotonic()))
-        raise
+    dist.init_process_group("gloo", store=_connect_store(folder, rank == 0), rank=rank, world_size=world_size)
+    work(folder, *args)
+
+
+def _connect_store(folder: Path, hosts: bool) -> dist.TCPStore:
+    """The store of rank 0, at a port that it has chosen itself."""
+    if hosts:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port being written").write_text(str(store.port))
+        (folder / "port being written").rename(folder / "port")
+        return store
+    port = _await(folder / "port", lambda path: path.exists() and path.read_text(), _START_SECONDS)
+    return dist.TCPStore("127.0.0.1", int(port), is_master=False)
 
 
 def _await(path: Path, ready: Callable[[Path], Any], seconds: float) -> Any:

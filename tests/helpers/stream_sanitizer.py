@@ -32,7 +32,7 @@ from torchrec.distributed.train_pipeline.utils import DataLoadingThread
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.sequence_batch.batch import BaseBatch
-from commons.sequence_batch.fields import row_fields
+from commons.sequence_batch.open_batch import row_fields
 from tests.helpers.pretended_streams import (
     PretendedEvent,
     PretendedStream,

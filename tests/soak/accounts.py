@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.sequence_batch.fields import real_rows, row_fields
+from commons.sequence_batch.fields import path_name
+from commons.sequence_batch.open_batch import real_rows, row_fields
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +54,8 @@ def row_digests(batch: Any) -> np.ndarray:
     real = real_rows(batch)
     total = np.zeros(real, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        for name, value in row_fields(batch):
+        for path, value in row_fields(batch):
+            name = path_name(path)
             if isinstance(value, KeyedJaggedTensor):
                 keys, lengths = value.keys(), value.lengths().numpy().astype(np.int64)
                 parts = [("values", value.values()), ("weights", value.weights_or_none())]

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist, PipelineStage
 
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.samplers import EPOCH_START, Place
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_iter
@@ -224,13 +224,13 @@ class Soak:
                     batch = next(source, None)
                     in_flight.append((batch, shuffler.start_shuffle(batch)))
                 batch, handle = in_flight.popleft()
-                if handle.ended:
+                if handle.has_ended():
                     break
                 result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
                 trained.add(result)
                 self.totals.moved += handle.stats is not None and handle.stats.moved
             for _, handle in in_flight:
-                assert handle.ended
+                assert handle.has_ended()
         finally:
             shuffler.close()
         self._compare(episode, [brought], trained)

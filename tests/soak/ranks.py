@@ -12,8 +12,8 @@ import numpy as np
 import torch.distributed as dist
 from tqdm import tqdm
 
+from commons.distributed.channel.store import ask_store
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.store import ask_store
 from commons.pipeline import windowed_iter
 from tests.helpers.rank_pool import RankPool
 from tests.soak.accounts import Steps, most_steps, require_equal
@@ -54,12 +54,9 @@ def run(steps: int, ranks: int, seed: int, shufflers: int, *, episode: int | Non
     Raises:
         RankFailure: a row was lost, doubled or changed, or a rank hung, died or raised.
     """
-    pool = RankPool(ranks)
-    try:
+    with RankPool(ranks) as pool:
         # What hangs is reported by the shuffler's own timeout, long before.
         return pool.run(_soak, steps, seed, shufflers, episode, timeout=600 + 2.0 * (steps + shufflers))
-    finally:
-        pool.stop()
 
 
 def _soak(steps: int, seed: int, shufflers: int, episode: int | None) -> RankReport:

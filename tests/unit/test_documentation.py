@@ -111,7 +111,7 @@ def hook():
     ("page", "link", "led"),
     [
         ("index.md", "docs/launch.md#restart", "launch.md#restart"),
-        ("index.md", "docs/balance.png", "balance.png"),
+        ("index.md", "docs/report.png", "report.png"),
         ("launch.md", "../README.md#install", "index.md#install"),
         ("launch.md", "../examples/ray_train.py", "examples/ray_train.py.md"),
         ("measured.md", "../benchmarks/results", "benchmarks/results/index.md"),

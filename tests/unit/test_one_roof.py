@@ -26,8 +26,8 @@ PUBLIC = {
     "pipeline": "balanced balanced_iter shuffle_stage windowed_iter TrainPipelineFactory",
     "samplers": "BalancedBatchSampler BudgetBatchSampler",
     "trainer": "TrainerArgs DatasetArgs",
-    "micro-batches": "ffd_allocate kk_allocate refined_allocate get_allocate_fn packing_metrics MicroBatchSpec "
-    "MicroBatches pack_micro_batches PackedRows pack_rows count_loss_tokens",
+    "micro-batches": "ffd_allocate kk_allocate refined_allocate padded_allocate get_allocate_fn packing_metrics "
+    "MicroBatchSpec MicroBatches pack_micro_batches PackedRows pack_rows count_loss_tokens",
     "dispatch": "split_balanced BalancedChunks scatter_balanced BalancedShare redistribute_balanced RedistributedRows "
     "SingleRankLoader Trim trim_batch",
     "version": "__version__",
@@ -86,6 +86,7 @@ print("torch" in sys.modules, "torchrec" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_importing_it_brings_nothing_until_a_name_is_used_and_needs_no_installation():
     shown = subprocess.run(
         [sys.executable, "-c", NOT_INSTALLED], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

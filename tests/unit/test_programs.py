@@ -121,7 +121,14 @@ def test_errors_of_a_program_itself_keep_their_traceback(monkeypatch):
         call(monkeypatch, broken)
 
 
-@pytest.mark.parametrize("command", [("-m", "benchmarks.scale"), ("ci/licences.py",), ("ci/check_installed.py",)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("-m", "benchmarks.scale"), marks=pytest.mark.slow),  # it imports torch
+        ("ci/licences.py",),
+        ("ci/check_installed.py",),
+    ],
+)
 def test_a_program_that_runs_says_its_mistake_in_a_line(command):
     done = run(*command, "--foo")
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr

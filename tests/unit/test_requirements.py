@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from commons.trainer.config_file import tomllib
+from commons.trainer.config.files import tomllib
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]

@@ -3,19 +3,21 @@
 Workloads in, `Partition` out. `partition` is the planner; `lower_bound` is the proof that comes with every plan.
 `partition_grid` plans several steps at once: workloads in, `Grid` out.
 
-    arguments.py, inputs.py   what is asked, checked: a request (request.py)
-    partitioning.py, grid.py  the public functions
-    core.py                   the native core, a plain C library: plans, the routes of a plan (../routes.py), what is
-                              summed over all rows, and rows as they are packed (../row_table.py)
+    arguments.py, inputs.py   what is asked, checked
+    partitioning.py, grid.py, padded.py  the public functions
+    core.py                   the native core, a plain C library: plans, rows as they are packed, and the one call from
+                              gathered messages to a plan and its exchange (../shuffle_plan.py)
     native/                   one C++ header per algorithm, with its source: problem, bounds, starts, differencing,
-                              swaps, refinement; locality, home_deal, many_parts, many_rows (near home); grid,
-                              grid_bound, level_bound
+                              swaps, refinement; locality, home_deal, many_parts, many_rows (near home); groups; grid,
+                              grid_bound, level_bound; padded; shuffle (gates), row_table, routes,
+                              gathered_shuffle (one call)
     sources.py                which sources the core was built from
 """
 
 from commons.perf_model.partitioner.core import METHODS
 from commons.perf_model.partitioner.grid import Grid, partition_grid
 from commons.perf_model.partitioner.inputs import as_int64_workloads
+from commons.perf_model.partitioner.padded import padded_groups
 from commons.perf_model.partitioner.partitioning import karmarkar_karp, lower_bound, partition, refine
 from commons.perf_model.partitioner.result import Partition
 
@@ -26,6 +28,7 @@ __all__ = [
     "as_int64_workloads",
     "karmarkar_karp",
     "lower_bound",
+    "padded_groups",
     "partition",
     "partition_grid",
     "refine",

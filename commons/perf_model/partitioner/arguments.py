@@ -1,19 +1,20 @@
-"""From the arguments of `partition` and `partition_grid` to a request, and what both refuse."""
+"""The arguments of `partition` and `partition_grid`, checked, and what both refuse."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from commons.checks import as_count
-from commons.perf_model.partitioner.core import METHODS
-from commons.perf_model.partitioner.inputs import INT64_MAX, as_home, as_int64_workloads, as_slack
-from commons.perf_model.partitioner.request import Plan, Request
+from commons.perf_model.partitioner.core import METHODS, PlanArguments, sum_at
+from commons.perf_model.partitioner.inputs import INT64_MAX, as_groups, as_home, as_int64_workloads, as_slack
 
 # Rows and cells are counted in 32 bits.
 MOST_CELLS = 2**31 - 1
 
 
-def as_request(
+def checked_arguments(
     workloads: Any,
     k_partitions: int,
     *,
@@ -27,7 +28,8 @@ def as_request(
     parts_name: str = "k_partitions",
     steps: int = 1,
     home_step: Any = None,
-) -> Request:
+    groups: Any = None,
+) -> PlanArguments:
     """Check everything.
 
     Raises:
@@ -49,9 +51,10 @@ def as_request(
             raise ValueError(
                 f"max_tokens is {max_tokens}, tokens is None; a cap needs the tokens of each row: pass tokens"
             )
-    return Request(
-        workloads=weights,
-        num_parts=k,
+    loaded = None if home_step is None else as_home(home_step, len(weights), num_steps, "home_step", "step")
+    return PlanArguments(
+        weights,
+        k,
         method=method,
         equal_size=bool(equal_size),
         tokens=None if tokens is None else as_int64_workloads(tokens, "tokens", len(weights)),
@@ -59,31 +62,48 @@ def as_request(
         home=None if home is None else as_home(home, len(weights), k),
         ranks_per_node=k if ranks_per_node is None else min(as_count(ranks_per_node, "ranks_per_node", 1), k),
         slack=as_slack(slack),
-        num_steps=num_steps,
-        home_step=None if home_step is None else as_home(home_step, len(weights), num_steps, "home_step", "step"),
+        num_steps=num_steps if num_steps > 1 else 0,  # a grid of one step is planned as a batch
+        home_step=loaded if num_steps > 1 else None,
+        groups=None if groups is None else as_groups(groups, len(weights)),
     )
 
 
-def refuse_sample_above_cap(request: Request) -> None:
-    """ValueError if a sample alone has more tokens than a partition may hold."""
-    tokens, limit = request.tokens, request.max_tokens
-    if tokens is not None and limit is not None and int(tokens.max()) > limit:
-        sample = int(tokens.argmax())
+def refuse_sample_above_cap(given: PlanArguments) -> None:
+    """ValueError if a sample or group alone has more tokens than a partition may hold."""
+    tokens = given.arrays["tokens"]
+    if given.has_cap and tokens is not None:
+        refuse_above_cap(tokens, given.arrays["groups"], given.max_tokens, "sample")
+
+
+def refuse_above_cap(tokens: np.ndarray, groups: np.ndarray | None, limit: int, what: str) -> None:
+    """ValueError if a row, which messages call `what`, or a group of rows has more tokens than the limit."""
+    if len(tokens) and int(tokens.max()) > limit:
+        row = int(tokens.argmax())
         raise ValueError(
-            f"sample {sample} alone has {int(tokens[sample])} tokens, max_tokens is {limit}; no plan can keep that: "
-            "raise max_tokens or truncate the sample"
+            f"{what} {row} alone has {int(tokens[row])} tokens, max_tokens is {limit}; no plan can keep that: raise "
+            f"max_tokens or truncate the {what}"
+        )
+    if groups is None or not len(tokens):
+        return
+    numbers, group_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    of_groups = sum_at(group_of.astype(np.int64), tokens, len(numbers))
+    largest = int(of_groups.argmax())
+    if int(of_groups[largest]) > limit:
+        raise ValueError(
+            f"group {int(numbers[largest])} has {int(of_groups[largest])} tokens in {int(sizes[largest])} {what}s, "
+            f"max_tokens is {limit}; they stay together: raise max_tokens or make the group smaller"
         )
 
 
-def refuse_plan_above_cap(request: Request, plan: Plan) -> None:
-    """ValueError if the plan holds more tokens than a partition may."""
-    tokens, limit = request.tokens, request.max_tokens
-    if tokens is not None and limit is not None and plan.most_tokens > limit:
-        parts = f"{request.num_parts} partitions"
-        if request.num_steps > 1:
-            parts = f"{request.num_steps} steps of {request.num_parts} ranks"
+def refuse_plan_above_cap(given: PlanArguments, most_tokens: int) -> None:
+    """ValueError if a plan whose fullest partition holds `most_tokens` exceeds the cap."""
+    tokens, limit = given.arrays["tokens"], given.max_tokens
+    if given.has_cap and tokens is not None and most_tokens > limit:
+        parts = f"{given.num_parts} partitions"
+        if given.num_steps > 1:
+            parts = f"{given.num_steps} steps of {given.num_parts} ranks"
         raise ValueError(
-            f"max_tokens is {limit}, the best plan found holds {plan.most_tokens} tokens in one partition, "
-            f"{plan.most_tokens - limit} more; {int(tokens.sum())} tokens do not fit {parts}: "
-            "raise max_tokens, use more partitions or fewer samples"
+            f"max_tokens is {limit}, the best plan found holds {most_tokens} tokens in one partition, "
+            f"{most_tokens - limit} more; {int(tokens.sum())} tokens do not fit {parts}: raise max_tokens, use more "
+            "partitions or fewer samples"
         )

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commons.perf_model.partitioner.request import Plan, Request
 from commons.perf_model.partitioner.sources import NATIVE, hash_of_sources
 
 if TYPE_CHECKING:
-    from commons.perf_model.row_table import RowTable
+    from commons.perf_model.shuffle_plan import GatheredRows
 
 LIBRARY = Path(__file__).with_name("libevenrank.so")
 METHODS = ("karmarkar_karp", "lpt", "refined", "snake")  # in the order of Method in native/plan.hpp
@@ -28,15 +27,67 @@ _ERROR_SIZE = 256
 _REMEDY = "install evenrank again (in a checkout, `make install`)"
 _INT = ctypes.c_int64
 _POINTER = ctypes.c_void_p
+_NOTHING: Any = ctypes.c_char * 0
+_ErrorText: Any = ctypes.c_char * _ERROR_SIZE
 
 
-class _PlanArguments(ctypes.Structure):
+class PlanArguments(ctypes.Structure):
+    """The checked arguments of `partition` or `partition_grid`, with the arrays that it refers to.
+
+    Args:
+        workloads: int64 `(n,)`.
+        num_parts: number of partitions; of a grid, ranks.
+        method: one of `METHODS`.
+        equal_size: whether sizes of partitions differ by one at most.
+        tokens: int64 `(n,)`, or None.
+        max_tokens: most tokens of a partition, or None; there are tokens if it is given.
+        home: int64 `(n,)`, the partition of each sample now, or None.
+        ranks_per_node: partitions per node.
+        slack: balance given up for staying home, as a fraction.
+        num_steps: steps of a grid, whose cell of rank `r` and step `s` is `r · num_steps + s`; 0 for no grid.
+        home_step: int64 `(n,)`, the step each sample was loaded in, or None.
+        groups: int64 `(n,)`, or None; samples with equal numbers stay together.
+    """
+
     _fields_ = (
-        *((name, _POINTER) for name in ("workloads", "tokens", "home", "home_step")),
+        *((name, _POINTER) for name in ("workloads", "tokens", "home", "home_step", "groups")),
         *((name, _INT) for name in ("num_rows", "num_parts", "method", "equal_size", "has_cap", "max_tokens")),
         *((name, _INT) for name in ("ranks_per_node", "num_steps")),
         ("slack", ctypes.c_double),
     )
+
+    def __init__(
+        self,
+        workloads: np.ndarray,
+        num_parts: int,
+        *,
+        method: str = "refined",
+        equal_size: bool = True,
+        tokens: np.ndarray | None = None,
+        max_tokens: int | None = None,
+        home: np.ndarray | None = None,
+        ranks_per_node: int = 1,
+        slack: float = 0.0,
+        num_steps: int = 0,
+        home_step: np.ndarray | None = None,
+        groups: np.ndarray | None = None,
+    ) -> None:
+        self.arrays = {
+            "workloads": workloads,
+            "tokens": tokens,
+            "home": home,
+            "home_step": home_step,
+            "groups": groups,
+        }
+        given = [array for array in self.arrays.values() if array is not None]
+        if any(len(array) != len(workloads) for array in given):
+            raise ValueError("plan takes checked arguments: sizes do not match")
+        super().__init__(
+            *(None if array is None else _at(_int64(array)) for array in self.arrays.values()),
+            *(len(workloads), num_parts, METHODS.index(method), equal_size),
+            *(max_tokens is not None, max_tokens or 0, ranks_per_node, num_steps),
+            slack,
+        )
 
 
 class _TableArguments(ctypes.Structure):
@@ -46,18 +97,22 @@ class _TableArguments(ctypes.Structure):
     )
 
 
-class _RouteArguments(ctypes.Structure):
+class ShuffleArguments(ctypes.Structure):
+    """What `shuffle` works on, see native/shuffle.hpp; arrays are int64, by address, and None for none."""
+
     _fields_ = (
-        *((name, _POINTER) for name in ("rows", "real_rows", "destination", "parts")),
-        ("table", _TableArguments),
-        *((name, _INT) for name in ("num_places", "num_rows", "num_keys", "num_parts")),
-        *((name, _INT) for name in ("steps", "rank", "all_gather", "pads")),
+        *((name, _POINTER) for name in ("messages", "rows", "real_rows", "workloads", "tokens", "first", "words")),
+        *((name, _POINTER) for name in ("destination", "parts")),
+        *((name, _INT) for name in ("num_ranks", "steps", "stride", "num_words", "capacity", "num_keys", "num_kept")),
+        *((name, _INT) for name in ("num_parts", "rank", "all_gather", "has_plan", "method", "equal_size", "has_cap")),
+        *((name, _INT) for name in ("max_tokens", "ranks_per_node", "carry_out", "pads", "has_groups")),
+        *((name, ctypes.c_double) for name in ("slack", "min_gain")),
     )
 
 
 class _OwnRows(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("workloads", "lengths", "keys", "sums", "kept", "counted")),
+        *((name, _POINTER) for name in ("workloads", "fields", "kept", "counted")),
         *((name, _INT) for name in ("num_fields", "num_kept", "num_counted", "rows", "real_rows")),
     )
 
@@ -67,16 +122,14 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "compiler": (ctypes.c_char_p, ()),
     "plan": (ctypes.c_int, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER)),
     "lower_bound": (ctypes.c_int, (_POINTER, _INT, _INT, _INT, _POINTER, _POINTER)),
+    "padded_groups": (ctypes.c_int, (_POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER)),
     "refine": (ctypes.c_int, (_POINTER, _POINTER, _POINTER)),
-    "route_rows": (ctypes.c_int, (_POINTER, _POINTER, _POINTER, _POINTER)),
-    "take_routes": (None, (_POINTER, _POINTER, _POINTER)),
+    "shuffle": (ctypes.c_int, (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
     "encode_rows": (ctypes.c_int, (_POINTER, _POINTER, _INT, _POINTER, _POINTER)),
+    "permute_words": (ctypes.c_int, (*(_POINTER, _INT) * 3, _INT, _POINTER)),
     "read_columns": (ctypes.c_int, (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER)),
     "read_rows": (ctypes.c_int, (_POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER)),
-    "place_of_rows": (ctypes.c_int, (_POINTER, _INT, _INT, _POINTER, _POINTER)),
     "sum_at": (ctypes.c_int, (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
-    "count_moves": (ctypes.c_int, (_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER)),
-    "digest": (_INT, (_POINTER, _POINTER, _INT)),
     "all_within": (_INT, (_POINTER, _INT, _INT, _INT)),
 }
 
@@ -108,14 +161,19 @@ if NATIVE.is_dir() and hash_of_sources() != SOURCES:
     raise ImportError(f"the native core {LIBRARY} was built from other sources than those beside it: {_REMEDY}")
 
 
-def make_plan(request: Request, *, grid: bool = False) -> Plan:
-    """Plan a batch, or a grid of `request.num_steps`."""
-    steps = request.num_steps if grid else 0
-    given = _plan_arguments(request, steps)
+def make_plan(given: PlanArguments) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """Plan a batch or a grid.
+
+    Returns:
+        int64 `(n,)`, the partition (of a grid: the cell) of each sample; int64 `(k,)`, the loads of partitions or
+        cells; the lower bound of the largest load, of a grid of the sum over the steps; and `max_tokens`, or what comes
+        nearest to it where no plan was found that keeps it, 0 without a cap.
+    """
     assignment = np.empty(given.num_rows, np.int64)
-    loads, numbers = np.empty(given.num_parts * max(1, steps), np.int64), np.empty(2, np.int64)
+    loads, numbers = np.empty(given.num_parts * max(1, given.num_steps), np.int64), np.empty(2, np.int64)
     _call("plan", ctypes.byref(given), _at(assignment), _at(loads), _at(numbers))
-    return Plan(assignment, loads, *numbers.tolist())
+    bound, most_tokens = numbers.tolist()
+    return assignment, loads, bound, most_tokens
 
 
 def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
@@ -125,44 +183,48 @@ def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
     return int(bound[0])
 
 
-def refine(request: Request, assignment: np.ndarray) -> np.ndarray:
-    """`assignment`, int64 `(n,)`, after swaps that bring its largest load near the bound under the cap it keeps."""
-    given, refined = _plan_arguments(request, 0), np.array(assignment, np.int64)
-    if len(refined) != given.num_rows:
-        raise ValueError(f"assignment has {len(refined)} entries, there are {given.num_rows} rows: one each is needed")
+def refine(given: PlanArguments) -> np.ndarray:
+    """`home`, int64 `(n,)`, after swaps that bring its largest load near the bound under the cap it keeps."""
+    refined = np.array(given.arrays["home"], np.int64)
     _call("refine", ctypes.byref(given), _at(refined))
     return refined
 
 
-def route_rows(
-    rows: np.ndarray,
-    real_rows: np.ndarray,
-    destination: np.ndarray,
-    table: RowTable,
-    parts: np.ndarray,
-    *,
-    steps: int,
-    rank: int,
-    all_gather: bool,
-    pads: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`Routes.indices`, and the numbers beside it one after another; see routes.py."""
-    rows, real_rows, destination = (_int64(each) for each in (rows, real_rows, destination))
-    if len(rows) != len(real_rows) or parts.shape[1:] != (3,):
-        raise ValueError("route_rows takes a plan: sizes do not match")
-    parts = _int64(parts, 2)
-    given = _RouteArguments(
-        *map(_at, (rows, real_rows, destination, parts)),
-        _table_arguments(table),
-        *(len(rows), len(destination), table.num_keys, len(parts), steps, rank, all_gather, pads),
-    )
-    result, sizes = ctypes.c_void_p(), np.empty(2, np.int64)
-    # Those of an all-to-all concern few rows but the rank's own.
-    numbers = len(destination) * (int(parts[:, 1].sum()) if all_gather else 1)
-    _call("route_rows", ctypes.byref(given), ctypes.byref(result), _at(sizes), numbers=numbers)
-    indices, beside = (np.empty(size, np.int64) for size in sizes.tolist())
-    _LOCKED["take_routes"](result, _at(indices), _at(beside))
-    return indices, beside
+def padded_groups(costs: np.ndarray, num_groups: int, max_cost: int, max_rows: int, steps: int) -> np.ndarray:
+    """int64 `(k,)`, sizes of groups of `costs`, int64 `(n,)` in descending order, that follow one another.
+
+    The costliest, size · its first cost, is as cheap as it can be. With `num_groups` 0 they are the fewest within
+    `max_cost`; no group has more than `max_rows` rows. Of several steps with as many groups each, the sum of the
+    costliest is small.
+    """
+    sizes, count = np.empty(len(costs), np.int64), ctypes.c_int64()
+    numbers = (len(costs), num_groups, max_cost, max_rows, steps)
+    _call("padded_groups", _at(_int64(costs)), *numbers, _at(sizes), ctypes.byref(count))
+    return sizes[: count.value]
+
+
+# The first numbers that `shuffle` answers, in the order of Head in native/gathered_shuffle.hpp.
+SHUFFLE_HEAD = (
+    *("other_steps", "steps", "most_words", "num_rows", "room", "index_room", "bound", "gated", "excess_tokens"),
+    *("digest", "changes", "moves", "block_words", "sent_words", "own_segments", "buffer_segments", "sent_segments"),
+)
+
+
+def shuffle(arguments: ShuffleArguments, answer: np.ndarray, indices: int | None, index_room: int) -> dict[str, int]:
+    """Read the messages of all ranks, plan, and turn the plan into the exchange of one rank, without the GIL.
+
+    Args:
+        arguments: what to do.
+        answer: int64, is written: the head, then what follows from it as far as there is room, see `shuffle_plan`.
+        indices: address of the index array, which is written; None for none.
+        index_room: numbers that it has room for.
+
+    Returns:
+        The head by name. "room" and "index_room" are what the answer and the index array need: where that is more than
+        there is, nothing else has been written.
+    """
+    _call("shuffle", ctypes.byref(arguments), _at(_int64(answer)), len(answer), indices, index_room)
+    return dict(zip(SHUFFLE_HEAD, answer[: len(SHUFFLE_HEAD)].tolist()))
 
 
 def encode_rows(
@@ -170,38 +232,69 @@ def encode_rows(
     lengths: Sequence[np.ndarray],
     sums: Sequence[int],
     kept: Sequence[np.ndarray],
-    counted: Sequence[int],
+    counted: Sequence[int] | np.ndarray,
     rows: int,
     real_rows: int,
 ) -> np.ndarray | None:
-    """The packed words of a rank's rows, see row_table.py; None where a number or a size is not what it must be."""
+    """The packed words of a rank's rows, see `GatheredRows`; None where a number or a size is not what it must be."""
     if workloads.shape != (rows,) or any(each.shape != (rows,) for each in kept):
         return None
     if len(sums) != len(lengths):
         raise ValueError("encode_rows: sizes do not match")
-    if any(each.ndim != 2 or each.shape[1] != rows for each in lengths):
-        return None
-    fields = [np.ascontiguousarray(each, np.int64) for each in lengths]
-    columns = [np.ascontiguousarray(each, np.int64) for each in kept]
-    keys, stated, counts = (np.array(each, np.int64) for each in ([len(each) for each in fields], sums, counted))
-    of_fields, of_columns = _pointers(fields), _pointers(columns)
+    arrays: list[np.ndarray] = []
+    numbers: list[int] = []
+    num_columns = 2 + len(kept)
+    for each, total in zip(lengths, sums):
+        if each.ndim != 2 or each.shape[1] != rows:
+            return None
+        arrays.append(read := np.ascontiguousarray(each, None if each.dtype == np.int32 else np.int64))
+        numbers += (_at(read), len(read), total, read.itemsize)
+        num_columns += len(read)
+    num_fields, num_kept, counts = len(lengths), len(kept), np.asarray(counted, np.int64)
+    for each in kept:
+        arrays.append(read := np.ascontiguousarray(each, np.int64))
+        numbers.append(_at(read))
+    where = _at(given := np.array(numbers, np.int64))
     own = _OwnRows(
-        _at(_int64(workloads)),
-        ctypes.addressof(of_fields),
-        *map(_at, (keys, stated)),
-        ctypes.addressof(of_columns),
-        _at(counts),
-        *(len(fields), len(columns), len(counts), rows, real_rows),
+        *(_at(_int64(workloads)), where, where + 4 * given.itemsize * num_fields, _at(counts)),
+        *(num_fields, num_kept, len(counts), rows, real_rows),
     )
     # Of every column a code of one byte, and at most eight bytes per row.
-    num_columns = 2 + int(keys.sum()) + len(columns)
     words = np.empty((num_columns + 7) // 8 + num_columns * max(0, real_rows), np.int64)
     written = ctypes.c_int64()
     _call("encode_rows", ctypes.byref(own), _at(words), len(words), ctypes.byref(written), numbers=len(words))
-    return None if written.value < 0 else words[: written.value].copy()
+    return None if written.value < 0 else words[: written.value]
 
 
-def read_columns(table: RowTable, columns: Sequence[int]) -> np.ndarray:
+def permute_words(
+    lengths: int,
+    num_segments: int,
+    order: int,
+    num_ordered: int,
+    read: Sequence[tuple[int, int]],
+    written: Sequence[tuple[int, int]],
+) -> None:
+    """Concatenate segments of 4-byte words in a new order.
+
+    Args:
+        lengths: address of int64 `(num_segments,)`, words of every segment.
+        num_segments: how many there are.
+        order: address of int32 `(num_ordered,)`, the segment that comes next.
+        num_ordered: how many there are.
+        read: address and words of what the segments lie in, one after another; none lies in two of them.
+        written: address and words of what is written, one after another.
+    """
+    pieces = np.array([*read, *written], np.int64).reshape(-1, 2)
+    numbers = sum(words for _, words in written)
+    _call(
+        "permute_words",
+        *(lengths, num_segments, order, num_ordered),
+        *(_at(pieces), len(read), len(pieces)),
+        numbers=numbers,
+    )
+
+
+def read_columns(table: GatheredRows, columns: Sequence[int]) -> np.ndarray:
     """int64 `(len(columns), N)`, some columns of all rows."""
     given, wanted = _table_arguments(table), np.array(columns, np.int64)
     numbers = np.empty((len(wanted), _total(table.real_rows, "a gathered table: sizes do not match")), np.int64)
@@ -210,22 +303,13 @@ def read_columns(table: RowTable, columns: Sequence[int]) -> np.ndarray:
     return numbers
 
 
-def read_rows(table: RowTable, rows: np.ndarray, first_column: int, count: int) -> np.ndarray:
+def read_rows(table: GatheredRows, rows: np.ndarray, first_column: int, count: int) -> np.ndarray:
     """int64 `(len(rows), count)`, neighbouring columns of some rows, which are in ascending order."""
     given, wanted = _table_arguments(table), _int64(rows)
     numbers = np.empty((len(wanted), max(0, count)), np.int64)
     arguments = (ctypes.byref(given), _at(wanted), len(wanted), first_column, count, _at(numbers))
     _call("read_rows", *arguments, numbers=numbers.size)
     return numbers
-
-
-def place_of_rows(real_rows: np.ndarray) -> np.ndarray:
-    """int64 `(N,)`, the place of each row, of which place p has `real_rows[p]`."""
-    counts = _int64(real_rows)
-    num_rows = _total(counts, "place_of_rows takes counts: a number is out of its range")
-    places = np.empty(num_rows, np.int64)
-    _call("place_of_rows", _at(counts), len(counts), num_rows, _at(places), numbers=num_rows)
-    return places
 
 
 def sum_at(place: np.ndarray, values: np.ndarray | None, num_places: int) -> np.ndarray:
@@ -238,42 +322,6 @@ def sum_at(place: np.ndarray, values: np.ndarray | None, num_places: int) -> np.
     return sums
 
 
-def count_moves(
-    home: np.ndarray, destination: np.ndarray, tokens: np.ndarray, steps: int, ranks_per_node: int
-) -> np.ndarray:
-    """What moves, by the step in which it is trained.
-
-    Args:
-        home: int64 `(N,)`, the place of each row; rank · steps + step.
-        destination: int64 `(N,)`, the place that trains it.
-        tokens: int64 `(N,)`.
-        steps: of the plan.
-        ranks_per_node: ranks that share a node.
-
-    Returns:
-        int64 `(6, steps)`: rows and their tokens, those that change rank and theirs, those that leave their node and
-        theirs.
-    """
-    if not len(home) == len(destination) == len(tokens):
-        raise ValueError("count_moves takes a plan: sizes do not match")
-    counts = np.empty((6, max(0, steps)), np.int64)
-    arrays = (_at(_int64(each)) for each in (home, destination, tokens))
-    _call("count_moves", *arrays, len(home), steps, ranks_per_node, _at(counts), numbers=len(home))
-    return counts
-
-
-def digest(arrays: Sequence[np.ndarray]) -> int:
-    """63 bits over int64 arrays of one dimension: the sum of their numbers, each mixed with its position.
-
-    The mixing is the finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-    2014). It tells apart what differs by accident, not by design.
-    """
-    checked = [_int64(each) for each in arrays]
-    sizes = np.array([len(each) for each in checked], np.int64)
-    library = _LOCKED if int(sizes.sum()) <= FEW_NUMBERS else _UNLOCKED
-    return library["digest"](_pointers(checked), _at(sizes), len(checked))
-
-
 def all_within(values: np.ndarray, largest: int, largest_sum: int) -> bool:
     """Whether all of `values`, int64 `(n,)`, lie in `[0, largest]`, and their sum, which cannot overflow, too."""
     library = _LOCKED if len(values) <= FEW_NUMBERS else _UNLOCKED
@@ -281,11 +329,16 @@ def all_within(values: np.ndarray, largest: int, largest_sum: int) -> bool:
 
 
 def _call(name: str, *arguments: Any, numbers: int = FEW_NUMBERS + 1) -> None:
-    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    error = _ErrorText()
     library = _LOCKED if numbers <= FEW_NUMBERS else _UNLOCKED
     if library[name](*arguments, error):
         message = error.value.decode()
         raise MemoryError(message) if message == "out of memory" else ValueError(message)
+
+
+def address(array: np.ndarray) -> int:
+    """Where an int64 array lies, for a structure; TypeError for another one."""
+    return _at(_int64(array, array.ndim))
 
 
 def _int64(array: np.ndarray, dimensions: int = 1) -> np.ndarray:
@@ -310,28 +363,13 @@ def _total(counts: np.ndarray, otherwise: str) -> int:
 
 
 def _at(array: np.ndarray) -> int:
-    return array.ctypes.data
+    try:
+        return ctypes.addressof(_NOTHING.from_buffer(array))  # several times faster than array.ctypes
+    except TypeError:  # an array that may not be written to
+        return array.__array_interface__["data"][0]
 
 
-def _pointers(arrays: Sequence[np.ndarray]) -> Any:
-    return (_POINTER * len(arrays))(*map(_at, arrays))
-
-
-def _plan_arguments(request: Request, steps: int) -> _PlanArguments:
-    optional = (request.tokens, request.home, request.home_step if steps else None)
-    rows = _int64(request.workloads)
-    if any(each is not None and len(each) != len(rows) for each in optional):
-        raise ValueError("plan takes checked arguments: sizes do not match")
-    return _PlanArguments(
-        _at(rows),
-        *(None if each is None else _at(_int64(each)) for each in optional),
-        *(len(rows), request.num_parts, METHODS.index(request.method), request.equal_size),
-        *(request.max_tokens is not None, request.max_tokens or 0, request.ranks_per_node, steps),
-        request.slack,
-    )
-
-
-def _table_arguments(table: RowTable) -> _TableArguments:
+def _table_arguments(table: GatheredRows) -> _TableArguments:
     words, first, real_rows = table.words, _int64(table.first), _int64(table.real_rows)
     fits = words.dtype == np.int64 and words.ndim == 2 and len(first) == len(real_rows)
     if not fits or (words.shape[1] > 1 and words.strides[1] != 8) or words.strides[0] % 8:

@@ -9,27 +9,24 @@ import numpy as np
 
 from commons.checks import as_count
 from commons.perf_model.partitioner import core
-from commons.perf_model.partitioner.arguments import as_request, refuse_plan_above_cap, refuse_sample_above_cap
+from commons.perf_model.partitioner.arguments import (
+    checked_arguments,
+    refuse_plan_above_cap,
+    refuse_sample_above_cap,
+)
+from commons.splitmix import GOLDEN, mix64
 
 _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """Which step and which rank trains each sample.
+    """Which step and which rank trains each sample."""
 
-    Attributes:
-        step: int64 `(n,)`, the step of each sample, in `[0, steps)`.
-        assignment: int64 `(n,)`, the rank of each sample, in `[0, ranks)`.
-        loads: int64 `(steps, ranks)`, the sum of the workloads of each rank in each step.
-        lower_bound: no plan of this kind has a smaller sum over the steps of the largest load.
-
-    """
-
-    step: np.ndarray  # (n,)
-    assignment: np.ndarray  # (n,)
-    loads: np.ndarray  # (steps, ranks)
-    lower_bound: int
+    step: np.ndarray  # int64 `(n,)`, the step of each sample, in `[0, steps)`
+    assignment: np.ndarray  # int64 `(n,)`, the rank of each sample, in `[0, ranks)`
+    loads: np.ndarray  # int64 `(steps, ranks)`, the sum of the workloads of each rank in each step
+    lower_bound: int  # no plan of this kind has a smaller sum over the steps of the largest load
 
     def __repr__(self) -> str:
         steps, ranks = self.loads.shape
@@ -70,6 +67,7 @@ def partition_grid(
     slack: float = 0.0,
     best_effort: bool = False,
     seed: int = 0,
+    groups: Any = None,
 ) -> Grid:
     """Deal the samples of several batches to steps and ranks so that the steps together take little.
 
@@ -102,13 +100,16 @@ def partition_grid(
         best_effort: where no plan keeps `max_tokens`, return the one found that exceeds it least.
         seed: of the order of the steps, which is random so that slow steps are not always first. Samples that all stay
             in the step they were loaded in keep its order.
+        groups: integers `(n,)`; samples with equal numbers are trained by one rank in one step, as one sample with the
+            sum of their workloads and tokens would be; see `partition`.
 
     Returns:
         The plan, with its loads and a lower bound that proves how good it is.
 
     Raises:
         ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
-            keeps, with the sample that breaks it alone or by how much the best plan found exceeds it.
+            keeps, with the sample that breaks it alone or by how much the best plan found exceeds it; groups of
+            different sizes with `equal_size`.
 
     Examples:
         >>> grid = partition_grid([9, 1, 1, 1, 9, 1, 1, 1], 2, 2)  # both nines in one step
@@ -118,7 +119,7 @@ def partition_grid(
         >>> partition_grid([9, 1, 1, 1, 3, 3, 3, 3], 2, 2, home_step=batch).sum_of_largest
         14
     """
-    request = as_request(
+    given = checked_arguments(
         workloads,
         ranks,
         method=method,
@@ -131,34 +132,33 @@ def partition_grid(
         parts_name="ranks",
         steps=steps,
         home_step=home_step,
+        groups=groups,
     )
-    order = shuffled(request.num_steps, as_count(seed, "seed", 0))
-    if len(request.workloads) == 0:
+    num_steps = max(1, given.num_steps)
+    order = shuffled(num_steps, as_count(seed, "seed", 0))
+    if given.num_rows == 0:
         empty = np.empty(0, np.int64)
-        return Grid(empty, empty, np.zeros((request.num_steps, request.num_parts), np.int64), 0)
+        return Grid(empty, empty, np.zeros((num_steps, given.num_parts), np.int64), 0)
     if not best_effort:
-        refuse_sample_above_cap(request)
-    plan = core.make_plan(request, grid=request.num_steps > 1)
+        refuse_sample_above_cap(given)
+    assignment, loads, bound, most_tokens = core.make_plan(given)
     if not best_effort:
-        refuse_plan_above_cap(request, plan)
-    rank, step = np.divmod(plan.assignment, request.num_steps)
-    loads = plan.loads.reshape(request.num_parts, request.num_steps)
-    if request.home_step is None or not np.array_equal(step, request.home_step):
+        refuse_plan_above_cap(given, most_tokens)
+    rank, step = np.divmod(assignment, num_steps)
+    loads, loaded = loads.reshape(given.num_parts, num_steps), given.arrays["home_step"]
+    if loaded is None or not np.array_equal(step, loaded):
         step, loads = np.argsort(order)[step], loads[:, order]
-    return Grid(step, rank, np.ascontiguousarray(loads.T), plan.bound)
+    return Grid(step, rank, np.ascontiguousarray(loads.T), bound)
 
 
 def shuffled(number: int, seed: int) -> np.ndarray:
     """The integers below `number` in a random order, int64, the same with every version of everything.
 
-    Fisher-Yates with splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+    Fisher-Yates with SplitMix64.
     """
     order = np.arange(number)
-    state = seed
-    for left in range(number, 1, -1):
-        state = (state + 0x9E3779B97F4A7C15) & _MASK
-        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-        chosen = ((mixed ^ (mixed >> 31)) * left) >> 64
+    states = np.arange(1, number, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(seed & _MASK)
+    for left, drawn in zip(range(number, 1, -1), mix64(states).tolist()):
+        chosen = drawn * left >> 64
         order[[left - 1, chosen]] = order[[chosen, left - 1]]
     return order

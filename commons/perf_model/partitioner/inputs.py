@@ -130,6 +130,23 @@ def as_home(home: Any, num_rows: int, number: int, name: str = "home", place: st
     return array
 
 
+def as_groups(groups: Any, num_rows: int) -> np.ndarray:
+    """The group of each row as int64 `(n,)`: any integers, equal for rows that stay together.
+
+    Raises:
+        ValueError: not one-dimensional, the wrong length, or a value that is no integer of 64 bits.
+    """
+    array = _as_array(groups, "groups")
+    if array.ndim != 1 or len(array) != num_rows:
+        raise ValueError(
+            f"groups has shape {array.shape}, there are {num_rows} rows; each has the number of its group: pass "
+            f"int64 ({num_rows},)"
+        )
+    if num_rows and not (array.dtype.kind == "i" or (array.dtype.kind == "u" and int(array.max()) <= INT64_MAX)):
+        raise ValueError(f"groups has dtype {array.dtype}; groups are numbered by integers of 64 bits: convert it")
+    return np.ascontiguousarray(array, np.int64)
+
+
 def as_slack(slack: Any) -> float:
     """A number in [0, 1]; ValueError otherwise."""
     try:

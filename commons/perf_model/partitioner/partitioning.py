@@ -8,7 +8,11 @@ import numpy as np
 
 from commons.checks import as_count
 from commons.perf_model.partitioner import core
-from commons.perf_model.partitioner.arguments import as_request, refuse_plan_above_cap, refuse_sample_above_cap
+from commons.perf_model.partitioner.arguments import (
+    checked_arguments,
+    refuse_plan_above_cap,
+    refuse_sample_above_cap,
+)
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 from commons.perf_model.partitioner.result import Partition
 
@@ -25,6 +29,7 @@ def partition(
     ranks_per_node: int | None = None,
     slack: float = 0.0,
     best_effort: bool = False,
+    groups: Any = None,
 ) -> Partition:
     """Deal samples to partitions so that the largest load is small.
 
@@ -44,13 +49,17 @@ def partition(
         ranks_per_node: partitions `[0, r)`, `[r, 2r)`, … share a node; tokens that leave it count four times.
         slack: with `home`, how far the largest load may be above that of the plan without it, in [0, 1].
         best_effort: where no plan keeps `max_tokens`, return the one found that exceeds it least.
+        groups: integers `(n,)`; samples with equal numbers stay together, as one sample with the sum of their workloads
+            and tokens would. Such a sample is at home where most of its tokens are. With `equal_size` all groups have
+            the same size, and partitions differ by one group at most.
 
     Returns:
         The plan, with its loads and a lower bound that proves how good it is.
 
     Raises:
         ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
-            keeps, with the sample that breaks it alone or by how much the best plan found exceeds it.
+            keeps, with the sample that breaks it alone or by how much the best plan found exceeds it; groups of
+            different sizes with `equal_size`.
 
     Examples:
         >>> plan = partition([7, 5, 4, 4, 3, 1], 2)
@@ -58,8 +67,10 @@ def partition(
         ([0, 1, 1, 0, 1, 0], [12, 12], 12)
         >>> partition([7, 5, 4, 4, 3, 1], 2, home=[0, 0, 0, 1, 1, 1]).assignment.tolist()
         [0, 1, 0, 1, 1, 0]
+        >>> partition([7, 5, 4, 4, 3, 1], 2, equal_size=False, groups=[0, 0, 1, 1, 2, 2]).assignment.tolist()
+        [0, 0, 1, 1, 1, 1]
     """
-    request = as_request(
+    given = checked_arguments(
         workloads,
         k_partitions,
         method=method,
@@ -69,15 +80,16 @@ def partition(
         home=home,
         ranks_per_node=ranks_per_node,
         slack=slack,
+        groups=groups,
     )
-    if len(request.workloads) == 0:
-        return Partition(np.empty(0, np.int64), np.zeros(request.num_parts, np.int64), 0)
+    if given.num_rows == 0:
+        return Partition(np.empty(0, np.int64), np.zeros(given.num_parts, np.int64), 0)
     if not best_effort:
-        refuse_sample_above_cap(request)
-    plan = core.make_plan(request)
+        refuse_sample_above_cap(given)
+    assignment, loads, bound, most_tokens = core.make_plan(given)
     if not best_effort:
-        refuse_plan_above_cap(request, plan)
-    return Partition(plan.assignment, plan.loads, plan.bound)
+        refuse_plan_above_cap(given, most_tokens)
+    return Partition(assignment, loads, bound)
 
 
 def refine(
@@ -109,7 +121,7 @@ def refine(
         >>> refine([5, 4, 3, 2], [0, 0, 1, 1], 2).tolist()
         [1, 0, 0, 1]
     """
-    request = as_request(
+    given = checked_arguments(
         workloads,
         k_partitions,
         method="refined",
@@ -120,23 +132,24 @@ def refine(
         ranks_per_node=None,
         slack=0.0,
     )
-    assert request.home is not None  # noqa: S101  it was given
-    if len(request.workloads) == 0:
-        return request.home
-    sizes = core.sum_at(request.home, None, request.num_parts)
+    home, weights = given.arrays["home"], given.arrays["tokens"]
+    assert home is not None  # noqa: S101  it was given
+    if len(home) == 0:
+        return home
+    sizes = core.sum_at(home, None, given.num_parts)
     if equal_size and int(sizes.max() - sizes.min()) > 1:
         raise ValueError(
             f"assignment has partitions of {sizes.min()} and of {sizes.max()} samples, equal_size is True; sizes "
             "differ by one at most before, too: pass such an assignment, or equal_size=False"
         )
-    if request.tokens is not None and request.max_tokens is not None:
-        most = int(core.sum_at(request.home, request.tokens, request.num_parts).max())
-        if most > request.max_tokens:
+    if weights is not None and given.has_cap:
+        most = int(core.sum_at(home, weights, given.num_parts).max())
+        if most > given.max_tokens:
             raise ValueError(
-                f"assignment has a partition of {most} tokens, max_tokens is {request.max_tokens}; it is kept before, "
+                f"assignment has a partition of {most} tokens, max_tokens is {given.max_tokens}; it is kept before, "
                 "too: pass such an assignment, or raise max_tokens"
             )
-    return core.refine(request, request.home)
+    return core.refine(given)
 
 
 def karmarkar_karp(workloads: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:

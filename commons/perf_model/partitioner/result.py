@@ -11,18 +11,11 @@ from commons.perf_model.loads import imbalance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """Which partition each sample goes to.
+    """Which partition each sample goes to."""
 
-    Attributes:
-        assignment: int64 `(n,)`, the partition of each sample, in `[0, k)`.
-        loads: int64 `(k,)`, the sum of the workloads in each partition.
-        lower_bound: no plan of this kind has a smaller largest load.
-
-    """
-
-    assignment: np.ndarray  # (n,)
-    loads: np.ndarray  # (k,)
-    lower_bound: int
+    assignment: np.ndarray  # int64 `(n,)`, the partition of each sample, in `[0, k)`
+    loads: np.ndarray  # int64 `(k,)`, the sum of the workloads in each partition
+    lower_bound: int  # no plan of this kind has a smaller largest load
 
     def __repr__(self) -> str:
         return (

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,14 +28,18 @@ def run(*command, folder=ROOT, paths=str(ROOT)):
     return done.stdout
 
 
-def test_tensordict_chunks():
-    shown = run("examples/tensordict_chunks.py", "--prompts", "24", "--chunks", "6")
+def test_tensordict_chunks(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "argv", ["tensordict_chunks.py", "--prompts", "24", "--chunks", "6"])
+    runpy.run_path(str(ROOT / "examples/tensordict_chunks.py"))["main"]()
+    shown = capsys.readouterr().out
     in_order, evenly = map(float, re.findall(r"largest chunk ([\d.]+) × the mean", shown))
     assert evenly < in_order
     assert "96 rows in 6 chunks" in shown and "16 to 16, whole prompts of 4" in shown
     assert float(re.search(r"difference to the whole batch ([\d.e+-]+)", shown).group(1)) < 1e-6
 
 
+@pytest.mark.slow
 def test_single_controller():
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     shown = run(*launcher, "examples/single_controller.py", "--rows", "16", "--longest", "64", "--steps", "2")
@@ -43,6 +50,16 @@ def test_single_controller():
     assert len(logprobs) == 2 and all(-8 < value < -5 for value in logprobs)  # of 500 tokens by chance: -6.2
 
 
+@pytest.mark.slow
+def test_balance_per_module():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    shown = run(*launcher, "examples/balance_per_module.py", "--rows", "4", "--patches", "64", "--steps", "3")
+    assert float(re.search(r"losses differ by at most\s+│ ([\d.e+-]+)", shown).group(1)) < 1e-5
+    first, last = map(float, re.search(r"first and last\s+│ ([\d.]+), ([\d.]+)", shown).groups())
+    assert first != last and 3 < first < 4.5  # ln 32 is 3.47
+
+
+@pytest.mark.slow
 def test_torchrec_dlrm_outside_the_checkout(tmp_path):
     script = tmp_path / "train.py"
     script.write_text((ROOT / "examples" / "torchrec_dlrm.py").read_text(encoding="utf-8"), encoding="utf-8")
@@ -54,6 +71,7 @@ def test_torchrec_dlrm_outside_the_checkout(tmp_path):
     assert sum(before) > 5 * sum(after) and max(after) <= 2
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_with_one_plan_for_both_ranks():
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     shown = run(*launcher, "examples/gradient_accumulation.py", "--joint", "--longest", "256", "--rows", "24")

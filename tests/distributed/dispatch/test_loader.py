@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from commons.datasets.resumable_loader import ResumableLoader
-from commons.datasets.samplers import BatchOrderSampler
+from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.samplers.epoch import BatchOrderSampler
 from commons.dispatch import SingleRankLoader, Trim
 from commons.sequence_batch.rows import Rows
 from tests.helpers.any_batches import as_values, length_of, padded_batch
-from tests.helpers.rank_pool import RankFailure
+from tests.helpers.faults import error_of
 
 
 def dict_batches(sizes):
@@ -226,13 +226,10 @@ def resume_wrongly(what):
 
 
 def test_a_state_that_does_not_fit(two_ranks):
-    with pytest.raises(
-        RankFailure, match="rank 0: the state is 7 batches into the data, the loader ends after 6"
-    ) as caught:
-        two_ranks.run(resume_wrongly, "too far", timeout=30)
-    assert "rank 0 raised ValueError" in str(caught.value) and "rank 1 raised ValueError" in str(caught.value)
-    with pytest.raises(RankFailure, match=r"the state has the entries \['batch'\]; it is what state_dict returned"):
-        two_ranks.run(resume_wrongly, "something else", timeout=30)
+    for error in two_ranks.run(error_of, resume_wrongly, "too far"):
+        assert error.startswith("ValueError: rank 0: the state is 7 batches into the data, the loader ends after 6")
+    for error in two_ranks.run(error_of, resume_wrongly, "something else"):
+        assert "the state has the entries ['batch']; it is what state_dict returned" in error
 
 
 def describe_loader():

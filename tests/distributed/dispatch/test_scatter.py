@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import re
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from commons.dispatch import Trim, scatter_balanced
 from commons.sequence_batch.rows import Rows, count_rows, select_rows
 from tests.helpers.any_batches import KINDS, as_values, dense, length_of, padded_batch
-from tests.helpers.rank_pool import RankFailure
+from tests.helpers.faults import error_of, limit_waits, meet
+from tests.helpers.rank_pool import RankPool
 
 
 def scatter_and_gather(kind, ids, src, options):
@@ -22,13 +23,13 @@ def scatter_and_gather(kind, ids, src, options):
     is_source = dist.get_rank() == src
     batch = KINDS[kind](ids)
     workloads = [length_of(sample) + 1 for sample in ids]
-    if is_source and "group_ids" in options:
-        options = options | {"group_ids": [f"g{sample % 3}" for sample in ids]}
+    if is_source and "groups" in options:
+        options = options | {"groups": [f"g{sample % 3}" for sample in ids]}
     share = scatter_balanced(
         batch if is_source else None,
         workloads if is_source else None,
         src=src,
-        **{name: value for name, value in options.items() if is_source or name != "group_ids"},
+        **{name: value for name, value in options.items() if is_source or name != "groups"},
     )
     real = share.indices[~share.is_padding].tolist()
     expected = KINDS[kind]([ids[row] for row in real])
@@ -59,22 +60,22 @@ cases = st.tuples(
 
 @settings(max_examples=8)
 @given(st.lists(cases, min_size=5, max_size=5))
-def test_every_kind_of_batch(rank_pools, several):
-    for ranks in rank_pools.values():
-        for (_, ids, _, options), results in zip(several, zip(*ranks.run(scatter_each, several))):
-            rows, sizes, loads, imbalances = zip(*results)
-            assert sorted(row for each in rows for row in each) == list(range(len(ids)))
-            assert all(list(each) == sorted(each) for each in rows) and all(rows)
-            if options.get("equal_size", True):
-                assert max(map(len, rows)) - min(map(len, rows)) <= 1
-            assert sizes == ((max(map(len, rows)),) * len(sizes) if "pad" in options else tuple(map(len, rows)))
-            assert len(set(imbalances)) == 1
-            assert imbalances[0] == pytest.approx(max(loads) * len(loads) / sum(loads) - 1)
+def test_every_kind_of_batch(rank_pools, world_size, several):
+    ranks = rank_pools[world_size]
+    for (_, ids, _, options), results in zip(several, zip(*ranks.run(scatter_each, several))):
+        rows, sizes, loads, imbalances = zip(*results)
+        assert sorted(row for each in rows for row in each) == list(range(len(ids)))
+        assert all(list(each) == sorted(each) for each in rows) and all(rows)
+        if options.get("equal_size", True):
+            assert max(map(len, rows)) - min(map(len, rows)) <= 1
+        assert sizes == ((max(map(len, rows)),) * len(sizes) if "pad" in options else tuple(map(len, rows)))
+        assert len(set(imbalances)) == 1
+        assert imbalances[0] == pytest.approx(max(loads) * len(loads) / sum(loads) - 1)
 
 
 def test_groups_stay_whole_and_fewer_rows_than_ranks(ranks):
     ids = list(range(12))
-    results = ranks.run(scatter_and_gather, "everything", ids, 1, {"group_ids": None, "pad": True})
+    results = ranks.run(scatter_and_gather, "everything", ids, 1, {"groups": None, "pad": True})
     for rows, *_ in results:
         assert all({other for other in ids if other % 3 == row % 3} <= set(rows) for row in rows)
     results = ranks.run(scatter_and_gather, "BaseBatch", [5], 0, {"pad": True})
@@ -209,7 +210,7 @@ def mistaken_call(what):
     elif what == "wrong trim":
         options["trim"] = "mask"
     elif what == "wrong group ids" and rank == 0:
-        options["group_ids"] = [1, 2]
+        options["groups"] = [1, 2]
     try:
         scatter_balanced(*given, **options)
     except Exception as error:
@@ -240,7 +241,7 @@ def mistaken_call(what):
         ("no such field", "KeyError: \"rank 0: the batch has no field 'mask' to trim by; its fields are 'a', 'b'"),
         ("numpy option", "TypeError: rank 0: equal_size is a bool; ranks compare their options as JSON"),
         ("wrong trim", "TypeError: rank 0: trim holds a str; it is a Trim or a list of them"),
-        ("wrong group ids", "ValueError: rank 0: group_ids have shape (2,)"),
+        ("wrong group ids", "ValueError: rank 0: groups have shape (2,)"),
     ],
 )
 def test_a_mistake_is_raised_on_every_rank(two_ranks, what, message):
@@ -252,23 +253,20 @@ def test_a_mistake_is_raised_on_every_rank(two_ranks, what, message):
 
 
 def scatter_without_rank_1():
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 1:
-        store.wait(["rank 0 has given up"], datetime.timedelta(seconds=60))
-        raise RuntimeError("came late")
-    try:
-        scatter_balanced(dense([1, 2]), [1, 2], timeout=2)
-    finally:
-        store.set("rank 0 has given up", "1")
+    received_bytes(4, 2)  # makes the groups
+    error = ""
+    if dist.get_rank() == 0:
+        limit_waits(0.5)
+        error = error_of(scatter_balanced, dense([1, 2]), [1, 2], timeout=0.5)
+    meet("rank 0 has given up")
+    return error
 
 
-def test_a_rank_that_does_not_take_part_is_named(two_ranks):
-    assert two_ranks.run(received_bytes, 4, 2)  # the groups exist
-    with pytest.raises(RankFailure) as caught:
-        two_ranks.run(scatter_without_rank_1)
-    message = str(caught.value)
-    assert "RankMissingError: rank 1 did not take part in the scatter_balanced of step 1" in message
-    assert "all ranks make the same calls" in message and "Shuffler" not in message.split("Traceback")[0]
+def test_a_rank_that_does_not_take_part_is_named():
+    with RankPool(2) as pool:
+        message, _ = pool.run(scatter_without_rank_1)
+    assert message.startswith("RankMissingError: rank 1 did not take part in the scatter_balanced of step 1")
+    assert "all ranks make the same calls" in message and "Shuffler" not in message
 
 
 def results_that_do_not_fit(what):
@@ -294,9 +292,8 @@ def results_that_do_not_fit(what):
     ],
 )
 def test_results_that_do_not_fit(two_ranks, what, message):
-    with pytest.raises(RankFailure, match=message) as caught:
-        two_ranks.run(results_that_do_not_fit, what, timeout=30)
-    assert "rank 0 raised ValueError" in str(caught.value) and "rank 1 raised ValueError" in str(caught.value)
+    for error in two_ranks.run(error_of, results_that_do_not_fit, what):
+        assert error.startswith("ValueError: ") and re.search(message, error)
 
 
 def scatter_in_steps(pad):
@@ -334,9 +331,8 @@ def test_more_of_other_rows(two_ranks):
         (4, False, "rank 0: the batch has 4 rows, 3 were dealt; more of the same rows has a row for each"),
         (3, True, "rank 1: this rank passes batch, the source is rank 0"),
     ]:
-        with pytest.raises(RankFailure, match=message) as caught:
-            two_ranks.run(scatter_wrong_rows, rows, everywhere, timeout=30)
-        assert "rank 0 raised ValueError" in str(caught.value) and "rank 1 raised ValueError" in str(caught.value)
+        for error in two_ranks.run(error_of, scatter_wrong_rows, rows, everywhere):
+            assert error.startswith(f"ValueError: {message}")
 
 
 def test_without_ranks():

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
-from commons.datasets.movielens import preprocess_movielens
+from benchmarks.raw_data.movielens import generate_movielens
+from commons.datasets.public.movielens import preprocess_movielens
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import balanced
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.data import deal_out, train_and_eval_loaders
+from commons.trainer.data import rank0_loader, train_and_eval_loaders
 from commons.trainer.loop import TrainingLoop
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.sharding import build_distributed_model
 from tests.helpers.batches import rows_as_values
+from tests.helpers.faults import error_of
 from tests.helpers.hstu_jobs import TINY, run
 from tests.helpers.models import AveragedSGD, weights_of
-from tests.helpers.rank_pool import RankFailure
+from tests.helpers.run_folders import losses
 
 CPU = torch.device("cpu")
 OWN, IN_TURN, BALANCED = "own", "in turn", "balanced"
@@ -42,7 +44,7 @@ def trainer_args(how, **changes):
         4,
         single_rank_load=how != OWN,
         balance_batch=how == BALANCED,
-        tensorboard=False,
+        sinks=(),
         log_interval=1,
         **changes,
     )
@@ -51,7 +53,7 @@ def trainer_args(how, **changes):
 def make_loader(data, trainer, shuffler):
     dataset = DatasetArgs("ml-1m", 200, data, max_num_candidates=2, shuffle=True)
     loader, _ = train_and_eval_loaders(dataset, trainer, CPU)
-    dealt = deal_out(loader, trainer, CPU, shuffler.get_workloads) if trainer.single_rank_load else None
+    dealt = rank0_loader(loader, trainer, CPU, shuffler.get_workloads) if trainer.single_rank_load else None
     return loader, dealt
 
 
@@ -155,14 +157,9 @@ def train_without_dealing_out(data, run_dir):
         shuffler.close()
 
 
-def test_a_program_that_does_not_deal_out(two_ranks, data, tmp_path):
-    with pytest.raises(RankFailure, match="single_rank_load is True and train_loader is a .*deal_out makes of it"):
-        two_ranks.run(train_without_dealing_out, data, str(tmp_path))
-
-
-def losses(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+def test_a_program_without_the_loader_of_rank_0(two_ranks, data, tmp_path):
+    for error in two_ranks.run(error_of, train_without_dealing_out, data, str(tmp_path)):
+        assert re.search("single_rank_load is True and train_loader is a .*commons.trainer.data.rank0_loader", error)
 
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path):
@@ -176,6 +173,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_pa
     assert resumed == whole
 
 
+@pytest.mark.slow
 def test_hstu_under_torchrun(tmp_path):
     status, shown, errors = run(
         "torch.distributed.run",

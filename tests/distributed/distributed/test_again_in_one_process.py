@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch import SingleRankLoader, redistribute_balanced, scatter_balanced
-from commons.distributed import control, global_mean_loss, group_pool
+from commons.distributed import global_mean_loss
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.channel import absence, agree, groups
 from commons.pipeline import TrainPipelineFactory, windowed_iter
 from tests.helpers.batches import rows_as_values
 from tests.helpers.models import build_sharded, make_batch, rank_batches, weights_of
@@ -24,9 +25,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def own_ranks():
     """Two ranks of their own, whose groups are destroyed."""
-    pool = RankPool(2)
-    yield pool
-    pool.stop()
+    with RankPool(2) as pool:
+        yield pool
 
 
 def _begin_again(store, *, ranks_change_places=False):
@@ -65,6 +65,7 @@ def _shuffles(stores, change_places):
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change_places", [False, True])
 def test_shufflers_old_and_new_work_in_every_world(own_ranks, tmp_path, change_places):
     per_process = own_ranks.run(_shuffles, [str(tmp_path / f"store{n}") for n in range(3)], change_places)
@@ -112,6 +113,7 @@ def _uses_again(stores):
     return answers
 
 
+@pytest.mark.slow
 def test_dispatch_windows_pipelines_and_loss_work_again(own_ranks, tmp_path):
     for answers in own_ranks.run(_uses_again, [str(tmp_path / f"store{n}") for n in range(2)]):
         assert answers[1] == answers[0] and answers[2] == answers[0]
@@ -137,13 +139,13 @@ def _fails_with_one_that_joined_later(store):
     """Rank 1 has been in an earlier world, with channels of its own; rank 0 is new. Then rank 0 fails by itself."""
     if dist.get_rank() == 1:
         for _ in range(3):
-            group_pool.number_channel([0, 1])
+            groups.number_channel([0, 1])
     _begin_again(store)
-    with control.open_channel(None, 10.0, control.ControlChannel, moves_rows=False) as channel:
+    with agree.open_channel(None, 10.0, agree.ControlChannel, moves_rows=False) as channel:
         if dist.get_rank() == 0:
             channel.post_failure(0, "gather", ValueError("no rows"))
             return channel.generation, ""
-        with pytest.raises(control.RankMissingError) as error:
+        with pytest.raises(absence.RankMissingError) as error:
             channel.gather(np.array([1]), 0)
         return channel.generation, str(error.value)
 

@@ -43,7 +43,7 @@ def _open_channels():
 
 def _quiet(thread_count):
     """Whether no more threads than that are left, within some seconds: a worker ends on its own."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threading.active_count() > thread_count and time.monotonic() < deadline:
         time.sleep(0.01)
     return threading.active_count() <= thread_count
@@ -71,7 +71,7 @@ def _dropped(subgroups):
         del shuffler
         # Its groups are free when its work has ended, which a busy machine may put off: until then others are made.
         for thread in own:
-            thread.join(10)
+            thread.join(30)
         counts.append((len(dist.distributed_c10d._world.pg_names), _open_channels()))
     kept.clear()
     return counts[3:], _quiet(threads), seen

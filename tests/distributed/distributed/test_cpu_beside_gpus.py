@@ -17,7 +17,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSpar
 
 from commons.dispatch import redistribute_balanced, scatter_balanced
 from commons.distributed import local_rows
-from commons.distributed.group_pool import numbers_device, only_device
+from commons.distributed.channel.groups import numbers_device, only_device
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import TrainPipelineFactory, balanced
 from tests.helpers.calibrated_shufflers import MeasuredShuffler, attempt, write_calibration
@@ -97,11 +97,8 @@ def _without_cuda(calibration):
 
 
 def test_gloo_ranks_train_on_the_cpu(tmp_path):
-    pool = RankPool(4)  # fresh ranks: groups that were connected before would hide a use
-    try:
+    with RankPool(4) as pool:  # fresh ranks: groups that were connected before would hide a use
         answers = pool.run(_without_cuda, write_calibration(tmp_path / "c.toml"))
-    finally:
-        pool.stop()
     for moved, said, trained, _ in answers:
         assert moved == (True, True) and said == "no error" and trained == [3, 3]
     assert sum(dealt for *_, (dealt, _) in answers) == sum(28 + 800 * rank for rank in range(4))
@@ -114,11 +111,8 @@ def _one_of_two_sees_a_gpu():
 
 
 def test_ranks_that_see_a_gpu_and_ranks_that_see_none_connect_alike():
-    pool = RankPool(2)  # fresh ranks, as above
-    try:
+    with RankPool(2) as pool:  # fresh ranks, as above
         assert pool.run(_one_of_two_sees_a_gpu) == [True, True]
-    finally:
-        pool.stop()
 
 
 def test_a_single_process_on_the_cpu(tmp_path):
@@ -147,15 +141,31 @@ def test_the_device_of_a_group_is_known_where_it_serves_one(monkeypatch, availab
     assert numbers_device(gloo) == numbers_device(both) == numbers_device(_group("cpu")) == CPU
 
 
+def test_a_device_that_the_group_is_bound_to_comes_before_the_current_one(monkeypatch):
+    """A script may bind its ranks by init_process_group(device_id=...) and never set a current device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    bound, nccl = torch.device("cuda", 3), _group("cuda")
+    nccl.bound_device_id = bound
+    assert only_device(nccl) == numbers_device(nccl) == bound
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=nccl))
+    assert only_device(_group("cuda")) == numbers_device(_group("cuda")) == bound  # a subgroup has the world's device
+
+
 def _pinned(device):
     """How many arrays two shuffles pin, by a shuffler that was told its device, and the devices of its worker."""
-    count, current = [], []
+    count, current, empty = [], [], torch.empty
+
+    def counted(*sizes, pin_memory=False, **options):
+        count.extend([1] * pin_memory)
+        return empty(*sizes, **options)
+
     with (
-        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: count.append(1) or tensor),
+        mock.patch.object(torch, "empty", counted),
         mock.patch.object(torch.cuda, "set_device", current.append),
         closing(CubicShuffler()) as shuffler,
     ):
-        shuffler.connect(device=device)
+        shuffler.engine.connect(device=device)
         for _ in range(2):
             handle = shuffler.start_shuffle(make_batch([1 + dist.get_rank(), 9], 2))
             handle.prepared()

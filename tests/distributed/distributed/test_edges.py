@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist, PipelineStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.distributed import engine
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.row_exchange import RowExchange
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
@@ -22,10 +24,10 @@ from commons.pipeline.look_ahead import LookAhead
 from commons.sequence_batch import schema
 from tests.helpers import models
 from tests.helpers.cpu_pipelines import CpuStaged, HostStream
-from tests.helpers.faults import my_batch
+from tests.helpers.faults import errors_of_survivors, limit_waits, my_batch, on_rank, raised_by
 from tests.helpers.models import head_of, rank_batches
-from tests.helpers.pipelines import SIZES, CubicShuffler, expected_ids, host_count
-from tests.helpers.rank_pool import RankFailure, RankPool
+from tests.helpers.pipelines import SIZES, CubicShuffler, expected_ids, host_count, steps_of
+from tests.helpers.rank_pool import RankPool
 
 
 def _uneven_groups():
@@ -45,11 +47,8 @@ def _uneven_groups():
 
 
 def test_members_may_know_different_numbers_of_groups():
-    pool = RankPool(4)
-    try:
+    with RankPool(4) as pool:
         answers = pool.run(_uneven_groups, timeout=60)
-    finally:
-        pool.stop()
     for first in (0, 2):
         ids = sorted(answers[first][1] + answers[first + 1][1])
         assert ids == list(range(12))
@@ -77,12 +76,7 @@ def _change_before_the_end(leave_after):
         for _ in range(leave_after):
             evaluator.progress(first)
         for epoch in (1, 2):
-            source = rank_batches(dist.get_rank() + 10 * epoch, 3, [6])
-            while True:
-                try:
-                    evaluator.progress(source)
-                except StopIteration:
-                    break
+            list(steps_of(evaluator, rank_batches(dist.get_rank() + 10 * epoch, 3, [6])))
         return head_of(model).seen
     finally:
         hooks.LookAhead = original
@@ -105,25 +99,15 @@ def test_an_evaluation_may_change_its_iterator_at_any_step(ranks, leave_after):
 
 def _unknown_type():
     """Rank 1 has no data and has never heard of the batch's class."""
-    rank = dist.get_rank()
-    shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
-    original = schema._find_batch_type
-    if rank == 1:
-        schema._find_batch_type = lambda name: (_ for _ in ()).throw(KeyError(f"batch type {name!r} is unknown"))
-    try:
-        handle = shuffler.start_shuffle(None if rank == 1 else my_batch())
-        handle.prepared()
-    except KeyError as error:
-        return error.args[0]
-    finally:
-        schema._find_batch_type = original
-        shuffler.close()
-    return "no error"
+    batch = None if dist.get_rank() == 1 else my_batch()
+    unknown = mock.patch.object(schema, "_find_batch_type", side_effect=KeyError("batch type 'Unknown' is unknown"))
+    with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=20.0))) as shuffler, on_rank(1, unknown):
+        return raised_by(lambda: shuffler.start_shuffle(batch).prepared())
 
 
 def test_a_batch_type_unknown_on_one_rank_is_raised_on_all(ranks):
     for text in ranks.run(_unknown_type):
-        assert text.startswith("rank 1: batch type") and "is unknown" in text
+        assert text.startswith("KeyError: \"rank 1: batch type 'Unknown' is unknown")
 
 
 @dataclass
@@ -145,26 +129,12 @@ def _loose(kind):
     batch = {
         "padding": lambda: Loose(features(), 3, 2 if wrong else 3),
         "too many": lambda: Loose(features(), 3, 5 if wrong else 3),
-        "nested": lambda: (
-            Loose(torch.nested.nested_tensor([values] * 3, layout=torch.jagged), 3, 3)
-            if wrong
-            else Loose(features(), 3, 3)
-        ),
-        "columns": lambda: Loose(features(values=values[:, None]), 3, 3),
-        "weights": lambda: Loose(features(weights=torch.ones(6)), 3, 3),
-        "columns of weights": lambda: Loose(features(weights=torch.ones(7, 1)), 3, 3),
         "offsets": lambda: Loose(features(lengths=None, offsets=1 + torch.arange(7)), 3, 3),
         "inverse": lambda: Loose(features(inverse_indices=(keys, torch.zeros(2, 3, dtype=torch.int64))), 3, 3),
     }[kind]()
-    shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
-    shuffler.get_workloads = lambda batch: torch.ones(3, dtype=torch.int64)
-    try:
-        shuffler.shuffle(batch)
-    except (ValueError, TypeError) as error:
-        return str(error)
-    finally:
-        shuffler.close()
-    return "no error"
+    with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=20.0))) as shuffler:
+        shuffler.get_workloads = lambda batch: torch.ones(3, dtype=torch.int64)
+        return raised_by(lambda: shuffler.shuffle(batch))
 
 
 @pytest.mark.parametrize(
@@ -172,13 +142,6 @@ def _loose(kind):
     [
         ("padding", "rank 1: field 'features' has values in padding rows [2, 3)"),
         ("too many", "rank 1: actual_batch_size is 5, batch_size is 3"),
-        ("nested", "rank 1: field 'features' is a nested tensor; rows that move are those of"),
-        (
-            "columns",
-            "rank 1: field 'features' has values of shape (7, 1); those of a KeyedJaggedTensor have one dimension",
-        ),
-        ("columns of weights", "rank 1: field 'features' has weights of shape (7, 1); those of a KeyedJaggedTensor"),
-        ("weights", "rank 1: field 'features' has 6 weights and 7 values; every value has one"),
         ("offsets", "rank 1: field 'features' has offsets that begin at 1; those of a KeyedJaggedTensor begin at 0"),
         ("inverse", "field 'features' has inverse_indices"),
     ],
@@ -186,27 +149,6 @@ def _loose(kind):
 def test_batches_that_cannot_travel_are_refused_on_every_rank(ranks, kind, message):
     for text in ranks.run(_loose, kind):
         assert message in text
-
-
-def _swapped_handles():
-    shuffler = CubicShuffler()
-    batches = [my_batch(), my_batch(1)]
-    handles = [shuffler.start_shuffle(batch) for batch in batches]
-    errors = []
-    for batch, handle in zip(batches, reversed(handles)):
-        try:
-            shuffler.finish_shuffle(batch, handle)
-        except ValueError as error:
-            errors.append(str(error))
-    for batch, handle in zip(batches, handles):
-        shuffler.finish_shuffle(batch, handle)
-    shuffler.close()
-    return errors
-
-
-def test_a_handle_is_not_finished_with_another_batch(two_ranks):
-    for errors in two_ranks.run(_swapped_handles):
-        assert len(errors) == 2 and all("was started with a SampleBatch of 6 rows" in text for text in errors)
 
 
 def _staged_again():
@@ -260,41 +202,28 @@ def test_a_source_that_has_ended_is_not_asked_again(two_ranks):
 
 
 def _dies_in_the_exchange(folder):
-    shuffler = CubicShuffler(ShufflerOptions(timeout=15.0))
+    shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
     shuffler.shuffle(my_batch())
-    original = RowExchange.send_rows
-    if dist.get_rank() == 1:
-        RowExchange.send_rows = lambda *_, **__: os._exit(5)
-    try:
-        shuffler.shuffle(my_batch(1))
-    except RuntimeError as error:
-        Path(folder, str(dist.get_rank())).write_text(str(error))
-    finally:
-        RowExchange.send_rows = original
+    limit_waits(300.0, names=0.5)
+    with on_rank(1, mock.patch.object(RowExchange, "send_rows", lambda *_, **__: os._exit(3))):
+        Path(folder, str(dist.get_rank())).write_text(raised_by(lambda: shuffler.shuffle(my_batch(1))))
 
 
 def test_a_death_in_the_exchange_is_named(tmp_path):
-    pool = RankPool(2)
-    try:
-        with pytest.raises(RankFailure, match="rank 1 died with exit code 5"):
-            pool.run(_dies_in_the_exchange, str(tmp_path), timeout=30)
-    finally:
-        pool.stop()
-    assert "rank 1 did not take part in the exchange of step 1" in (tmp_path / "0").read_text()
+    (text,) = errors_of_survivors(tmp_path, _dies_in_the_exchange, world_size=2)
+    assert "rank 1 did not take part in the exchange of step 1" in text
 
 
 def _close_beside_a_gather():
     shuffler = CubicShuffler(ShufflerOptions(timeout=600.0))
     shuffler.shuffle(my_batch())
     if dist.get_rank() == 0:
-        shuffler.start_shuffle(dataclasses.replace(my_batch(1)))
-    shuffler.close()
+        shuffler.start_shuffle(my_batch(1))
+    with mock.patch.object(engine, "_CLOSE_SECONDS", 0.5):
+        shuffler.close()
     return True
 
 
 def test_close_does_not_sit_out_the_timeout():
-    pool = RankPool(2)
-    try:
+    with RankPool(2) as pool:
         assert pool.run(_close_beside_a_gather, timeout=60) == [True, True]
-    finally:
-        pool.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
@@ -12,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch import exchange, redistribute_balanced
-from commons.distributed import shuffle_session
-from commons.distributed.control import ControlChannel
+from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.errors import describe_error, raise_first_error
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.row_exchange import RowExchange
+from commons.perf_model.shuffle_plan import ShufflePlanner
 from commons.sequence_batch.schema import BatchSchema
-from tests.helpers.faults import my_batch
+from tests.helpers.faults import my_batch, on_rank, raised_by
+from tests.helpers.models import make_batch
 from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.rank_pool import RankPool
 
 # Far beyond the pools' own limit: a rank that waits for another one fails its test.
 PATIENT = ShufflerOptions(timeout=600.0)
@@ -40,16 +39,8 @@ def _nested(batch):
     return batch
 
 
-def _said(work):
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 # What the worker does between the gather and the comparison of plans.
-PLANNING = ((shuffle_session, "_read_table"), (shuffle_session, "plan_shuffle"), (RowExchange, "of"))
+PLANNING = ((ShufflePlanner, "plan_messages"), (RowExchange, "of"))
 
 
 def _every_failure():
@@ -66,15 +57,23 @@ def _every_failure():
     shuffler = CubicShuffler(PATIENT)
     for name, error in errors.items():
         with mock.patch.object(shuffler, "get_workloads", _fails(error) if wrong else shuffler.get_workloads):
-            said[name] = _said(lambda: shuffler.shuffle(my_batch()))
-    said["nested"] = _said(lambda: shuffler.shuffle(_nested(my_batch()) if wrong else my_batch()))
+            said[name] = raised_by(lambda: shuffler.shuffle(my_batch()))
+    said["nested"] = raised_by(lambda: shuffler.shuffle(_nested(my_batch()) if wrong else my_batch()))
     for owner, name in PLANNING:
         broken = _fails(MemoryError("no room")) if wrong else getattr(owner, name)
         with mock.patch.object(owner, name, broken):
-            said[name] = _said(lambda: shuffler.shuffle(my_batch()))
+            said[name] = raised_by(lambda: shuffler.shuffle(my_batch()))
+    larger = make_batch(list(range(64)), 64)  # outgrows the messages, which are gathered once more
+    session = shuffler.engine._session(None)
+    planner = session._planner
+    with mock.patch.object(
+        planner, "plan_messages", _fails(MemoryError("no room")) if wrong else planner.plan_messages
+    ):
+        said["a larger batch"] = raised_by(lambda: shuffler.shuffle(larger))
+    session._alike = None  # a schema that has been compared is not compared again
     with mock.patch.object(BatchSchema, "differences" if not wrong else "__ne__", lambda *_: 1 // 0):
-        said["comparing schemas"] = _said(lambda: shuffler.shuffle(my_batch()))
-    said["then"] = _said(lambda: shuffler.shuffle(my_batch()))
+        said["comparing schemas"] = raised_by(lambda: shuffler.shuffle(my_batch()))
+    said["then"] = raised_by(lambda: shuffler.shuffle(my_batch()))
     shuffler.close()
     said |= _before_the_agreement(wrong)
     return said
@@ -85,8 +84,10 @@ def _before_the_agreement(wrong):
     shuffler = CubicShuffler(PATIENT)
     for owner, error in ((ShufflerOptions, OSError("no room")), (BatchSchema, ValueError("\ud800"))):
         with mock.patch.object(owner, "to_json", _fails(error) if wrong else owner.to_json):
-            said[owner.__name__] = _said(lambda: shuffler.shuffle(my_batch()))
-    said["finally"] = _said(lambda: shuffler.shuffle(my_batch()))
+            said[owner.__name__] = raised_by(lambda: shuffler.shuffle(my_batch()))
+    with mock.patch.object(BatchSchema, "from_json", _fails(KeyError("a type")) if wrong else BatchSchema.from_json):
+        said["reading schemas"] = raised_by(lambda: shuffler.shuffle(my_batch()))
+    said["finally"] = raised_by(lambda: shuffler.shuffle(my_batch()))
     shuffler.close()
     return said
 
@@ -102,6 +103,8 @@ def test_every_failure_is_raised_on_every_rank(ranks):
         "nested": "ValueError: rank 1: field 'target' is a nested tensor; rows that move are those of dense tensors "
         "and of KeyedJaggedTensors: convert it to one of these",
         **dict.fromkeys((name for _, name in PLANNING), "RuntimeError: rank 1: MemoryError: no room"),
+        "a larger batch": "RuntimeError: rank 1: MemoryError: no room",
+        "reading schemas": "KeyError: 'rank 1: a type'",
         "comparing schemas": "RuntimeError: rank 1: ZeroDivisionError: integer division or modulo by zero",
         "then": "no error",
         "ShufflerOptions": "RuntimeError: rank 1: OSError: no room",
@@ -140,18 +143,13 @@ def _fails_in_dispatch():
     workloads = torch.arange(8) * (100 if dist.get_rank() else 1)
     said, broken = [], _fails(MemoryError("no room for \ud800"))
     for owner, name in ((exchange.MessageBuffer, "append"), (torch.Tensor, "new_empty")):
-        with mock.patch.object(owner, name, broken) if dist.get_rank() == 1 else nullcontext():
-            said.append(_said(lambda: redistribute_balanced(rows, workloads)))
+        with on_rank(1, mock.patch.object(owner, name, broken)):
+            said.append(raised_by(lambda: redistribute_balanced(rows, workloads)))
     return said, redistribute_balanced(rows, workloads).batch["ids"].tolist()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_rank_that_has_no_room_for_rows(world_size):
-    pool = RankPool(world_size)  # of its own: the groups of a broken exchange are not used again
-    try:
-        answers = pool.run(_fails_in_dispatch, timeout=60)
-    finally:
-        pool.stop()
+def test_a_rank_that_has_no_room_for_rows(own_ranks, world_size):
+    answers = own_ranks.run(_fails_in_dispatch, timeout=60)
     for rank, ((packing, receiving), _) in enumerate(answers):
         assert packing == r"RuntimeError: rank 1: MemoryError: no room for \ud800"
         if rank == 1:

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from commons.distributed import row_exchange, schema_agreement
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.shuffle_plan import ShufflePlan
-from tests.helpers.faults import my_batch
+from tests.helpers.faults import ends_by_itself, errors_of_survivors, limit_waits, my_batch, on_rank, raised_by
 from tests.helpers.models import make_batch
 from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.rank_pool import RankFailure, RankPool
 
 
 def _other_plan():
     """Rank 1 makes another plan than the rest: all stop before any row moves."""
-    shuffler = CubicShuffler()
-    payloads = []
-    original = dist.all_to_all_single
-    dist.all_to_all_single = lambda *args, **kwargs: payloads.append(1) or original(*args, **kwargs)
-    digest = ShufflePlan.digest
-    if dist.get_rank() == 1:
-        ShufflePlan.digest = lambda self: digest(self) ^ 1
-    try:
-        shuffler.shuffle(my_batch())
-    except RuntimeError as error:
-        first = str(error)
-    else:
-        first = "no error"
-    finally:
-        ShufflePlan.digest = digest
-    sent_before = len(payloads)
-    shuffler.shuffle(my_batch())  # the ranks are still in step
-    moved = shuffler.last_stats.moved
-    shuffler.close()
-    dist.all_to_all_single = original
-    return first, sent_before, len(payloads), moved
+    digest, send = ShufflePlan.digest, dist.all_to_all_single
+    with (
+        contextlib.closing(CubicShuffler()) as shuffler,
+        mock.patch.object(dist, "all_to_all_single", side_effect=send) as payloads,
+    ):
+        with on_rank(1, mock.patch.object(ShufflePlan, "digest", lambda plan: digest(plan) ^ 1)):
+            first = raised_by(lambda: shuffler.shuffle(my_batch()))
+        sent_before = payloads.call_count
+        shuffler.shuffle(my_batch())  # the ranks are still in step
+        return first, sent_before, payloads.call_count, shuffler.last_stats.moved
 
 
 def test_ranks_with_different_plans_stop_before_any_row_moves(ranks):
@@ -51,29 +41,19 @@ def test_ranks_with_different_plans_stop_before_any_row_moves(ranks):
 
 
 def _die(folder):
-    shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
+    shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
     shuffler.shuffle(my_batch())
+    limit_waits(300.0, names=0.5)
     if dist.get_rank() == 1:
         os._exit(3)
-    try:
-        shuffler.shuffle(my_batch(1))
-    except RuntimeError as error:
-        Path(folder, str(dist.get_rank())).write_text(str(error))
-        try:
-            shuffler.shuffle(my_batch(2))
-        except RuntimeError as again:
-            assert str(again) == str(error)  # it stays broken, and says why
+    text, again = (raised_by(lambda: shuffler.shuffle(my_batch(step))) for step in (1, 2))
+    assert text == again  # it stays broken, and says why
+    Path(folder, str(dist.get_rank())).write_text(text)
 
 
 def test_survivors_name_the_rank_that_died(tmp_path):
-    pool = RankPool(4)
-    try:
-        with pytest.raises(RankFailure, match="rank 1 died with exit code 3"):
-            pool.run(_die, str(tmp_path), timeout=40)
-    finally:
-        pool.stop()
-    texts = [path.read_text() for path in tmp_path.iterdir()]
-    assert texts and all("rank 1 did not take part in the gather of step 1" in text for text in texts)
+    (text,) = errors_of_survivors(tmp_path, _die, world_size=2)
+    assert "rank 1 did not take part in the gather of step 1" in text
 
 
 def _leave_a_gather_behind():
@@ -82,35 +62,19 @@ def _leave_a_gather_behind():
     shuffler.shuffle(my_batch())
     if dist.get_rank() == 0:
         shuffler.start_shuffle(my_batch(1))
-    return os.getpid()
 
 
 def test_a_worker_that_still_waits_does_not_keep_the_process_alive():
-    pool = RankPool(2)
-    try:
-        pool.run(_leave_a_gather_behind)
-        process = pool._ranks[0].process
-        pool._ranks[0].connection.close()  # the rank's loop ends, and with it the process
-        process.join(30)
-        assert not process.is_alive()
-    finally:
-        pool._ranks = pool._ranks[1:]
-        pool.stop()
+    assert ends_by_itself(_leave_a_gather_behind)
 
 
 def _out_of_step():
     """Rank 1 skips the number of a step: everyone is told who is where."""
-    shuffler = CubicShuffler()
-    shuffler.shuffle(my_batch())
-    if dist.get_rank() == 1:
-        shuffler._session(None).next_step()
-    try:
-        shuffler.shuffle(my_batch(1))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        shuffler.close()
-    return "no error"
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        shuffler.shuffle(my_batch())
+        if dist.get_rank() == 1:
+            shuffler.engine._session(None).next_step()
+        return raised_by(lambda: shuffler.shuffle(my_batch(1)))
 
 
 def test_ranks_out_of_step_are_told(ranks):
@@ -122,18 +86,12 @@ def test_ranks_out_of_step_are_told(ranks):
 
 def _later_difference():
     """The second batch of rank 1 has other keys than its first."""
-    shuffler = CubicShuffler()
-    shuffler.shuffle(my_batch())
     batch = my_batch(1)
     if dist.get_rank() == 1:
         batch = dataclasses.replace(batch, target=batch.target.double())
-    try:
-        shuffler.shuffle(batch)
-    except ValueError as error:
-        return str(error)
-    finally:
-        shuffler.close()
-    return "no error"
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        shuffler.shuffle(my_batch())
+        return raised_by(lambda: shuffler.shuffle(batch))
 
 
 def test_a_batch_unlike_the_first_is_refused_on_every_rank(ranks):
@@ -142,65 +100,34 @@ def test_a_batch_unlike_the_first_is_refused_on_every_rank(ranks):
         assert "float32" in text and "float64" in text
 
 
-def _versions(monkey):
-    from commons.distributed import schema_agreement
-
-    original = schema_agreement.__version__
-    if dist.get_rank() == 1:
-        schema_agreement.__version__ = "9.9.9"
-    shuffler = CubicShuffler()
-    try:
-        shuffler.shuffle(my_batch())
-    except ValueError as error:
-        return str(error)
-    finally:
-        schema_agreement.__version__ = original
-        shuffler.close()
-    return "no error"
+def _versions():
+    other = on_rank(1, mock.patch.object(schema_agreement, "__version__", "9.9.9"))
+    with contextlib.closing(CubicShuffler()) as shuffler, other:
+        return raised_by(lambda: shuffler.shuffle(my_batch()))
 
 
 def test_different_versions_are_refused(two_ranks):
-    for text in two_ranks.run(_versions, None):
+    for text in two_ranks.run(_versions):
         assert "versions differ: rank 0 has {'evenrank'" in text and "9.9.9" in text
 
 
 def test_a_handle_of_an_ended_step_cannot_be_finished():
     shuffler = CubicShuffler()
     handle = shuffler.start_shuffle(None)
-    assert handle.ended
+    assert handle.has_ended()
     with pytest.raises(ValueError, match="no rank has a batch at step 0"):
         shuffler.finish_shuffle(make_batch([], 0), handle)
     shuffler.close()
     assert torch.equal(shuffler.get_workloads(make_batch([7], 1)), torch.tensor([5]))
 
 
-def _attempt(work):
-    """What a rank raises, and how long after the start."""
-    started = time.monotonic()
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - started
-    return "no error", time.monotonic() - started
-
-
 def _fails_before_the_exchange():
     """Rank 1 has too little memory: it says so itself, and the others, who wait in the exchange, say it of rank 1."""
-    from commons.distributed import row_exchange
-
     shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
     shuffler.shuffle(my_batch())
-    original = row_exchange.permute_segments
-
-    def fail(*args):
-        raise torch.OutOfMemoryError("tried to allocate 7 GiB")
-
-    if dist.get_rank() == 1:
-        row_exchange.permute_segments = fail
-    try:
-        return _attempt(lambda: shuffler.shuffle(my_batch(1)))
-    finally:
-        row_exchange.permute_segments = original
+    error = torch.OutOfMemoryError("tried to allocate 7 GiB")
+    with on_rank(1, mock.patch.object(row_exchange.RowExchange, "_select", side_effect=error)):
+        return raised_by(lambda: shuffler.shuffle(my_batch(1)))
 
 
 def _finishes_another_batch():
@@ -209,7 +136,7 @@ def _finishes_another_batch():
     own = my_batch()
     handle = shuffler.start_shuffle(own)
     batch = my_batch(1, rows=5) if dist.get_rank() == 1 else own
-    return _attempt(lambda: shuffler.finish_shuffle(batch, handle))
+    return raised_by(lambda: shuffler.finish_shuffle(batch, handle))
 
 
 @pytest.mark.parametrize(
@@ -227,16 +154,10 @@ def _finishes_another_batch():
         ),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_rank_that_fails_alone_is_quoted_by_the_others(world_size, work, own, of_others):
-    pool = RankPool(world_size)  # of its own: the groups of a broken exchange are not used again
-    try:
-        answers = pool.run(work, timeout=60)
-    finally:
-        pool.stop()
-    assert answers[1][0].startswith(own)
-    for rank, (text, seconds) in enumerate(answers):
-        assert seconds < 30  # the timeout is ten times that
+def test_a_rank_that_fails_alone_is_quoted_by_the_others(own_ranks, work, own, of_others):
+    answers = own_ranks.run(work, timeout=100)  # a third of the shuffler's
+    assert answers[1].startswith(own)
+    for rank, text in enumerate(answers):
         if rank != 1:
             assert text.startswith("RankMissingError: rank 1 failed in the exchange of step") and of_others in text
 
@@ -249,10 +170,8 @@ def _mistake_in_a_subgroup():
     batch = my_batch()
     if dist.get_rank() == 3:
         shuffler.get_workloads = lambda batch: torch.full((batch.batch_size,), -1)
-    try:
-        return _attempt(lambda: shuffler.shuffle(batch))[0]
-    finally:
-        shuffler.close()
+    with contextlib.closing(shuffler):
+        return raised_by(lambda: shuffler.shuffle(batch))
 
 
 def test_ranks_of_a_subgroup_are_named_by_their_global_number(rank_pools):

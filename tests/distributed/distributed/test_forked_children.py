@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,8 @@ import torch.distributed as dist
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
+from tests.helpers.batches import random_batch
+from tests.helpers.rank_pool import PRELOAD
 from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
 
 _SECONDS = 20.0
@@ -57,10 +58,10 @@ def _calls_in_children(names: list[str]) -> tuple[int, dict[str, str], int]:
             "shuffle": lambda: shuffler.shuffle(batch),
             "start": lambda: shuffler.start_shuffle(batch),
             "finish": lambda: shuffler.finish_shuffle(batch, handle),
-            "ended": lambda: handle.ended,
+            "ended": lambda: handle.has_ended(),
             "drain handle": handle.drain,
             "drain": shuffler.drain,
-            "realign": shuffler.realign,
+            "realign": shuffler.engine.realign,
             "abort": shuffler.abort,
             "close": shuffler.close,
             "next window": lambda: next(windows),
@@ -82,20 +83,22 @@ def test_a_forked_child_is_told_of_the_fork(two_ranks, names):
         assert rows == 6 * 4
 
 
-PROGRAM = """
-import os, sys, torch
-from tests.helpers.batches import random_batch
-from tests.helpers.square_shuffler import SquareShuffler
+def _use_in_child(rows: Any) -> None:
+    """Of a process without ranks."""
+    shuffler = SquareShuffler()
 
-shuffler = SquareShuffler()
-if os.fork() == 0:
-    print(shuffler.shuffle(random_batch(0, 4)).batch_size, flush=True)
-    shuffler.close()
-else:
-    os.wait()
-"""
+    def shuffle() -> None:
+        rows.value = shuffler.shuffle(random_batch(0, 4)).batch_size
+        shuffler.close()
+
+    assert _in_child(shuffle) == "no error"
 
 
 def test_a_shuffler_that_was_not_used_yet_works_in_a_child():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
-    assert done.stdout.split() == ["4"], done.stderr
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    rows = context.Value("i", 0)
+    process = context.Process(target=_use_in_child, args=(rows,))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0 and rows.value == 4

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed import global_mean_loss
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.row_exchange import PackedRows, RowExchange
+from commons.distributed.row_exchange import RowExchange
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.host_copies import host_copy
@@ -33,24 +32,9 @@ from hstu.model import HSTURetrievalModel, RetrievalConfig
 from tests.helpers import hstu_models
 from tests.helpers.batches import random_batch
 from tests.helpers.hstu_models import random_batch as random_hstu_batch
+from tests.helpers.square_shuffler import SquareShuffler, closing
 
 META = torch.device("meta")
-
-
-class SquareShuffler(BaseTaskBalancedBatchShuffler):
-    """A row costs 10 plus the square of its items."""
-
-    def get_workloads(self, batch: BaseBatch) -> torch.Tensor:
-        lengths = batch.features.lengths().view(len(batch.features.keys()), batch.batch_size)
-        return lengths.sum(0).to(torch.int64) ** 2 + 10
-
-
-@contextlib.contextmanager
-def closing(shuffler: BaseTaskBalancedBatchShuffler) -> Iterator[Any]:
-    try:
-        yield shuffler
-    finally:
-        shuffler.close()
 
 
 @contextlib.contextmanager
@@ -90,10 +74,9 @@ def _unpacked_twice(seed: int, sizes: list[tuple[int, int]], options: dict[str, 
     seen = []
     original = RowExchange.unpack
 
-    def unpack(self: RowExchange, batch: Any, packed: PackedRows, step: int = 0) -> Any:
-        on_meta = PackedRows(*(getattr(packed, name).to(META) for name in ("buffer", "sent", "indices")))
-        seen.append(original(self, batch.to(META), on_meta, step))
-        return original(self, batch, packed, step)
+    def unpack(self: RowExchange, batch: Any, buffer: Any, indices: torch.Tensor, step: int = 0) -> Any:
+        seen.append(original(self, batch.to(META), [torch.cat(buffer).to(META)], indices.to(META), step))
+        return original(self, batch, buffer, indices, step)
 
     with mock.patch.object(RowExchange, "unpack", unpack), closing(SquareShuffler(ShufflerOptions(**options))) as s:
         result = s.shuffle(batch)

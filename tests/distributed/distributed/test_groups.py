@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
+import weakref
+from contextlib import closing
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,11 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.distributed import global_mean_loss, group_pool
+from commons.distributed import global_mean_loss
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.channel import groups
+from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import describe_group, resolve_process_group
 from commons.pipeline import TrainPipelineFactory
 from tests.helpers.batches import rows_as_values
+from tests.helpers.faults import my_batch
 from tests.helpers.models import build_plain, build_sharded, head_of, make_batch, rank_batches, weights_of
 from tests.helpers.pipelines import CubicShuffler, largest_difference
 from tests.helpers.rank_pool import RankPool
@@ -49,9 +56,8 @@ def _tensor_parallel():
 @pytest.fixture
 def fresh_ranks():
     """Four ranks of their own: megatron-core's state is global."""
-    pool = RankPool(4)
-    yield pool
-    pool.stop()
+    with RankPool(4) as pool:
+        yield pool
 
 
 def test_tensor_parallel_peers_end_with_identical_batches(fresh_ranks):
@@ -154,30 +160,8 @@ def test_a_given_group_shuffles_by_itself(rank_pools):
     assert all("is not in the process group" in mistake for _, _, mistake in answers)
 
 
-def _many_shufflers():
-    """Shufflers come and go; their groups are taken over by the next."""
-    batch = make_batch([1 + 100 * dist.get_rank() + row for row in range(4)], 4)
-    digests = set()
-    for _ in range(5):
-        shuffler = CubicShuffler()
-        digests.add(_digest(shuffler.shuffle(batch)))
-        shuffler.close()
-    together = [CubicShuffler() for _ in range(3)]
-    digests.update(_digest(shuffler.shuffle(batch)) for shuffler in together)
-    for shuffler in together:
-        shuffler.close()
-    return len(digests)
-
-
-def test_shufflers_can_be_made_and_closed_again_and_again(ranks):
-    assert ranks.run(_many_shufflers) == [1] * ranks.world_size
-
-
 def _payload_groups():
     """Whether shufflers have a payload group when they are made, and the backends of the groups that were made."""
-    pairs = group_pool._POOL.of_this_world().closed
-    before = dict(pairs)
-    pairs.clear()  # those of the tests before
     had, asked = [], []
     new_group = dist.new_group
 
@@ -186,33 +170,35 @@ def _payload_groups():
         return new_group(*args, **kwargs)
 
     # The third takes the groups of the first two; the last ranks do not agree, and none may wait for another.
-    with mock.patch.object(dist, "new_group", ask):
+    own_groups = mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
+    with own_groups, mock.patch.object(dist, "new_group", ask):
         for kind in (IdentityBalancedBatchShuffler, IdentityBalancedBatchShuffler, CubicShuffler, None):
             differing = CubicShuffler if dist.get_rank() == 0 else IdentityBalancedBatchShuffler
             shuffler = (kind or differing)()
-            (session,) = shuffler._sessions.values()
-            had.append(session.channel.payload_group is not None)
+            (channel,) = shuffler.engine._channels.values()
+            had.append(channel.payload_group is not None)
             if kind is not None:
                 shuffler.shuffle(make_batch([1 + dist.get_rank(), 9], 2))
             if len(had) == 2:  # a pipeline that is reset in its middle; the worker has the control group
-                assert session.channel.gather_on_main([dist.get_rank()]) == [[0], [1]]
+                assert channel.gather_on_main([dist.get_rank()]).tolist() == [[0], [1]]
             shuffler.close()
             if kind is CubicShuffler:
-                pairs.clear()
-    pairs.clear()
-    pairs.update(before)
+                groups._WORLDS.clear()
     return had, asked
 
 
 def test_only_shufflers_that_move_rows_make_a_payload_group(two_ranks):
     for had, asked in two_ranks.run(_payload_groups):
         assert had == [False, False, True, True]
-        # The control group of the first, the payload group for the gather on the main thread, and those of the fourth.
-        assert asked == ["gloo", None, "gloo", None]
+        # The rings of the first, those for the gather on the main thread, the payload group of the third, and both of
+        # the fourth.
+        assert asked == ["gloo", "gloo", None, "gloo", None]
 
 
 class _World(SimpleNamespace):
-    """Unlike its base, it can be referred to weakly, as a process group can."""
+    """Unlike its base, it can be a weak key, as a process group can."""
+
+    __hash__ = object.__hash__
 
 
 class _Options:
@@ -223,8 +209,7 @@ class _Options:
 def _descriptions():
     shuffler = CubicShuffler()
     shuffler.shuffle(make_batch([dist.get_rank() + 1], 1))
-    (session,) = shuffler._sessions.values()
-    channel = session.channel
+    (channel,) = shuffler.engine._channels.values()
     names = [channel.control_group.group_desc, channel.payload_group.group_desc]
     shuffler.close()
     return names
@@ -259,22 +244,60 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1] if half else [0, 1, 2, 3])
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
-    monkeypatch.setattr(group_pool, "_POOL", group_pool._Pool())
-    monkeypatch.setattr(group_pool, "_num_groups", lambda: 0)
-    monkeypatch.setattr(group_pool, "_serves", lambda group, kind: False)
-    monkeypatch.setattr(group_pool, "_align_group_names", lambda group: None)
-    monkeypatch.setattr(group_pool, "_collected_on_all", lambda members, group: None)
-    monkeypatch.setattr(group_pool, "_any_needs", lambda rings, *needs: needs)
-    monkeypatch.setattr(group_pool, "_beside_store", lambda members, rings: [])
-    monkeypatch.setattr(group_pool, "_connect", lambda group: True)
+    monkeypatch.setattr(groups, "_WORLDS", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(groups, "_num_groups", lambda: 0)
+    monkeypatch.setattr(groups, "serves", lambda group, kind: False)
+    monkeypatch.setattr(groups, "_align_group_names", lambda group: None)
+    monkeypatch.setattr(groups, "_collected_on_all", lambda members, group: None)
 
-    idle = group_pool.acquire_groups(given, 5.0, moves_rows=False)
+    idle = groups.acquire_groups(given, 5.0)
     assert idle.payload is None and [options.get("backend") for options in asked] == ["gloo"]
-    moving = group_pool.acquire_groups(given, 5.0)
-    assert moving.payload.name == payload and moving.number == 1
-    made = asked[2:]
+    moving = groups.with_payload(idle, given, 5.0)
+    assert moving.payload.name == payload and moving.has_all_to_all is None
+    made = asked[1:]
     assert len(made) == (payload == "new")
     for options in made:
         assert "backend" not in options and options["use_local_synchronization"] == half
         nccl = options["pg_options"]
         assert nccl is None if max_ctas is None else nccl.config.max_ctas == max_ctas
+
+
+def _payload_tried(error, failing_ranks, others_hang=False):
+    """Some ranks' first all-to-all raises an error: what the shuffler's constructor raises, or how rows then travel.
+
+    That of the others hangs in the call, as NCCL's does while it connects, or goes on in the background.
+    """
+    released = threading.Event()
+    send, pools = dist.all_to_all_single, mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
+    of_others = (lambda *arguments, **options: released.wait(60)) if others_hang else send
+    fails = mock.Mock(side_effect=error if dist.get_rank() in failing_ranks else of_others)
+    started = time.monotonic()
+    with pools:
+        try:
+            with mock.patch.object(dist, "all_to_all_single", fails):
+                shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
+        except Exception as raised:
+            released.set()
+            return type(raised).__name__, str(raised), time.monotonic() - started
+        with closing(shuffler), mock.patch.object(dist, "all_to_all_single", side_effect=send) as sent:
+            result = shuffler.shuffle(my_batch())
+        return sent.call_count, shuffler.last_stats.moved, result.sample_id[: result.actual_batch_size].tolist()
+
+
+@pytest.mark.parametrize("others_hang", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_an_error_of_the_first_all_to_all_is_no_missing_all_to_all(own_ranks, others_hang):
+    """A rank that has too little memory for it fails, with its own error; the others quote it and wait for nothing."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+    for rank, (kind, text, seconds) in enumerate(own_ranks.run(_payload_tried, error, [1], others_hang, timeout=60)):
+        quoted = f"rank 1 failed in the connection of step 0: OutOfMemoryError: {error}"
+        assert (kind, text) == (("OutOfMemoryError", str(error)) if rank == 1 else ("RankMissingError", quoted))
+        assert seconds < 30
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Backend mpi does not support alltoall_base"), NotImplementedError()])
+@pytest.mark.parametrize("only", [[1], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)])
+def test_ranks_send_by_all_gather_where_one_has_no_all_to_all(own_ranks, error, only):
+    answers = own_ranks.run(_payload_tried, error, only, timeout=60)
+    assert [(calls, moved) for calls, moved, _ in answers] == [(0, True)] * own_ranks.world_size
+    expected = [1 + 1000 * rank + row for rank in range(own_ranks.world_size) for row in range(6)]
+    assert sorted(i for *_, ids in answers for i in ids) == expected

@@ -13,20 +13,20 @@ import torch.distributed as dist
 from commons.dispatch.channel import EXCHANGE, DispatchChannel
 from commons.distributed import verification
 from commons.distributed.options import ShufflerOptions
-from commons.trainer.broadcast import broadcast_text
-from commons.trainer.optimization import FiniteLossGuard
-from tests.helpers.faults import my_batch
+from commons.trainer.optimize.updates import FiniteLossGuard
+from commons.trainer.ranks.collectives import broadcast_text
+from tests.helpers.faults import limit_waits, my_batch
 from tests.helpers.pipelines import CubicShuffler
 from tests.helpers.stopped_ranks import fault, run_with_fault
 
-TIMEOUT = 60.0
-# Survivors learn of a death by their connections, and take some seconds to tell each other.
-SOON = 20.0
+# Survivors learn of a death by their connections, and end long before a timeout.
+TIMEOUT = 600.0
 LIMIT = 60.0
 
 
 def _die(folder):
     dist.barrier()
+    limit_waits(TIMEOUT, names=0.5)
     if dist.get_rank() == 1:
         fault(folder, signal.SIGKILL)
 
@@ -35,7 +35,7 @@ def _realign(folder):
     shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
     shuffler.shuffle(my_batch())
     _die(folder)
-    shuffler.realign()
+    shuffler.engine.realign()
 
 
 def _compare_checksums(folder):
@@ -71,15 +71,15 @@ def _broadcast(folder):
 @pytest.mark.parametrize(
     "work, what",
     [
-        (_realign, "realignment of step 1"),
-        (_compare_checksums, "comparison of checksums of step 0"),
+        pytest.param(_realign, "realignment of step 1", marks=pytest.mark.slow),
+        pytest.param(_compare_checksums, "comparison of checksums of step 0", marks=pytest.mark.slow),
         (_look_at_losses, "look at the losses of step 8"),
-        (_broadcast, "broadcast of a text's size"),
+        pytest.param(_broadcast, "broadcast of a text's size", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_has_died_is_named(tmp_path, work, what):
     ended = run_with_fault(tmp_path, work, waits_for=[0], limit=LIMIT, world_size=2)[0]
-    assert ended.status == 1 and ended.seconds < SOON, ended
+    assert ended.status == 1, ended
     assert ended.error.startswith(f"RankMissingError: rank 1 did not take part in the {what} (ranks [0, 1]); ")
     assert "frame #" not in ended.stderr
 
@@ -96,7 +96,7 @@ def _start_without_asking(folder):
     while "rank 1 did not" not in (folder / "stderr0").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     for handle in reversed(handles):
-        handle.ended  # noqa: B018  waits for the gather
+        handle.has_ended()  # waits for the gather
 
 
 class OnDevice:
@@ -140,14 +140,20 @@ def _send_from_device(folder, fails_before):
 @pytest.mark.parametrize(
     "fails_before, said",
     [
-        (False, "rank 1 did not take part in the exchange of rows of step 1 (ranks [0, 1]); "),
-        (True, "rank 1 failed in the exchange of rows of step 1: ValueError: no memory for it"),
+        pytest.param(
+            False,
+            "rank 1 did not take part in the exchange of rows of step 1 (ranks [0, 1]); ",
+            id="dies",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            True, "rank 1 failed in the exchange of rows of step 1: ValueError: no memory for it", id="fails before"
+        ),
     ],
-    ids=["dies", "fails before"],
 )
 def test_dispatch_names_a_rank_on_a_device_too(tmp_path, fails_before, said):
     ended = run_with_fault(tmp_path, _send_from_device, fails_before, waits_for=[0], limit=LIMIT, world_size=2)[0]
-    assert ended.status == 1 and ended.seconds < SOON, ended
+    assert ended.status == 1, ended
     assert ended.error.startswith(f"RankMissingError: {said}")
 
 

@@ -39,18 +39,16 @@ def test_every_rank_runs_the_function(ranks: RankPool):
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "message", "timeout"),
     [
-        (_raise_on, "rank 1 raised ValueError: as asked"),
-        (_die_on, "rank 1 died with exit code 7"),
-        (_sleep_on, "rank 1 hung"),
+        (_raise_on, "rank 1 raised ValueError: as asked", 100),
+        (_die_on, "rank 1 died with exit code 7", 100),
+        (_sleep_on, "rank 1 hung", 1),
     ],
 )
-def test_a_failure_names_the_rank(function, message):
-    pool = RankPool(2)
-    try:
+def test_a_failure_names_the_rank(function, message, timeout):
+    with RankPool(2) as pool:
+        pool.run(_sum_of_ranks)  # whose start takes longer than the limit of the next call
         with pytest.raises(RankFailure, match=message):
-            pool.run(function, 1, timeout=8)
+            pool.run(function, 1, timeout=timeout)
         assert pool.run(_sum_of_ranks) == [1, 1]  # fresh ranks
-    finally:
-        pool.stop()

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.distributed import local_rows
-from commons.distributed.control import ControlChannel
+from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.partitioner import METHODS
-from commons.sequence_batch import fields, schema
+from commons.sequence_batch import fields, open_batch
 from commons.sequence_batch.fields import batch_items
 from tests.helpers.batches import random_batch, rows_as_values
 from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
@@ -176,7 +175,7 @@ def _walks(mode):
 
     batch = my_batch(5, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
     with closing(DirectShuffler(ShufflerOptions(mode=mode))) as shuffler, contextlib.ExitStack() as stack:
-        for module in (fields, schema, local_rows):
+        for module in (fields, open_batch):
             stack.enter_context(mock.patch.object(module, "batch_items", counted))
         handle = shuffler.start_shuffle(batch)
         result = shuffler.finish_shuffle(batch, handle)
@@ -231,7 +230,7 @@ def _finished_after_the_end():
         handle = shuffler.start_shuffle(None)
         with pytest.raises(ValueError, match="no rank has a batch at step 0; the data has ended"):
             shuffler.finish_shuffle(my_batch(1, [4] * 4), handle)
-        return handle.ended, posted.called
+        return handle.has_ended(), posted.called
 
 
 def test_a_shuffle_that_ended_for_all_is_no_failure_to_tell_others(two_ranks):
@@ -245,7 +244,7 @@ def _ends(counts):
         for step in range(max(counts) + 1):
             batch = random_batch(step * 10 + rank, 3, first_id=step * 100 + rank * 10) if step < counts[rank] else None
             handle = shuffler.start_shuffle(batch)
-            if handle.ended:
+            if handle.has_ended():
                 return seen, sizes, step
             result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
             seen += result.sample_id[: result.actual_batch_size].tolist()

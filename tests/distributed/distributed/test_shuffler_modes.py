@@ -18,6 +18,7 @@ from commons.distributed.window import WindowReader
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
 from tests.helpers.batches import random_batch, rows_as_values
+from tests.helpers.faults import raised_by
 from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
 
 
@@ -76,7 +77,7 @@ def _windows_grow():
     with closing(SquareShuffler()) as shuffler:
         for rows in ([2, 2, 2, 2], [2, 30, 2, 2], [9, 9, 9, 9]):
             batches = [my_batch(step, rows) for step in range(3)]
-            window = shuffler.start_window(WindowReader(iter(batches), 3)).result()
+            window = shuffler.engine.start_window(WindowReader(iter(batches), 3)).result()
             sizes.append(sum(batch.actual_batch_size for batch in window.batches))
     return sizes
 
@@ -134,21 +135,17 @@ def _verified(damage):
             return tensor
         if damage == "weights" and part.weights:
             tensor[0] += 1
-        if damage == "rows" and part.field == "image":
+        if damage == "rows" and part.path == ("image",):
             tensor[[0, 1]] = tensor[[1, 0]]
         return tensor
 
-    Part.read = damaged
     batch = my_batch(3, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
-    try:
-        with closing(SquareShuffler(ShufflerOptions(verify=True))) as shuffler:
-            result = shuffler.shuffle(batch)
-            assert result is not batch
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        Part.read = original
-    return "no error"
+    with mock.patch.object(Part, "read", damaged), closing(SquareShuffler(ShufflerOptions(verify=True))) as shuffler:
+
+        def move_rows():
+            assert shuffler.shuffle(batch) is not batch
+
+        return raised_by(move_rows)
 
 
 @pytest.mark.parametrize(

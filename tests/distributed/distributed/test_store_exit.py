@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import atexit, os, signal, sys, time
 import torch.distributed as dist
-from commons.distributed.store import StoreUnavailableError, ask_store
+from commons.distributed.channel.store import StoreUnavailableError, ask_store
 
 host, port = int(sys.argv[1]), int(sys.argv[2])
 
@@ -42,6 +44,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_its_own_status_though_the_store_does_not_answer():
     root = Path(__file__).parents[3]
     with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as host:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
 
 from commons.datasets.hstu_batch import FeatureConfig, RandomDistribution
-from commons.datasets.random_dataset import RandomHSTUDataset
+from commons.datasets.random.dataset import RandomHSTUDataset
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import balanced
 from hstu import HSTUBalancedBatchShuffler
@@ -119,14 +119,21 @@ def test_plain_tables_in_float64(ranks, task, candidates):
 
 @pytest.mark.parametrize(
     ("task", "sharding"),
-    [("ranking", "table_wise"), ("ranking", "row_wise"), ("drawn", "row_wise"), ("global", "table_wise")],
+    [
+        ("ranking", "table_wise"),
+        ("drawn", "row_wise"),
+        pytest.param("ranking", "row_wise", marks=pytest.mark.slow),
+        pytest.param("global", "table_wise", marks=pytest.mark.slow),
+    ],
 )
 def test_sharded_tables_in_float32(ranks, task, sharding):
     _, on, moved, loss_on = ranks.run(_train, "hstu", task, 0, sharding)[0]
     _, off, _, loss_off = ranks.run(_train, "identity", task, 0, sharding)[0]
     assert moved > 5
     for name in on:
-        torch.testing.assert_close(on[name], off[name], rtol=1e-5, atol=1e-5 * float(off[name].abs().max()))
+        # A small weight, such as a bias, is the sum of terms of order 1, which float32 rounds.
+        atol = max(1e-6, 1e-5 * float(off[name].abs().max()))
+        torch.testing.assert_close(on[name], off[name], rtol=1e-5, atol=atol)
     assert loss_on == pytest.approx(loss_off, rel=1e-5)
 
 

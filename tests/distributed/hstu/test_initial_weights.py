@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from commons.trainer.launch import seed_all
+from commons.trainer.ranks.launch import seed_all
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.sharding import build_distributed_model
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,22 +13,22 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
+from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, padded_kjt
-from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.resumable_loader import ResumableLoader
-from commons.datasets.samplers import ShardedBatchSampler
+from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.public.movielens import preprocess_movielens
+from commons.datasets.samplers.epoch import ShardedBatchSampler
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline.factory import TrainPipelineFactory
-from commons.trainer.config import load_config
+from commons.trainer.config.load import load_config
 from commons.trainer.evaluation import evaluate
+from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.run import run_training
-from hstu import HSTUBalancedBatchShuffler
-from hstu.metrics import RankingMetrics
+from hstu import HSTUBalancedBatchShuffler, recipe
+from hstu.metrics import RankingMetrics, count_items
 from hstu.model import HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
 from hstu.model.gathered_rows import gather_rows
 from hstu.negatives import draw_negatives, sample_negatives, with_negatives
-from hstu.popularity import count_items
 from hstu.recipe import HSTURecipe
 from hstu.retrieval_metrics import RetrievalMetrics
 from hstu.sharding import build_distributed_model, dense_parameters
@@ -202,6 +204,7 @@ def learn_chains():
     return found
 
 
+@pytest.mark.slow
 def test_retrieval_learns_what_follows_and_beats_popularity(two_ranks):
     found, other = two_ranks.run(learn_chains)
     assert found == other and found["rows"] == 160
@@ -216,6 +219,7 @@ def generated_movielens(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_ranking_on_generated_movielens_beats_popularity(two_ranks, generated_movielens, tmp_path):
     flags = ["--dataset.dataset-name", "ml-1m", "--dataset.dataset-path", str(generated_movielens)]
     flags += ["--dataset.shuffle", "--trainer.train-batch-size", "16", "--trainer.num-epochs", "3"]
@@ -230,7 +234,7 @@ def test_ranking_on_generated_movielens_beats_popularity(two_ranks, generated_mo
 RUN = [
     *("--trainer.train-batch-size", "5", "--trainer.eval-batch-size", "3", "--trainer.device", "cpu"),
     *("--trainer.log-interval", "4", "--trainer.eval-interval", "4", "--trainer.max-eval-iters", "2"),
-    *("--trainer.eval-metrics", "HR@10", "NDCG@10", "--trainer.no-tensorboard", "--popularity-baseline"),
+    *("--trainer.eval-metrics", "HR@10", "NDCG@10", "--trainer.sinks", "--popularity-baseline"),
     *("--dataset.dataset-name", "random", "--dataset.num-batches", "8", "--dataset.max-history-seqlen", "12"),
     *("--model.hidden-size", "8", "--model.num-layers", "1", "--model.num-attention-heads", "2"),
     *("--model.kv-channels", "4", "--model.item-embedding-dim", "4", "--model.contextual-embedding-dim", "12"),
@@ -245,9 +249,10 @@ RUN = [
 ]
 
 
-def run_config(flags, run_dir):
+def run_config(flags, run_dir, loss_scale=2.0**16):
     config = load_config(TrainConfig, [*RUN, "--trainer.run-dir", str(run_dir), *flags])
-    summary = run_training(HSTURecipe(config, CPU))
+    with mock.patch.object(recipe, "LossScaler", functools.partial(LossScaler, initial_scale=loss_scale)):
+        summary = run_training(HSTURecipe(config, CPU))
     return summary.steps, summary.loss, summary.metrics
 
 
@@ -270,9 +275,9 @@ def test_ranking_of_two_tasks_from_a_config(two_ranks, tmp_path, compute_dtype):
 def test_retrieval_from_a_config_and_resumed(two_ranks, tmp_path, negatives, compute_dtype):
     flags = ["--task", "retrieval", "--model.num-negatives", negatives, "--model.compute-dtype", compute_dtype]
     # So high that the first steps overflow: a resumed run has to go on with the scale that was found.
-    flags += ["--trainer.optimization.initial-loss-scale", str(2.0**28)]
+    scale = 2.0**28
     saving = ["--trainer.ckpt-save-interval", "4", "--trainer.ckpt-save-dir", str(tmp_path / "checkpoints")]
-    steps, loss, metrics = two_ranks.run(run_config, [*flags, *saving], tmp_path)[0]
+    steps, loss, metrics = two_ranks.run(run_config, [*flags, *saving], tmp_path, scale)[0]
     assert steps == 8 and np.isfinite(loss)
     judged = {f"eval_{prefix}{name}" for prefix in ("", "popularity_") for name in ("HR@10", "NDCG@10")}
     assert set(metrics) == judged | {f"{name}_se" for name in judged} | {"eval_loss", "eval_rows"}
@@ -280,13 +285,13 @@ def test_retrieval_from_a_config_and_resumed(two_ranks, tmp_path, negatives, com
     assert metrics["eval_HR@10_se"] == pytest.approx(math.sqrt(share * (1 - share) / users), abs=1e-9)
     # Resumed from the middle, the rest is the same: the negatives are those of the same rows.
     half = str(next(path for path in (tmp_path / "checkpoints").iterdir() if path.name.endswith("4")))
-    again = two_ranks.run(run_config, [*flags, "--trainer.ckpt-load-dir", half], tmp_path / "resumed")[0]
+    again = two_ranks.run(run_config, [*flags, "--trainer.ckpt-load-dir", half], tmp_path / "resumed", scale)[0]
     assert again == (steps, loss, metrics)
     lines = [json.loads(line) for line in (tmp_path / "resumed/log.jsonl").read_text().splitlines()]
     assert lines[0]["step"] == 8
     whole = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     scales = {line["step"]: line["loss_scale"] for line in whole if "loss_scale" in line}
-    assert (compute_dtype == "fp32" and not scales) or scales[8] == lines[0]["loss_scale"] < scales[4] < 2.0**28
+    assert (compute_dtype == "fp32" and not scales) or scales[8] == lines[0]["loss_scale"] < scales[4] < scale
 
 
 def messages_of(cases, run_dir):
@@ -311,7 +316,6 @@ def test_mistakes_are_named_on_every_rank(two_ranks, tmp_path):
         "is_causal is False and the batch has actions": ["--model.no-is-causal"],
         "contextual_mask is True and the batch has no candidates": ["--model.contextual-mask"],
         "prediction_head_arch is [64, 1], num_tasks is 2": ["--dataset.num-tasks", "2"],
-        "initial_loss_scale is 0.0": ["--trainer.optimization.initial-loss-scale", "0"],
         "compile is True and the device is 'cpu'": ["--model.compile", "True"],
         "kernel_backend is 'triton' and the device is 'cpu'": ["--model.kernel-backend", "triton"],
         "sharding names tables ['movie']": ["--table-sharding", "movie", "row_wise"],

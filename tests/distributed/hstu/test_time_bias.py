@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.raw_data.kuairand import generate_kuairand
 from commons.datasets import hstu_batch
-from commons.datasets.kuairand import VERSIONS, preprocess_kuairand
-from commons.trainer.config import load_config
+from commons.datasets.public.kuairand import VERSIONS, preprocess_kuairand
+from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
@@ -20,7 +20,7 @@ VERSION = VERSIONS["kuairand-pure"]
 RUN = [
     *("--trainer.train-batch-size", "4", "--trainer.eval-batch-size", "3", "--trainer.device", "cpu"),
     *("--trainer.log-interval", "1", "--trainer.max-train-iters", "6", "--trainer.eval-interval", "6"),
-    *("--trainer.no-tensorboard", "--dataset.max-history-seqlen", "40", "--dataset.shuffle"),
+    *("--trainer.sinks", "--dataset.max-history-seqlen", "40", "--dataset.shuffle"),
     *("--model.hidden-size", "8", "--model.num-layers", "1", "--model.num-attention-heads", "2"),
     *("--model.kv-channels", "4", "--model.prediction-head-arch", "1", "--optimizer.sharding", "row_wise"),
 ]

@@ -92,6 +92,22 @@ def test_answers_to_one_prompt_stay_together(two_ranks):
         assert all(number == each[0] + place for each in ids for place, number in enumerate(each[:4]))
 
 
+def test_groups_come_together_and_go_home(ranks):
+    """Group 0 lies on all ranks, the others on one each."""
+    lengths = [[9, 8, 2, 2], [1, 1, 3, 9], [4], []][: ranks.world_size]
+    groups = [["a", "x", "x", "y"], ["a", "z", "z", "v"], ["a"], None][: ranks.world_size]
+    packed = ranks.run(_all_that_holds, lengths, {"n_mbs": 1}, [{"groups": each} for each in groups])
+    of_row = {100 * rank + row: name for rank, names in enumerate(groups) for row, name in enumerate(names or [])}
+    places = [
+        (rank, index, of_row[number])
+        for rank, (ids, *_) in enumerate(packed)
+        for index, each in enumerate(ids)
+        for number in each
+    ]
+    assert sorted(number for ids, *_ in packed for each in ids for number in each) == sorted(of_row)
+    assert len({name for *_, name in places}) == len(set(places)) == 5
+
+
 def test_padding_is_left_out(two_ranks):
     assert two_ranks.run(_padded) == [3, 2]
 
@@ -197,6 +213,15 @@ def _other_dtype(rank, lengths):
         ),
         ({"spec": {"max_tokens_per_mb": 8}}, "rank 1: row 0 has 10 tokens, row 1 has 9 tokens, max_tokens_per_mb is 8"),
         ({"spec": {"granularity": 2}}, "rank 0: the batch has 3 rows, granularity is 2"),
+        ({"options": [{"groups": [1, 1, 2]}, {}]}, "groups are given on rank 0 and not on rank 1"),
+        (
+            {"spec": {"granularity": 2}, "lengths": [[1, 2], [10, 9]], "options": {"groups": [1, 2]}},
+            "groups are given and granularity is 2; both say which rows stay together: leave granularity at 1",
+        ),
+        (
+            {"spec": {"max_tokens_per_mb": 11}, "options": [{"groups": [5, 6, 7]}, {"groups": [6, 7]}]},
+            "rows 1 and 3 have 12 tokens together, rows 2 and 4 have 12 tokens together, max_tokens_per_mb is 11",
+        ),
         ({"spec": {"n_mbs": 4}}, "n_mbs is 4, the 2 ranks have 5 rows together"),
         ({"lengths": [[], []]}, "no rank has a row"),
         ({"lengths": [None, None]}, "no rank has a row"),

@@ -23,6 +23,7 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
 from commons.pipeline.balanced import HOOKS, REFUSED
+from tests.helpers.faults import raised_by
 from tests.helpers.host_lookup import CpuEvalCPUSparse, DenseOnlyBatch, build_bags
 from tests.helpers.models import build_sharded, head_of, rank_batches, weights_of
 from tests.helpers.pipeline_classes import BALANCED_SUBCLASSES, REFUSED_SUBCLASSES, torchrec_pipelines
@@ -34,6 +35,7 @@ from tests.helpers.pipelines import (
     host_count,
     largest_difference,
     require_pipeline,
+    steps_of,
 )
 
 CPU = torch.device("cpu")
@@ -95,11 +97,7 @@ def _subclass(pipeline_class: type, kind: str) -> tuple[dict[str, torch.Tensor],
     shuffler = CubicShuffler(ShufflerOptions(mode=kind, timeout=60.0))
     trainer = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler)
     source = rank_batches(dist.get_rank(), STEPS, [6])
-    moved = 0
-    with contextlib.suppress(StopIteration):
-        while True:
-            trainer.progress(source)
-            moved += bool(trainer.last_stats and trainer.last_stats.moved)
+    moved = sum(bool(trainer.last_stats and trainer.last_stats.moved) for _ in steps_of(trainer, source))
     shuffler.close()
     after = weights_of(model)
     return after, head_of(model).seen, moved, min(float((after[each] - before[each]).abs().max()) for each in after)
@@ -121,11 +119,7 @@ def expected_ids_of_full_batches() -> list[int]:
 
 
 def _refused_subclass(pipeline_class: type) -> str:
-    try:
-        _subclass(pipeline_class, "balance")
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "no error"
+    return raised_by(lambda: _subclass(pipeline_class, "balance"))
 
 
 @pytest.mark.parametrize("pipeline_class", list(REFUSED_SUBCLASSES), ids=lambda each: each.__name__)
@@ -164,10 +158,7 @@ def test_gradients_accumulate_around_a_balanced_pipeline(two_ranks, steps, last)
 def _stock_dense_weights(pipeline_class: type, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     model, optimizer = build_sharded()
     pipeline = pipeline_class(model, optimizer, CPU, **options)
-    source = rank_batches(dist.get_rank(), STEPS, [6])
-    with contextlib.suppress(StopIteration):
-        while True:
-            pipeline.progress(source)
+    list(steps_of(pipeline, rank_batches(dist.get_rank(), STEPS, [6])))
     return {name: weight for name, weight in weights_of(model).items() if "head" in name}
 
 
@@ -187,10 +178,7 @@ def _with_embeddings_on_the_host(balance: bool) -> tuple[list[list[int]], float]
         for batch in rank_batches(dist.get_rank(), STEPS, [6])
     )
     source = windowed_iter(source, shuffler, 1) if balance else source
-    total = 0.0
-    with contextlib.suppress(StopIteration):
-        while True:
-            total += float(pipeline.progress(source))
+    total = sum(map(float, steps_of(pipeline, source)))
     shuffler.close()
     return seen, total
 
@@ -202,16 +190,16 @@ def test_what_to_use_where_embeddings_lie_on_the_host(two_ranks):
     assert sum(total for _, total in on) == pytest.approx(sum(total for _, total in off), rel=1e-5)
 
 
-@pytest.mark.parametrize("pipeline", [name for name in EVALUATIONS if name != "eval"])
-def test_other_evaluations_see_every_sample_once_and_give_the_same_number(two_ranks, pipeline):
+@pytest.mark.parametrize("pipeline", EVALUATIONS)
+def test_evaluations_see_every_sample_once_and_give_the_same_number(ranks, pipeline):
     require_pipeline(*EVALUATIONS[pipeline])
-    counts = [4, 2]
-    on, off = (two_ranks.run(evaluate, counts, kind, 2, None, pipeline) for kind in ("balance", "identity"))
-    expected = sorted(expected_ids(counts, 2) + expected_ids(counts, 2, 10))
+    counts = [5, 3, 0, 7][: ranks.world_size]
+    on, off = (ranks.run(evaluate, counts, kind, 2, None, pipeline) for kind in ("balance", "identity"))
+    expected = sorted(expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10))
     for results in (on, off):
         assert sorted(i for seen, _, _ in results for step in seen for i in step) == expected
     assert sum(error for _, error, _ in on) == pytest.approx(sum(error for _, error, _ in off), rel=1e-5)
-    assert on[0][2] == list(range(len(on[0][2]))) or len(on[0][2]) == 2 * max(counts)
+    assert on[0][2] == sorted(on[0][2]) and len(on[0][2]) == 2 * max(counts)
 
 
 def _train_evaluate_train(kind: str) -> tuple[dict[str, torch.Tensor], list[list[int]], float]:
@@ -223,9 +211,7 @@ def _train_evaluate_train(kind: str) -> tuple[dict[str, torch.Tensor], list[list
     for first, training in ((0, True), (10, False), (20, True)):
         model.train(training)
         source = rank_batches(dist.get_rank() + first, 3 - dist.get_rank(), [6, 2])
-        with contextlib.suppress(StopIteration):
-            while True:
-                errors += (not training) * float(pipeline.progress(source))
+        errors += (not training) * sum(map(float, steps_of(pipeline, source)))
     shuffler.close()
     return weights_of(model), head_of(model).seen, errors
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -27,11 +26,10 @@ from tests.helpers.pipelines import (
     PIPELINES,
     SIZES,
     CubicShuffler,
-    evaluate,
     expected_ids,
     largest_difference,
     make_shuffler,
-    one_process,
+    steps_of,
     train,
 )
 
@@ -57,18 +55,6 @@ def test_every_sample_is_trained_once_and_the_weights_agree(ranks, pipeline):
     assert largest_difference(balanced_run[0]["weights"], balanced_run[-1]["weights"]) < 1e-6
 
 
-@pytest.mark.parametrize("pipeline", ["base", "base in place"])
-def test_float64_weights_after_twenty_steps_equal_one_process(ranks, pipeline):
-    counts = [20, 18, 20, 13][: ranks.world_size]
-    runs = {kind: ranks.run(train, ("build_plain",), pipeline, kind, [(counts, 0)]) for kind in ("balance", "identity")}
-    assert runs["balance"][0]["moved"] > 5
-    reference = one_process(counts, ranks.world_size)
-    for kind in runs:
-        for rank in runs[kind]:
-            assert largest_difference(rank["weights"], reference) < 1e-10
-    assert largest_difference(runs["balance"][0]["weights"], runs["identity"][0]["weights"]) < 1e-10
-
-
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_sharded_weights_after_twenty_steps_agree(ranks, sharding):
     counts = [20, 20, 19, 20][: ranks.world_size]
@@ -86,18 +72,6 @@ def test_two_epochs_lose_nothing(ranks, pipeline):
     results = ranks.run(train, ("build_sharded",), pipeline, "balance", epochs)
     seen = sorted(i for rank in results for step in rank["seen"] for i in step)
     assert seen == sorted(expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10))
-
-
-@pytest.mark.parametrize("pipeline", ["base", "sparse", "lite", "fused", "semi-sync, before it starts", "prefetch"])
-def test_an_iterator_left_half_way_trains_what_was_read_ahead(ranks, pipeline):
-    """After two steps of five the user goes on to another iterator: what the stage had read is trained, no more."""
-    counts = [5] * ranks.world_size
-    results = ranks.run(train, ("build_sharded",), pipeline, "balance", [(counts, 0), (counts, 10)], 2)
-    seen = sorted(i for rank in results for step in rank["seen"] for i in step)
-    second = expected_ids(counts, ranks.world_size, 10)
-    first = sorted(set(seen) - set(second))
-    read = max(steps for steps in range(6) if expected_ids([steps] * ranks.world_size, ranks.world_size) == first)
-    assert 2 <= read <= 5 and seen == sorted(first + second)
 
 
 def _left_near_the_end(pipeline, runs):
@@ -122,27 +96,6 @@ def test_an_iterator_left_with_its_last_batches_in_flight(two_ranks, pipeline):
 def test_no_rank_has_data(two_ranks, kind):
     results = two_ranks.run(train, ("build_sharded",), "sparse", kind, [([0, 0], 0), ([2, 1], 0)])
     assert sorted(i for rank in results for step in rank["seen"] for i in step) == expected_ids([2, 1], 2)
-
-
-def _semi_sync(kind):
-    model, optimizer = models.build_sharded()
-    shuffler = make_shuffler(kind)
-    trainer = balanced(CpuSemiSync)(
-        model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, start_batch=2, stash_gradients=False
-    )
-    source = rank_batches(dist.get_rank(), 6, SIZES)
-    try:
-        while True:
-            trainer.progress(source)
-    except StopIteration:
-        return weights_of(model), [len(context.events) for context in trainer.contexts]
-    finally:
-        shuffler.close()
-
-
-def test_semi_synchronous_training_agrees_too(two_ranks):
-    on, off = (two_ranks.run(_semi_sync, kind)[0][0] for kind in ("balance", "identity"))
-    assert largest_difference(on, off) < 1e-5
 
 
 def _semi_sync_events():
@@ -202,29 +155,6 @@ def test_a_stage_without_its_iterator_says_so():
     shuffler.close()
 
 
-@pytest.mark.parametrize("kind", ["balance", "identity"])
-def test_evaluation_sees_every_sample_once(ranks, kind):
-    counts = [5, 3, 0, 7][: ranks.world_size]
-    results = ranks.run(evaluate, counts, kind, 2)
-    expected = expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10)
-    assert sorted(i for seen, _, _ in results for step in seen for i in step) == sorted(expected)
-    if kind == "balance":
-        assert results[0][2] == sorted(results[0][2]) and len(results[0][2]) == 2 * max(counts)
-
-
-def test_evaluation_gives_the_same_number_shuffled_or_not(ranks):
-    counts = [4, 3, 2, 1][: ranks.world_size]
-    totals = [sum(error for _, error, _ in ranks.run(evaluate, counts, kind, 1)) for kind in ("balance", "identity")]
-    assert totals[0] == pytest.approx(totals[1], rel=1e-5)
-
-
-def test_an_evaluation_left_half_way_loses_nothing_that_follows(ranks):
-    counts = [5] * ranks.world_size
-    results = ranks.run(evaluate, counts, "balance", 2, 2)
-    seen = [i for rank, _, _ in results for step in rank for i in step]
-    assert len(seen) == len(set(seen)) and set(expected_ids(counts, ranks.world_size, 10)) <= set(seen)
-
-
 def _eval_reset():
     """Reset with a loading thread that has read ahead, at a different pace on every rank; then a whole epoch."""
     model, optimizer = models.build_sharded()
@@ -237,12 +167,8 @@ def _eval_reset():
             time.sleep(0.05 * dist.get_rank())
             evaluator.reset()
         head_of(model).trained.clear()
-        source = rank_batches(dist.get_rank() + 50, 3, [6])
-        while True:
-            try:
-                evaluator.progress(source)
-            except StopIteration:
-                return head_of(model).seen, threading.active_count()
+        list(steps_of(evaluator, rank_batches(dist.get_rank() + 50, 3, [6])))
+        return head_of(model).seen
     finally:
         evaluator.reset()
         shuffler.close()
@@ -250,7 +176,7 @@ def _eval_reset():
 
 def test_reset_joins_and_realigns_loading_threads(ranks):
     results = ranks.run(_eval_reset, timeout=60)
-    assert sum(len(step) for seen, _ in results for step in seen) == 3 * 6 * ranks.world_size
+    assert sum(len(step) for seen in results for step in seen) == 3 * 6 * ranks.world_size
 
 
 def _train_and_evaluate(pipeline, kind, detach_every):
@@ -269,11 +195,7 @@ def _train_and_evaluate(pipeline, kind, detach_every):
                 model.eval()
                 evaluator = balanced(TrainPipelineBase)(model, optimizer, device, batch_shuffler=evaluation)
                 held_out = rank_batches(dist.get_rank() + 20, 1 + dist.get_rank(), [4])
-                while True:
-                    try:
-                        errors.append(float(evaluator.progress(held_out)))
-                    except StopIteration:
-                        break
+                errors += map(float, steps_of(evaluator, held_out))
                 model.train()
                 trainer.attach()
             try:
@@ -286,8 +208,10 @@ def _train_and_evaluate(pipeline, kind, detach_every):
 
 
 # Base and PT2 have no detach: they leave the model as it is.
-@pytest.mark.parametrize("pipeline", [name for name, (each, _) in PIPELINES.items() if hasattr(each, "detach")])
-@pytest.mark.parametrize("detach_every", [1, 2])
+DETACHED = [name for name, (each, _) in PIPELINES.items() if hasattr(each, "detach")]
+
+
+@pytest.mark.parametrize(("pipeline", "detach_every"), list(zip(DETACHED, itertools.cycle([1, 2]))))
 def test_detach_evaluate_and_attach_change_nothing(ranks, pipeline, detach_every):
     on = ranks.run(_train_and_evaluate, pipeline, "balance", detach_every)
     off = ranks.run(_train_and_evaluate, "sparse", "identity", 1000)
@@ -296,36 +220,6 @@ def test_detach_evaluate_and_attach_change_nothing(ranks, pipeline, detach_every
     trained, evaluated = [i for i in seen if i < 2_000_000], [i for i in seen if i >= 2_000_000]
     assert sorted(trained) == expected_ids([7] * ranks.world_size, ranks.world_size)
     assert evaluated and on[0][1]
-
-
-def _fails_in_loader(pipeline):
-    def source():
-        yield from rank_batches(dist.get_rank(), 2, [6])
-        if dist.get_rank() == 1:
-            raise OSError("disk on fire")
-        yield from rank_batches(dist.get_rank() + 10, 5, [6])
-
-    model, optimizer = models.build_sharded()
-    shuffler = CubicShuffler()
-    pipeline_class, options = (EvalPipelineSparseDist, {}) if pipeline == "eval" else PIPELINES[pipeline]
-    model.train(pipeline != "eval")
-    trainer = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, **options)
-    iterator = source()
-    try:
-        for _ in range(10):
-            trainer.progress(iterator)
-    except RuntimeError as error:
-        trainer.reset()
-        return str(error)
-    finally:
-        shuffler.close()
-    return "no error"
-
-
-@pytest.mark.parametrize("pipeline", [*PIPELINES, "eval"])
-def test_a_dataloader_that_fails_stops_all_ranks(ranks, pipeline):
-    for text in ranks.run(_fails_in_loader, pipeline):
-        assert "rank 1: OSError: disk on fire" in text
 
 
 def _reset_in_flight():
@@ -337,12 +231,8 @@ def _reset_in_flight():
         trainer.progress(source)
         trainer.reset()
         head_of(model).trained.clear()
-        source = rank_batches(dist.get_rank() + 10, 3, [6])
-        while True:
-            try:
-                trainer.progress(source)
-            except StopIteration:
-                return head_of(model).seen
+        list(steps_of(trainer, rank_batches(dist.get_rank() + 10, 3, [6])))
+        return head_of(model).seen
     finally:
         shuffler.close()
 
@@ -393,6 +283,7 @@ def test_pipelines_by_name():
         TrainPipelineFactory.register("none", balanced(TrainPipelineBase))
 
 
+@pytest.mark.slow
 def test_where_one_pipeline_cannot_be_balanced_the_others_can():
     """As with a TorchRec that lacks what a hook needs."""
     program = """

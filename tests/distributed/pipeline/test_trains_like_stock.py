@@ -33,11 +33,11 @@ from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuf
 from commons.pipeline.balanced import HOOKS
 from commons.pipeline.hooks import BalancedPipeline
 from commons.trainer import TrainerArgs, loop
-from commons.trainer.args import OptimizationArgs
-from commons.trainer.optimization import DeferredOptimizer, StepUpdate
+from commons.trainer.config.args import OptimizationArgs
+from commons.trainer.optimize.updates import DeferredOptimizer, StepUpdate
 from tests.helpers.models import Head, build_plain, build_sharded, head_of, rank_batches, weights_of
 from tests.helpers.pipeline_classes import torchrec_pipelines
-from tests.helpers.pipelines import CubicShuffler, largest_difference, require_pipeline
+from tests.helpers.pipelines import CubicShuffler, largest_difference, require_pipeline, steps_of
 from tests.helpers.pretended_streams import (
     DEFAULT_STREAM,
     PretendedStream,
@@ -104,10 +104,7 @@ def _stock(name: str, build: Callable[[], tuple[Any, Any]] = build_sharded) -> d
     with pretended_streams():
         model, optimizer = make_model(build)
         pipeline = with_streams(pipeline_class(model, optimizer, CPU, **options))
-        source = batches()
-        with contextlib.suppress(StopIteration):
-            while True:
-                pipeline.progress(source)
+        list(steps_of(pipeline, batches()))
         return weights_of(model)
 
 
@@ -159,13 +156,12 @@ def _compiled(name: str, build: Callable[[], tuple[Any, Any]]) -> dict[str, torc
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(COMPILED))
 def test_compiled_pipelines_train_the_same(two_ranks, name):
-    own_ranks, build = RankPool(2), build_plain if name == "pt2" else build_sharded
-    try:
+    build = build_plain if name == "pt2" else build_sharded
+    with RankPool(2) as own_ranks:
         compiled = own_ranks.run(_compiled, name, build)
-    finally:
-        own_ranks.stop()
     assert largest_difference(compiled[0], two_ranks.run(_stock, "none", build)[0]) < 1e-5
     assert largest_difference(compiled[0], compiled[1]) < 1e-6
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.datasets.random_distribution import RandomDistribution
-from commons.datasets.sid_random_dataset import RandomSIDDataset
+from commons.datasets.random.distribution import RandomDistribution
+from commons.datasets.sids.random import RandomSIDDataset
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.pipeline import TrainPipelineFactory
@@ -89,7 +89,10 @@ def assert_equal_training(found, expected):
             torch.testing.assert_close(found[2][name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("pipeline", "sharding"), [("native", "row_wise"), ("none", "table_wise")])
+@pytest.mark.parametrize(
+    ("pipeline", "sharding"),
+    [("native", "row_wise"), pytest.param("none", "table_wise", marks=pytest.mark.slow)],
+)
 def test_shuffler_on_and_off(ranks, pipeline, sharding):
     on = ranks.run(_train, True, pipeline, sharding)[0]
     off = ranks.run(_train, False, pipeline, sharding)[0]
@@ -98,6 +101,7 @@ def test_shuffler_on_and_off(ranks, pipeline, sharding):
     assert any(float((value - on[1][name]).abs().max()) > 1e-2 for name, value in on[2].items())  # it did train
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_train_as_the_data_parallel_ones(rank_pools):
     reference = rank_pools[2].run(_train, False, "native", "row_wise")[0]
     for balances in (True, False):

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
-from commons.datasets.sid_dataset import CANDIDATE, HISTORY
+from commons.datasets.sids.dataset import CANDIDATE, HISTORY
 from sid_gr.megatron_core import DistributedDataParallel, DistributedDataParallelConfig, parallel_state
-from sid_gr.megatron_on_cpu import cpu_in_place_of_cuda
 from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import SIDDecoder, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel
-from sid_gr.sharding import build_distributed_model, dense_parameters
+from sid_gr.sharding import build_distributed_model, cpu_in_place_of_cuda, dense_parameters
 from tests.helpers.sid_models import (
     CPU,
     SID_MAP,
@@ -71,6 +70,24 @@ def test_loss_and_gradients_are_those_of_plain_pytorch(two_ranks, heads):
         assert worst["loss"] < 1e-13 and worst["gradient"] < 1e-6
     for worst in two_ranks.run(_against_plain_pytorch, heads, torch.float32):
         assert worst["loss"] < 1e-6 and worst["gradient"] < 1e-5
+
+
+def _groups_of_a_bound_world():
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda", 3)
+    made = len(dist.distributed_c10d._world.pg_names)
+    try:
+        with model_parallel(2):
+            groups = list(dist.distributed_c10d._world.pg_names)[made:]
+            return len(groups), [group.bound_device_id for group in groups], world.bound_device_id
+    finally:
+        world.bound_device_id = None
+
+
+def test_groups_of_ranks_that_are_bound_to_a_device_connect_when_they_are_used(two_ranks):
+    """To one that is not here: torch connects a new group at once where its device is given."""
+    for number, devices, bound in two_ranks.run(_groups_of_a_bound_world):
+        assert number > 10 and set(devices) == {None} and bound == torch.device("cuda", 3)
 
 
 def _cached_and_uncached():

@@ -1,4 +1,4 @@
-"""Runs under launchers other than torchrun: in a group that exists, under srun, and from a checkout."""
+"""Runs under launchers other than torchrun: in a group that exists, and from a checkout."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 import hstu.train
 import sid_gr.train
-from commons.trainer.config import load_config, load_config_file
-from commons.trainer.launch import initialize_ranks
-from commons.trainer.ranks import RankInfo
+from commons.trainer.config.load import load_config, load_config_file
+from commons.trainer.ranks.launch import initialize_ranks
+from commons.trainer.ranks.rank_info import RankInfo
 from tests.helpers.hstu_jobs import ROOT, TINY
 
 
@@ -100,16 +100,11 @@ def _join(**options):
 @pytest.mark.parametrize(
     ("options", "answer"),
     [
-        ({"device_type": "cpu", "world_size": 2}, "cpu"),
-        (
-            {"world_size": 3},
-            "the process group has 2 ranks, world_size is 3; the settings are made for that many: ",
-        ),
+        ({"device_type": "cpu"}, "cpu"),
         ({"device_type": "cuda"}, "device is 'cuda', the process group that exists has cpu:gloo"),
-        ({"launcher": "slurm"}, "cpu"),
         (
             {"ranks": RankInfo(2, 3, 0, 1, "localhost:1")},
-            "ranks tells of rank 2 of 3, this process is rank 0 of 2 of the process group that exists; ",
+            "ranks has rank 2 of 3, this process is rank 0 of 2 of the process group that exists; ",
         ),
     ],
 )
@@ -123,49 +118,6 @@ def test_a_config_that_is_none_is_said(two_ranks):
         two_ranks.run(_train, {"trainer": {"train_batch_siez": 3}})
 
 
-def tasks_of_srun(*arguments, tasks=2):
-    """Run Python as srun starts it, on this machine; returns output, errors and status by rank."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        job = str(free.getsockname()[1])  # another job for every test
-    step = {"JOB_ID": job, "STEP_ID": "0", "NTASKS": tasks, "NODEID": 0, "STEP_NODELIST": "localhost"}
-    step |= {"STEP_TASKS_PER_NODE": tasks}
-    processes = []
-    for rank in range(tasks):
-        told = step | {"PROCID": rank, "LOCALID": rank}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, arguments)],
-                cwd=ROOT,
-                env=os.environ | {f"SLURM_{name}": str(value) for name, value in told.items()},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        return [(*process.communicate(timeout=300), process.returncode) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-
-
-MISTAKE = """
-from commons.trainer.errors import run_main
-from commons.trainer.launch import initialize_ranks
-run_main(lambda: initialize_ranks(3, "cpu", launcher="slurm"))
-"""
-
-
-def test_a_mistake_under_srun_is_one_line():
-    results = tasks_of_srun("-c", MISTAKE)
-    assert [status for *_, status in results] == [2, 2]
-    said = "".join(errors for _, errors, _ in results).splitlines()
-    assert said and all(
-        line.startswith("error: rank ") and "srun started 2 ranks, world_size is 3; " in line for line in said
-    )
-
-
 CHECKOUT = """
 import json, sys
 from importlib import metadata
@@ -175,7 +127,7 @@ try:
     sys.exit("evenrank is installed here")
 except metadata.PackageNotFoundError:
     pass
-from commons.trainer.ranks import RankInfo
+from commons.trainer.ranks.rank_info import RankInfo
 from hstu.train import train
 port = sys.argv[2]
 summary = train(json.loads(sys.argv[1]), ranks=RankInfo(0, 1, 0, 1, f"localhost:{port}"))
@@ -184,6 +136,7 @@ print(summary.steps, summary.shuffle["moved"], dist.is_initialized())
 """
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed_shuffles(tmp_path):
     packages = tmp_path / "packages"
     packages.mkdir()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
-import time
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -14,19 +14,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.movielens import preprocess_movielens
+from benchmarks.raw_data.movielens import generate_movielens
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.public.movielens import preprocess_movielens
 from commons.distributed import rank_speeds
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.observe import times
 from commons.trainer.recipe import Recipe
 from commons.trainer.run import run_training
 from tests.helpers import models
+from tests.helpers.faults import error_of
 from tests.helpers.models import Head, head_of, rank_batches, weights_of
-from tests.helpers.rank_pool import RankFailure
 from tests.helpers.trainer_loops import CubicShuffler, Output
 
 SIZES = [6, 3, 1, 2]
@@ -75,11 +76,12 @@ def loader(count, first, sizes=SIZES):
 
 
 class SlowLinear(torch.nn.Linear):
-    """Takes most of its time asleep; on rank 1 half as long again."""
+    """Takes 10 ms of a clock of its own; on rank 1 half as long again."""
+
+    seconds = 0.0
 
     def forward(self, pooled):
-        if self.training:
-            time.sleep(0.01 * (1.5 if dist.get_rank() else 1.0))
+        SlowLinear.seconds += 0.01 * (1.5 if dist.get_rank() else 1.0)
         return super().forward(pooled)
 
 
@@ -167,7 +169,7 @@ def test_every_sample_is_trained_once_per_epoch_and_evaluated_once(ranks, tmp_pa
 
 def test_a_log_on_a_full_disk_ends_no_training(two_ranks, tmp_path):
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
-    results = two_ranks.run(run_loop, str(tmp_path), "none", ([3, 2], [1, 1]), True, tensorboard=False)
+    results = two_ranks.run(run_loop, str(tmp_path), "none", ([3, 2], [1, 1]), True, sinks=())
     assert {(result["steps"], len(result["evaluations"])) for result in results} == {(3, 2)}
 
 
@@ -210,7 +212,8 @@ def test_a_trace_of_some_steps(two_ranks, tmp_path):
 def _warnings_of(run_dir, pipeline, linear, **changes):
     said = []
     logger = SimpleNamespace(warning=lambda text, *args: said.append(text % args))
-    with mock.patch.object(rank_speeds, "logger", logger):
+    clock = mock.patch.object(times, "_now", lambda device: SlowLinear.seconds)
+    with mock.patch.object(rank_speeds, "logger", logger), clock:
         even = {"by": RowsShuffler, "sizes": [6]}
         run_loop(run_dir, pipeline, ([12, 12], [1, 1]), True, linear=linear, eval_interval=40, **even, **changes)
     return said
@@ -227,8 +230,8 @@ def test_a_slow_rank_is_named_within_fifty_steps(two_ranks, tmp_path, pipeline):
 
 
 def test_no_batch_on_any_rank(two_ranks, tmp_path):
-    with pytest.raises(RankFailure, match="ValueError: epoch 0 has no batch on any rank"):
-        two_ranks.run(run_loop, str(tmp_path), "none", ([0, 0], [1, 1]), False)
+    for error in two_ranks.run(error_of, run_loop, str(tmp_path), "none", ([0, 0], [1, 1]), False):
+        assert error.startswith("ValueError: epoch 0 has no batch on any rank")
 
 
 def train_alone(run_dir):
@@ -291,8 +294,8 @@ def load_unknown():
 
 
 def test_an_unknown_data_set(two_ranks):
-    with pytest.raises(RankFailure, match="dataset_name is 'netflix'; known data sets are .*ml-1m, .*random.*: choose"):
-        two_ranks.run(load_unknown)
+    for error in two_ranks.run(error_of, load_unknown):
+        assert re.search("dataset_name is 'netflix'; known data sets are .*ml-1m, .*random.*: choose", error)
 
 
 def test_operations_are_those_of_the_rows_that_were_trained(ranks, tmp_path):

@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 import signal
-import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from commons.distributed.control import RankMissingError
-from commons.distributed.options import ShufflerOptions
-from commons.trainer.lost_ranks import limit_collectives, missing_ranks_named
-from commons.trainer.optimization import FiniteLossGuard
-from tests.helpers.faults import my_batch
+from commons.distributed.channel.absence import RankMissingError
+from commons.trainer.optimize.updates import FiniteLossGuard
+from commons.trainer.ranks import collectives
+from commons.trainer.ranks.collectives import limit_collectives, missing_ranks_named
+from tests.helpers.faults import limit_waits, meet, my_batch
 from tests.helpers.pipelines import CubicShuffler
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.stopped_ranks import fault, run_with_fault
 
 
 def _stays_away():
-    limit_collectives(1.0)
     dist.barrier()
-    started = time.monotonic()
-    if dist.get_rank() == 2:
-        time.sleep(14)
-        return "", 0.0
-    try:
-        with missing_ranks_named(lambda: 7):
-            dist.all_reduce(torch.ones(1))
-    except RankMissingError as error:
-        return str(error), time.monotonic() - started
-    return "no error", 0.0
+    with mock.patch.object(collectives, "_GRACE_SECONDS", 0.5):
+        limit_collectives(0.5)
+    text = ""
+    if dist.get_rank() < 2:
+        try:
+            with missing_ranks_named(lambda: 7):
+                dist.all_reduce(torch.ones(1))
+        except RankMissingError as error:
+            text = str(error)
+    meet("the others have given up")
+    return text
 
 
 def test_a_rank_that_stays_away_from_the_model_s_collective_is_named():
-    pool = RankPool(3)  # of its own: groups with a failed collective are not used again
-    try:
+    with RankPool(3) as pool:  # of its own: groups with a failed collective are not used again
         answers = pool.run(_stays_away)
-    finally:
-        pool.stop()
     for rank in range(2):
-        text, seconds = answers[rank]
-        assert text.startswith(
-            f"a collective of the model failed in step 7 on rank {rank} and was not noticed on rank 2"
-        )
-        assert seconds < 45  # the ranks' own group waits for 60
+        place = f"a collective of the model failed in step 7 on rank {rank}"
+        assert answers[rank].startswith(f"{place}; rank 2 did not report the failure")
 
 
 def _fails_by_itself():
@@ -75,10 +69,11 @@ def _in_the_model_s():
 
 def _waits_elsewhere(folder, collective, group_timeout):
     """The worker thread learns that a rank stands still while the main thread waits for it in another collective."""
-    shuffler = CubicShuffler(ShufflerOptions(timeout=2.0))
+    shuffler = CubicShuffler()
     shuffler.shuffle(my_batch())
-    limit_collectives(group_timeout)
     dist.barrier()
+    limit_waits(2.0)
+    limit_collectives(group_timeout)
     if dist.get_rank() == 1:
         fault(folder, signal.SIGSTOP)
     shuffler.start_shuffle(my_batch(1))
@@ -86,10 +81,11 @@ def _waits_elsewhere(folder, collective, group_timeout):
         collective()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective, group_timeout", [(_in_the_trainer_s, 600.0), (_in_the_model_s, 4.0)])
 def test_the_main_thread_says_what_the_worker_knows(tmp_path, collective, group_timeout):
     work = run_with_fault(
         tmp_path, _waits_elsewhere, collective, group_timeout, waits_for=[0], limit=60.0, world_size=2
     )
-    assert work[0].status == 1 and work[0].seconds < 45, work[0]
+    assert work[0].status == 1, work[0]
     assert work[0].error.startswith("RankMissingError: rank 1 did not take part in the gather of step 1 (ranks [0, 1])")

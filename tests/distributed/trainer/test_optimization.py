@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
-from commons.trainer.args import OptimizationArgs
+from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.loop import TrainingLoop
-from commons.trainer.loss_scaling import LossScaler
-from commons.trainer.optimization import StepUpdate
+from commons.trainer.optimize.loss_scaling import LossScaler
+from commons.trainer.optimize.updates import StepUpdate
+from tests.helpers.faults import error_of
 from tests.helpers.models import (
     KEYS,
     LEARNING_RATE,
@@ -28,7 +29,6 @@ from tests.helpers.models import (
     rank_batches,
     weights_of,
 )
-from tests.helpers.rank_pool import RankFailure
 from tests.helpers.trainer_loops import CubicShuffler, Output
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=Non
             6,
             run_dir=run_dir,
             log_interval=2,
-            tensorboard=False,
+            sinks=(),
             ckpt_save_dir=run_dir + "/checkpoints",
             ckpt_save_interval=interval if kill_at is not None else -1,
             pipeline_type="native" if build is build_sharded else "none",
@@ -213,12 +213,12 @@ def _start():
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(two_ranks, tmp_path):
-    with pytest.raises(RankFailure, match="the loss of rank 1 is not finite at step 4;"):
-        two_ranks.run(run_loop, str(tmp_path), build_sharded, 8, broken_from=3)
+    for error in two_ranks.run(error_of, run_loop, str(tmp_path), build_sharded, 8, broken_from=3):
+        assert "the loss of rank 1 is not finite at step 4;" in error
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2]
-    with pytest.raises(RankFailure, match="go on from an earlier checkpoint with compute_dtype bf16, or with a lower"):
-        two_ranks.run(run_scaled, str(tmp_path), build_plain, 8, broken_from=3)
+    for error in two_ranks.run(error_of, run_scaled, str(tmp_path), build_plain, 8, broken_from=3):
+        assert "go on from an earlier checkpoint with compute_dtype bf16, or with a lower" in error
 
 
 def test_sigterm_waits_for_the_end_of_an_accumulation(two_ranks, tmp_path):

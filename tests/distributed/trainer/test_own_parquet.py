@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import torch
 
 from commons.cli.main import main
-from commons.trainer.config import load_config
+from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
@@ -18,7 +18,7 @@ from tests.helpers.hstu_jobs import ROOT
 
 CONFIG = ROOT / "hstu" / "configs" / "parquet.toml"
 SMALL = [
-    *("--trainer.device", "cpu", "--trainer.no-tensorboard", "--trainer.train-batch-size", "4"),
+    *("--trainer.device", "cpu", "--trainer.sinks", "--trainer.train-batch-size", "4"),
     *("--trainer.num-epochs", "5", "--dataset.max-history-seqlen", "24"),
     *("--model.hidden-size", "16", "--model.num-layers", "1", "--model.num-attention-heads", "2"),
 ]

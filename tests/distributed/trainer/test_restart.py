@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -16,32 +15,25 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
-from commons.datasets.movielens import preprocess_movielens
-from commons.trainer.checkpoint import list_checkpoints
-from commons.trainer.config import load_config
+from commons.trainer.checkpoint.checkpoints import list_checkpoints
+from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from commons.trainer.run_folder import require_run_folder
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 STEPS, SAVED_EVERY = 12, 3
 FLAGS = (
     "--trainer.train-batch-size 4 --trainer.eval-batch-size 4 --trainer.log-interval 1 --trainer.eval-interval 6 "
-    "--trainer.max-eval-iters 1 --trainer.device cpu --trainer.enable-balanced-shuffler --trainer.no-tensorboard "
+    "--trainer.max-eval-iters 1 --trainer.device cpu --trainer.enable-balanced-shuffler --trainer.sinks "
     f"--trainer.max-train-iters {STEPS} --trainer.ckpt-save-interval {SAVED_EVERY} --trainer.ckpt-keep 9 "
     "--trainer.shuffler.timeout 60 --dataset.dataset-name ml-1m --dataset.shuffle --dataset.max-history-seqlen 24 "
     "--model.hidden-size 8 --model.num-layers 1 --model.num-attention-heads 2 --model.kv-channels 4 "
     "--model.prediction-head-arch 8 1 --optimizer.sharding row_wise"
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    archive = generate_movielens(folder / "ml-1m", num_users=70, seed=3)
-    return preprocess_movielens(archive.path, folder / "out", test_fraction=0.1, seed=0)
 
 
 def flags(data, folder):
@@ -106,7 +98,7 @@ def weights(folder):
 
 def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(two_ranks, data, tmp_path):
     two_ranks.run(_train, flags(data, tmp_path / "whole"))
-    step, rank = random.randint(1, STEPS - 1), random.randrange(2)
+    step, rank = 2 * SAVED_EVERY, 1  # while a checkpoint is written, or just after
     job = launch(
         [step, rank, *flags(data, tmp_path / "killed")], "--standalone", "--nproc-per-node=2", "--max-restarts=2"
     )
@@ -132,7 +124,7 @@ def test_a_job_that_loses_a_host_goes_on_with_the_other(two_ranks, data, tmp_pat
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    step = random.randint(SAVED_EVERY + 1, STEPS - 1)  # before a checkpoint one rank begins anew, with its own weights
+    step = 2 * SAVED_EVERY + 1  # before the first checkpoint one rank begins anew, with its own weights
     elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=job"]
     elastic += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     arguments = flags(data, tmp_path / "lost") + size

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
-from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.samplers import ShardedBatchSampler
+from commons.datasets.samplers.epoch import ShardedBatchSampler
 from commons.distributed.options import ShufflerOptions
 from commons.run_log.advice import advice_of
 from commons.run_log.reading import read_log
@@ -30,15 +28,8 @@ BUDGET = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    archive = generate_movielens(folder / "ml-1m", num_users=70, seed=3)
-    return str(preprocess_movielens(archive.path, folder / "out", test_fraction=0.1, seed=0))
-
-
 def _recipe(data, run_dir, batch_size=4, **changes):
-    trainer = {"log_interval": 1, "tensorboard": False, "num_epochs": 1} | changes
+    trainer = {"log_interval": 1, "sinks": [], "num_epochs": 1} | changes
     return HSTURecipe(
         TrainConfig(
             TrainerArgs(batch_size, 4, run_dir=run_dir, **trainer),
@@ -51,11 +42,11 @@ def _recipe(data, run_dir, batch_size=4, **changes):
 
 def _train(data, run_dir, **changes):
     """The rows of the table at the end, which the first rank prints."""
-    with mock.patch("commons.trainer.train_log.Table.add_row") as add_row:
+    with mock.patch("commons.trainer.observe.train_log.print_summary") as print_summary:
         recipe = _recipe(data, run_dir, **changes)
         open_run_folder(recipe.config, recipe.device, logs_to_file=False)
         run_training(recipe)
-    return [call.args for call in add_row.call_args_list]
+    return [row for call in print_summary.call_args_list for row in call.args[1].items()]
 
 
 def _lines(run_dir):
@@ -68,7 +59,7 @@ def _loads(run_dir, name):
     return np.array([line[name] for line in _lines(run_dir)], dtype=np.int64)
 
 
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("window", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, tmp_path, window):
     # A run without the sampler reads the same rows in turn, and its shuffler says what they cost.
     plain, own = tmp_path / "plain", tmp_path / "own"

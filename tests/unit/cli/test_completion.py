@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import subprocess
@@ -28,11 +30,9 @@ COMMANDS = {"calibrate", "doctor", "make-sids", "preprocess", "report", "simulat
 def completion(tmp_path_factory):
     """A folder with the completion for bash."""
     folder = tmp_path_factory.mktemp("completion")
-    done = subprocess.run(
-        [sys.executable, "-m", "commons.cli.main", "--tyro-print-completion", "bash"], capture_output=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    (folder / "completion.bash").write_bytes(done.stdout)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["--tyro-print-completion", "bash"]) == 0
+    (folder / "completion.bash").write_text(printed.getvalue(), encoding="utf-8")
     return folder
 
 

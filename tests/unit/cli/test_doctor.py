@@ -11,9 +11,11 @@ import types
 import pytest
 import torch
 
-from commons.cli import doctor, doctor_packages
+from commons.cli import doctor
 from commons.cli.main import main
-from commons.trainer import cuda_check
+from commons.trainer.ranks import cuda_check
+
+CORE = types.SimpleNamespace(SOURCES="0123456789ab", COMPILER="g++")
 
 
 @pytest.fixture
@@ -25,8 +27,8 @@ def versions(monkeypatch):
         "evenrank": ["torch<2.14,>=2.11", "numpy>=2.0", "PyYAML>=6", 'tomli>=2; python_version < "3.11"', "pyarrow"]
     }
     needs["torchrec"] = ["fbgemm-gpu", "tensordict", "torchmetrics==1.0.3", "pyre-extensions"]
-    monkeypatch.setattr(doctor_packages, "installed", lambda name: installed.get(name.lower()))
-    monkeypatch.setattr(doctor_packages.metadata, "requires", needs.get)
+    monkeypatch.setattr(doctor, "installed", lambda name: installed.get(name.lower()))
+    monkeypatch.setattr(doctor.metadata, "requires", needs.get)
     load(monkeypatch, {})
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -34,33 +36,25 @@ def versions(monkeypatch):
     monkeypatch.setattr(doctor, "_driver_version", lambda: None)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/c++" if name == "c++" else None)
     monkeypatch.setattr(doctor, "_compiler_version", lambda name: f"{name} 12.2")
-    pretend_core(monkeypatch, types.SimpleNamespace(SOURCES="0123456789ab", COMPILER="g++"))
     return installed
 
 
-def load(monkeypatch, errors):
-    """Let packages be imported, or fail with these errors, by the name of the module."""
+def load(monkeypatch, errors, core=CORE):
+    """Let packages be imported, or fail with these errors, by the name of the module; our own are what they are."""
 
     def import_module(name):
         if name in errors:
             raise errors[name]
-        return torch
+        if name == doctor._CORE:
+            return core
+        return importlib.import_module(name) if name.startswith("commons.") else torch
 
-    monkeypatch.setattr(doctor_packages, "import_module", import_module)
+    monkeypatch.setattr(doctor, "import_module", import_module)
 
 
 def pretend_core(monkeypatch, core):
     """A native core, or the error of its import."""
-    found = importlib.import_module
-
-    def import_module(name, package=None):
-        if name != doctor._CORE:
-            return found(name, package)
-        if isinstance(core, Exception):
-            raise core
-        return core
-
-    monkeypatch.setattr(doctor.importlib, "import_module", import_module)
+    load(monkeypatch, {doctor._CORE: core} if isinstance(core, Exception) else {}, core)
 
 
 def told(capsys, status):
@@ -208,7 +202,7 @@ def test_it_runs_without(missing, tmp_path):
 # Ctrl-C in the midst of an import, of a module that takes it for an error of its own.
 INTERRUPTED = """
 import os, signal, sys
-from commons.cli import doctor_packages
+from commons.cli import doctor
 from commons.cli.main import main
 def load(name):
     try:
@@ -216,7 +210,7 @@ def load(name):
     except KeyboardInterrupt:
         raise ImportError("half a module")
 signal.signal(signal.SIGINT, signal.default_int_handler)
-doctor_packages.import_module = load
+doctor.import_module = load
 sys.exit(main(["doctor"]))
 """
 
@@ -240,6 +234,28 @@ def test_a_driver_and_gpus(versions, monkeypatch, capsys):
     assert "driver ok NVIDIA 580.65.06, serves CUDA" in said
     assert "GPU 0 ok NVIDIA H200, 989 TFLOPS in bf16" in said
     assert "GPU 1 note NVIDIA Unheard-of, peak unknown" in said and "GPU 2: no code for it" in said
+
+
+OLD_DRIVER = 'pip install --force-reinstall "torch==2.13.*" "fbgemm-gpu==1.8.*" --index-url https://download.pytorch.org/whl/cu126'
+
+
+def test_a_driver_that_serves_cuda_12_alone(versions, monkeypatch, capsys):
+    """Before torch is installed, with its CPU build, and with one for CUDA 12."""
+    monkeypatch.setattr(doctor, "_driver_version", lambda: "550.54.14")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert f"driver: update the driver, or {OLD_DRIVER}, or train on the CPU" in told(capsys, 0)
+    load(monkeypatch, {"torch": ImportError("none")})
+    said = told(capsys, 1)
+    assert "driver note NVIDIA 550.54.14; builds for CUDA 13 need 580" in said
+    assert f"driver: update it, or {OLD_DRIVER}" in said
+    load(monkeypatch, {})
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    versions["fbgemm-gpu-cpu"] = None
+    mended = (
+        'pip install --force-reinstall --no-deps "fbgemm-gpu==1.8.*" --index-url https://download.pytorch.org/whl/cu126'
+    )
+    assert mended in told(capsys, 1)
 
 
 def test_gpus_that_torch_does_not_see(versions, monkeypatch, capsys):

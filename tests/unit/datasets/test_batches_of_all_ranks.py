@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
-from commons.datasets.resumable_loader import ResumableLoader
-from commons.datasets.samplers import Place, ShardedBatchSampler
+from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.samplers.epoch import Place, ShardedBatchSampler
 from tests.unit.datasets.test_planned_samplers import Numbers, steps_of
 
 

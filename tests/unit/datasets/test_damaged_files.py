@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.event_columns import EventColumns
-from commons.datasets.event_files import EventFiles
-from commons.datasets.kuairand import preprocess_kuairand
-from commons.datasets.movielens import preprocess_movielens, preprocess_movielens_20m
-from commons.datasets.own_parquet import preprocess_parquet
-from commons.datasets.sequence_metadata import MANIFEST
-from commons.datasets.sid_map import SIDMap, is_sid_map
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.public.kuairand import preprocess_kuairand
+from commons.datasets.public.movielens import preprocess_movielens, preprocess_movielens_20m
+from commons.datasets.sequences.event_columns import EventColumns
+from commons.datasets.sequences.event_files import EventFiles
+from commons.datasets.sequences.metadata import MANIFEST
+from commons.datasets.sequences.own_parquet import preprocess_parquet
+from commons.datasets.sids.map import SIDMap, is_sid_map
 from tests.helpers import kuairand, movielens, movielens_20m
 from tests.helpers.fuzzing import (
     ODD_PLACES,
@@ -244,7 +244,7 @@ def test_no_file(tmp_path, use, kind):
     assert require_answer(lambda: use(odd_place(tmp_path / "a.parquet", kind))) is not None
 
 
-def test_every_bit_of_a_parquet_footer(tmp_path):
+def test_a_bit_of_every_byte_of_a_parquet_footer(tmp_path):
     """Arrow has several errors for what a flipped bit makes of a footer, such as integers of more than 64 bits."""
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({name: EVENTS[name] for name in ("uid", "iid")}), path)
@@ -252,9 +252,8 @@ def test_every_bit_of_a_parquet_footer(tmp_path):
     footer = int.from_bytes(whole[-8:-4], "little") + 8
     refused = 0
     for place in range(len(whole) - footer, len(whole)):
-        for bit in range(8):
-            damaged = bytearray(whole)
-            damaged[place] ^= 1 << bit
-            path.write_bytes(damaged)
-            refused += require_answer(lambda: EventFiles(path, EventColumns("uid", "iid"))) is not None
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        refused += require_answer(lambda: EventFiles(path, EventColumns("uid", "iid"))) is not None
     assert refused

@@ -5,17 +5,15 @@ from __future__ import annotations
 import zipfile
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
-from commons.datasets.generated_ratings import _user_lengths, generate_ratings
-from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.movielens_archive import read_movielens_archive
-from commons.datasets.sequence_file import SequenceFile
+from benchmarks.raw_data.movielens import generate_movielens
+from commons.datasets.public.generated_ratings import _user_lengths, generate_ratings
+from commons.datasets.public.movielens import preprocess_movielens
+from commons.datasets.sequences.file import SequenceFile
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +23,11 @@ def archive_path(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def archive(archive_path):
-    return read_movielens_archive(archive_path)
+def columns_of(archive_path, name, *columns):
+    """Columns of a file of the raw archive, as texts."""
+    with zipfile.ZipFile(archive_path) as members:
+        lines = members.read(f"ml-1m/{name}.dat").decode("latin-1").splitlines()
+    return dict(zip(columns, zip(*(line.split("::") for line in lines))))
 
 
 def test_lengths_follow_the_published_statistics():
@@ -38,25 +38,24 @@ def test_lengths_follow_the_published_statistics():
     assert np.percentile(lengths, [25, 50, 75]) == pytest.approx([44, 96, 208], rel=0.02)
 
 
-def test_archive_has_the_published_format(archive, archive_path):
-    assert archive.generated
-    ratings = pa.concat_tables([batch for _, batch in archive.rating_batches()])
-    lengths = np.bincount(ratings["user_id"].to_numpy())[1:]
+def test_archive_has_the_published_format(archive_path):
+    ratings = columns_of(archive_path, "ratings", "user", "movie", "rating", "time")
+    ratings = {name: np.array(values, np.int64) for name, values in ratings.items()}
+    lengths = np.bincount(ratings["user"])[1:]
     assert sorted(lengths) == _user_lengths(900).tolist()
     assert lengths.mean() == pytest.approx(165.6, rel=0.001)
-    assert archive.users["user_id"].to_pylist() == list(range(1, 901))
-    assert set(archive.users["gender"].to_pylist()) == {"F", "M"}
-    assert set(archive.users["age"].to_pylist()) == {1, 18, 25, 35, 45, 50, 56}
-    assert archive.movies.num_rows == 3883
-    assert archive.movies["movie_id"].to_pylist()[-1] == 3952
-    assert len(set(ratings["movie_id"].to_pylist())) > 3000
-    pairs = ratings["user_id"].to_numpy() * 10_000 + ratings["movie_id"].to_numpy()
+    users = columns_of(archive_path, "users", "user", "gender", "age")
+    assert users["user"] == tuple(map(str, range(1, 901)))
+    assert set(users["gender"]) == {"F", "M"}
+    assert set(users["age"]) == {"1", "18", "25", "35", "45", "50", "56"}
+    movies = columns_of(archive_path, "movies", "movie")["movie"]
+    assert (len(movies), movies[-1]) == (3883, "3952")
+    assert len(set(ratings["movie"])) > 3000
+    pairs = ratings["user"] * 10_000 + ratings["movie"]
     assert len(np.unique(pairs)) == len(pairs)  # nobody rates a movie twice
-    shares = np.bincount(ratings["rating"].to_numpy())[1:] / len(pairs)
+    shares = np.bincount(ratings["rating"])[1:] / len(pairs)
     assert shares == pytest.approx([0.056, 0.108, 0.261, 0.349, 0.226], abs=0.001)
-    times = ratings["timestamp"].to_numpy()
-    assert times.min() >= 956_703_932
-    assert times.max() <= 1_046_454_590
+    assert ratings["time"].min() >= 956_703_932 and ratings["time"].max() <= 1_046_454_590
     with zipfile.ZipFile(archive_path) as members:
         assert members.read("ml-1m/README").startswith(b"GENERATED DATA")
 
@@ -86,8 +85,6 @@ def test_folder_and_zip_hold_the_same(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip") as members:
         for name in ("README", "movies.dat", "ratings.dat", "users.dat"):
             assert (tmp_path / "folder" / name).read_bytes() == members.read(f"ml-1m/{name}")
-    generate_movielens(tmp_path / "folder", num_users=10)  # an earlier archive is replaced
-    assert read_movielens_archive(tmp_path / "folder").users.num_rows == 10
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.zip", "folder"]
 
 
@@ -98,6 +95,7 @@ def test_other_peoples_files_are_not_overwritten(tmp_path):
     with pytest.raises(FileExistsError, match="not overwritten"):
         generate_movielens(tmp_path / "thesis.txt", num_users=5)
     assert (tmp_path / "thesis.txt").read_text() == "months of work"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize("arguments", [{"num_users": 0}, {"seed": -1}])
@@ -113,9 +111,9 @@ class _Histories:
     def __init__(self, archive_path, folder):
         path = preprocess_movielens(archive_path, folder, test_fraction=0.3)
         table = pq.read_table(path)
-        movies = read_movielens_archive(archive_path).movies
-        assert movies["movie_id"].to_pylist() == SequenceFile(path, "ml-1m", []).vocabularies()["movie_id"]
-        genres = [names.split("|") for names in movies["genres"].to_pylist()]
+        movies = columns_of(archive_path, "movies", "movie", "title", "genres")
+        assert list(map(int, movies["movie"])) == SequenceFile(path, "ml-1m", []).vocabularies()["movie_id"]
+        genres = [names.split("|") for names in movies["genres"]]
         names = sorted({name for own in genres for name in own})
         indicator = np.array([[name in own for name in names] for own in genres], dtype=np.float64)
         self.genres = indicator / np.linalg.norm(indicator, axis=1, keepdims=True)  # (movies, genres)
@@ -170,23 +168,3 @@ def test_the_latest_movies_tell_what_comes_next(histories):
     mean = {name: np.mean(values) for name, values in log_ranks.items()}
     assert mean["history"] < mean["popularity"] - 0.25
     assert mean["latest"] < mean["history"] - 0.1
-
-
-def test_what_was_not_generated_is_not_replaced(tmp_path):
-    precious = tmp_path / "ml-1m.zip"
-    with zipfile.ZipFile(precious, "w") as archive:
-        archive.writestr("ml-1m/README", "SUMMARY of the published archive")
-        archive.writestr("ml-1m/ratings.dat", "1::1193::5::978300760\n")
-    other = tmp_path / "notes.zip"
-    other.write_bytes(b"x")
-    folder = tmp_path / "ml-1m"
-    folder.mkdir()
-    (folder / "README").write_text("SUMMARY")
-    (folder / "ratings.dat").write_text("1::1193::5::978300760\n")
-    for path in (precious, other, folder):
-        with pytest.raises(FileExistsError, match="is no generated archive"):
-            generate_movielens(path, num_users=30)
-    assert zipfile.ZipFile(precious).namelist() == ["ml-1m/README", "ml-1m/ratings.dat"]
-    again = tmp_path / "generated.zip"
-    for _ in range(2):  # its own earlier archive it does replace
-        generate_movielens(again, num_users=30)

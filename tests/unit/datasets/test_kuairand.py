@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from benchmarks.raw_data.kuairand import generate_kuairand
-from commons.datasets import csv_member, user_partitions
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.kuairand import FEEDBACK_WEIGHTS, VERSIONS, preprocess_kuairand
-from commons.datasets.sequence_file import SequenceFile
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.public import raw_tables
+from commons.datasets.public.kuairand import FEEDBACK_WEIGHTS, VERSIONS, preprocess_kuairand
+from commons.datasets.sequences import writer as sequence_writer
+from commons.datasets.sequences.file import SequenceFile
 from tests.helpers.kuairand import EARLY, LATE, LOG_HEADER, PURE, USERS, V27K, files_of, users_csv, write_tar
 
 
@@ -89,7 +90,7 @@ class TestPreprocess:
         sources = [unpacked, unpacked / "KuaiRand-27K", unpacked / "KuaiRand-27K" / "data", tmp_path / "plain.tar"]
         for other in sources:
             for rows_per_partition in (1, 1000):
-                with mock.patch.object(user_partitions, "_ROWS_PER_PARTITION", rows_per_partition):
+                with mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", rows_per_partition):
                     path = preprocess_kuairand(V27K, other, tmp_path / "b")
                 assert rows_of(path, "kuairand-27k") == expected, other
 
@@ -124,19 +125,6 @@ class TestPreprocess:
             archive.extractall(tmp_path / "data" / "KuaiRand-Pure" / "data", filter="data")
         path = preprocess_kuairand(PURE, tmp_path / "data" / "KuaiRand-Pure", tmp_path / "out")
         assert not SequenceFile(path, "kuairand-pure", []).metadata.generated
-
-    def test_byte_order_marks_and_line_ends_make_no_difference(self, tmp_path):
-        expected = rows_of(preprocess_kuairand(PURE, write_tar(tmp_path / "a.tar.gz", files_of()), tmp_path), PURE.name)
-        files = {"early": EARLY, "late": LATE, "users": USERS}
-        for change in (
-            lambda text: "\ufeff" + text,
-            lambda text: text.replace("\n", "\r\n"),
-            lambda text: "\ufeff" + text.replace("\n", "\r\n"),
-            lambda text: text.rstrip("\n"),
-        ):
-            contents = files_of(**{name: change(text) for name, text in files.items()})
-            path = preprocess_kuairand(PURE, write_tar(tmp_path / "b.tar.gz", contents), tmp_path / "b")
-            assert rows_of(path, PURE.name) == expected
 
 
 def error_of(tmp_path: Path, contents: dict[str, str], version=PURE) -> str:
@@ -183,11 +171,11 @@ class TestBadArchives:
             (
                 "users",
                 "\n5,",
-                "\n5" + "5" * 200_000 + ",",
-                "user_features_pure.csv line 4 has more than 65,536 bytes, which is the most",
+                "\n5" + "5" * 3_000_000 + ",",
+                "user_features_pure.csv line 4 has more than 1,048,576 bytes, which is the most",
             ),
             ("early", "\n", "\r", "4_08_to_4_21_pure.csv line 1 is no line of a CSV file (new-line character"),
-            ("late", "3,7,", '3,7"' + "7" * 200_000 + ",", "line 3 has more than 65,536 bytes"),
+            ("late", "3,7,", '3,7"' + "7" * 3_000_000 + ",", "line 3 has more than 1,048,576 bytes"),
         ],
     )
     def test_malformed_line(self, tmp_path, log, old, new, message):
@@ -216,28 +204,9 @@ class TestBadArchives:
         )
         assert "KuaiRand-Pure/data/log_standard_4_08_to_4_21_pure.csv" in message
 
-    def test_truncated(self, tmp_path):
-        whole = write_tar(tmp_path / "whole.tar.gz", files_of()).read_bytes()
-        source = tmp_path / "a.tar.gz"
-        for size in (0, 10, len(whole) // 2, len(whole) - 4):
-            source.write_bytes(whole[:size])
-            with pytest.raises(ValueError, match="a.tar.gz is no complete tar file .*: download it again"):
-                preprocess_kuairand(PURE, source, tmp_path / "output")
-
-    def test_damaged_contents(self, tmp_path):
-        data = bytearray(write_tar(tmp_path / "whole.tar.gz", files_of()).read_bytes())
-        data[len(data) // 2] ^= 0xFF
-        (tmp_path / "a.tar.gz").write_bytes(bytes(data))
-        with pytest.raises(ValueError, match="is no complete tar file"):
-            preprocess_kuairand(PURE, tmp_path / "a.tar.gz", tmp_path / "output")
-
-    def test_missing(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="the source is KuaiRand-Pure.tar.gz as published"):
-            preprocess_kuairand(PURE, tmp_path / "none", tmp_path)
-
     def test_blocks_of_any_size_name_the_line(self, tmp_path):
         lines = "8,20,20220411,1900,1649675512388,0,0,0,0,0,0,0,1385,209900,0,0,0,0,1\n" * 300
-        with mock.patch.object(csv_member, "_BLOCK", 1 << 12):
+        with mock.patch.object(raw_tables, "_BLOCK", 1 << 12):
             message = error_of(tmp_path, files_of(early=EARLY + lines + lines.replace("8,20,", "9,20,")))
         assert "line 305 has user_id 9, which" in message
 
@@ -270,21 +239,3 @@ class TestGenerator:
         assert shares["is_click"] == pytest.approx(0.379, abs=0.001)
         assert shares["long_view"] == pytest.approx(0.26, abs=0.001)
         assert shares["is_like"] == pytest.approx(0.0167, abs=0.003)
-
-    def test_same_seed_same_bytes(self, tmp_path):
-        for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-            generate_kuairand(PURE, tmp_path / f"{name}.tar.gz", num_users=5, seed=seed)
-        first, second, other = ((tmp_path / f"{name}.tar.gz").read_bytes() for name in "abc")
-        assert first == second
-        assert first != other
-
-    def test_what_was_not_generated_is_not_replaced(self, tmp_path):
-        published = write_tar(tmp_path / "a.tar.gz", files_of())
-        with pytest.raises(FileExistsError, match="no generated archive"):
-            generate_kuairand(PURE, published, num_users=5)
-        for _ in range(2):  # its own earlier archive it does replace
-            generate_kuairand(PURE, tmp_path / "b.tar.gz", num_users=5)
-            generate_kuairand(PURE, tmp_path / "folder", num_users=5)
-        (tmp_path / "folder" / "data" / "notes.txt").write_text("mine")
-        with pytest.raises(FileExistsError, match="no generated archive"):
-            generate_kuairand(PURE, tmp_path / "folder", num_users=5)

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.resumable_loader import ResumableLoader
-from commons.datasets.samplers import BatchOrderSampler, Place, ShardedBatchSampler
+from benchmarks.raw_data.movielens import generate_movielens
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.public.movielens import preprocess_movielens
+from commons.datasets.samplers.epoch import BatchOrderSampler, Place, ShardedBatchSampler
 
 
 @pytest.fixture(scope="module")

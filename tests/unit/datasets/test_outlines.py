@@ -7,11 +7,14 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
-from commons.datasets import sequence_dataset, sequence_file, sequence_writer, sid_dataset, user_partitions
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.sid_random_dataset import random_sid_map
+from benchmarks.raw_data.movielens import generate_movielens
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.public.movielens import preprocess_movielens
+from commons.datasets.sequences import dataset as sequence_dataset
+from commons.datasets.sequences import file as sequence_file
+from commons.datasets.sequences import writer as sequence_writer
+from commons.datasets.sids import dataset as sid_dataset
+from commons.datasets.sids.random import random_sid_map
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.sequence_batch.schema import BatchSchema
 from hstu.batch_shuffler import HSTUBalancedBatchShuffler
@@ -26,7 +29,7 @@ def folder(tmp_path_factory):
     generate_movielens(path / "ml-1m.zip", num_users=150, seed=5)
     with (
         mock.patch.object(sequence_writer, "_MOST_USERS_PER_GROUP", 16),
-        mock.patch.object(user_partitions, "_ROWS_PER_PARTITION", 12_000),
+        mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", 12_000),
     ):
         preprocess_movielens(path / "ml-1m.zip", path, test_fraction=0.2)
     return path

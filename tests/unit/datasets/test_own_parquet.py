@@ -18,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons.cli.main import main
-from commons.datasets import event_files, user_partitions, vocabulary
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.event_columns import EventColumns
-from commons.datasets.own_parquet import preprocess_parquet
-from commons.datasets.sequence_file import SequenceFile
-from commons.datasets.sequence_metadata import MANIFEST
-from commons.trainer.config import load_config_file
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.sequences import event_files, event_store
+from commons.datasets.sequences import writer as sequence_writer
+from commons.datasets.sequences.event_columns import EventColumns
+from commons.datasets.sequences.file import SequenceFile
+from commons.datasets.sequences.metadata import MANIFEST
+from commons.datasets.sequences.own_parquet import preprocess_parquet
+from commons.trainer.config.load import load_config_file
 from hstu.train_config import TrainConfig
 from tests.helpers.own_events import COLUMNS, EVENTS
 
@@ -102,7 +103,7 @@ class TestPreprocess:
         as_lists=st.booleans(),
         swap=st.booleans(),
     )
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=30)
     def test_equals_a_slow_sort(self, tmp_path_factory, rows, files, sizes, as_lists, swap):
         folder = tmp_path_factory.mktemp("own")
         source = folder / "source" / "deep"
@@ -127,8 +128,8 @@ class TestPreprocess:
         read, pending, partition = sizes
         with (
             mock.patch.object(event_files, "_EVENTS", read),
-            mock.patch.object(vocabulary, "_PENDING", pending),
-            mock.patch.object(user_partitions, "_ROWS_PER_PARTITION", partition),
+            mock.patch.object(event_store, "_ROWS_PER_INSERT", pending),
+            mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", partition),
         ):
             found = rows_of(preprocess_parquet(columns, folder / "source", folder / "output"))
         expected: dict = defaultdict(list)
@@ -196,15 +197,15 @@ class TestPreprocess:
         pq.write_table(table, tmp_path / "events.parquet", row_group_size=rows, use_dictionary=False)
         program = """
 import sys
-from commons.datasets import event_files
-from commons.datasets.event_columns import EventColumns
+from commons.datasets.sequences import event_files
+from commons.datasets.sequences.event_columns import EventColumns
 from pathlib import Path
 def memory(kind):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(kind)) >> 10
 before = memory("VmRSS")
 files = event_files.EventFiles(Path(sys.argv[1]), EventColumns("uid", "iid", "ts"))
-print(sum(len(batch.items) for batch in files.batches(lambda count: None)), memory("VmHWM") - before)
+print(sum(len(batch["item"]) for batch in files.batches(lambda count: None)), memory("VmHWM") - before)
 """
         result = subprocess.run(
             [sys.executable, "-c", program, str(tmp_path / "events.parquet")],
@@ -465,3 +466,15 @@ def test_ids_that_are_the_raw_values_have_no_vocabulary(tmp_path):
     path = preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path / "data")
     with pytest.raises(KeyError, match="no vocabulary of 'actions'; its ids are the raw values themselves"):
         SequenceFile(path, "parquet", []).vocabulary("actions")
+
+
+def test_a_csv_says_what_makes_it_parquet(tmp_path):
+    """And that command, as printed, does so."""
+    source = tmp_path / "log.csv"
+    source.write_text("user,item,time\n" + "".join(f"{row % 3},{row},{row}\n" for row in range(12)))
+    with pytest.raises(ValueError, match=r"log.csv is no parquet file; DuckDB, which is installed") as error:
+        event_files.EventFiles(source, EventColumns(user="user", item="item", time="time"))
+    assert "\n" not in str(error.value)
+    command = shlex.split(str(error.value).split("makes one of it: ")[1])
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=60)
+    assert pq.read_table(tmp_path / "log.parquet").num_rows == 12

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.datasets.data_loader import get_data_loader
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
-from commons.datasets.random_dataset import RandomHSTUDataset, user_like_dataset
-from commons.datasets.random_distribution import LengthDistribution, RandomDistribution
-from commons.datasets.samplers import BatchOrderSampler, ShardedBatchSampler
-from commons.datasets.sid_dataset import HISTORY
-from commons.datasets.sid_random_dataset import random_sid_map
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.random.dataset import RandomHSTUDataset, user_like_dataset
+from commons.datasets.random.distribution import LengthDistribution, RandomDistribution
+from commons.datasets.samplers.epoch import BatchOrderSampler, ShardedBatchSampler
+from commons.datasets.sids.dataset import HISTORY
+from commons.datasets.sids.random import random_sid_map
 
 
 def _generator(seed: int) -> torch.Generator:

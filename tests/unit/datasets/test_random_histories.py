@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.raw_data.histories import Items, draw_histories, lengths_with
+from benchmarks.raw_data.histories import draw_histories, lengths_with
 
 
 def test_nobody_has_an_item_twice():
     rng = np.random.default_rng(0)
-    (rows,) = draw_histories(Items.draw(5_000, rng), np.full(500, 100), rng, distinct=True)
+    (rows,) = draw_histories(5_000, np.full(500, 100), rng, distinct=True)
     assert rows.users.tolist() == np.repeat(np.arange(500), 100).tolist()
     assert all(len(set(own)) == 100 for own in rows.items.reshape(500, 100).tolist())
     assert np.bincount(rows.items)[:50].mean() > 5 * np.bincount(rows.items)[-500:].mean()
@@ -18,9 +18,8 @@ def test_nobody_has_an_item_twice():
 
 def test_chunks_hold_whole_users():
     rng = np.random.default_rng(0)
-    items = Items.draw(100, rng)
     lengths = np.array([700_000, 0, 700_000, 5])
-    chunks = list(draw_histories(items, lengths, rng, distinct=False))
+    chunks = list(draw_histories(100, lengths, rng, distinct=False))
     assert [len(chunk.users) for chunk in chunks] == [700_000, 700_005]
     assert np.bincount(np.concatenate([chunk.users for chunk in chunks]), minlength=4).tolist() == lengths.tolist()
 
@@ -28,7 +27,7 @@ def test_chunks_hold_whole_users():
 def test_too_few_items():
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="histories of up to 30 items .* without repeats from 20 items"):
-        list(draw_histories(Items.draw(20, rng), np.array([30]), rng, distinct=True))
+        list(draw_histories(20, np.array([30]), rng, distinct=True))
 
 
 @pytest.mark.parametrize("num_users", [1, 7, 1000])

@@ -16,13 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
-from commons.datasets import sequence_metadata, sequence_writer, user_partitions
-from commons.datasets.data_loader import get_data_loader, list_datasets
+from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets.hstu_batch import HSTUBatch
-from commons.datasets.movielens import SCHEMA, preprocess_movielens
-from commons.datasets.sequence_dataset import SequenceDataset
-from commons.datasets.sequence_file import SequenceFile
+from commons.datasets.loader.data_loader import get_data_loader, list_datasets
+from commons.datasets.public.movielens import SCHEMA, preprocess_movielens
+from commons.datasets.sequences import metadata as sequence_metadata
+from commons.datasets.sequences import writer as sequence_writer
+from commons.datasets.sequences.dataset import SequenceDataset
+from commons.datasets.sequences.file import SequenceFile
 from tests.helpers.movielens import MOVIES, write_zip
 
 _MOVIE_IDS = [9, 50, 1193]  # as in MOVIES, sorted: a movie's id in batches is its place here
@@ -35,7 +36,7 @@ def generated(tmp_path_factory):
     generate_movielens(folder / "ml-1m.zip", num_users=150, seed=2)
     with (
         mock.patch.object(sequence_writer, "_MOST_USERS_PER_GROUP", 16),
-        mock.patch.object(user_partitions, "_ROWS_PER_PARTITION", 12_000),
+        mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", 12_000),
     ):
         path = preprocess_movielens(folder / "ml-1m.zip", folder, test_fraction=0.2)
     assert len(list(path.glob("*.parquet"))) == 8  # four partitions, both splits in each
@@ -106,7 +107,7 @@ def test_batches_equal_a_slow_assembly(tmp_path_factory, users, history, candida
     )
     with (
         mock.patch.object(sequence_writer, "_INTERACTIONS_PER_GROUP", 6),
-        mock.patch.object(user_partitions, "_ROWS_PER_PARTITION", 10),
+        mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", 10),
     ):
         path = preprocess_movielens(source, folder, test_fraction=0.4)
     file = SequenceFile(path, "ml-1m", ["user_id"])

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
+from benchmarks.raw_data.movielens import generate_movielens
 from commons import available_memory
 from commons.cli.main import main
-from commons.datasets.movielens import preprocess_movielens
-from commons.datasets.sid_assignment import _Codebook, assign_sids, count_cooccurrences, embed_items
-from commons.datasets.sid_map import SIDMap
+from commons.datasets.public.movielens import preprocess_movielens
+from commons.datasets.sids.assignment import _Codebook, assign_sids, count_cooccurrences, embed_items
+from commons.datasets.sids.map import SIDMap
 from tests.helpers.sid_users import Users
 
 

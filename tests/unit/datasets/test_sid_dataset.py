@@ -13,15 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.raw_data.movielens_1m import generate_movielens
-from commons.datasets import sid_histories
-from commons.datasets.data_loader import get_data_loader
+from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets.gpt_sid_batch import LABEL_NAME, codebook_offsets
-from commons.datasets.movielens import SCHEMA, preprocess_movielens
-from commons.datasets.sid_dataset import SIDDataset
-from commons.datasets.sid_histories import ParquetHistories, PreprocessedHistories
-from commons.datasets.sid_map import SIDMap
-from commons.datasets.sid_random_dataset import RandomSIDDataset, random_sid_map
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.public.movielens import SCHEMA, preprocess_movielens
+from commons.datasets.sids import histories as sid_histories
+from commons.datasets.sids.dataset import SIDDataset
+from commons.datasets.sids.histories import ParquetHistories, PreprocessedHistories
+from commons.datasets.sids.map import SIDMap
+from commons.datasets.sids.random import RandomSIDDataset, random_sid_map
 from tests.helpers.sid_users import Users
 
 SIZES = (4, 3, 5)

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.kuairand import preprocess_kuairand
-from commons.datasets.movielens import preprocess_movielens_20m
-from commons.datasets.random_times import random_times
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.public.kuairand import preprocess_kuairand
+from commons.datasets.public.movielens import preprocess_movielens_20m
+from commons.datasets.random.times import random_times
 from commons.trainer import DatasetArgs, TrainerArgs
-from hstu.lengths import workload_lengths
+from hstu.batch_shuffler import workload_lengths
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.kuairand import PURE, files_of, write_tar

@@ -52,19 +52,24 @@ def test_chunks_hold_every_row_once_and_results_come_back(kind, ids, data):
     assert result.restore(predictions).tolist() == list(range(len(ids)))
 
 
-@given(samples, st.integers(1, 6), st.integers(1, 4), st.booleans())
-def test_groups_stay_whole(ids, num_chunks, num_groups, as_strings):
+@given(samples, st.integers(1, 6), st.integers(1, 4), st.booleans(), st.booleans())
+def test_groups_stay_whole(ids, num_chunks, num_groups, as_strings, equal_size):
     groups = [sample % num_groups for sample in ids]
     names = [f"group {group}" for group in groups] if as_strings else groups
     count = len(set(groups))
-    workloads = [sample + 1 for sample in ids]
+    workloads, options = [sample + 1 for sample in ids], {"groups": names, "equal_size": equal_size}
     if count < num_chunks:
         with pytest.raises(ValueError, match=f"number of groups is {count}|number of rows is {len(ids)}"):
-            split_balanced(dense(ids), num_chunks, workloads, group_ids=names)
+            split_balanced(dense(ids), num_chunks, workloads, **options)
         return
-    result = split_balanced(dense(ids), num_chunks, workloads, group_ids=names)
+    if equal_size and len({groups.count(group) for group in groups}) > 1:
+        with pytest.raises(ValueError, match="groups have .* equal_size is True; .*: pass equal_size=False"):
+            split_balanced(dense(ids), num_chunks, workloads, **options)
+        return
+    result = split_balanced(dense(ids), num_chunks, workloads, **options)
     found = [{groups[row] for row in rows} for rows in result.indices]
-    assert sum(map(len, found)) == count and max(map(len, found)) - min(map(len, found)) <= 1
+    assert sum(map(len, found)) == count and min(map(len, found)) >= 1
+    assert not equal_size or max(map(len, found)) - min(map(len, found)) <= 1
     assert result.restore(result.chunks).tolist() == dense(ids).tolist()
 
 
@@ -111,8 +116,8 @@ def test_results_of_chunks_may_be_of_another_kind():
         (dense([1, 2]), 2, [1], {}, "workloads has 1 entries, there are 2 rows"),
         (dense([1, 2]), 2, [1, -2], {}, r"workloads\[1\] is -2; values must be non-negative integers"),
         (dense([1, 2]), 2, [1, 2.5], {}, r"workloads\[1\] is 2.5"),
-        (dense([1, 2]), 2, [1, 2], {"group_ids": [1]}, r"group_ids have shape \(1,\) .* there are 2 rows"),
-        (dense([1, 2]), 2, [1, 2], {"group_ids": [0.5, 1.5]}, "dtype float64"),
+        (dense([1, 2]), 2, [1, 2], {"groups": [1]}, r"groups have shape \(1,\) .* there are 2 rows"),
+        (dense([1, 2]), 2, [1, 2], {"groups": [0.5, 1.5]}, "dtype float64"),
     ],
 )
 def test_bad_input(batch, num_chunks, workloads, options, message):

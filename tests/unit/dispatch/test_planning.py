@@ -35,9 +35,13 @@ def test_moved_groups_stay_whole(rows_per_rank, num_groups, data):
     )
     if len(set(groups.tolist())) < len(rows_per_rank):
         with pytest.raises(ValueError, match="number of groups is"):
-            plan_redistribution(np.ones(num_rows, dtype=np.int64), np.array(rows_per_rank), group_ids=groups)
+            plan_redistribution(np.ones(num_rows, dtype=np.int64), np.array(rows_per_rank), groups=groups)
         return
-    plan = plan_redistribution(np.arange(num_rows), np.array(rows_per_rank), group_ids=groups)
+    if len({np.count_nonzero(groups == group) for group in groups.tolist()}) > 1:
+        with pytest.raises(ValueError, match="groups have .* equal_size is True; .*: pass equal_size=False"):
+            plan_redistribution(np.ones(num_rows, dtype=np.int64), np.array(rows_per_rank), groups=groups)
+    plan = plan_redistribution(np.arange(num_rows), np.array(rows_per_rank), groups=groups, equal_size=False)
+    assert set(plan.destination.tolist()) == set(range(len(rows_per_rank)))
     for group in set(groups.tolist()):
         assert len(set(plan.destination[groups == group].tolist())) == 1
 

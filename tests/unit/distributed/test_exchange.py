@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.one_of_many_ranks import packed_rows, planned_exchange, words_of_rows
 from commons.distributed.payload import PayloadLayout
-from commons.distributed.row_exchange import PackedRows, RowExchange
-from commons.perf_model.routes import segment_words
-from commons.perf_model.row_table import RowTable
-from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
-from commons.sequence_batch.fields import row_fields
+from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.host_copies import host_copy
+from commons.sequence_batch.open_batch import row_counts, row_fields
 from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.easyrec import easyrec_batch
 from tests.helpers.hstu_models import random_batch as random_hstu_batch
 
 KEYS = ("user", "item", "action")
@@ -25,28 +24,30 @@ KEYS = ("user", "item", "action")
 
 def lengths_of(batch):
     """int64 (real rows, keys of all jagged fields)."""
-    columns = [
-        value.lengths().view(len(value.keys()), batch.batch_size)[:, : batch.actual_batch_size].t().numpy()
-        for _, value in row_fields(batch)
-        if isinstance(value, KeyedJaggedTensor)
-    ]
+    rows, real = row_counts(batch)
+    columns = []
+    for _, value in row_fields(batch):
+        if not isinstance(value, torch.Tensor):
+            num_keys = len(value.keys()) if isinstance(value, KeyedJaggedTensor) else 1
+            columns.append(value.lengths().view(num_keys, rows)[:, :real].t().numpy())
     return np.concatenate(columns, axis=1).astype(np.int64)
 
 
 def plan_for(batches, destination, host_values=None):
-    rows = np.array([batch.batch_size for batch in batches])
-    real = np.array([batch.actual_batch_size for batch in batches])
+    rows, real = np.array([row_counts(batch) for batch in batches]).T.copy()
     count = int(real.sum())
     lengths = np.concatenate([lengths_of(batch) for batch in batches])
     ones = np.ones(count, dtype=np.int64)
-    gathered = GatheredRows(rows, real, ones, ones, RowTable.of(lengths, real, host_values))
-    destination = np.array(destination, dtype=np.int64)
-    return ShufflePlan(gathered, destination, destination, 0)
+    gathered = packed_rows(rows, real, ones, ones, lengths, host_values)
+    return ShufflePlan.of(gathered, np.array(destination, dtype=np.int64))
 
 
 def exchanges_for(plan, batches, all_gather=False):
     layout = PayloadLayout.of(BatchSchema.of(batches[0]))
-    return [RowExchange.of(plan, layout, rank, all_gather=all_gather, pin_memory=False) for rank in range(len(batches))]
+    return [
+        planned_exchange(plan.gathered, plan.destination, layout, rank, all_gather=all_gather)
+        for rank in range(len(batches))
+    ]
 
 
 def run_on_all_ranks(batches, destination, all_gather, host_values=None):
@@ -56,16 +57,17 @@ def run_on_all_ranks(batches, destination, all_gather, host_values=None):
     packed = [exchange.pack([batch]) for exchange, batch in zip(exchanges, batches)]
     results = []
     for rank, (exchange, batch) in enumerate(zip(exchanges, batches)):
-        received = torch.split(packed[rank].buffer, exchange.regions)[1]
+        buffer, _, indices = packed[rank]
+        received = exchange.received(buffer)
         if exchange.block_words:
             blocks = received.view(len(batches), exchange.block_words)
-            for source, each in enumerate(packed):
-                blocks[source, : len(each.sent)] = each.sent
+            for source, (_, sent, _) in enumerate(packed):
+                blocks[source, : len(sent)] = sent
         else:
-            parts = [torch.split(each.sent, exchanges[k].input_splits)[rank] for k, each in enumerate(packed)]
+            parts = [torch.split(sent, exchanges[k].input_splits)[rank] for k, (_, sent, _) in enumerate(packed)]
             received.copy_(torch.cat(parts))
             assert [len(part) for part in parts] == exchange.output_splits
-        results.append(exchange.unpack(batch, packed[rank]))
+        results.append(exchange.unpack(batch, buffer, indices))
     return plan, results
 
 
@@ -114,9 +116,29 @@ def test_every_row_arrives_whole_and_in_order(all_gather, case):
         assert result.features._length_per_key is None or result.features.length_per_key() == per_key
 
 
-def on_meta(packed):
-    """Packed rows on a device without values."""
-    return PackedRows(*(getattr(packed, name).to("meta") for name in ("buffer", "sent", "indices")))
+@given(
+    rows=st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=5), min_size=1, max_size=3),
+    all_gather=st.booleans(),
+    data=st.data(),
+)
+def test_rows_of_nested_batches_arrive_whole(rows, all_gather, data):
+    padded = [len(ids) + data.draw(st.integers(0, 2)) for ids in rows]
+    batches = [easyrec_batch(ids, count, backwards=count % 2 == 1) for ids, count in zip(rows, padded)]
+    everything = [row for batch in batches for row in rows_as_values(batch)]
+    ranks = st.integers(0, len(batches) - 1)
+    destination = data.draw(st.lists(ranks, min_size=len(everything), max_size=len(everything)))
+    _, results = run_on_all_ranks(batches, destination, all_gather)
+    for rank, (ids, result) in enumerate(zip(rows, results)):
+        arrived = [row for row, place in zip(everything, destination) if place == rank]
+        assert rows_as_values(result) == arrived and result.actual_batch_size == len(arrived)
+        assert len(rows_as_values(result, padding=True)) == max(padded[rank], len(arrived))
+        assert not result.dense_features["user"].values()[len(arrived) :].any() and len(ids) <= padded[rank]
+
+
+def unpacked_on_meta(exchange, batch):
+    """The result on a device without values."""
+    buffer, _, indices = exchange.pack([batch])
+    return exchange.unpack(batch, [torch.cat(buffer).to("meta")], indices.to("meta"))
 
 
 @given(case=cases())
@@ -125,7 +147,7 @@ def test_the_host_knows_the_rows_of_a_result_on_a_device(case):
     batches, destination = case
     plan, results = run_on_all_ranks(batches, destination, False)
     for exchange, batch, result in zip(exchanges_for(plan, batches), batches, results):
-        on_device = exchange.unpack(batch, on_meta(exchange.pack([batch])))
+        on_device = unpacked_on_meta(exchange, batch)
         assert on_device.features.lengths().device.type == "meta"
         for key, mine, true in zip(result.features.keys(), *(b.host_lengths(*KEYS) for b in (on_device, result))):
             assert mine.tolist() == true.tolist(), key
@@ -140,7 +162,7 @@ def test_the_host_knows_candidates_that_have_moved():
     plan = plan_for(batches, [1, 0, 0, 1, 0, 1], counts[:, None])
     _, results = run_on_all_ranks(batches, [1, 0, 0, 1, 0, 1], False, counts[:, None])
     for exchange, batch, result in zip(exchanges_for(plan, batches), batches, results):
-        on_device = exchange.unpack(batch, on_meta(exchange.pack([batch])))
+        on_device = unpacked_on_meta(exchange, batch)
         assert on_device.host_values("num_candidates").tolist() == result.num_candidates.tolist()
         assert on_device.num_candidates.dtype == torch.int64
 
@@ -169,6 +191,13 @@ def test_only_moved_rows_are_sent():
     batches = [random_batch(1, 6), random_batch(2, 6, first_id=6)]
     plan = plan_for(batches, [0] * 5 + [1] + [1] * 6)
     first, second = exchanges_for(plan, batches)
-    words = int(segment_words(plan.gathered.table.lengths(np.array([5])), first.layout.table).sum())
+    words = int(words_of_rows(plan.gathered.lengths(np.array([5])), first.layout).sum())
     assert first.input_splits == [0, words] and first.bytes_sent == 4 * words
-    assert second.moves and second.bytes_sent == 0 and len(first.pack([batches[0]]).sent) == words
+    assert second.moves and second.bytes_sent == 0 and len(first.pack([batches[0]])[1]) == words
+
+
+def test_a_batch_that_has_changed_since_the_start_is_refused():
+    batches = [random_batch(1, 6), random_batch(2, 6, first_id=6)]
+    first, _ = exchanges_for(plan_for(batches, [0] * 5 + [1] + [1] * 6), batches)
+    with pytest.raises(ValueError, match="stays as it is until its shuffle is finished"):
+        first.pack([random_batch(3, 7)])

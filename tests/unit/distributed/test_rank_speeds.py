@@ -24,7 +24,7 @@ def times_of(rng, loads, slow):
     """Nanoseconds: a fixed part, the load, and noise of a few percent with a long tail."""
     times = (2e6 + 50 * loads) * rng.gamma(200, 1 / 200, len(loads)) + rng.exponential(1e5, len(loads))
     times[slow] *= SLOWER
-    return times.astype(np.int64).tolist()
+    return times.astype(np.int64)
 
 
 def named_in(caplog):
@@ -38,7 +38,7 @@ def test_skewed_lengths_alone_name_nobody(caplog, seed, ranks):
     favoured = rng.uniform(0.3, 3.0, ranks)  # ranks whose users are longer in every step
     for step, loads in enumerate(steps_of(rng, ranks, balanced=False, steps=300)):
         loads = (loads * favoured).astype(np.int64)
-        speeds.look(step, times_of(rng, loads, slow=[]), loads.tolist())
+        speeds.look(step, times_of(rng, loads, slow=[]), loads)
     assert not caplog.records
 
 
@@ -48,7 +48,7 @@ def test_a_slow_rank_is_named_once_and_within_fifty_steps(caplog, seed, ranks):
     rng, speeds = np.random.default_rng(seed), RankSpeeds(range(100, 100 + ranks), warns=True)
     began, slow = int(rng.integers(0, 60)), int(rng.integers(ranks))
     for step, loads in enumerate(steps_of(rng, ranks, balanced=True, steps=200)):
-        told = speeds.look(step, times_of(rng, loads, slow=[slow] if step >= began else []), loads.tolist())
+        told = speeds.look(step, times_of(rng, loads, slow=[slow] if step >= began else []), loads)
     ((rank, at),) = named_in(caplog)
     assert rank == 100 + slow and began <= at < began + 50
     assert told[slow] < 0.9 * np.median([speed for each, speed in enumerate(told) if each != slow])
@@ -57,7 +57,7 @@ def test_a_slow_rank_is_named_once_and_within_fifty_steps(caplog, seed, ranks):
 def test_an_episode_ends_and_another_one_is_named_again(caplog):
     rng, speeds = np.random.default_rng(0), RankSpeeds(range(4), warns=True)
     for step, loads in enumerate(steps_of(rng, 4, balanced=True, steps=300)):
-        speeds.look(step, times_of(rng, loads, slow=[2] if step < 100 or step >= 200 else []), loads.tolist())
+        speeds.look(step, times_of(rng, loads, slow=[2] if step < 100 or step >= 200 else []), loads)
     assert [rank for rank, _ in named_in(caplog)] == [2, 2]
     assert "rank 2 is slow: at step" in caplog.text and "times what its load explains" in caplog.text
 
@@ -65,10 +65,11 @@ def test_an_episode_ends_and_another_one_is_named_again(caplog):
 def test_who_has_not_said_is_not_known(caplog):
     caplog.set_level(logging.WARNING)
     speeds = RankSpeeds(range(3), warns=True)
-    assert speeds.look(0, [0, 0, 0], [0, 0, 0]) == (None, None, None)
-    assert speeds.look(1, [1_000_000, 0, 4_000_000], [10, 0, 20]) == (10.0, None, 5.0)
+    assert speeds.look(0, np.zeros(3, np.int64), np.zeros(3, np.int64)) == (None, None, None)
+    assert speeds.look(1, np.array([1_000_000, 0, 4_000_000]), np.array([10, 0, 20])) == (10.0, None, 5.0)
     for step in range(2, 60):  # the second rank never says; the third did for a few steps
-        speeds.look(step, [1_000_000, 0, 9_000_000 if step < 12 else 0], [10, 0, 10 if step < 12 else 0])
+        known = int(step < 12)
+        speeds.look(step, np.array([1_000_000, 0, 9_000_000 * known]), np.array([10, 0, 10 * known]))
     assert not caplog.records
 
 

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from commons.distributed import store as store_module
+from commons.distributed.channel import store as store_module
+from commons.distributed.channel.store import KeyWatch, StoreUnavailableError, ask_store
 from commons.distributed.errors import first_line
-from commons.distributed.store import KeyWatch, StoreUnavailableError, ask_store
 
 
 @pytest.fixture

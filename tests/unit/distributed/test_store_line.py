@@ -9,7 +9,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from commons.distributed import store as asked
+from commons.distributed.channel import store as asked
 
 QUESTIONS = 3_000
 
@@ -32,6 +32,7 @@ def host():
     process.join()
 
 
+@pytest.mark.slow
 def test_asking_often_leaves_the_server_well(host):
     store = dist.TCPStore("127.0.0.1", host[1], is_master=False)
 

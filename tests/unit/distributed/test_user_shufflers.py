@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
-from commons.trainer.config import load_config, load_config_file
+from commons.trainer.config.load import load_config, load_config_file
 from commons.user_package import import_user_modules
 from hstu.train_config import TrainConfig
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from commons.distributed import shuffle_session
+from commons.distributed import worker as worker_module
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.worker import DaemonWorker
@@ -21,9 +23,9 @@ def test_a_job_that_was_cancelled_before_its_turn_is_passed_over():
     last = worker.submit(lambda: ran.append("last"))
     assert given_up.cancel()
     go_on.set()
-    last.result(10)
+    last.result(60)
     assert first.result() and ran == ["last"]
-    assert worker.stop(10)
+    assert worker.stop(60)
 
 
 def test_threads_that_submit_at_once_share_one_thread():
@@ -31,31 +33,48 @@ def test_threads_that_submit_at_once_share_one_thread():
 
     def submit():
         start.wait(10)
-        threads.add(worker.submit(threading.get_ident).result(10))
+        threads.add(worker.submit(threading.get_ident).result(60))
 
     users = [threading.Thread(target=submit) for _ in range(8)]
     for user in users:
         user.start()
     for user in users:
-        user.join(10)
+        user.join(60)
     assert len(threads) == 1
-    assert worker.stop(10)
+    assert worker.stop(60)
 
 
 def test_a_job_that_ends_its_own_worker_does_not_wait_for_itself():
     worker = DaemonWorker("test")
-    assert worker.submit(lambda: worker.stop(10)).result(10) is False
-    assert worker.stop(10)
+    assert worker.submit(lambda: worker.stop(60)).result(60) is False
+    assert worker.stop(60)
+
+
+def test_on_a_gpu_its_thread_leaves_captures_of_other_threads_alone(monkeypatch):
+    """Before its first job, which may pin memory; the mode is that of cuda.h."""
+    done = []
+    driver = SimpleNamespace(
+        cuThreadExchangeStreamCaptureMode=lambda mode: done.append((threading.get_ident(), mode._obj.value))
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
+    monkeypatch.setattr(worker_module.ctypes, "CDLL", lambda name: driver)
+    worker = DaemonWorker("test")
+    gpu = torch.device("cuda", 1)
+    threads = [worker.submit(lambda: done.append("job") or threading.get_ident(), gpu).result(10) for _ in range(2)]
+    assert done == [(threads[0], 1), "job", "job"] and threads[0] != threading.get_ident()
+    worker.submit(lambda: None).result(10)
+    assert worker.stop(10) and len(done) == 3
 
 
 def test_a_shuffle_does_not_wait_for_ever_for_a_worker_that_is_stuck(monkeypatch):
     monkeypatch.setattr(shuffle_session, "GRACE_SECONDS", 0.0)
     shuffler, go_on = IdentityBalancedBatchShuffler(ShufflerOptions(timeout=0.5)), threading.Event()
-    shuffler._worker.submit(lambda: go_on.wait(60))
+    shuffler.engine._worker.submit(lambda: go_on.wait(60))
     batch = random_batch(0, 4)
     handle = shuffler.start_shuffle(batch)
     with pytest.raises(RuntimeError, match="step 0 is not planned after 1 s, though .* the worker thread is stuck"):
         shuffler.finish_shuffle(batch, handle)
     go_on.set()
+    assert shuffler.engine._worker.drain(60)
     assert torch.equal(shuffler.finish_shuffle(batch, handle).sample_id, batch.sample_id)
     shuffler.close()

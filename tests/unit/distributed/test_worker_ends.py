@@ -30,9 +30,9 @@ def test_a_job_of_a_thread_that_has_ended_is_answered():
     worker._jobs = BrokenQueue(worker._jobs)
     first, taken, waiting = worker.submit(go.wait), worker.submit(lambda: 2), worker.submit(lambda: 3)
     go.set()
-    assert first.result(timeout=10)
+    assert first.result(timeout=60)
     later = worker.submit(lambda: 4)
     for future in (taken, waiting, later):
         with pytest.raises(RuntimeError, match="the worker thread evenrank-test has ended and left a job undone"):
-            future.result(timeout=10)
-    assert worker.stop(timeout=10)
+            future.result(timeout=60)
+    assert worker.stop(timeout=60)

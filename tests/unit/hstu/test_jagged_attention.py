@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.perf_model.task_estimator import attention_pairs
-from hstu.model.attention import TokenTimes, hstu_attention
+from hstu.model.attention import TokenTimes, hstu_attention, time_buckets
 from hstu.model.attention_plan import AttentionPlan, DeviceTuning, plan_attention
-from hstu.model.dense_attention import time_buckets
 from tests.helpers.reference_attention import reference_attention, sees
 
 LONGEST = 12
@@ -189,21 +187,26 @@ def test_the_place_of_a_candidate_among_the_candidates_does_not_matter():
     torch.testing.assert_close(permuted, output[order], rtol=0, atol=1e-12)
 
 
-@given(rows_with_targets(), st.booleans(), st.sampled_from([1, 2, 5]), st.sampled_from(TUNINGS))
-def test_every_token_has_its_own_slots(rows, is_causal, group_size, tuning):
-    lengths, targets = rows
-    plan = make_plan(lengths, targets, is_causal=is_causal, target_group_size=group_size, tuning=tuning)
-    queries = torch.cat([plan.query_slots, plan.target_slots])
-    for slots, bound in ((plan.key_slots, plan.num_key_slots), (queries, plan.num_query_slots)):
-        assert slots.unique().numel() == slots.numel()
-        assert not slots.numel() or (int(slots.min()) >= 0 and int(slots.max()) < bound)
-    expected = [
-        sum(lengths[:row]) + place
-        for row, (length, count) in enumerate(zip(lengths, targets))
-        for place in range(length - count, length)
-        if is_causal and count < length
-    ]
-    assert plan.target_tokens.tolist() == expected
+@given(rows_with_context_and_targets(), st.booleans(), st.sampled_from([1, 2, 5]), st.sampled_from(TUNINGS))
+def test_every_pair_is_computed_once(rows, is_causal, group_size, tuning):
+    lengths, targets, contextual = rows
+    options = {"contextual": contextual, "is_causal": is_causal, "target_group_size": group_size, "tuning": tuning}
+    plan = make_plan(lengths, targets, **options)
+    seen = torch.zeros(plan.num_tokens + 1, plan.num_tokens + 1, dtype=torch.int64)
+    for block in plan.blocks:
+        for chunk in block.chunks():
+            place = torch.arange(chunk.queries.shape[1])[:, None] % chunk.period
+            distance = chunk.distance - place - torch.arange(chunk.keys.shape[1])
+            pairs = torch.broadcast_tensors(chunk.queries[:, :, None], chunk.keys[:, None])
+            counted = (distance >= 0) if chunk.is_causal else torch.ones_like(distance)
+            seen.index_put_(pairs, counted.to(torch.int64).expand_as(pairs[0]), accumulate=True)
+    expected = torch.zeros_like(seen)
+    starts = [sum(lengths[:row]) for row in range(len(lengths))]
+    for start, length, count, context in zip(starts, lengths, targets, contextual):
+        for i in range(length):
+            for j in range(length):
+                expected[start + i, start + j] = sees(i, j, length - count, group_size, is_causal, context)
+    assert torch.equal(seen[:-1, :-1], expected[:-1, :-1])
 
 
 @given(st.lists(st.integers(0, 3000), max_size=40), st.booleans())
@@ -212,10 +215,10 @@ def test_padding_costs_no_more_than_opening_another_block(lengths, is_causal):
     plan = make_plan(lengths, [0] * len(lengths), num_heads=2, is_causal=is_causal, tuning=tuning)
     remaining = sorted((length for length in lengths if length), reverse=True)
     for block in plan.blocks:
-        tokens = block.tokens
-        rows, remaining = remaining[: tokens.num_rows], remaining[tokens.num_rows :]
-        assert tokens.length == rows[0]
-        wasted = sum(attention_pairs(rows[0], causal=is_causal) - attention_pairs(n, causal=is_causal) for n in rows)
+        num_rows, longest = block.keys.shape
+        rows, remaining = remaining[:num_rows], remaining[num_rows:]
+        assert longest == rows[0]
+        wasted = sum(attention_pairs(longest, causal=is_causal) - attention_pairs(n, causal=is_causal) for n in rows)
         assert 2 * wasted <= 2 * tuning.dispatch_scores
     assert not remaining
 
@@ -229,6 +232,7 @@ def test_chunks_hold_no_more_scores_than_allowed(num_queries, num_matrices, num_
     assert size * num_matrices * num_keys <= max(tuning.max_scores, smallest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_sums_over_many_chunks_keep_their_last_terms_in_bfloat16(is_causal):
     """Equal scores, values and gradients: sums of equal terms, which a bfloat16 sum would leave at 256 of them."""
@@ -267,47 +271,15 @@ def test_no_tokens_at_all():
             assert gradient.shape == tensor.shape and not gradient.any()
 
 
-def test_scratch_memory_made_in_inference_mode_serves_training():
+def test_inference_then_training_on_one_plan():
     inputs = random_inputs(9, False, seed=5)
     plan = make_plan([9], [0])
-
-    def in_fresh_thread(function):
-        results = []
-        thread = threading.Thread(target=lambda: results.append(function()))  # a thread has scratch memory of its own
-        thread.start()
-        thread.join()
-        return results[0]
-
-    def infer_then_train():
-        with torch.inference_mode():
-            inferred = hstu_attention(*inputs, plan, normalizer=LONGEST).clone()
-        trained = hstu_attention(*inputs, plan, normalizer=LONGEST)
-        trained.sum().backward()
-        return inferred, trained.detach()
-
-    inferred, trained = in_fresh_thread(infer_then_train)
-    assert torch.equal(inferred, trained)
+    with torch.inference_mode():
+        inferred = hstu_attention(*inputs, plan, normalizer=LONGEST).clone()
+    trained = hstu_attention(*inputs, plan, normalizer=LONGEST)
+    trained.sum().backward()
+    assert torch.equal(inferred, trained.detach())
     assert inputs[0].grad is not None
-
-
-def test_threads_do_not_share_scratch_memory():
-    cases = []
-    for seed, lengths in enumerate(([12, 3, 7], [1, 12, 12], [5, 4, 3])):
-        inputs, plan = random_inputs(sum(lengths), False, seed), make_plan(lengths, [0, 0, 0])
-        cases.append((inputs, plan, hstu_attention(*inputs, plan, normalizer=LONGEST)))
-    wrong = []
-
-    def repeat(inputs, plan, expected):
-        for _ in range(50):
-            if not torch.equal(hstu_attention(*inputs, plan, normalizer=LONGEST), expected):
-                wrong.append(plan)
-
-    threads = [threading.Thread(target=repeat, args=case) for case in cases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_autocast_leaves_the_attention_in_the_dtype_it_is_given():

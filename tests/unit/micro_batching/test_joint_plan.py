@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from commons.micro_batching import MicroBatchSpec, packing_metrics
 from commons.micro_batching.block_packing import BlockPacking
 from commons.micro_batching.joint_plan import JointPlan, plan_jointly
+from commons.micro_batching.row_blocks import RowBlocks
 from commons.perf_model.loads import sum_by_rank
 
 
@@ -35,12 +38,16 @@ def rows_of_ranks(draw):
     return lengths, draw(st.sampled_from([None, workloads])), granularity * np.array(blocks), spec
 
 
-def _own_packing(spec, lengths, workloads, rows_per_rank):
+def _own_packing(spec, lengths, workloads, rows_per_rank, groups=None):
     """What each rank makes by itself, as pack_micro_batches does without joint=True; None where they cannot."""
     ends = np.cumsum(rows_per_rank)
     own = [slice(end - rows, end) for end, rows in zip(ends, rows_per_rank)]
     try:
-        packed = [BlockPacking.of(spec, lengths[at], None if workloads is None else workloads[at]) for at in own]
+        blocks = [RowBlocks.of(spec, len(lengths[at]), None if groups is None else groups[at]) for at in own]
+        packed = [
+            BlockPacking.of(spec, each, lengths[at], None if workloads is None else workloads[at])
+            for at, each in zip(own, blocks)
+        ]
     except ValueError:
         return None
     number = max(len(each.fewest) for each in packed)
@@ -49,9 +56,9 @@ def _own_packing(spec, lengths, workloads, rows_per_rank):
     result = np.empty(len(lengths), np.int64)
     for at, each in zip(own, packed):
         of_blocks = np.empty(len(each.tokens), np.int64)
-        for index, blocks in enumerate(each.into(number)):
-            of_blocks[blocks] = index
-        result[at] = np.repeat(of_blocks, spec.granularity)
+        for index, numbers in enumerate(each.into(number)):
+            of_blocks[numbers] = index
+        result[at] = of_blocks[each.blocks.of_row]
     return result
 
 
@@ -60,7 +67,7 @@ def _costs(rank, micro_batch, costs, num_ranks):
     return sum_by_rank(rank * number + micro_batch, costs, num_ranks * number).reshape(num_ranks, number)
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(rows_of_ranks())
 def test_what_always_holds(case):
     lengths, workloads, rows_per_rank, spec = case
@@ -95,6 +102,27 @@ def test_what_always_holds(case):
             assert plan.costs.max(axis=0).sum() <= separate.max(axis=0).sum()
     again = plan_jointly(spec, lengths, workloads, rows_per_rank, own)
     assert np.array_equal(again.rank, plan.rank) and np.array_equal(again.micro_batch, plan.micro_batch)
+
+
+@settings(max_examples=60)
+@given(rows_of_ranks(), st.data())
+def test_groups_come_together_from_all_ranks(case, data):
+    lengths, workloads, rows_per_rank, spec = case
+    spec = dataclasses.replace(spec, granularity=1, max_tokens_per_mb=None)
+    groups = np.array(data.draw(st.lists(st.integers(-2, 5), min_size=len(lengths), max_size=len(lengths))))
+    own = _own_packing(spec, lengths, workloads, rows_per_rank, groups)
+    try:
+        plan = plan_jointly(spec, lengths, workloads, rows_per_rank, own, groups=groups)
+    except ValueError as error:
+        assert f"{len(lengths)} rows" in str(error)
+        return
+    places = {number: set() for number in groups.tolist()}
+    for number, place in zip(groups.tolist(), zip(plan.rank.tolist(), plan.micro_batch.tolist())):
+        places[number].add(place)
+    assert all(len(each) == 1 for each in places.values())
+    num_ranks, costs = len(rows_per_rank), lengths if workloads is None else workloads
+    assert len(set().union(*places.values())) == plan.costs.size == num_ranks * plan.costs.shape[1]
+    assert np.array_equal(plan.costs, _costs(plan.rank, plan.micro_batch, costs, num_ranks))
 
 
 def _planned(seed: int, num_ranks: int, rows: int, uneven: bool) -> tuple[JointPlan, np.ndarray | None, np.ndarray]:

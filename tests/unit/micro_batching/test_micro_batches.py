@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from commons.micro_batching import MicroBatchSpec, block_packing, pack_micro_batches, packing_metrics
 from commons.micro_batching.block_packing import BlockPacking, budget_of
+from commons.micro_batching.row_blocks import RowBlocks
 from commons.sequence_batch.rows import concat_rows
-from commons.trainer.config import load_config, load_config_file
+from commons.trainer.config.load import load_config, load_config_file
 from tests.helpers.any_batches import KINDS, as_values, padded_batch
 
 ALGORITHMS = ("ffd", "kk", "refined")
@@ -39,7 +40,27 @@ def packings(draw):
     return lengths, spec
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
+@given(packings(), st.sampled_from([str, int]), st.data())
+def test_groups_are_packed_as_their_sums_are(packing, kind, data):
+    lengths, spec = packing
+    groups = data.draw(st.lists(st.sampled_from([7, -3, 0, 2**40]), min_size=len(lengths), max_size=len(lengths)))
+    names = list(dict.fromkeys(groups))
+    sums = [sum(length for length, group in zip(lengths, groups) if group == name) for name in names]
+    limit = None if spec.max_tokens_per_mb is None else max(1, *sums)
+    spec = dataclasses.replace(spec, granularity=1, n_mbs=min(spec.n_mbs, len(names)), max_tokens_per_mb=limit)
+    packed = pack_micro_batches(
+        torch.arange(len(lengths)), spec, lengths, groups=[kind(group) for group in groups], workloads=None
+    )
+    merged = pack_micro_batches(torch.arange(len(names)), spec, sums)
+    rows_of = [[row for row, group in enumerate(groups) if group == name] for name in names]
+    assert packed.groups == [sorted(row for name in each for row in rows_of[name]) for each in merged.groups]
+    assert packed.num_tokens == merged.num_tokens
+    for name in ("num_micro_batches", "fill", "imbalance"):
+        assert packed.metrics.get(name) == merged.metrics.get(name)
+
+
+@settings(max_examples=50)
 @given(packings(), st.data())
 def test_what_always_holds(packing, data):
     lengths, spec = packing
@@ -275,12 +296,12 @@ def test_a_spec_is_validated_when_made(options, message):
         MicroBatchSpec().n_mbs = 2
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(packings())
 def test_every_number_of_micro_batches_from_the_fewest_on_can_be_made(packing):
     # What lets ranks that need different numbers meet at the largest of them.
     lengths, spec = packing
-    packed = BlockPacking.of(spec, np.array(lengths), None)
+    packed = BlockPacking.of(spec, RowBlocks.of(spec, len(lengths)), np.array(lengths), None)
     for number in range(len(packed.fewest), len(packed.tokens) + 1):
         groups = packed.into(number)
         assert len(groups) == number and all(groups)
@@ -298,7 +319,8 @@ def test_an_algorithm_that_skips_a_number_is_split_to_it(monkeypatch, raises):
         return [[0, 1], [2, 3]] if min_groups <= 2 else [[0], [1], [2], [3]]
 
     monkeypatch.setattr(block_packing, "get_allocate_fn", lambda name: skips_three)
-    packed = BlockPacking.of(MicroBatchSpec(max_tokens_per_mb=10, packing_algorithm="kk"), np.array([6, 4, 5, 3]), None)
+    spec = MicroBatchSpec(max_tokens_per_mb=10, packing_algorithm="kk")
+    packed = BlockPacking.of(spec, RowBlocks.of(spec, 4), np.array([6, 4, 5, 3]), None)
     assert packed.into(2) == [[0, 1], [2, 3]] and packed.into(3) == [[2, 3], [0], [1]]
 
 

@@ -46,7 +46,7 @@ def bound_of(values, capacity):
     return l2_bound(np.sort(np.array(values))[::-1], capacity)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(problems())
 def test_what_always_holds(problem):
     values, capacity, min_groups, divisor, equal_size = problem

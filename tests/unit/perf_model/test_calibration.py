@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import (
     CalibratedTask,
     describe_device,
@@ -255,11 +254,3 @@ def test_every_mix_is_measured_in_turn():
     assert all(m.ms > 0 for m in found)
     with pytest.raises(ValueError, match="repeats is 0"):
         measure_steps(target, mixes, repeats=0)
-
-
-def test_a_gate_in_milliseconds_needs_a_calibration():
-    with pytest.raises(ValueError, match="min_gain_ms is 2.0 and calibration is None"):
-        ShufflerOptions(min_gain_ms=2.0)
-    with pytest.raises(ValueError, match="min_gain_ms is -1"):
-        ShufflerOptions(min_gain_ms=-1.0, calibration="c.toml")
-    assert ShufflerOptions(min_gain_ms=2.0, calibration="c.toml").min_gain_ms == 2.0

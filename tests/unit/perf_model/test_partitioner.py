@@ -216,3 +216,16 @@ def test_a_partition_has_a_short_repr():
     )
     assert "3 parts, largest load 1.5 × the mean, 1 × the bound" in repr(partition([4, 2, 2], 3))
     assert repr(partition([0], 1)) == "Partition(1 samples in 1 parts, largest load 1 × the mean, 1 × the bound)"
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 300, 5000])
+@pytest.mark.parametrize("largest", [1, 3, 2**20, 2**41, 2**61 + 1])
+@pytest.mark.parametrize("zeros", [0, 5])
+def test_rows_are_sorted_by_weight_and_then_by_index(rows, largest, zeros):
+    """Snake order shows the order of the rows: they go to partitions 0, ..., k - 1, k - 1, ..., 0, 0, ... in turn."""
+    workloads = np.random.default_rng(rows).integers(0, min(largest, 2**46) + 1, rows) >> zeros << zeros
+    workloads[rows // 2] = largest >> zeros << zeros
+    places = np.arange(rows) % 14
+    dealt = np.empty(rows, np.int64)
+    dealt[np.lexsort((np.arange(rows), -workloads))] = np.where(places < 7, places, 13 - places)
+    assert partition(workloads, 7, method="snake").assignment.tolist() == dealt.tolist()

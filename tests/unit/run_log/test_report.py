@@ -8,10 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from commons.cli.report_table import advice_lines, sections_of
+from commons.cli.report_answer import ReportAnswer
 from commons.run_log.advice import advice_of, verdict_on
-from commons.run_log.comparison import compare_runs
-from commons.run_log.folders import read_runs
+from commons.run_log.comparison import compare_runs, median_interval
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
@@ -23,7 +22,6 @@ from tests.helpers.run_logs import (
     config_of,
     lines_of,
     make_steps,
-    write_demo,
     write_run,
     write_unlooked,
 )
@@ -105,7 +103,7 @@ def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_p
     (against,) = compare_runs([base, own])
     assert against.rows_per_s > 1.1
     for reports in ([base, own], [own, base]):
-        lines = advice_lines(reports, compare_runs(reports))
+        lines = ReportAnswer.of(reports).advice()
         assert f"it trains {against.rows_per_s:.2f}× the rows per second of {base.log.name}" in " ".join(lines)
         assert "leave it off" not in " ".join(lines)
 
@@ -245,31 +243,22 @@ def test_runs_that_do_not_compare_say_why(tmp_path):
     )
 
 
-def test_a_demo_has_two_runs(tmp_path):
-    write_demo(tmp_path / "demo")
-    base, other = (RunReport.of(log) for log in read_runs([tmp_path / "demo"]))
-    assert (base.balancing, other.balancing) == ("off", "balanced")
-    (against,) = compare_runs([base, other])
-    assert (
-        against.differences == ()
-        and against.loss.largest == 0
-        and against.evaluation == {"loss": 0.0, "auc_task_0": 0.0}
+def test_runs_that_log_every_step_are_compared_step_by_step(tmp_path):
+    """A machine that becomes slower and slower: each pair of steps still has the same ratio."""
+    base, other = (
+        report_of(
+            tmp_path / name,
+            [step | {"step_ms": ratio * (100 + 10 * step["step"])} for step in steps],
+            [1] * 60,
+            config_of(enable_balanced_shuffler=name == "b"),
+        )
+        for name, steps, ratio in (("a", AS_LOADED, 1.25), ("b", BALANCED, 1.0))
     )
-    # The fixed time of both ways is the same, so that the slope and what follows from it are exact but for that.
-    assert against.rows_per_s == pytest.approx(other.gain.step, rel=0.05)
-    assert len(base.log.step) == 40 and base.log.step[0] == 3
-
-
-@pytest.mark.parametrize(
-    "changes", [{"stats": []}, {"balanced": {}}, {"stats": [7]}, {"balanced": None}, {"warmup_steps": "x"}]
-)
-def test_a_damaged_demo_is_refused_in_one_line(tmp_path, changes):
-    content = write_demo(tmp_path / "demo") | changes
-    for damaged in (json.dumps(content), "[]", "{"):
-        (tmp_path / "demo" / "demo.json").write_text(damaged)
-        with pytest.raises(ValueError, match=r"demo.json is no result of a demo \(.*: run it again$") as caught:
-            read_runs([tmp_path / "demo"])
-        assert "\n" not in str(caught.value)
+    (beside,) = compare_runs([base, other])
+    assert dataclasses.astuple(beside.each_step) == pytest.approx((1.25, 1.25, 1.25))
+    assert compare_runs([base, report_of(tmp_path / "c")])[0].each_step is None  # lines of several steps
+    few, many = median_interval(np.array([1.0, 2.0, 9.0])), median_interval(np.arange(1001.0))
+    assert few == (1.0, 9.0) and many[0] < 500 < many[1] and many[1] - many[0] < 70
 
 
 def test_metrics_are_compared_with_their_standard_errors(tmp_path):
@@ -281,6 +270,6 @@ def test_metrics_are_compared_with_their_standard_errors(tmp_path):
     (against,) = compare_runs(reports)
     assert against.evaluation == pytest.approx({"auc": 0.05, "loss": -0.1})
     assert against.standard_errors == pytest.approx({"auc": 0.05})  # of 3, 4, 5
-    rows = {row.label: row.cells for section in sections_of(reports, [against]) for row in section.rows}
+    rows = {row.label: row.cells for section in ReportAnswer.of(reports).sections() for row in section.rows}
     assert rows["eval auc"] == ("0.7500 ± 0.0300", "0.8000 ± 0.0400") and rows["eval loss"] == ("0.5000", "0.4000")
     assert rows["eval auc, difference"] == ("", "+5.0e-02 ± 5.0e-02") and "eval auc_se" not in rows

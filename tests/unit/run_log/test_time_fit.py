@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commons.cli.report_table import advice_lines
+from commons.cli.report_answer import ReportAnswer
 from commons.run_log.advice import warning_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
@@ -45,7 +45,8 @@ def test_times_that_do_not_follow_the_loads(tmp_path):
     warning = warning_of(report)
     assert warning.startswith(f"Time does not follow the loads (R² {report.time_fit.r_squared:.2f}, ")
     assert (
-        "does the model pad to its longest row, did other work" in warning and advice_lines([report], [])[0] == warning
+        "does the model pad to its longest row, did other work" in warning
+        and ReportAnswer.of([report]).advice()[0] == warning
     )
 
 
@@ -78,6 +79,7 @@ def test_ranks_and_lines_without_a_time(tmp_path):
     lines = [line_of([step]) for step in with_own(make_steps(), of_loads)]
     lines[10]["own_ms"] = [None] * 4
     lines[11]["own_ms"][3] = None
+    lines[14]["own_ms"] = None
     del lines[12]["own_ms"], lines[13]["loads_after"]
     report = RunReport.of(read_log(write_run(tmp_path, lines, config_of())))
-    assert report.time_fit.points == 59 * 4 - 4 - 1 - 4 - 4
+    assert report.time_fit.points == 59 * 4 - 4 - 1 - 4 - 4 - 4

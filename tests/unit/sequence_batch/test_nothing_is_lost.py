@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from commons.datasets.resumable_loader import ResumableLoader
-from commons.datasets.samplers import BatchOrderSampler
+from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.samplers.epoch import BatchOrderSampler
 from commons.dispatch import split_balanced
 from commons.sequence_batch.rows import Rows, concat_rows, count_rows, select_rows
 from commons.sequence_batch.wire import decode, encode

@@ -215,7 +215,12 @@ def variable_batch_per_key():
             r"'x' of the LazyStackedTensorDict has rows of different shapes; .* call densify\(layout=torch.jagged\)",
         ),
         (lambda: SomeTensorClass(x=torch.zeros(2), batch_size=[2]), TypeError, r"a tensorclass; .* to_tensordict\(\)"),
-        (lambda: KeyedTensor(["a"], [2], torch.zeros(3, 2)), TypeError, r"a KeyedTensor; .* to_dict\(\)"),
+        (lambda: KeyedTensor(["a"], [2], torch.zeros(2, 3), key_dim=0), ValueError, r"has key_dim 0; .* key_dim=1"),
+        (
+            lambda: {"k": KeyedTensor(["a"], [3], torch.zeros(3, 2))},
+            ValueError,
+            r"\['a'\] has values of shape \(3, 2\)",
+        ),
         (
             lambda: {"a": padded_batch([1, 2]), "b": padded_batch([1], 2)},
             ValueError,

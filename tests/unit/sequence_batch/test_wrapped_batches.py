@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets import resumable_loader
-from commons.datasets.data_loader import get_data_loader
-from commons.datasets.resumable_loader import ResumableLoader, WrappedBatch, unwrap, wrap
-from commons.datasets.samplers import BatchOrderSampler
-from commons.datasets.sid_map import SIDMap
+from commons.datasets.loader import resumable as resumable_loader
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.loader.resumable import ResumableLoader, WrappedBatch, unwrap, wrap
+from commons.datasets.samplers.epoch import BatchOrderSampler
+from commons.datasets.sids.map import SIDMap
 from tests.helpers.any_batches import as_values
 
 

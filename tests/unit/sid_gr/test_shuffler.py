@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.args import OptimizationArgs
+from commons.trainer.config.args import OptimizationArgs
 from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.model.config import SIDGRConfig
 from sid_gr.recipe import SIDGRRecipe

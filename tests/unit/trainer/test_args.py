@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from commons.datasets.event_columns import EventColumns
-from commons.datasets.random_distribution import LengthDistribution
+from commons.datasets.random.distribution import LengthDistribution
+from commons.datasets.sequences.event_columns import EventColumns
 from commons.distributed.options import ShufflerOptions
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.args import OptimizationArgs
+from commons.trainer.config.args import OptimizationArgs
 
 
 def test_defaults():
@@ -71,7 +71,6 @@ def test_defaults():
         ({"eval_interval": True}, "eval_interval is True"),
         ({"num_epochs": 0}, "num_epochs is 0"),
         ({"max_train_iters": 0}, "max_train_iters is 0"),
-        ({"world_size": 0}, "world_size is 0"),
         ({"seed": -1}, "seed is -1; it must be an integer of at least 0"),
         ({"profile_step_start": 5, "profile_step_end": 5}, "profile_step_end is 5, profile_step_start is 5"),
         ({"pipeline_type": "nativ"}, "pipeline_type is 'nativ'; registered are .*'native'"),

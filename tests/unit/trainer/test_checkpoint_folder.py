@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from commons.trainer.checkpoint_folder import (
+from commons.trainer.checkpoint.folder import (
     checkpoint_path,
     claim,
     complete_checkpoint,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from commons.trainer import cuda_check, launch
-from commons.trainer.cuda_check import device_problem, driver_problem
-from commons.trainer.ranks import RankInfo
+from commons.releases import NEWEST_TORCH, RELEASES, minor
+from commons.trainer.ranks import cuda_check, launch
+from commons.trainer.ranks.cuda_check import device_problem, driver_problem
+from commons.trainer.ranks.rank_info import RankInfo
 
 GPU = torch.device("cuda", 0)
+PINNED = Path(__file__).parents[3] / "requirements" / "cuda.txt"
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by downloading "
     "and installing a new version"
@@ -64,8 +68,24 @@ def started_by_torchrun(monkeypatch):
 
 def test_a_driver_that_is_too_old(old_driver):
     problem = driver_problem()
-    assert problem.startswith("the NVIDIA driver serves CUDA 12.4, torch ") and "is built for CUDA 13.0;" in problem
+    assert problem.startswith("the NVIDIA driver serves CUDA 12.4, torch ") and "is built for CUDA 13.0, " in problem
     assert problem.endswith("or choose device 'cpu'") and "\n" not in problem
+    # Builds that the driver serves, of releases that belong together: fbgemm's on the package index need CUDA 13 too.
+    torch_release = ".".join(torch.__version__.split(".")[:2])
+    pair = f'"torch=={torch_release}.*" "fbgemm-gpu=={RELEASES[torch_release]}.*"'
+    assert "which needs driver 580; " in problem
+    assert f"pip install --force-reinstall {pair} --index-url https://download.pytorch.org/whl/cu126" in problem
+
+
+def test_a_driver_that_no_build_runs_with(old_driver, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(TOO_OLD.replace("12040", "11040"))))
+    assert "serves CUDA 11.4" in driver_problem() and "pip" not in driver_problem()
+
+
+def test_releases_are_those_of_the_pinned_set():
+    pinned = dict(line.split("==") for line in PINNED.read_text().splitlines() if re.match("torch|fbgemm", line))
+    assert RELEASES[minor(pinned["torch"])] == minor(pinned["fbgemm-gpu"]) == minor(pinned["torchrec"])
+    assert minor(pinned["torch"]) == NEWEST_TORCH
 
 
 def test_no_driver_is_no_problem(monkeypatch, old_driver):

@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.trainer.config import load_config_file
-from commons.trainer.config_file import tomllib
+from commons.trainer.config.files import tomllib
+from commons.trainer.config.load import load_config_file
 from hstu.train_config import TrainConfig
 from tests.helpers.fuzzing import ODD_PLACES, damaged_json, damaged_text, fuzzed, odd_place, require_answer
 

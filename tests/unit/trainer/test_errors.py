@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commons.trainer.errors import log_to_file
+from commons.trainer.ranks.errors import log_to_file
 
 
 def test_a_run_dir_that_cannot_be_is_named(tmp_path):

@@ -6,16 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 from commons.distributed.stats import ShuffleStats
-from commons.trainer import errors
-from commons.trainer import meter as meters
-from commons.trainer.launch import initialize_ranks
-from commons.trainer.meter import SNAPSHOTS, StatsMean, StepClock, StepMeter, StepSums, count_values
+from commons.trainer.observe import meter as meters
+from commons.trainer.observe import times
+from commons.trainer.observe.meter import SNAPSHOTS, StatsMean, StepMeter, StepSums, count_values
+from commons.trainer.observe.times import StepClock
+from commons.trainer.ranks import errors
+from commons.trainer.ranks.launch import initialize_ranks
 
 
 def make_stats(**changes):
@@ -56,25 +57,29 @@ def test_the_mean_loss_weighs_every_term_alike():
     assert sums.mean_loss == 7.0 / 4
 
 
-def test_the_clock_leaves_out_what_lies_between_steps():
+def test_the_clock_leaves_out_what_lies_between_steps(monkeypatch):
+    moments = iter([1.0, 1.5, 9.0, 9.25])  # seconds; an evaluation lies between the steps
+    monkeypatch.setattr(times, "_now", lambda device: next(moments))
     clock = StepClock(torch.device("cpu"))
-    clock.begin()
-    clock.end()
-    time.sleep(0.05)  # an evaluation
-    clock.begin()
-    clock.end()
-    assert len(steps := clock.take()) == 2 and max(steps) < 50
-    assert clock.take() == []
+    for _ in range(2):
+        clock.begin()
+        clock.end()
+    assert clock.take() == [500.0, 250.0] and clock.take() == []
+
+
+def test_a_device_that_is_none():
+    with pytest.raises(ValueError, match="device_type is 4; it must be one of 'auto', 'cpu', 'cuda': choose one"):
+        initialize_ranks(4)
 
 
 def test_ranks_without_torchrun():
-    with pytest.raises(ValueError, match="not started by torchrun; .*: run `torchrun --standalone --nproc_per_node=4 "):
-        initialize_ranks(4)
+    with pytest.raises(ValueError, match="not started by torchrun; .*: run `torchrun --standalone --nproc_per_node=2 "):
+        initialize_ranks()
 
 
 PROGRAM = """
 import os, signal, sys, time
-from commons.trainer.errors import log_to_file, run_main
+from commons.trainer.ranks.errors import log_to_file, run_main
 def main():
     if sys.argv[1] == "mistake":
         raise KeyError("x is 3, the rule is\\nanother: correct it")
@@ -142,7 +147,7 @@ def test_a_program_started_with_sigint_ignored_goes_on(tmp_path, ctrl_c, at_star
 )
 def test_a_mistake_that_has_travelled_names_its_rank_alone(monkeypatch, capsys, text, shown):
     monkeypatch.setattr(errors, "_claim_report", lambda: True)
-    monkeypatch.setattr(errors, "_others_ask_here", lambda: False)
+    monkeypatch.setattr(errors, "_hosts_store", lambda: False)
     monkeypatch.setattr(errors.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(errors.dist, "get_rank", lambda: 1)
     before = signal.getsignal(signal.SIGTERM)

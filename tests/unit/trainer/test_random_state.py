@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from commons.trainer.random_state import kept_random_state, random_state, set_random_state
+from commons.trainer.checkpoint.random_state import kept_random_state, random_state, set_random_state
 
 
 def draw():

@@ -13,7 +13,7 @@ from commons.cli.main import main
 from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import SelfAttentionTask, training_flops
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.optimizers import OptimizerArgs
+from commons.trainer.optimize.optimizers import OptimizerArgs
 from commons.trainer.recipe import Recipe
 
 CONFIG = """
@@ -55,7 +55,7 @@ def config(tmp_path, monkeypatch):
 
 def test_it_is_simulated(config, capsys):
     assert main(["simulate", "--config", str(config), "--ranks", "2", "--steps", "3"]) == 0
-    assert "4 rows per rank, 3 steps" in " ".join(capsys.readouterr().out.split())
+    assert "2 ranks × 4 rows, 3 steps" in " ".join(capsys.readouterr().out.split())
 
 
 def test_calibrating_says_what_is_missing(config, tmp_path, capsys):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
-from commons.datasets.samplers import Place
-from commons.trainer.rows_in_turn import RowsInTurn
+from commons.datasets.samplers.epoch import Place
+from commons.trainer.observe.rows_in_turn import RowsInTurn
 
 
 @pytest.mark.parametrize("kind", ["balanced", "budget"])

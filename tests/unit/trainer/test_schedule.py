@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.trainer.schedule import Schedule
+from commons.trainer.optimize.schedule import Schedule
 
 COUNTS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4)
 

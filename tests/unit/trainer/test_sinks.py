@@ -18,10 +18,10 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from commons.trainer import TrainerArgs
-from commons.trainer import sinks as sinks_module
-from commons.trainer.args import SinkOptions
-from commons.trainer.exporters import OpenTelemetry, Prometheus
-from commons.trainer.sinks import BackgroundSink, JsonLines, close_sinks, figures_of, open_sinks, require_sinks
+from commons.trainer.config.sink_options import OpenTelemetryOptions, PrometheusOptions, SinkOptions
+from commons.trainer.observe import sinks as sinks_module
+from commons.trainer.observe.exporters import OpenTelemetry, Prometheus
+from commons.trainer.observe.sinks import BackgroundSink, JsonLines, close_sinks, figures_of, open_sinks, require_sinks
 
 RECORD = {
     "step": 7,
@@ -129,7 +129,7 @@ def args_for(tmp_path, *sinks, **options):
 
 def test_opentelemetry_is_sent_over_http(collector, tmp_path, caplog):
     endpoint = f"http://127.0.0.1:{collector.server_port}/v1/metrics"
-    (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", project="mine", otlp_endpoint=endpoint))
+    (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", opentelemetry=OpenTelemetryOptions("mine", endpoint)))
     sink.write(RECORD)
     sink.close()
     (metrics,) = collector.received[0].resource_metrics
@@ -142,21 +142,21 @@ def test_opentelemetry_is_sent_over_http(collector, tmp_path, caplog):
 def test_a_collector_that_refuses_is_said_once(collector, tmp_path, caplog):
     collector.status = 400
     endpoint = f"http://127.0.0.1:{collector.server_port}/v1/metrics"
-    (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", otlp_endpoint=endpoint))
+    (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", opentelemetry=OpenTelemetryOptions(endpoint=endpoint)))
     for step in range(3):
         sink.write(RECORD | {"step": step})
     sink.close()
-    said = [record.getMessage() for record in caplog.records if record.name == "commons.trainer.sinks"]
-    assert len(said) == 1 and said[0].startswith("opentelemetry lacks numbers of this run: ConnectionError: the export")
+    said = [record.getMessage() for record in caplog.records if record.name == "commons.trainer.observe.sinks"]
+    assert len(said) == 1 and said[0].startswith("sink opentelemetry failed: ConnectionError: the export")
 
 
 def test_a_port_that_is_taken_ends_no_training(collector, tmp_path, caplog):
-    (sink,) = open_sinks(args_for(tmp_path, "prometheus", prometheus_port=collector.server_port))
+    (sink,) = open_sinks(args_for(tmp_path, "prometheus", prometheus=PrometheusOptions(port=collector.server_port)))
     for step in range(3):
         sink.write(RECORD | {"step": step})
     sink.close()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "prometheus lacks numbers of this run: OSError" in said and "training goes on" in said
+    assert "sink prometheus failed: OSError" in said and "training continues and log.jsonl is complete" in said
 
 
 class Stuck:
@@ -175,15 +175,14 @@ def test_a_sink_that_hangs_is_not_waited_for(caplog):
     until = threading.Event()
     stuck = Stuck(until)
     sink = BackgroundSink("mine", lambda: stuck)
-    started = time.monotonic()
     for step in range(1000):
         sink.write({"step": step})
-    assert time.monotonic() - started < 10
+    assert stuck.taken <= 1
     until.set()
     sink.close()
     assert 200 < stuck.taken < 1000
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("mine lacks numbers of this run: 256 records wait for it")
+    assert said.startswith("sink mine failed: 256 records wait for it")
 
 
 class ClosesTogether:
@@ -212,18 +211,18 @@ def test_sinks_are_closed_side_by_side(caplog):
 
 
 def test_sinks_that_hang_are_waited_for_together(monkeypatch, caplog):
-    monkeypatch.setattr(sinks_module, "_CLOSE_SECONDS", 2.0)
+    monkeypatch.setattr(sinks_module, "_CLOSE_SECONDS", 1.0)
     until = threading.Event()
-    opened = [BackgroundSink(f"sink {index}", lambda: Stuck(until)) for index in range(8)]
+    opened = [BackgroundSink(f"sink {index}", lambda: Stuck(until)) for index in range(60)]
     for sink in opened:
         sink.write(RECORD)
     started = time.monotonic()
     close_sinks(opened)
     took = time.monotonic() - started
     until.set()
-    assert took < 8.0  # one after another they would take 16
+    assert took < 50.0  # one after another they would take 60
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 8 and all("lacks numbers of this run: it has not ended after 2 s" in each for each in said)
+    assert len(said) == 60 and all("failed: it has not ended after 1 s" in each for each in said)
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
@@ -236,9 +235,10 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
             require_sinks(["opentelemetry", name])
 
 
+@pytest.mark.slow
 def test_sinks_are_imported_where_they_are_asked_for():
     code = (
-        "import sys, evenrank, commons.trainer.train_log; "
+        "import sys, evenrank, commons.trainer.observe.train_log; "
         "print([name for name in ('wandb', 'mlflow', 'opentelemetry', 'prometheus_client') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
@@ -246,7 +246,7 @@ def test_sinks_are_imported_where_they_are_asked_for():
 
 
 def test_settings_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"sinks has 'graphite'; there are wandb, mlflow, opentelemetry, prometheus"):
+    with pytest.raises(ValueError, match=r"sinks has 'graphite'; there are tensorboard, wandb, mlflow, opentelemetry"):
         TrainerArgs(4, 4, sinks=("graphite",))
-    with pytest.raises(ValueError, match="prometheus_port is 70000; ports end at 65535"):
-        SinkOptions(prometheus_port=70000)
+    with pytest.raises(ValueError, match="port is 70000; ports end at 65535"):
+        PrometheusOptions(port=70000)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-from commons.trainer.stop import keep_workers
+from commons.trainer.ranks.stop import keep_workers
 
 
 def make_file(worker):

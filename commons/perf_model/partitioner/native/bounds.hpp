@@ -139,4 +139,8 @@ inline Bound counting_bound(const Weights& weights, Index num_parts, const Limit
   return bound;
 }
 
+inline Bound counting_bound(const Problem& problem) {
+  return counting_bound(problem.weights, problem.num_parts, problem.limits);
+}
+
 }  // namespace evenrank

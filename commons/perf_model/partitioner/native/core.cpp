@@ -3,15 +3,13 @@
 // Every function returns 0, or 1 and a message in `error`, which has room for kErrorSize bytes. It throws nothing, keeps
 // nothing and knows no Python, so that one file serves every Python and any number of threads.
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <new>
-#include <stdexcept>
 #include <string>
 
-#include "grid.hpp"
-#include "routes.hpp"
-#include "row_sums.hpp"
-#include "row_table.hpp"
+#include "gathered_shuffle.hpp"
+#include "padded.hpp"
 
 #ifndef EVENRANK_SOURCES
 #define EVENRANK_SOURCES "unknown"
@@ -23,13 +21,13 @@
 namespace {
 
 using evenrank::Index;
+using evenrank::require;
+using evenrank::RowTable;
+using evenrank::ShuffleArguments;
+using evenrank::total_of;
 using evenrank::Weight;
 
 constexpr std::size_t kErrorSize = 256;
-
-void require(bool holds, const char* otherwise) {
-  if (!holds) throw std::invalid_argument(otherwise);
-}
 
 template <typename Work>
 int guarded(char* error, const Work& work) {
@@ -49,17 +47,6 @@ Values values_of(const Weight* values, Weight size) {
   return values == nullptr ? Values{} : Values(values, values + size);
 }
 
-// How many rows all places have; -1 where a count is negative, or where there are more than a plan can be for, whose sum
-// could overflow.
-Weight total_of(const Weight* counts, Weight num_places) {
-  Weight total = 0;
-  for (Weight place = 0; place < num_places; ++place) {
-    if (counts[place] < 0 || counts[place] > INT32_MAX - total) return -1;
-    total += counts[place];
-  }
-  return total;
-}
-
 void require_sizes(Weight num_rows, Weight num_parts) {
   require(num_rows > 0 && num_rows <= INT32_MAX && num_parts > 0 && num_parts <= INT32_MAX,
           "there must be at least one row and one partition, and fewer than 2^31 of either");
@@ -71,6 +58,7 @@ struct PlanArguments {
   const Weight* tokens;     // or null
   const Weight* home;       // or null
   const Weight* home_step;  // or null
+  const Weight* groups;     // or null
   Weight num_rows;
   Weight num_parts;
   Weight method;
@@ -111,93 +99,17 @@ evenrank::Request request_of(const PlanArguments& given) {
   return request;
 }
 
-// The words of all ranks, see row_table.hpp.
-struct TableArguments {
-  const Weight* words;
-  const Weight* first;
-  const Weight* real_rows;
-  Weight num_ranks;
-  Weight stride;
-  Weight num_words;
-  Weight num_places;
-  Weight num_columns;
+// A rank's own rows, see shuffle_plan.py.
+struct OwnField {
+  const void* lengths;  // (keys, rows)
+  Weight keys;
+  Weight sum;
+  Weight width;  // bytes of a length: 4 or 8
 };
-
-evenrank::RowTable table_of(const TableArguments& given) {
-  const bool holds = given.num_places >= 0 && given.num_places <= INT32_MAX && given.num_columns >= 0 &&
-                     given.num_columns <= INT32_MAX && given.num_words >= 0 &&
-                     (given.num_places == 0 || (given.num_ranks > 0 && given.num_places % given.num_ranks == 0)) &&
-                     total_of(given.real_rows, given.num_places) >= 0;
-  require(holds, "a gathered table: sizes do not match");
-  return {given.words,     given.num_ranks, given.stride,                          given.num_words, given.first,
-          given.real_rows, static_cast<Index>(given.num_places), given.num_columns};
-}
-
-struct RouteArguments {
-  const Weight* rows;
-  const Weight* real_rows;
-  const Weight* destination;
-  const Weight* parts;  // (num_parts, 3)
-  TableArguments table;
-  Weight num_places;
-  Weight num_rows;
-  Weight num_keys;
-  Weight num_parts;
-  Weight steps;
-  Weight rank;
-  Weight all_gather;
-  Weight pads;
-};
-
-// Whatever a plan holds, nothing outside its arrays is read or written.
-void require_rows(const evenrank::RouteRequest& request) {
-  const Weight num_rows = total_of(request.real_rows, request.num_places);
-  bool holds = num_rows == request.num_rows;
-  for (Index place = 0; place < request.num_places; ++place) {
-    holds = holds && request.real_rows[place] <= request.rows[place];
-  }
-  for (Weight row = 0; holds && row < num_rows; ++row) {
-    holds = request.destination[row] >= 0 && request.destination[row] < request.num_places;
-  }
-  for (const evenrank::PayloadPart& part : request.parts) {
-    holds = holds && part.num_segments >= 0 && part.words >= 0 &&
-            (part.first_key < 0 || part.num_segments <= request.num_keys - part.first_key);
-  }
-  require(holds, "route_rows takes a plan: a number is out of its range");
-}
-
-evenrank::RouteRequest route_request_of(const RouteArguments& given) {
-  require(given.steps > 0 && given.num_places > 0 && given.num_places <= INT32_MAX &&
-              given.num_places % given.steps == 0 && given.rank >= 0 &&
-              given.rank < given.num_places / given.steps && given.num_keys >= 0,
-          "route_rows takes a plan: sizes do not match");
-  evenrank::RouteRequest request{given.rows,
-                                 given.real_rows,
-                                 given.destination,
-                                 table_of(given.table),
-                                 static_cast<Index>(given.num_places),
-                                 given.num_rows,
-                                 given.num_keys,
-                                 {},
-                                 given.steps,
-                                 given.rank,
-                                 given.all_gather != 0,
-                                 given.pads != 0};
-  for (Weight part = 0; part < given.num_parts; ++part) {
-    const Weight* const numbers = given.parts + 3 * part;
-    request.parts.push_back({numbers[0], numbers[1], numbers[2]});
-  }
-  require_rows(request);
-  return request;
-}
-
-// A rank's own rows, see row_table.py.
 struct OwnRows {
   const Weight* workloads;
-  const Weight* const* lengths;  // of every field (keys, rows)
-  const Weight* keys;            // of every field
-  const Weight* sums;            // of every field
-  const Weight* const* kept;     // (rows,) each
+  const OwnField* fields;
+  const Weight* const* kept;  // (rows,) each
   const Weight* counted;
   Weight num_fields;
   Weight num_kept;
@@ -212,19 +124,27 @@ Weight encode(const OwnRows& own, Weight* words, Weight room) {
   if (!evenrank::all_within(own.workloads, own.real_rows, INT64_MAX, evenrank::kMostLoad)) return -1;
   evenrank::Weights tokens(own.real_rows, own.num_counted == 0);
   std::vector<const Weight*> columns = {own.workloads, tokens.data()};
-  for (Weight field = 0; field < own.num_fields; ++field) {
+  std::vector<evenrank::Weights> widened(own.num_fields);
+  for (Weight at = 0; at < own.num_fields; ++at) {
+    const OwnField& field = own.fields[at];
+    const Weight* lengths = static_cast<const Weight*>(field.lengths);
+    if (field.width == sizeof(std::int32_t)) {
+      const auto* const narrow = static_cast<const std::int32_t*>(field.lengths);
+      widened[at].assign(narrow, narrow + field.keys * own.rows);
+      lengths = widened[at].data();
+    }
     Weight sum = 0;
-    for (Weight key = 0; key < own.keys[field]; ++key) {
-      const Weight* const of_key = own.lengths[field] + key * own.rows;
+    for (Weight key = 0; key < field.keys; ++key) {
+      const Weight* const of_key = lengths + key * own.rows;
       columns.push_back(of_key);
       for (Weight row = 0; row < own.rows; ++row) {
-        if (of_key[row] < 0 || of_key[row] > own.sums[field] - sum || (row >= own.real_rows && of_key[row] != 0)) {
+        if (of_key[row] < 0 || of_key[row] > field.sum - sum || (row >= own.real_rows && of_key[row] != 0)) {
           return -1;
         }
         sum += of_key[row];
       }
     }
-    if (sum != own.sums[field]) return -1;
+    if (sum != field.sum) return -1;
   }
   const Weight num_keys = static_cast<Weight>(columns.size()) - evenrank::kLengthsFrom;
   for (Weight at = 0; at < own.num_counted; ++at) {
@@ -250,8 +170,14 @@ const char* evenrank_compiler() { return EVENRANK_COMPILER; }
 // out: assignment (num_rows,), loads (num_parts * max(1, num_steps),), and the bound and the most tokens.
 int evenrank_plan(const PlanArguments* given, Weight* assignment, Weight* loads, Weight* numbers, char* error) {
   return guarded(error, [&] {
-    const evenrank::Request request = request_of(*given);
-    const evenrank::Plan plan = given->num_steps ? evenrank::plan_grid(request) : evenrank::make_plan(request);
+    evenrank::Request request = request_of(*given);
+    const auto groups = evenrank::RowGroups::of(given->groups, given->num_rows);
+    if (groups) {
+      if (request.equal_size) groups->require_equal_sizes();
+      request = groups->merged(std::move(request));
+    }
+    evenrank::Plan plan = given->num_steps ? evenrank::plan_grid(request) : evenrank::make_plan(request);
+    if (groups) plan.assignment = groups->by_row(plan.assignment);
     std::copy(plan.assignment.begin(), plan.assignment.end(), assignment);
     std::copy(plan.loads.begin(), plan.loads.end(), loads);
     numbers[0] = plan.bound;
@@ -265,7 +191,7 @@ int evenrank_lower_bound(const Weight* workloads, Weight num_rows, Weight num_pa
     require_sizes(num_rows, num_parts);
     const auto problem = evenrank::Problem::of(values_of<evenrank::Weights>(workloads, num_rows),
                                                static_cast<Index>(num_parts), equal_size != 0);
-    *bound = evenrank::counting_bound(problem.weights, problem.num_parts, problem.limits).load;
+    *bound = evenrank::counting_bound(problem).load;
   });
 }
 
@@ -277,63 +203,77 @@ int evenrank_refine(const PlanArguments* given, Weight* assignment, char* error)
       require(assignment[row] >= 0 && assignment[row] < given->num_parts, "refine: a partition is out of its range");
     }
     const auto problem = evenrank::Problem::of(request.workloads, request.num_parts, request.equal_size);
-    std::optional<evenrank::Cap> cap;
-    if (request.max_tokens) cap = evenrank::Cap{evenrank::take(request.tokens, problem.order), *request.max_tokens};
-    const Weight target =
-        evenrank::near(evenrank::counting_bound(problem.weights, problem.num_parts, problem.limits).load);
+    const std::optional<evenrank::Cap> cap = request.cap_by_row(problem.order);
+    const Weight target = evenrank::near(evenrank::counting_bound(problem).load);
     const auto parts = values_of<evenrank::Indices>(assignment, given->num_rows);
     const evenrank::Indices refined =
-        problem.by_sample(evenrank::refine(problem, evenrank::take(parts, problem.order), target, cap ? &*cap : nullptr));
+        problem.by_sample(evenrank::refine(problem, evenrank::take(parts, problem.order), target, pointer_to(cap)));
     std::copy(refined.begin(), refined.end(), assignment);
   });
 }
 
-// `result` holds the arrays until evenrank_take_routes; sizes (2,): of the indices and of the numbers beside them.
-int evenrank_route_rows(const RouteArguments* given, void** result, Weight* sizes, char* error) {
+// `costs` in descending order; out: the sizes of the groups, which follow one another, and their number. With
+// `num_groups` 0 it is the fewest whose cost is at most `max_cost`.
+int evenrank_padded_groups(const Weight* costs, Weight num_rows, Weight num_groups, Weight max_cost, Weight max_rows,
+                           Weight steps, Weight* sizes, Weight* count, char* error) {
   return guarded(error, [&] {
-    auto routes = std::make_unique<evenrank::Routes>(evenrank::route_rows(route_request_of(*given)));
-    sizes[0] = static_cast<Weight>(routes->indices.size());
-    sizes[1] = static_cast<Weight>(routes->sizes.size());
-    *result = routes.release();
+    require_sizes(num_rows, 1);
+    require(std::is_sorted(costs, costs + num_rows, std::greater<>()) && costs[num_rows - 1] >= 0 && max_rows > 0 &&
+                num_groups >= 0 && num_groups <= num_rows && steps > 0 && num_groups % steps == 0,
+            "padded_groups takes checked arguments: a number is out of its range");
+    const evenrank::PaddedGroups padded(costs, num_rows, max_rows);
+    if (num_groups) {
+      const Weight rows = evenrank::divide_up(num_rows, num_groups);
+      require(rows <= max_rows && costs[0] <= INT64_MAX / rows, "padded_groups: so many rows do not fit the groups");
+      max_cost = costs[0] * rows;
+    }
+    require(max_cost >= costs[0], "padded_groups: max_cost is below a row's cost");
+    *count = num_groups ? num_groups : padded.fewest(max_cost);
+    const evenrank::Weights found = padded.of_least_cost(*count, max_cost, steps);
+    std::copy(found.begin(), found.end(), sizes);
   });
 }
 
-void evenrank_take_routes(void* result, Weight* indices, Weight* sizes) {
-  const std::unique_ptr<evenrank::Routes> routes(static_cast<evenrank::Routes*>(result));
-  std::copy(routes->indices.begin(), routes->indices.end(), indices);
-  std::copy(routes->sizes.begin(), routes->sizes.end(), sizes);
+// out: the answer, see Shuffle; where it or the index array has no room, its head says how much there must be.
+int evenrank_shuffle(const ShuffleArguments* given, Weight* out, Weight room, Weight* indices, Weight index_room,
+                     char* error) {
+  return guarded(error, [&] { evenrank::Shuffle(*given, out, room, indices, index_room).run(); });
 }
 
 int evenrank_encode_rows(const OwnRows* own, Weight* words, Weight room, Weight* num_words, char* error) {
   return guarded(error, [&] { *num_words = encode(*own, words, room); });
 }
 
-int evenrank_read_columns(const TableArguments* given, const Weight* columns, Weight num_columns, Weight num_rows,
+// `pieces` are those that are read, then those that are written.
+int evenrank_permute_words(const Weight* lengths, Weight num_segments, const Index* order, Weight num_ordered,
+                           const evenrank::Piece* pieces, Weight num_read, Weight num_pieces, char* error) {
+  return guarded(error, [&] {
+    const evenrank::Piece* const written = pieces + num_read;
+    require(evenrank::permute_words(lengths, num_segments, order, num_ordered, {pieces, written},
+                                    {written, pieces + num_pieces}),
+            "permute_words: sizes do not match");
+  });
+}
+
+int evenrank_read_columns(const RowTable* table, const Weight* columns, Weight num_columns, Weight num_rows,
                           Weight* out, char* error) {
   return guarded(error, [&] {
-    const evenrank::RowTable table = table_of(*given);
-    bool holds = num_rows == total_of(table.real_rows, table.num_places);
-    for (Weight at = 0; at < num_columns; ++at) holds = holds && columns[at] >= 0 && columns[at] < table.num_columns;
-    holds = holds && evenrank::read_columns(table, values_of<evenrank::Weights>(columns, num_columns), num_rows, out);
+    require_sizes(*table);
+    bool holds = num_rows == total_of(table->real_rows, table->num_places);
+    for (Weight at = 0; at < num_columns; ++at) holds = holds && columns[at] >= 0 && columns[at] < table->num_columns;
+    holds = holds && evenrank::read_columns(*table, values_of<evenrank::Weights>(columns, num_columns), num_rows, out);
     require(holds, "a gathered table: a size or column is out of its range");
   });
 }
 
-int evenrank_read_rows(const TableArguments* given, const Weight* rows, Weight num_rows, Weight first_column,
+int evenrank_read_rows(const RowTable* table, const Weight* rows, Weight num_rows, Weight first_column,
                        Weight count, Weight* out, char* error) {
   return guarded(error, [&] {
-    const evenrank::RowTable table = table_of(*given);
-    const bool holds = first_column >= 0 && count >= 0 && count <= table.num_columns &&
-                       first_column <= table.num_columns - count &&
-                       evenrank::read_rows(table, rows, num_rows, first_column, count, out);
+    require_sizes(*table);
+    const bool holds = first_column >= 0 && count >= 0 && count <= table->num_columns &&
+                       first_column <= table->num_columns - count &&
+                       evenrank::read_rows(*table, rows, num_rows, first_column, count, out);
     require(holds, "a gathered table: a size or column is out of its range");
-  });
-}
-
-int evenrank_place_of_rows(const Weight* real_rows, Weight num_places, Weight num_rows, Weight* places, char* error) {
-  return guarded(error, [&] {
-    require(num_rows == total_of(real_rows, num_places), "place_of_rows takes counts: a number is out of its range");
-    for (Weight place = 0; place < num_places; ++place) places = std::fill_n(places, real_rows[place], place);
   });
 }
 
@@ -341,30 +281,11 @@ int evenrank_place_of_rows(const Weight* real_rows, Weight num_places, Weight nu
 int evenrank_sum_at(const Weight* place, const Weight* values, Weight num_rows, Weight* sums, Weight num_places,
                     char* error) {
   return guarded(error, [&] {
-    std::fill_n(sums, num_places, 0);
     for (Weight row = 0; row < num_rows; ++row) {
       require(place[row] >= 0 && place[row] < num_places, "sum_at: a place is out of its range");
-      sums[place[row]] += values ? values[row] : 1;
     }
+    evenrank::sum_at(place, values, num_rows, num_places, sums);
   });
-}
-
-// counts (6, steps)
-int evenrank_count_moves(const Weight* home, const Weight* destination, const Weight* tokens, Weight num_rows,
-                         Weight steps, Weight ranks_per_node, Weight* counts, char* error) {
-  return guarded(error, [&] {
-    bool holds = steps > 0 && ranks_per_node > 0;
-    for (Weight row = 0; row < num_rows; ++row) holds = holds && home[row] >= 0 && destination[row] >= 0;
-    require(holds, "count_moves takes a plan: a number is out of its range");
-    std::fill_n(counts, 6 * steps, 0);
-    evenrank::count_moves(home, destination, tokens, num_rows, steps, ranks_per_node, counts);
-  });
-}
-
-Weight evenrank_digest(const Weight* const* arrays, const Weight* sizes, Weight num_arrays) {
-  evenrank::Digest digest;
-  for (Weight at = 0; at < num_arrays; ++at) digest.add(arrays[at], sizes[at]);
-  return digest.value();
 }
 
 Weight evenrank_all_within(const Weight* values, Weight size, Weight largest, Weight largest_sum) {

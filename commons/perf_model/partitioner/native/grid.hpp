@@ -8,6 +8,7 @@
 
 #include "grid_bound.hpp"
 #include "home_deal.hpp"
+#include "step_shares.hpp"
 #include "whole_plan.hpp"
 
 namespace evenrank {
@@ -52,7 +53,7 @@ class GridPlanner {
     std::optional<Candidate> near = near_ranks_of_many();
     Candidate chosen = near ? std::move(*near) : choose(free_plan());
     Weight total = bound_.total;
-    if (!limits_.keep(count_per_part(chosen.cells, num_cells_))) {
+    if (!problem_.keeps_limits(chosen.cells)) {
       // Rows as they were loaded, or batches of different sizes: only the bound for free sizes holds for these.
       const Weight num_rows = static_cast<Weight>(problem_.weights.size());
       total = grid_bound(problem_.weights, request_.num_parts, request_.num_steps, {0, num_rows}).total;
@@ -68,14 +69,14 @@ class GridPlanner {
     std::optional<Candidate> alone;
     if (!request_.home_step.empty() && !(keeps_cap(best) && is_below_batches(best.total()))) alone = batches_alone();
     // Batches of different sizes have other counts than were asked for; home wins over equal counts.
-    if (alone && request_.home.empty() && !limits_.keep(count_per_part(alone->cells, num_cells_))) alone.reset();
+    if (alone && request_.home.empty() && !problem_.keeps_limits(alone->cells)) alone.reset();
     if (alone && !best.beats(*alone)) return std::move(!loaded || alone->beats(*loaded) ? *alone : *loaded);
     if (request_.home.empty()) return best;
     Weight most = with_slack(best.total(), request_.slack);
     // The batches alone had the slack too, so nothing worse than them is worth its moves.
     if (alone) most = std::min(most, std::max(alone->total(), best.total()));
     if (loaded) {
-      const bool even = limits_.keep(count_per_part(loaded->cells, num_cells_));
+      const bool even = problem_.keeps_limits(loaded->cells);
       if (!best.beats(*loaded) || (even && loaded->total() <= most)) return std::move(*loaded);
       most = std::min(most, loaded->total() - 1);
     }
@@ -112,13 +113,10 @@ class GridPlanner {
     return under_cap(problem, std::move(cells), target, Cap{request_.tokens, *request_.max_tokens});
   }
 
-  // The problem in which every cell begins with what the limit of its step, one of `largest`, is below the largest
-  // limit.
+  // The problem in which one target serves the limits of all steps.
   Problem above(const Weights& largest) const {
-    const Weight most = largest_of(largest);
     Problem problem = problem_;
-    problem.base.resize(num_cells_);
-    for (Index cell = 0; cell < num_cells_; ++cell) problem.base[cell] = most - largest[cell % request_.num_steps];
+    problem.base = bases_of(largest, num_cells_);
     return problem;
   }
 
@@ -131,7 +129,8 @@ class GridPlanner {
     const bool is_refined = request_.method == Method::kRefined;
     std::optional<Candidate> best;
     if (is_refined) {
-      const Weights first = share_out(bound_.total + half(bound_.total), bound_.largest);
+      Weights first = share_out(bound_.total + half(bound_.total), bound_.largest);
+      if (num_cells_ >= kMany && !has_places(problem_, first)) first = shares_by_level(problem_, request_.num_steps, bound_.total + half(bound_.total)).value_or(first);
       if (std::adjacent_find(first.begin(), first.end(), std::not_equal_to<>()) != first.end()) {
         best = within(first);
         if (best->total() <= good(bound_.total) && keeps_cap(*best)) return std::move(*best);
@@ -156,8 +155,11 @@ class GridPlanner {
       rows[request_.home_step[row] >= middle].push_back(static_cast<Index>(row));
     }
     if (rows[0].empty() || rows[1].empty()) return std::nullopt;
-    const std::array<Request, 2> halves{some_batches(rows[0], 0, middle),
-                                        some_batches(rows[1], middle, request_.num_steps)};
+    std::array<Request, 2> halves{request_.of_rows(rows[0]), request_.of_rows(rows[1])};
+    for (Request& each : halves) each.home.clear();
+    for (Index& step : halves[1].home_step) step -= middle;
+    halves[0].num_steps = middle;
+    halves[1].num_steps = request_.num_steps - middle;
     const std::array<GridPlanner, 2> planners{GridPlanner(halves[0]), GridPlanner(halves[1])};
     if (keeps_cap(best) && best.total() <= planners[0].bound_.total + planners[1].bound_.total) return std::nullopt;
     Indices cells(request_.workloads.size());
@@ -168,25 +170,8 @@ class GridPlanner {
         cells[rows[half][at]] = planned[at] / steps * request_.num_steps + half * middle + planned[at] % steps;
       }
     }
-    if (!limits_.keep(count_per_part(cells, num_cells_))) return std::nullopt;
+    if (!problem_.keeps_limits(cells)) return std::nullopt;
     return candidate(std::move(cells));
-  }
-
-  // The request for `rows`, which are those of the batches [first, last), without a home.
-  Request some_batches(const Indices& rows, Index first, Index last) const {
-    Indices home_step = take(request_.home_step, rows);
-    for (Index& step : home_step) step -= first;
-    return {take(request_.workloads, rows),
-            request_.num_parts,
-            request_.method,
-            request_.equal_size,
-            request_.tokens.empty() ? Weights{} : take(request_.tokens, rows),
-            request_.max_tokens,
-            {},
-            request_.ranks_per_node,
-            request_.slack,
-            last - first,
-            std::move(home_step)};
   }
 
   // Takes half of what is left above the bound off the largest load of one step after the other, where swaps can, until
@@ -194,16 +179,15 @@ class GridPlanner {
   Candidate lower_steps(Candidate best) const {
     Index failed = 0;
     Index step = 0;
-    Cap cap;
-    if (request_.max_tokens) cap.weights = take(request_.tokens, problem_.order);
+    std::optional<Cap> cap = request_.cap_by_row(problem_.order);
     for (int tries = num_tries(); tries > 0; --tries, step = (step + 1) % request_.num_steps) {
       if (failed == request_.num_steps || best.total() <= good(bound_.total)) break;
       Weights wanted = best.largest;
       wanted[step] = std::max<Weight>(wanted[step] - (best.total() - bound_.total) / 2, 0);
       const Problem problem = above(wanted);
-      cap.limit = best.most_tokens;
+      if (cap) cap->limit = best.most_tokens;
       const Indices parts = refine(problem, take(best.cells, problem.order), largest_of(wanted),
-                                   request_.max_tokens ? &cap : nullptr);
+                                   pointer_to(cap));
       Candidate tried = candidate(problem.by_sample(parts));
       if (tried.beats(best)) {
         best = std::move(tried);
@@ -232,13 +216,13 @@ class GridPlanner {
     const Problem problem = above(largest);
     const Weight sum = std::accumulate(largest.begin(), largest.end(), Weight{0});
     const Weight target = largest_of(largest) + half(sum) / request_.num_steps;
-    Indices parts = refine(problem, lpt(problem.weights, num_cells_, problem.limits, problem.base), target);
+    Indices parts = refine(problem, lpt(problem), target);
     return candidate(capped(problem, problem.by_sample(parts), target));
   }
 
   // Even partitions by the algorithm of the request, sorted by load and cut into steps.
   Candidate cut_into_steps() const {
-    const Bound bound = counting_bound(problem_.weights, num_cells_, limits_);
+    const Bound bound = counting_bound(problem_);
     Indices cells = problem_.by_sample(by_method(request_.method, problem_, bound));
     cells = capped(problem_, std::move(cells), near(bound.load));
     Indices ranked = range(num_cells_);
@@ -273,50 +257,29 @@ class GridPlanner {
     return batches;
   }
 
-  // Whether `total` is below what the batches take, each by itself, by the heaviest row and the mean load of each.
-  bool is_clearly_below_batches(Weight total) const {
-    Weights heaviest(request_.num_steps, 0);
-    Weights sums(request_.num_steps, 0);
-    for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
-      const Index step = request_.home_step[row];
-      heaviest[step] = std::max(heaviest[step], request_.workloads[row]);
-      sums[step] += request_.workloads[row];
-    }
-    Weight least = 0;
-    for (Index step = 0; step < request_.num_steps; ++step) {
-      least += std::max(heaviest[step], divide_up(sums[step], request_.num_parts));
-    }
-    return total < least;
-  }
-
-  // The same by their counting bounds.
+  // Whether `total` is below what the batches take, each by itself, by their counting bounds.
   bool is_below_batches(Weight total) const {
     for (const Indices& rows : rows_of_batches()) {
       const Problem batch = Problem::of(take(request_.workloads, rows), request_.num_parts, false);
-      total -= counting_bound(batch.weights, batch.num_parts, batch.limits).load;
+      total -= counting_bound(batch).load;
     }
     return total < 0;
   }
 
   // Each batch planned by itself.
-  Candidate batches_alone() const {
+  const Candidate& batches_alone() const {
+    if (alone_) return *alone_;
     Indices cells(request_.workloads.size());
     for (const Indices& rows : rows_of_batches()) {
-      const Request alone{take(request_.workloads, rows),
-                          request_.num_parts,
-                          request_.method,
-                          request_.equal_size,
-                          request_.tokens.empty() ? Weights{} : take(request_.tokens, rows),
-                          request_.max_tokens,
-                          request_.home.empty() ? Indices{} : take(request_.home, rows),
-                          request_.ranks_per_node,
-                          request_.slack};
+      Request alone = request_.of_rows(rows);
+      alone.num_steps = 1;
       const Plan plan = make_plan(alone);
       for (std::size_t at = 0; at < rows.size(); ++at) {
         cells[rows[at]] = plan.assignment[at] * request_.num_steps + request_.home_step[rows[at]];
       }
     }
-    return candidate(std::move(cells));
+    alone_ = candidate(std::move(cells));
+    return *alone_;
   }
 
   // With many ranks: as they were loaded, or a plan within 1 + slack of the bound with few tokens that change rank, which
@@ -328,51 +291,48 @@ class GridPlanner {
     std::optional<Candidate> loaded = as_loaded();
     if (loaded && loaded->total() <= bound_.total) return loaded;
     if (most <= good(bound_.total)) return std::nullopt;
-    if (!request_.home_step.empty() && !is_clearly_below_batches(most)) {
-      const Candidate alone = batches_alone();
+    if (!request_.home_step.empty() && !is_below_batches(most)) {
+      const Candidate& alone = batches_alone();
       if (!keeps_cap(alone)) return std::nullopt;
       most = std::min(most, alone.total());
     }
     if (loaded) {
-      const bool even = limits_.keep(count_per_part(loaded->cells, num_cells_));
+      const bool even = problem_.keeps_limits(loaded->cells);
       if (even && loaded->total() <= most) return loaded;
       most = std::min(most, loaded->total() - 1);
     }
     if (most <= good(bound_.total)) return std::nullopt;
-    const Weights largest = with_room(share_out(bound_.total, bound_.largest), most);
-    const Problem problem = above(largest);
-    const Weights sizes = movable(request_.tokens.empty() ? request_.workloads : request_.tokens);
-    std::optional<Indices> cells = evenrank::near_ranks_of_many(request_, problem, sizes, largest_of(largest));
-    if (!cells || !limits_.keep(count_per_part(*cells, num_cells_))) return std::nullopt;
+    std::optional<Weights> largest = with_room(share_out(bound_.total, bound_.largest), most);
+    if (!has_places(problem_, *largest)) {
+      largest = shares_by_level(problem_, request_.num_steps, bound_.total);
+      largest = largest ? with_room(*largest, most) : shares_by_level(problem_, request_.num_steps, most);
+    }
+    if (!largest) return std::nullopt;
+    return near_ranks_of_many(*largest, most);
+  }
+
+  // A plan near home within the limits of the steps, none where swaps do not find one.
+  std::optional<Candidate> near_ranks_of_many(const Weights& largest, Weight most) const {
+    std::optional<Indices> cells = evenrank::near_ranks_of_many(request_, above(largest), largest_of(largest));
+    if (!cells || !problem_.keeps_limits(*cells)) return std::nullopt;
     Candidate found = candidate(std::move(*cells));
     if (found.total() > most || !keeps_cap(found)) return std::nullopt;
     return found;
   }
 
-  // Largest loads of the steps with a sum of at most `most`: half of the room above `largest` in proportion to the load,
-  // half in equal parts, because beside a very heavy step the others have little of their own.
-  Weights with_room(Weights largest, Weight most) const {
-    const Weight sum = std::accumulate(largest.begin(), largest.end(), Weight{0});
-    const Weight room = most - sum;
-    const __int128 total = std::max<Weight>(sum, 1);
-    for (Weight& load : largest) {
-      load += static_cast<Weight>(load * static_cast<__int128>(room) / (2 * total)) + room / (2 * Weight{request_.num_steps});
-    }
-    return largest;
-  }
-
   // A plan whose sum is at most `most`, which is at least that of `best`, with few tokens that change rank.
   Candidate near_ranks(const Candidate& best, Weight most) const {
     const Weights largest = with_room(best.largest, most);
+    if (request_.method == Method::kRefined && request_.num_parts >= kMany) {
+      if (std::optional<Candidate> found = near_ranks_of_many(largest, most)) return std::move(*found);
+    }
     const Weight limit = largest_of(largest);
     const Problem problem = above(largest);
-    const Home home{take(request_.home, problem.order),
-                    movable(take(request_.tokens.empty() ? request_.workloads : request_.tokens, problem.order)),
-                    request_.ranks_per_node, request_.num_steps};
-    Cap cap;
-    if (request_.max_tokens) cap = {take(request_.tokens, problem.order), best.most_tokens};
+    const Home home = home_by_row(request_, problem.order, sizes_of(request_));
+    std::optional<Cap> cap = request_.cap_by_row(problem.order);
+    if (cap) cap->limit = best.most_tokens;
     const Indices parts = near_home(problem, take(best.cells, problem.order), deal_at_home(problem, home, limit), home,
-                                    limit, request_.max_tokens ? &cap : nullptr);
+                                    limit, pointer_to(cap));
     return candidate(problem.by_sample(parts));
   }
 
@@ -381,6 +341,7 @@ class GridPlanner {
   Limits limits_;
   Problem problem_;
   GridBound bound_;
+  mutable std::optional<Candidate> alone_;  // batches_alone(), once it is known
 };
 
 inline Plan plan_grid(const Request& request) { return GridPlanner(request).plan(); }

@@ -93,21 +93,4 @@ inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num
   return bound;
 }
 
-// A largest load per step, heaviest first: `total` in even shares, but no step below its part of the bound.
-// share_out(20, {11, 4, 2}) is {11, 5, 5}.
-inline Weights share_out(Weight total, const Weights& largest) {
-  Weights shares;
-  const Weight num_steps = static_cast<Weight>(largest.size());
-  for (Weight step = 0; step < num_steps; ++step) {
-    const Weight even = divide_up(total, num_steps - step);
-    if (even >= largest[step]) {
-      shares.resize(num_steps, even);
-      break;
-    }
-    shares.push_back(largest[step]);
-    total -= largest[step];
-  }
-  return shares;
-}
-
 }  // namespace evenrank

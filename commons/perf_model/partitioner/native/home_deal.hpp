@@ -8,8 +8,8 @@
 
 namespace evenrank {
 
-// A row of less than 1 / kLarge of what the lightest step may hold goes home even where it is too much there: swaps
-// find better rows to give away for it. A larger row seldom leaves by a swap.
+// A row of less than 1 / kLarge of what the lightest step may hold goes home even where it is too much there: swaps find
+// better rows to give away for it. A larger row seldom leaves by a swap.
 constexpr Weight kLarge = 8;
 
 // Loads and counts of the cells while they fill, and which of them may take one more row.
@@ -17,7 +17,7 @@ class FillingCells {
  public:
   explicit FillingCells(const Problem& problem)
       : limits_(problem.limits),
-        loads_(problem.base.empty() ? Weights(problem.num_parts, 0) : problem.base),
+        loads_(problem.first_loads()),
         counts_(problem.num_parts, 0),
         spare_(static_cast<Weight>(problem.weights.size()) - limits_.min_count * problem.num_parts),
         lightest_(loads_) {}
@@ -75,12 +75,13 @@ class FillingCells {
 //
 // Among the cells that a row prefers it goes to the lightest one with room for one more row. A large row that would
 // take that above the limit goes to its node's lightest, or the lightest of all, if it fits there. Rows beyond the
-// number that the cells of a rank may take go the same way.
-inline Indices deal_at_home(const Problem& problem, const Home& home, Weight limit) {
+// number that the cells of a rank may take go the same way. A row is large from 1 / `fraction` of what the lightest
+// step may hold on.
+inline Indices deal_at_home(const Problem& problem, const Home& home, Weight limit, Weight fraction = kLarge) {
   FillingCells cells(problem);
   const Index steps = home.steps;
   const Index node = steps * home.ranks_per_node;
-  const Weight large = (limit - cells.largest()) / kLarge;
+  const Weight large = (limit - cells.largest()) / fraction;
   Indices parts(problem.weights.size());
   for (std::size_t row = 0; row < parts.size(); ++row) {
     const Weight weight = problem.weights[row];

@@ -23,15 +23,23 @@ constexpr int kBits = 31;
 // A swap that costs nothing, or brings rows home, is worth more than any other: all others are below 2^62.
 constexpr Weight kFree = Weight{1} << 62;
 
-inline int bit_length(Weight value) {
-  int bits = 0;
-  for (; value > 0; value >>= 1) ++bits;
-  return bits;
-}
+// Where a partition is, found once for many rows: divisions are most of what a cost takes.
+struct Place {
+  Index rank;
+  Index first;  // rank of its node
+  Index ranks_per_node;
 
-inline Weight largest_of(const Weights& values) {
-  return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
-}
+  static Place of(Index part, Index steps, Index ranks_per_node) {
+    const Index rank = part / steps;
+    return {rank, rank - rank % ranks_per_node, ranks_per_node};
+  }
+  bool has(Index other_rank) const {
+    return static_cast<std::uint32_t>(other_rank - first) < static_cast<std::uint32_t>(ranks_per_node);
+  }
+
+  // Cost of a token here: 0 at home, 1 within the node, kNodeCost beyond. No branches: they could not be predicted.
+  Weight cost(Index home) const { return (home != rank) + (kNodeCost - 1) * !has(home); }
+};
 
 // Where rows are now, and what it costs to move them.
 struct Home {
@@ -40,20 +48,8 @@ struct Home {
   Index ranks_per_node;
   Index steps = 1;  // partitions per rank, between which rows move at no cost
 
-  bool same_node(Index a, Index b) const { return a / ranks_per_node == b / ranks_per_node; }
-
-  // Where a partition is, found once for many rows: divisions are most of what a cost takes.
-  struct Place {
-    Index rank;
-    Index node;
-  };
-  Place place_of(Index part) const { return {part / steps, part / steps / ranks_per_node}; }
-
-  // Cost of having `row` at `place`: 0 at home, its size within the node, kNodeCost times that beyond.
-  Weight cost_at(Index row, const Place& place) const {
-    if (parts[row] == place.rank) return 0;
-    return sizes[row] * (parts[row] / ranks_per_node == place.node ? 1 : kNodeCost);
-  }
+  Place place_of(Index part) const { return Place::of(part, steps, ranks_per_node); }
+  Weight cost_at(Index row, const Place& place) const { return place.cost(parts[row]) * sizes[row]; }
 
   // Cost of a whole plan.
   Weight cost(const Indices& plan) const {
@@ -63,18 +59,29 @@ struct Home {
   }
 };
 
-// The goal of a repair, and the shifts that reduce gains and costs to 31 bits.
-struct Repair {
-  const Home& home;
-  Weight limit;
+// Load taken off per cost of a swap; shifts reduce both to 31 bits.
+struct Efficiency {
   int gain_shift;
   int cost_shift;
 
-  Weight efficiency(Weight gain, Weight cost) const {
-    gain >>= gain_shift;
-    if (cost <= 0) return kFree + gain;
-    return (gain << kBits) / std::max<Weight>(cost >> cost_shift, 1);
+  static Efficiency of(Weight heaviest, const Weights& sizes) {
+    return {std::max(0, bit_length(heaviest) - kBits), std::max(0, bit_length(2 * kNodeCost * largest_of(sizes)) - kBits)};
   }
+  // The efficiency of a swap if it is above `least`, else -1. Most are not: a product shows that without a division.
+  Weight above(Weight least, Weight gain, Weight cost) const {
+    gain >>= gain_shift;
+    if (cost <= 0) return kFree + gain > least ? kFree + gain : -1;
+    const Weight divisor = std::max<Weight>(cost >> cost_shift, 1);
+    if (static_cast<__int128>(least + 1) * divisor > (gain << kBits)) return -1;
+    return (gain << kBits) / divisor;
+  }
+};
+
+// The goal of a repair.
+struct Repair {
+  const Home& home;
+  Weight limit;
+  Efficiency efficiency;
 };
 
 // Carries out the most efficient swap of `heavy` with its share of the others; returns whether there was one.
@@ -85,7 +92,7 @@ inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, con
   const Weights& loads = plan.loads();
   const std::vector<Item>& rows = plan.items(heavy);
   const Weight excess = loads[heavy] - repair.limit;
-  const Home::Place at_heavy = repair.home.place_of(heavy);
+  const Place at_heavy = repair.home.place_of(heavy);
   Weight best = -1;
   Index best_light = kNone;
   Item best_row{};
@@ -93,26 +100,30 @@ inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, con
   for (Index at_light = 0; at_light < share.size(); ++at_light) {
     const Index light = share[at_light];
     const Weight room = repair.limit - loads[light];
-    if (room <= 0) continue;
+    // The others are heavier: none of them can take more.
+    if (room <= 0 || best >= kFree + (std::min(room, excess) >> repair.efficiency.gain_shift)) break;
     const std::vector<Item>& others = plan.items(light);
     const Weight num_others = static_cast<Weight>(others.size());
     const bool may_move = plan.may_move(heavy, light);
-    const Home::Place at_lighter = repair.home.place_of(light);
+    const Place at_lighter = repair.home.place_of(light);
+    const Weight lightest = num_others > 0 ? others.back().weight : kMax;
     Weight below = 0;
     for (const Item& row : rows) {
+      if (row.weight <= lightest && !may_move) break;  // no swap for lighter rows either
+      while (below < num_others && others[below].weight >= row.weight - room) ++below;
+      if (below == 0 && !may_move) continue;
       const Weight cost_out = repair.home.cost_at(row.row, at_lighter) - repair.home.cost_at(row.row, at_heavy);
       const auto consider = [&](const Item& back, Weight cost) {
         const Weight taken = row.weight - back.weight;
         if (taken <= 0 || taken > room) return;
-        const Weight efficiency = repair.efficiency(std::min(taken, excess), cost);
-        if (efficiency > best && plan.keeps_cap(heavy, light, row.row, back.row)) {
+        const Weight efficiency = repair.efficiency.above(best, std::min(taken, excess), cost);
+        if (efficiency >= 0 && plan.keeps_cap(heavy, light, row.row, back.row)) {
           best = efficiency;
           best_light = light;
           best_row = row;
           best_back = back;
         }
       };
-      while (below < num_others && others[below].weight >= row.weight - room) ++below;
       for (Weight at = below - 1; at >= std::max<Weight>(below - kHomeReach, 0); --at) {
         const Index back = others[at].row;
         consider(others[at], cost_out + repair.home.cost_at(back, at_heavy) - repair.home.cost_at(back, at_lighter));
@@ -140,7 +151,7 @@ inline Round relieve_groups(WorkingPartition& plan, std::vector<Indices>& groups
         std::count_if(group.begin(), group.end(), [&](Index part) { return plan.loads()[part] > repair.limit; }));
     if (num_over == 0 || group.size() == 1) continue;
     round.any_over = true;
-    rank_by_load(plan.loads(), group);
+    plan.rank(group);
     const Index num_heavy = heavy_at_level(num_over, group.size(), level);
     round.most_heavy = std::max(round.most_heavy, num_heavy);
     for (Index heavy = 0; heavy < num_heavy; ++heavy) {
@@ -170,14 +181,14 @@ inline Weight excess_of(const Weights& loads, Weight limit) {
 // Takes the load above `limit` off every partition by swaps that move few tokens: first within ranks, then within
 // nodes, then between all partitions. A swap takes no partition above the limit, so it may end with some that still are
 // above it. `parts`, by row, keeps the limits; a swap takes no partition above the cap.
-inline Indices repair(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, Weight limit,
-                      const Home& home, const Cap* cap = nullptr, const Weights& base = {}) {
-  WorkingPartition plan(weights, std::move(parts), num_parts, limits, cap, base);
-  const Repair repair{home, limit, std::max(0, bit_length(largest_of(weights)) - kBits),
-                      std::max(0, bit_length(2 * kNodeCost * largest_of(home.sizes)) - kBits)};
+inline Indices repair(const Problem& problem, Indices parts, Weight limit, const Home& home, const Cap* cap = nullptr) {
+  const Index num_parts = problem.num_parts;
+  WorkingPartition plan(problem, std::move(parts), cap);
+  const Repair repair{home, limit, Efficiency::of(problem.weights.front(), home.sizes)};
   int rounds = 0;
   for (const Weight size : group_sizes(home, num_parts)) {
     std::vector<Indices> groups;
+    plan.forget_order();
     for (Index part = 0; part < num_parts; ++part) {
       if (part % size == 0) groups.emplace_back();
       groups.back().push_back(part);
@@ -211,8 +222,10 @@ inline Indices repair(const Weights& weights, Indices parts, Index num_parts, co
 // The fullest partitions keep the most rows. One with too many gives up consecutive rows by weight: the lightest, or if
 // that leaves it above `limit`, the lightest that do not. A row given up goes to the lightest partition with room in
 // its node if it fits there, else to the lightest of all.
-inline Indices even_counts(const Weights& weights, Index num_parts, const Limits& limits, Weight limit,
-                           const Home& home) {
+inline Indices even_counts(const Problem& problem, Weight limit, const Home& home) {
+  const Weights& weights = problem.weights;
+  const Index num_parts = problem.num_parts;
+  const Limits& limits = problem.limits;
   const Indices counts = count_per_part(home.parts, num_parts);
   Weights loads = sum_by_rank(home.parts, weights, num_parts);
   Indices quota(num_parts);
@@ -253,12 +266,13 @@ inline Indices even_counts(const Weights& weights, Index num_parts, const Limits
 
   Indices parts = home.parts;
   for (const Index row : given) {
+    const Place at_home = home.place_of(home.parts[row]);
     Index near = kNone;
     Index any = kNone;
     for (Index part = 0; part < num_parts; ++part) {
       if (counts[part] >= quota[part]) continue;
       if (any == kNone || loads[part] < loads[any]) any = part;
-      if (home.same_node(part, home.parts[row]) && loads[part] + weights[row] <= limit &&
+      if (at_home.has(part) && loads[part] + weights[row] <= limit &&
           (near == kNone || loads[part] < loads[near])) {
         near = part;
       }

@@ -11,11 +11,19 @@
 namespace evenrank {
 
 constexpr Index kMany = 512;           // from this many partitions on, plans are made here first
-constexpr int kAsked = 64;             // partitions that may fail to swap with a heavy one before it is left as it is
+constexpr std::size_t kAsked = 64;             // partitions that may fail to swap with a heavy one before it is left as it is
+constexpr std::size_t kFewAsked = 16;          // the same for cells of a grid, which are many more
 constexpr std::size_t kMostSwaps = 2;  // swaps per row, far more than plans need
+constexpr Weight kMedium = 64;          // the same as kLarge, for rows of medium weight
 constexpr Index kFewLeft = 4096;       // one partition of so many left above the limit is dealt anew,
 constexpr Weight kFewMoved = 32;       // which may cost as much as moving one of so many tokens
 constexpr Index kFewCells = 64;        // one cell of a grid of so many left above the limit is dealt anew
+
+// The partition of each sample, and the loads of the partitions.
+struct LoadedParts {
+  Indices parts;
+  Weights loads;
+};
 
 // Lets the heaviest partition swap a row with the lightest one until no load is above the limit, if it can.
 //
@@ -32,12 +40,11 @@ class HeaviestLowered {
         num_light_(static_cast<Index>(problem.order.size())),
         limits_(problem.limits),
         limit_(limit),
+        asked_(request.num_steps == 1 ? kAsked : kFewAsked),
         may_fail_(may_fail),
         parts_(std::move(parts)),
-        base_(problem.base.empty() ? Weights(problem.num_parts, 0) : problem.base),
-        ranks_(problem.num_parts),
-        nodes_(problem.num_parts),
-        rows_(request, parts_, problem.num_parts, sizes),
+        base_(problem.first_loads()),
+        rows_(request, problem.order, parts_, problem.num_parts, sizes),
         loads_(sum_by_rank(parts_, request.workloads, problem.num_parts, problem.base)),
         heaviest_(loads_),
         lightest_(loads_),
@@ -46,16 +53,15 @@ class HeaviestLowered {
         left_lightest_(problem.num_parts, false),
         forced_(problem.num_parts, false),
         has_large_(problem.num_parts, false),
-        gain_shift_(std::max(0, bit_length(problem.weights.front()) - kBits)),
-        cost_shift_(std::max(0, bit_length(2 * kNodeCost * largest_of(sizes)) - kBits)) {
+        efficiency_(Efficiency::of(problem.weights.front(), sizes)) {
     if (request.max_tokens) held_ = sum_by_rank(parts_, request.tokens, problem.num_parts);
+    places_.reserve(problem.num_parts);
     for (Index part = 0; part < problem.num_parts; ++part) {
-      ranks_[part] = part / request.num_steps;
-      nodes_[part] = ranks_[part] / request.ranks_per_node;
+      places_.push_back(Place::of(part, request.num_steps, request.ranks_per_node));
     }
   }
 
-  Indices run() {
+  LoadedParts run() {
     const Weight large = limit_ - largest_of(base_);  // no lighter row is large in any step
     Index num_large = 0;
     for (const Index sample : order_) {
@@ -86,7 +92,7 @@ class HeaviestLowered {
         --swaps;
       }
     }
-    return std::move(parts_);
+    return {std::move(parts_), std::move(loads_)};
   }
 
  private:
@@ -103,10 +109,12 @@ class HeaviestLowered {
     if (own.size() > 1 && is_large(own[1].weight, heavy)) return false;
     has_large_[heavy] = true;
     const Weight load = loads_[heavy];
-    int failed = 0;
-    for (Index at = num_light_; at > 0 && failed < kAsked && loads_[heavy] > limit_; --at) {
+    std::size_t failed = 0;
+    const Index looked = request_.num_steps == 1 ? num_light_ : static_cast<Index>(loads_.size());
+    const Index last = std::max(num_light_ - looked, 0);
+    for (Index at = num_light_; at > last && failed < asked_ && loads_[heavy] > limit_; --at) {
       const Index light = parts_[order_[at - 1]];
-      if (light == heavy || has_large_[light] || loads_[light] >= limit_) {
+      if ((light == heavy) | has_large_[light] | (loads_[light] >= limit_)) {  // one branch, for most rows are such
         if (at == num_light_) --num_light_;
         continue;
       }
@@ -123,9 +131,9 @@ class HeaviestLowered {
   bool is_large(Weight weight, Index part) const { return weight > limit_ - base_[part] - weight; }
 
   void carry_out(Index heavy, const Swap& swap) {
-    Index back = swap.back;
-    const Index stands = give(heavy, swap.light, swap.row);
-    if (back != kNone) give(swap.light, heavy, back + (stands <= back));
+    give(heavy, swap.light, rows_.of(heavy)[swap.row]);
+    if (swap.back != kNone) give(swap.light, heavy, rows_.of(swap.light)[swap.back]);
+    rows_.swap(heavy, swap.row, swap.light, swap.back);
     for (const Index part : {heavy, swap.light}) {
       heaviest_.changed(part);
       lightest_.changed(part);
@@ -134,16 +142,17 @@ class HeaviestLowered {
   // A swap with the lightest of the rank, else of the node; none where those have failed before.
   Swap nearby(Index heavy) {
     const Index steps = request_.num_steps;
-    const Swap swap = within(heavy, ranks_[heavy] * steps, steps, left_rank_);
+    const Swap swap = within(heavy, places_[heavy].rank * steps, steps, left_rank_);
     if (swap.efficiency >= 0) return swap;
-    const Index node = std::min(request_.ranks_per_node, request_.num_parts) * steps;
-    return within(heavy, nodes_[heavy] * node, node, left_node_);
+    return within(heavy, places_[heavy].first * steps, request_.ranks_per_node * steps, left_node_);
   }
   // A swap with the lightest of `size` partitions from `first` on; if there is none, `heavy` has left them.
   Swap within(Index heavy, Index first, Index size, std::vector<bool>& left) {
     if (left[heavy]) return {};
     const Index end = std::min(first + size, static_cast<Index>(loads_.size()));
-    const Swap swap = best_within(heavy, lightest_.winner(first, end));
+    Index light = first;
+    for (Index part = first + 1; part < end; ++part) light = loads_[part] < loads_[light] ? part : light;
+    const Swap swap = best_within(heavy, light);
     if (swap.efficiency < 0) left[heavy] = true;
     return swap;
   }
@@ -151,21 +160,15 @@ class HeaviestLowered {
   Swap find_swap(Index heavy) {
     Swap swap = nearby(heavy);
     if (swap.efficiency >= 0) return swap;
-    Indices asked;
-    while (swap.efficiency < 0 && !left_lightest_[heavy] && asked.size() < kAsked) {
-      const Index light = lightest_.winner();
+    for (std::size_t asked = 0; swap.efficiency < 0 && !left_lightest_[heavy] && asked < asked_; ++asked) {
+      const Index light = lightest_.at(asked);
       if (light == kNone || loads_[light] >= limit_) break;
       swap = best_within(heavy, light);
-      if (swap.efficiency < 0) {
-        asked.push_back(light);
-        lightest_.leave(light);
-      }
     }
-    for (const Index light : asked) lightest_.enter(light);
     if (swap.efficiency < 0) left_lightest_[heavy] = true;
     if (swap.efficiency < 0 && !forced_[heavy]) {
       forced_[heavy] = true;
-      const Index light = lightest_.winner();
+      const Index light = lightest_.at(0);
       swap = best(heavy, light, loads_[heavy] - loads_[light] - 1);
       if (swap.efficiency >= 0) heaviest_.enter(light);
     }
@@ -181,6 +184,7 @@ class HeaviestLowered {
     const std::vector<SortedRows::Row>& rows = rows_.of(heavy);
     const std::vector<SortedRows::Row>& others = rows_.of(light);
     const Index num_others = static_cast<Index>(others.size());
+    const Place at_heavy = places_[heavy], at_light = places_[light];
     const Weight excess = loads_[heavy] - limit_;
     const Weight lightest = others.empty() ? kMax : others.back().weight;
     const bool may_move = static_cast<Weight>(rows.size()) > limits_.min_count && num_others < limits_.max_count;
@@ -192,11 +196,10 @@ class HeaviestLowered {
       const Weight taken = enough > 0 ? row.weight - others[enough - 1].weight : 0;
       const bool moves = may_move && 0 < row.weight && row.weight <= room;
       if (taken <= 0 && !moves) continue;
-      const Weight cost_out = cost_at(row, light) - cost_at(row, heavy);
+      const Weight cost_out = cost(row, at_heavy, at_light);
       const auto consider = [&](Weight taken, Index back, Weight cost) {
-        const Weight gain = std::min(taken, excess) >> gain_shift_;
-        const Weight efficiency = efficiency_above(best.efficiency, gain, cost);
-        if (efficiency > best.efficiency &&
+        const Weight efficiency = efficiency_.above(best.efficiency, std::min(taken, excess), cost);
+        if (efficiency >= 0 &&
             keeps_cap(heavy, light, row.sample, back == kNone ? kNone : others[back].sample)) {
           best.efficiency = efficiency;
           best.row = at;
@@ -205,23 +208,15 @@ class HeaviestLowered {
       };
       if (taken > 0) {
         const SortedRows::Row& back = others[enough - 1];
-        consider(taken, enough - 1, cost_out + cost_at(back, heavy) - cost_at(back, light));
+        consider(taken, enough - 1, cost_out + cost(back, at_light, at_heavy));
       }
       if (moves) consider(row.weight, kNone, cost_out);
     }
     return best;
   }
-  // The efficiency of a swap if it is above `least`, else -1. Most are not: a product shows that without a division.
-  Weight efficiency_above(Weight least, Weight gain, Weight cost) const {
-    if (cost <= 0) return kFree + gain;
-    const Weight divisor = std::max<Weight>(cost >> cost_shift_, 1);
-    if (static_cast<__int128>(least + 1) * divisor > (gain << kBits)) return -1;
-    return (gain << kBits) / divisor;
-  }
-
-  Weight cost_at(const SortedRows::Row& row, Index part) const {
-    if (row.home == ranks_[part]) return 0;
-    return row.size * (nodes_[row.home * request_.num_steps] == nodes_[part] ? 1 : kNodeCost);
+  // What it costs more to have a row at `to` than at `from`.
+  Weight cost(const SortedRows::Row& row, const Place& from, const Place& to) const {
+    return row.size * (to.cost(row.home) - from.cost(row.home));
   }
 
   bool keeps_cap(Index heavy, Index light, Index row, Index back) const {
@@ -229,9 +224,8 @@ class HeaviestLowered {
     const Weight taken = request_.tokens[row] - (back == kNone ? 0 : request_.tokens[back]);
     return held_[heavy] - taken <= *request_.max_tokens && held_[light] + taken <= *request_.max_tokens;
   }
-  // Moves a row and its load; returns its new position.
-  Index give(Index from, Index to, Index at) {
-    const SortedRows::Row row = rows_.of(from)[at];
+  // Moves the load of a row.
+  void give(Index from, Index to, const SortedRows::Row& row) {
     parts_[row.sample] = to;
     loads_[from] -= row.weight;
     loads_[to] += row.weight;
@@ -239,7 +233,6 @@ class HeaviestLowered {
       held_[from] -= request_.tokens[row.sample];
       held_[to] += request_.tokens[row.sample];
     }
-    return rows_.move(from, at, to);
   }
 
   const Request& request_;
@@ -247,57 +240,72 @@ class HeaviestLowered {
   Index num_light_;  // rows of order_ from this one on are in partitions without room
   Limits limits_;
   Weight limit_;
+  std::size_t asked_;
   Index may_fail_;  // partitions that may be left above the limit before the others are left too
   Indices parts_;
   Weights base_;
-  Indices ranks_;  // of each partition
-  Indices nodes_;
+  std::vector<Place> places_;  // of each partition
   SortedRows rows_;
   Weights loads_;
   Weights held_;  // tokens per partition; empty without a cap
   Tournament<true> heaviest_;
-  Tournament<false> lightest_;
+  LightestParts lightest_;
   std::vector<bool> left_rank_;      // partitions that found no swap with the lightest of their rank,
   std::vector<bool> left_node_;      // those that found none with the lightest of their node,
   std::vector<bool> left_lightest_;  // and those that found none with the lightest of all
   std::vector<bool> forced_;         // those that have tried to bring another above the limit
-  std::vector<bool> has_large_;      // those with a row that no second one of its size fits beside
-  int gain_shift_;
-  int cost_shift_;
+  std::vector<char> has_large_;      // those with a row that no second one of its size fits beside
+  Efficiency efficiency_;
 };
 
 inline Index num_above(const Weights& loads, Weight limit) {
   return static_cast<Index>(std::count_if(loads.begin(), loads.end(), [&](Weight load) { return load > limit; }));
 }
 
+// Whether nearly every cell above the limit has a row of medium weight that is alone more than what is too much there:
+// such rows do not fit beside the large ones that they are with, and should have been dealt to other cells.
+inline bool has_misplaced(const Problem& problem, const LoadedParts& plan, Weight limit) {
+  const Weight room = limit - largest_of(problem.base);
+  std::vector<bool> counted(problem.num_parts, false);
+  Index misplaced = 0;
+  for (std::size_t row = 0; row < problem.weights.size() && problem.weights[row] >= room / kMedium; ++row) {
+    const Weight weight = problem.weights[row];
+    const Index cell = plan.parts[problem.order[row]];
+    const Weight excess = plan.loads[cell] - limit;
+    if (weight >= room / kLarge || excess <= 0 || weight < excess || counted[cell]) continue;
+    counted[cell] = true;
+    ++misplaced;
+  }
+  const Index above = num_above(plan.loads, limit);
+  return above > problem.num_parts / kFewCells && misplaced > above - above / 4;
+}
+
 // A plan of the cells of a grid, none of which is above `limit`, that leaves many rows on their rank; by sample. The
-// rows of each rank begin in its own steps. `sizes` are those of the samples. None where swaps find no such plan.
-inline std::optional<Indices> near_ranks_of_many(const Request& request, const Problem& problem, const Weights& sizes,
-                                                 Weight limit) {
-  const Home home{take(request.home, problem.order), take(sizes, problem.order), request.ranks_per_node,
-                  request.num_steps};
-  Indices parts = problem.by_sample(deal_at_home(problem, home, limit));
-  const auto above_cap = [&] {
-    return request.max_tokens && largest_load(request.tokens, parts, problem.num_parts) > *request.max_tokens;
+// rows of each rank begin in its own steps. None where swaps find no such plan.
+inline std::optional<Indices> near_ranks_of_many(const Request& request, const Problem& problem, Weight limit) {
+  const Weights sizes = sizes_of(request);
+  const Home home = home_by_row(request, problem.order, sizes);
+  const auto lowered_from = [&](Weight fraction) {
+    Indices dealt = problem.by_sample(deal_at_home(problem, home, limit, fraction));
+    return HeaviestLowered(problem, request, std::move(dealt), sizes, limit, problem.num_parts).run();
   };
-  if (above_cap()) return std::nullopt;
-  const Index may_fail = problem.num_parts / kFewCells;
-  parts = HeaviestLowered(problem, request, std::move(parts), sizes, limit, may_fail).run();
-  const Weights loads = sum_by_rank(parts, request.workloads, problem.num_parts, problem.base);
-  const Index above = num_above(loads, limit);
-  if (above == 0) return parts;
-  if (above > may_fail) return std::nullopt;
-  Cap cap;
-  if (request.max_tokens) cap = {take(request.tokens, problem.order), *request.max_tokens};
-  const std::optional<Indices> dealt =
-      redeal_heaviest(problem, take(parts, problem.order), home, limit, request.max_tokens ? &cap : nullptr);
-  if (!dealt) return std::nullopt;
-  return problem.by_sample(*dealt);
+  LoadedParts lowered = lowered_from(kLarge);
+  if (has_misplaced(problem, lowered, limit)) {
+    LoadedParts other = lowered_from(kMedium);
+    if (excess_of(other.loads, limit) < excess_of(lowered.loads, limit) / 4) lowered = std::move(other);
+  }
+  const std::optional<Cap> cap = request.cap_by_row(problem.order);
+  const Cap* const kept = pointer_to(cap);
+  const Indices swapped = take(lowered.parts, problem.order);
+  if (num_above(lowered.loads, limit) == 0 && keeps(kept, swapped, problem.num_parts)) return std::move(lowered.parts);
+  const std::optional<Indices> repaired = repair_start(problem, swapped, home, limit, kept);
+  if (!repaired) return std::nullopt;
+  return problem.by_sample(*repaired);
 }
 
 // A plan within 1 + slack of the bound that leaves many rows at home; by sample. None where no such plan is found, or
 // is better sought otherwise: a slack below what plans are refined to, or a home above the cap.
-inline std::optional<Indices> near_home_of_many(const Request& request, const Problem& problem, Weight bound) {
+inline std::optional<LoadedParts> near_home_of_many(const Request& request, const Problem& problem, Weight bound) {
   const Index num_parts = request.num_parts;
   Weight limit = with_slack(bound, request.slack);
   if (request.home.empty() || limit < near(bound)) return std::nullopt;
@@ -305,37 +313,36 @@ inline std::optional<Indices> near_home_of_many(const Request& request, const Pr
     return request.max_tokens && largest_load(request.tokens, parts, num_parts) > *request.max_tokens;
   };
   if (above_cap(request.home)) return std::nullopt;
-  const Weight home_load = largest_load(request.workloads, request.home, num_parts);
-  const bool even = problem.limits.keep(count_per_part(request.home, num_parts));
-  if (home_load <= bound || (even && home_load <= limit)) return request.home;
+  Weights loads = sum_by_rank(request.home, request.workloads, num_parts);
+  const Weight home_load = largest_of(loads);
+  const bool even = problem.keeps_limits(request.home);
+  if (home_load <= bound || (even && home_load <= limit)) return LoadedParts{request.home, std::move(loads)};
   limit = std::min(limit, home_load - 1);
-  const Weights sizes = movable(request.tokens.empty() ? request.workloads : request.tokens);
-  const auto by_row = [&] {
-    return Home{take(request.home, problem.order), take(sizes, problem.order), request.ranks_per_node};
-  };
-  Indices parts = request.home;
+  const Weights sizes = sizes_of(request);
+  const auto by_row = [&] { return home_by_row(request, problem.order, sizes); };
+  Indices start = request.home;
   if (!even) {
-    parts = problem.by_sample(even_counts(problem.weights, num_parts, problem.limits, limit, by_row()));
-    if (above_cap(parts)) return std::nullopt;
+    start = problem.by_sample(even_counts(problem, limit, by_row()));
+    if (above_cap(start)) return std::nullopt;
   }
-  parts = HeaviestLowered(problem, request, std::move(parts), sizes, limit, num_parts).run();
-  if (largest_load(request.workloads, parts, num_parts) > limit) {
-    Cap cap;
-    if (request.max_tokens) cap = {take(request.tokens, problem.order), *request.max_tokens};
-    const Home home = by_row();
-    const Cap* const kept = request.max_tokens ? &cap : nullptr;
-    const Indices swapped = take(parts, problem.order);
-    const Weight total = std::accumulate(sizes.begin(), sizes.end(), Weight{0});
-    std::optional<Indices> repaired;
-    if (num_above(sum_by_rank(parts, request.workloads, num_parts), limit) <= num_parts / kFewLeft) {
-      repaired = redeal_heaviest(problem, swapped, home, limit, kept);
-      if (repaired && home.cost(*repaired) - home.cost(swapped) > total / kFewMoved) repaired.reset();
-    }
-    if (!repaired) repaired = repair_start(problem, swapped, home, limit, kept);
-    if (!repaired || home.cost(*repaired) > total / 2) return std::nullopt;
-    parts = problem.by_sample(*repaired);
+  LoadedParts lowered = HeaviestLowered(problem, request, std::move(start), sizes, limit, num_parts).run();
+  const Index above = num_above(lowered.loads, limit);
+  if (above == 0) return lowered;
+  const std::optional<Cap> cap = request.cap_by_row(problem.order);
+  const Cap* const kept = pointer_to(cap);
+  const Home home = by_row();
+  const Indices swapped = take(lowered.parts, problem.order);
+  const Weight total = std::accumulate(sizes.begin(), sizes.end(), Weight{0});
+  std::optional<Indices> repaired;
+  if (above <= num_parts / kFewLeft) {
+    repaired = redeal_heaviest(problem, swapped, home, limit, kept);
+    if (repaired && home.cost(*repaired) - home.cost(swapped) > total / kFewMoved) repaired.reset();
   }
-  return parts;
+  if (!repaired) repaired = repair_start(problem, swapped, home, limit, kept);
+  if (!repaired || home.cost(*repaired) > total / 2) return std::nullopt;
+  Indices parts = problem.by_sample(*repaired);
+  loads = sum_by_rank(parts, request.workloads, num_parts);
+  return LoadedParts{std::move(parts), std::move(loads)};
 }
 
 }  // namespace evenrank

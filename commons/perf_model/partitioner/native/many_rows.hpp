@@ -5,55 +5,84 @@
 
 namespace evenrank {
 
-// The partition with the largest (or smallest) load of a range, ties by index: a tournament over those that take part.
+// The partition with the largest (or smallest) load, ties by index: a tournament over those that take part. Matches
+// compare keys that lie in the tree, so that a path is read ahead of its matches, and none of them is a branch.
 template <bool largest>
 class Tournament {
  public:
   explicit Tournament(const Weights& loads) : loads_(loads), first_(1) {
     while (first_ < loads.size()) first_ *= 2;
-    winners_.assign(2 * first_, kNone);
-    for (std::size_t part = 0; part < loads.size(); ++part) winners_[first_ + part] = static_cast<Index>(part);
-    for (std::size_t at = first_; --at > 0;) winners_[at] = better(winners_[2 * at], winners_[2 * at + 1]);
+    winners_.assign(2 * first_, kNobody);
+    for (std::size_t part = 0; part < loads.size(); ++part) winners_[first_ + part] = key(part);
+    for (std::size_t at = first_; --at > 0;) winners_[at] = std::max(winners_[2 * at], winners_[2 * at + 1]);
   }
-  Index winner() const { return winners_[1]; }
-  Index winner(std::size_t begin, std::size_t end) const {
-    Index left = kNone;
-    Index right = kNone;
-    for (begin += first_, end += first_; begin < end; begin /= 2, end /= 2) {
-      if (begin % 2 == 1) left = better(left, winners_[begin++]);
-      if (end % 2 == 1) right = better(winners_[--end], right);
-    }
-    return better(left, right);
-  }
-  bool takes_part(Index part) const { return winners_[first_ + part] != kNone; }
-  void enter(Index part) { set(part, part); }
-  void leave(Index part) { set(part, kNone); }
-  // Replays the matches of `part`, up to one that another partition had won and wins again.
+  Index winner() const { return winners_[1] == kNobody ? kNone : ~static_cast<std::uint32_t>(winners_[1]); }
+  bool takes_part(Index part) const { return winners_[first_ + part] != kNobody; }
+  void enter(Index part) { set(part, key(part)); }
+  void leave(Index part) { set(part, kNobody); }
+  // The load of a partition, if it takes part, has changed.
   void changed(Index part) {
-    for (std::size_t at = (first_ + part) / 2; at > 0; at /= 2) {
-      const Index winner = better(winners_[2 * at], winners_[2 * at + 1]);
-      if (winner == winners_[at] && winner != part) break;
-      winners_[at] = winner;
-    }
+    if (takes_part(part)) enter(part);
   }
 
  private:
-  void set(Index part, Index value) {
-    winners_[first_ + part] = value;
-    changed(part);
+  // The load and then the index, so that the winner has the largest key.
+  using Key = unsigned __int128;
+  static constexpr Key kNobody = 0;
+
+  Key key(std::size_t part) const {
+    const Weight load = largest ? loads_[part] : kMax - loads_[part];
+    return static_cast<Key>(load) << 32 | ~static_cast<std::uint32_t>(part);
   }
-  // The winner of two; `a` has the smaller index.
-  Index better(Index a, Index b) const {
-    if (a == kNone || b == kNone) return a == kNone ? b : a;
-    return (largest ? loads_[b] > loads_[a] : loads_[b] < loads_[a]) ? b : a;
+  // Replays the matches of `part`, up to one with the same outcome.
+  void set(Index part, Key winner) {
+    std::size_t at = first_ + part;
+    for (winners_[at] = winner; at > 1; at /= 2) {
+      winner = std::max(winner, winners_[at ^ 1]);
+      if (winners_[at / 2] == winner) break;
+      winners_[at / 2] = winner;
+    }
   }
 
   const Weights& loads_;
   std::size_t first_;
-  Indices winners_;
+  std::vector<Key> winners_;
 };
 
-// The rows of every partition, heaviest first, ties by sample. Few partitions are ever read, so each is sorted then.
+// The partitions, lightest first. The first ones are kept in order until loads change: those that a heavy partition cannot
+// swap with are tried by the next one too.
+class LightestParts {
+ public:
+  explicit LightestParts(const Weights& loads) : loads_(loads), others_(loads) {}
+
+  // The one that `position` others are before; kNone if there are not so many.
+  Index at(std::size_t position) {
+    if (position == 0 && first_.empty()) return others_.winner();
+    while (first_.size() <= position) {
+      const Index next = others_.winner();
+      if (next == kNone) return kNone;
+      others_.leave(next);
+      first_.push_back(next);
+    }
+    return first_[position];
+  }
+  // The load of a partition has changed; it, and those that it is before now, are no longer among the first ones.
+  void changed(Index part) {
+    if (!others_.takes_part(part)) first_.erase(std::find(first_.begin(), first_.end(), part));
+    while (!first_.empty() && std::pair(loads_[part], part) < std::pair(loads_[first_.back()], first_.back())) {
+      others_.enter(first_.back());
+      first_.pop_back();
+    }
+    others_.enter(part);
+  }
+
+ private:
+  const Weights& loads_;
+  Indices first_;
+  Tournament<false> others_;
+};
+
+// The rows of every partition, heaviest first, ties by sample. Few partitions are ever looked at, so each is read then.
 class SortedRows {
  public:
   struct Row {
@@ -66,52 +95,58 @@ class SortedRows {
     }
   };
 
-  SortedRows(const Request& request, const Indices& parts, Index num_parts, const Weights& sizes)
+  // `order` has the samples, heaviest first.
+  SortedRows(const Request& request, const Indices& order, const Indices& parts, Index num_parts, const Weights& sizes)
       : request_(request), sizes_(sizes), samples_(parts.size()), counts_(count_per_part(parts, num_parts)),
-        starts_(counts_), rows_(num_parts) {
-    std::partial_sum(starts_.begin(), starts_.end(), starts_.begin());
-    for (std::size_t sample = parts.size(); sample-- > 0;) {
-      samples_[--starts_[parts[sample]]] = static_cast<Index>(sample);
-    }
+        ends_(num_parts, 0), rows_(num_parts) {
+    std::partial_sum(counts_.begin(), counts_.end() - 1, ends_.begin() + 1);
+    for (const Index sample : order) samples_[ends_[parts[sample]]++] = sample;
   }
 
   const std::vector<Row>& of(Index part) {
     std::vector<Row>& rows = rows_[part];
-    if (counts_[part] > 0) sort(part);
+    if (counts_[part] > 0) read(part);
     return rows;
   }
-  // Moves a row; returns its new position.
-  Index move(Index from, Index at, Index to) {
-    const Row row = of(from)[at];
-    of(to);
-    rows_[from].erase(rows_[from].begin() + at);
-    return insert(rows_[to], row);
-  }
-
- private:
-  void sort(Index part) {
-    std::vector<Row>& rows = rows_[part];
-    const Index count = std::exchange(counts_[part], 0);
-    rows.reserve(count + 1);  // a swap adds a row before it removes one
-    for (Index at = starts_[part]; at < starts_[part] + count; ++at) {
-      const Index sample = samples_[at];
-      insert(rows, {request_.workloads[sample], sizes_[sample], sample, request_.home[sample]});
+  // Moves the row at `row` of `from` to `to`, and the one at `back` there, if it is one, the other way.
+  void swap(Index from, Index row, Index to, Index back) {
+    std::vector<Row>& source = rows_[from];
+    std::vector<Row>& target = rows_[to];
+    if (back == kNone) {
+      target.push_back(source[row]);
+      sink(target, target.size() - 1);
+      source.erase(source.begin() + row);
+    } else {
+      std::swap(source[row], target[back]);
+      sink(source, row);
+      sink(target, back);
     }
   }
 
-  static Index insert(std::vector<Row>& rows, const Row& row) {
-    rows.push_back(row);
-    std::size_t at = rows.size() - 1;
+ private:
+  void read(Index part) {
+    std::vector<Row>& rows = rows_[part];
+    const Index count = std::exchange(counts_[part], 0);
+    rows.reserve(count);
+    for (Index at = ends_[part] - count; at < ends_[part]; ++at) {
+      const Index sample = samples_[at];
+      rows.push_back({request_.workloads[sample], sizes_[sample], sample, request_.home[sample]});
+    }
+  }
+
+  // Brings the row at `at` to its place among the others, which are in order.
+  static void sink(std::vector<Row>& rows, std::size_t at) {
+    const Row row = rows[at];
     for (; at > 0 && row.before(rows[at - 1]); --at) rows[at] = rows[at - 1];
+    for (; at + 1 < rows.size() && rows[at + 1].before(row); ++at) rows[at] = rows[at + 1];
     rows[at] = row;
-    return static_cast<Index>(at);
   }
 
   const Request& request_;
   const Weights& sizes_;
   Indices samples_;  // by partition
-  Indices counts_;   // of each partition; 0 once its rows are in order
-  Indices starts_;
+  Indices counts_;   // of each partition; 0 once its rows have been read
+  Indices ends_;     // of each partition among them
   std::vector<std::vector<Row>> rows_;
 };
 

@@ -42,7 +42,33 @@ struct Request {
   double slack;                      // balance given up for staying home, as a fraction
   Index num_steps = 1;  // of a grid: its partitions are ranks, and the cell of rank r, step s is r * num_steps + s
   Indices home_step{};  // the step each sample was loaded in; empty if it is not known
+
+  // The same request for some samples alone.
+  Request of_rows(const Indices& rows) const {
+    const auto some = [&](const auto& values) { return values.empty() ? values : take(values, rows); };
+    return {some(workloads), num_parts,      method, equal_size, some(tokens),   max_tokens,
+            some(home),      ranks_per_node, slack,  num_steps,  some(home_step)};
+  }
+  // The cap on tokens by row, in the order of a problem; none if there is no limit.
+  std::optional<Cap> cap_by_row(const Indices& order) const {
+    return max_tokens ? std::optional(Cap{take(tokens, order), *max_tokens}) : std::nullopt;
+  }
 };
+
+inline const Cap* pointer_to(const std::optional<Cap>& cap) { return cap ? &*cap : nullptr; }
+
+// What it costs to move each sample; the sum, kNodeCost times, fits into an int64. Costs are compared, so a common scale
+// changes nothing.
+inline Weights sizes_of(const Request& request) {
+  Weights sizes = request.tokens.empty() ? request.workloads : request.tokens;
+  const int shift = std::max(0, bit_length(std::accumulate(sizes.begin(), sizes.end(), Weight{0})) - 60);
+  for (Weight& size : sizes) size >>= shift;
+  return sizes;
+}
+
+inline Home home_by_row(const Request& request, const Indices& order, const Weights& sizes) {
+  return {take(request.home, order), take(sizes, order), request.ranks_per_node, request.num_steps};
+}
 
 struct Plan {
   Indices assignment;  // the partition (of a grid: the cell) of each sample
@@ -53,11 +79,6 @@ struct Plan {
 
 // The largest load at which a plan is good enough, given a lower bound of it.
 inline Weight near(Weight bound) { return bound + bound / kTolerance; }
-
-inline Indices refine(const Problem& problem, Indices parts, Weight target, const Cap* cap = nullptr) {
-  return refine(problem.weights, std::move(parts), problem.num_parts, problem.limits, target, cap,
-                problem.base);
-}
 
 // The better of several starts, then swaps until the largest load is at most `target`. LPT alone, if it is at most
 // `bound`.
@@ -75,7 +96,7 @@ inline Indices refined_to(const Problem& problem, Weight bound, Weight target, c
     const Weight load = problem.largest(parts);
     starts.push_back({load, std::move(parts)});
   };
-  add(lpt(problem.weights, problem.num_parts, problem.limits, problem.base));
+  add(lpt(problem));
   const Weight largest = starts[0].load;
   if (largest <= bound) return std::move(starts[0].parts);
   if (split && largest > target) {
@@ -117,7 +138,7 @@ inline Indices under_cap(const Problem& problem, Indices assignment, Weight targ
   parts = refine(tokens, std::move(parts), cap.limit);
   Weight reached = tokens.largest(parts);
   if (reached > cap.limit) {
-    Indices other = refined(tokens, counting_bound(tokens.weights, num_parts, tokens.limits));
+    Indices other = refined(tokens, counting_bound(tokens));
     if (tokens.largest(other) < reached) {
       reached = tokens.largest(other);
       parts = std::move(other);
@@ -138,7 +159,7 @@ inline bool keeps(const Cap* cap, const Indices& parts, Index num_parts) {
 inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices parts, const Home& home,
                                               Weight load_limit, const Cap* cap) {
   const Index num_parts = problem.num_parts;
-  const Weights loads = sum_by_rank(parts, problem.weights, num_parts, problem.base);
+  const Weights loads = problem.loads(parts);
   Indices ranked = range(num_parts);
   rank_by_load(loads, ranked);
   Index num_over = 0;
@@ -148,9 +169,11 @@ inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices pa
     Indices names(ranked.begin(), ranked.begin() + num_over);
     names.insert(names.end(), ranked.end() - num_light, ranked.end());
     std::sort(names.begin(), names.end());
+    std::vector<char> is_named(num_parts, false);
+    for (const Index name : names) is_named[name] = true;
     Indices rows;
     for (std::size_t row = 0; row < parts.size(); ++row) {
-      if (std::binary_search(names.begin(), names.end(), parts[row])) rows.push_back(static_cast<Index>(row));
+      if (is_named[parts[row]]) rows.push_back(static_cast<Index>(row));
     }
     const Problem chosen{take(problem.weights, rows), range(static_cast<Index>(rows.size())),
                          static_cast<Index>(names.size()), problem.equal_size, problem.limits,
@@ -175,8 +198,7 @@ inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices pa
 inline Indices repair_tokens(const Problem& problem, const Indices& parts, const Home& home, const Cap& cap) {
   const Problem tokens = Problem::of(cap.weights, problem.num_parts, problem.equal_size, problem.limits);
   const Home by_tokens{take(home.parts, tokens.order), take(home.sizes, tokens.order), home.ranks_per_node, home.steps};
-  Indices repaired =
-      repair(tokens.weights, take(parts, tokens.order), tokens.num_parts, tokens.limits, cap.limit, by_tokens);
+  Indices repaired = repair(tokens, take(parts, tokens.order), cap.limit, by_tokens);
   return tokens.by_sample(refine(tokens, std::move(repaired), cap.limit));
 }
 
@@ -189,7 +211,7 @@ inline std::optional<Indices> repair_start(const Problem& problem, Indices parts
     parts = repair_tokens(problem, parts, home, *cap);
     if (!keeps(cap, parts, num_parts)) return std::nullopt;
   }
-  parts = repair(problem.weights, std::move(parts), num_parts, problem.limits, load_limit, home, cap, problem.base);
+  parts = repair(problem, std::move(parts), load_limit, home, cap);
   if (problem.largest(parts) > load_limit) parts = refine(problem, std::move(parts), load_limit, cap);
   return redeal_heaviest(problem, std::move(parts), home, load_limit, cap);
 }
@@ -209,13 +231,6 @@ inline Indices near_home(const Problem& problem, const Indices& plan, Indices st
   return std::move(*repaired);
 }
 
-// Sizes whose sum, kNodeCost times, fits into an int64. Costs are compared, so a common scale changes nothing.
-inline Weights movable(Weights sizes) {
-  const int shift = std::max(0, bit_length(std::accumulate(sizes.begin(), sizes.end(), Weight{0})) - 60);
-  for (Weight& size : sizes) size >>= shift;
-  return sizes;
-}
-
 // A plan within 1 + slack of the largest load of `assignment` that leaves many rows at home; by sample.
 //
 // Never worse than home: if `assignment` does not lower the largest load of a home that keeps the cap, the result is
@@ -223,19 +238,18 @@ inline Weights movable(Weights sizes) {
 inline Indices keep_rows_home(const Problem& problem, Indices assignment, const Request& request, const Cap* cap) {
   const Index num_parts = problem.num_parts;
   const Weight best_load = problem.largest(take(assignment, problem.order));
-  Home home{take(request.home, problem.order), {}, request.ranks_per_node};
-  const Weight home_load = problem.largest(home.parts);
+  const Weight home_load = problem.largest(take(request.home, problem.order));
   Weight load_limit = with_slack(best_load, request.slack);
-  const bool even = problem.limits.keep(count_per_part(home.parts, num_parts));
+  const bool even = problem.keeps_limits(request.home);
   if (keeps(cap, request.home, num_parts)) {
     const bool no_gain = best_load >= home_load || !keeps(cap, assignment, num_parts);
     if (no_gain || (even && home_load <= load_limit)) return request.home;
     load_limit = std::min(load_limit, home_load - 1);
   }
-  home.sizes = movable(take(request.tokens.empty() ? request.workloads : request.tokens, problem.order));
+  const Home home = home_by_row(request, problem.order, sizes_of(request));
   Cap by_row;
   if (cap != nullptr) by_row = {take(cap->weights, problem.order), cap->limit};
-  Indices start = even ? home.parts : even_counts(problem.weights, num_parts, problem.limits, load_limit, home);
+  Indices start = even ? home.parts : even_counts(problem, load_limit, home);
   return problem.by_sample(near_home(problem, take(assignment, problem.order), std::move(start), home, load_limit,
                                      cap == nullptr ? nullptr : &by_row));
 }
@@ -246,7 +260,7 @@ inline Indices by_method(Method method, const Problem& problem, const Bound& bou
     case Method::kKarmarkarKarp:
       return differencing(problem.weights, problem.num_parts, problem.equal_size);
     case Method::kLpt:
-      return lpt(problem.weights, problem.num_parts, problem.limits);
+      return lpt(problem);
     case Method::kSnake:
       return snake(static_cast<Index>(problem.weights.size()), problem.num_parts);
     default:

@@ -48,10 +48,34 @@ struct Cap {
   Weights base{};  // what each partition holds before it has any rows; empty for nothing
 };
 
+// Adds `value(row)` of all rows to the sum of the partition of each. Neighbours are often in one partition: then their sum
+// does not go through memory row by row.
+template <typename Part, typename Value, typename Sum>
+void add_by_part(const Part* parts, std::size_t num_rows, const Value& value, Sum* sums) {
+  constexpr std::size_t kBlock = 8;
+  std::size_t row = 0;
+  for (; row + kBlock <= num_rows; row += kBlock) {
+    Part differs = 0;
+    for (std::size_t at = row; at < row + kBlock; ++at) differs |= parts[at] ^ parts[row];
+    Sum sum = 0;
+    if (differs == 0) {
+      for (std::size_t at = row; at < row + kBlock; ++at) sum += value(at);
+      sums[parts[row]] += sum;
+    } else {
+      for (std::size_t at = row; at < row + kBlock; ++at) sums[parts[at]] += value(at);
+    }
+  }
+  for (; row < num_rows; ++row) sums[parts[row]] += value(row);
+}
+
+inline Weight largest_of(const Weights& values) {
+  return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
+}
+
 // Sum of the weights in each partition, on top of `base`.
 inline Weights sum_by_rank(const Indices& parts, const Weights& weights, Index num_parts, const Weights& base = {}) {
   Weights loads = base.empty() ? Weights(num_parts, 0) : base;
-  for (std::size_t row = 0; row < weights.size(); ++row) loads[parts[row]] += weights[row];
+  add_by_part(parts.data(), parts.size(), [&](std::size_t row) { return weights[row]; }, loads.data());
   return loads;
 }
 
@@ -62,8 +86,15 @@ inline Weight largest_load(const Weights& weights, const Indices& parts, Index n
 
 inline Indices count_per_part(const Indices& parts, Index num_parts) {
   Indices counts(num_parts, 0);
-  for (const Index part : parts) ++counts[part];
+  add_by_part(parts.data(), parts.size(), [](std::size_t) { return Index{1}; }, counts.data());
   return counts;
+}
+
+// Bits that a number takes, not negative.
+inline int bit_length(Weight value) {
+  int bits = 0;
+  for (; value > 0; value >>= 1) ++bits;
+  return bits;
 }
 
 // 0, 1, ..., size - 1.
@@ -73,39 +104,47 @@ inline Indices range(Index size) {
   return result;
 }
 
+// Sorts keys by the bits from `first` to `last`: a radix sort, lowest digit first. Keys that are equal there stay in order.
+inline void radix_sort(std::vector<std::uint64_t>& keys, int first, int last) {
+  const int most = keys.size() < 4096 ? 8 : 11;  // bits of a digit: the counters of few keys are few too
+  const int num_digits = (last - first + most - 1) / most;
+  std::vector<std::uint64_t> sorted(keys.size());
+  std::array<Index, 1 << 11> ends;
+  for (int digit = 0; digit < num_digits; ++digit) {
+    const int begin = first + digit * most, width = std::min(most, last - begin);
+    const auto digit_of = [&](std::uint64_t key) { return key >> begin & ((std::uint64_t{1} << width) - 1); };
+    std::fill_n(ends.begin(), std::size_t{1} << width, 0);
+    for (const std::uint64_t key : keys) ++ends[digit_of(key)];
+    Index before = 0;
+    for (int each = 0; each < 1 << width; ++each) before += std::exchange(ends[each], before);
+    for (const std::uint64_t key : keys) sorted[ends[digit_of(key)]++] = key;
+    keys.swap(sorted);
+  }
+}
+
 // Positions of `values`, not negative, in descending order of value, ties in ascending order of position.
 inline Indices descending(const Weights& values) {
-  const std::size_t size = values.size();
+  const Weight size = static_cast<Weight>(values.size());
+  Weight largest = 0, bits = 0;
+  for (const Weight value : values) {
+    largest = std::max(largest, value);
+    bits |= value;
+  }
+  // Workloads are often multiples of a power of two: without it, the value and the position fit into one key.
+  const int zeros = bits > 0 ? bit_length(bits & -bits) - 1 : 0;
+  const int value_bits = bit_length(largest >> zeros), place_bits = bit_length(size);
   Indices order = range(static_cast<Index>(size));
-  if (size <= 64) {  // insertion sort: a radix sort would fill 256 counters per byte
-    for (std::size_t i = 1; i < size; ++i) {
-      const Index moved = order[i];
-      std::size_t to = i;
-      for (; to > 0 && values[order[to - 1]] < values[moved]; --to) order[to] = order[to - 1];
-      order[to] = moved;
-    }
+  if (value_bits + place_bits > 64 || size <= 64) {  // a radix sort of few keys fills more counters than there are keys
+    std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return values[a] > values[b]; });
     return order;
   }
-  // Radix sort, lowest byte first, without the high bytes that are zero in all values. A digit is 255 - byte, so that
-  // the order descends.
-  const std::uint64_t largest = *std::max_element(values.begin(), values.end());
-  std::size_t num_digits = 0;
-  while (num_digits < sizeof(Weight) && largest >> (8 * num_digits) > 0) ++num_digits;
-  const auto digit = [&](Index at, std::size_t place) {
-    return 255 - ((static_cast<std::uint64_t>(values[at]) >> (8 * place)) & 255);
-  };
-  std::array<std::array<Index, 256>, sizeof(Weight)> counts;
-  std::fill_n(counts.begin(), num_digits, std::array<Index, 256>{});
-  for (std::size_t at = 0; at < size; ++at) {
-    for (std::size_t place = 0; place < num_digits; ++place) ++counts[place][digit(static_cast<Index>(at), place)];
+  std::vector<std::uint64_t> keys(size);
+  for (Weight at = 0; at < size; ++at) {
+    keys[at] = static_cast<std::uint64_t>((largest - values[at]) >> zeros) << place_bits | static_cast<std::uint64_t>(at);
   }
-  Indices sorted(size);
-  for (std::size_t place = 0; place < num_digits; ++place) {
-    Index before = 0;
-    for (Index& count : counts[place]) before += std::exchange(count, before);
-    for (const Index at : order) sorted[counts[place][digit(at, place)]++] = at;
-    order.swap(sorted);
-  }
+  radix_sort(keys, place_bits, place_bits + value_bits);
+  const std::uint64_t places = (std::uint64_t{1} << place_bits) - 1;
+  for (Weight at = 0; at < size; ++at) order[at] = static_cast<Index>(keys[at] & places);
   return order;
 }
 
@@ -143,8 +182,13 @@ struct Problem {
     return result;
   }
 
-  // Load of the heaviest partition.
+  // Load of every partition, by row, and of the heaviest.
+  Weights loads(const Indices& parts) const { return sum_by_rank(parts, weights, num_parts, base); }
   Weight largest(const Indices& parts) const { return largest_load(weights, parts, num_parts, base); }
+  // Load of every partition before it has any rows.
+  Weights first_loads() const { return base.empty() ? Weights(num_parts, 0) : base; }
+  // Whether the sizes of partitions, by row or by sample, are within the limits.
+  bool keeps_limits(const Indices& parts) const { return limits.keep(count_per_part(parts, num_parts)); }
 };
 
 }  // namespace evenrank

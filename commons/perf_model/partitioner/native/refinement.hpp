@@ -42,8 +42,10 @@ inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weigh
         best_back = back;
       }
     };
+    const Weight lightest = may_move || others.empty() ? 0 : others.back().weight;
     Weight below = 0;
     for (const Item& row : rows) {
+      if (row.weight - lightest <= best) break;  // neither this row nor a lighter one can take off more
       const Weight threshold = row.weight - gap / 2;
       while (below < num_others && others[below].weight >= threshold) ++below;
       const Weight end = std::min(below + reach, num_others);
@@ -61,25 +63,25 @@ inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weigh
 // In each round the partitions above the target share the others out among them (swaps.hpp), and each carries out its
 // best swap. If the heaviest finds none, half as many heavy partitions look among all others in the next round, at last
 // the heaviest alone; after a round in which it finds one, twice as many again.
-inline Indices refine(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, Weight target,
-                      const Cap* cap = nullptr, const Weights& base = {}) {
+inline Indices refine(const Problem& problem, Indices parts, Weight target, const Cap* cap = nullptr) {
+  const Index num_parts = problem.num_parts;
   if (num_parts == 1) return parts;
-  WorkingPartition plan(weights, std::move(parts), num_parts, limits, cap, base);
+  WorkingPartition plan(problem, std::move(parts), cap);
   const Weight reach = cap == nullptr ? kReach : kReachWithCap;
   Indices ranked = range(num_parts);
   Weight checkpoint = kMax;
   int level = 0;
   for (int rounds = 0;; ++rounds) {
     const Weights& loads = plan.loads();
-    rank_by_load(loads, ranked);
+    plan.rank(ranked);
     const Weight heaviest = loads[ranked[0]];
     if (heaviest <= target) break;
     if (rounds % kPatience == 0) {
       if (rounds > 0 && checkpoint - heaviest < (checkpoint - target) / 4) break;
       checkpoint = heaviest;
     }
-    const Index num_over =
-        static_cast<Index>(std::count_if(loads.begin(), loads.end(), [&](Weight load) { return load > target; }));
+    const auto is_over = [&](Index part) { return loads[part] > target; };
+    const Index num_over = static_cast<Index>(std::partition_point(ranked.begin(), ranked.end(), is_over) - ranked.begin());
     const Index num_heavy = heavy_at_level(num_over, num_parts, level);
     bool lowered = false;
     for (Index heavy = 0; heavy < num_heavy; ++heavy) {

@@ -21,9 +21,9 @@ inline bool all_within(const Weight* values, Weight size, Weight largest, Weight
 
 // What moves, by the step in which it is trained. A place is rank * steps + step: `home` is the place of each row, and
 // `destination` the place that trains it. counts (6, steps): rows and their tokens, those that change rank and theirs,
-// those that leave their node and theirs.
+// those that leave their node and theirs. rows_at (num_places,): rows where they are, and then where they are trained.
 inline void count_moves(const Weight* home, const Weight* destination, const Weight* tokens, Weight num_rows,
-                        Weight steps, Weight ranks_per_node, Weight* counts) {
+                        Weight steps, Weight ranks_per_node, Weight* rows_at, Weight* counts) {
   const auto add = [&](Weight kind, Weight step, Weight row) {
     ++counts[2 * kind * steps + step];
     counts[(2 * kind + 1) * steps + step] += tokens[row];
@@ -34,6 +34,8 @@ inline void count_moves(const Weight* home, const Weight* destination, const Wei
     const Weight step = batch ? 0 : destination[row] % steps;
     add(0, step, row);
     if (home[row] == destination[row]) continue;
+    --rows_at[home[row]];
+    ++rows_at[destination[row]];
     const Weight from = batch ? home[row] : home[row] / steps, to = batch ? destination[row] : destination[row] / steps;
     if (from == to) continue;
     add(1, step, row);
@@ -48,8 +50,11 @@ inline std::uint64_t mixed(std::uint64_t value) {
   return value ^ (value >> 31);
 }
 
+// 2^64 over the golden ratio, by which splitmix64 counts.
+constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
+
 // 63 bits over numbers: the sum of them, each mixed with its position. It tells apart what differs by accident, not by
-// design. As in splitmix64, a position counts times kGolden, which is 2^64 over the golden ratio.
+// design. As in splitmix64, a position counts times kGolden.
 class Digest {
  public:
   void add(const Weight* values, Weight size) {
@@ -61,7 +66,6 @@ class Digest {
   Weight value() const { return static_cast<Weight>(mixed(sum_) >> 1); }
 
  private:
-  static constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
   std::uint64_t state_ = 0;
   std::uint64_t sum_ = 0;
 };

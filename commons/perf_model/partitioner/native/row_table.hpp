@@ -3,7 +3,7 @@
 // The rows of one batch are a block of bytes, empty without rows: a code of one byte for every column, then the
 // columns. A code is the width of the column's numbers, 1, 2, 4 or 8 bytes, unsigned but for the last, plus kSameForAll
 // where all rows have the same number, which is written once. Zeros fill the last word of eight bytes. Bytes are in the
-// order of the machine. commons/perf_model/row_table.py says how the ranks use them.
+// order of the machine. commons/perf_model/shuffle_plan.py says how the ranks use them.
 #pragma once
 
 #include <cstring>
@@ -101,13 +101,13 @@ struct Column {
 
 // The packed rows of all ranks. Every rank has the same number of places (batches), and each place one block.
 struct RowTable {
-  const Weight* words;  // (num_ranks, num_words): the blocks of each rank's places, then anything
-  Weight num_ranks;
-  Weight stride;        // from one rank's words to the next one's
-  Weight num_words;     // of a rank
-  const Weight* first;  // where the block of every place begins among its rank's words
+  const Weight* words;      // (num_ranks, num_words): the blocks of each rank's places, then anything
+  const Weight* first;      // where the block of every place begins among its rank's words
   const Weight* real_rows;  // rows of every place, without padding
-  Index num_places;
+  Weight num_ranks;
+  Weight stride;     // from one rank's words to the next one's
+  Weight num_words;  // of a rank
+  Weight num_places;
   Weight num_columns;
 
   // Finds the first `count` columns of a place with rows; false where they do not lie within its rank's words. Words

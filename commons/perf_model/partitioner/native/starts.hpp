@@ -56,16 +56,17 @@ class LightestFirst {
 };
 
 // LPT, longest processing time first: the next heaviest row goes to the lightest partition that may take it, ties by
-// fewest rows, then by index. `base` is the load of each partition before it has any rows.
+// fewest rows, then by index.
 //
 // Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969); with a limit on the number of
 // rows per partition as in the k-partitioning literature. There are n - k * min_count rows beyond min_count in a
 // partition; each one taken leaves one less, and when none is left a partition with min_count rows is full.
-inline Indices lpt(const Weights& weights, Index num_parts, const Limits& limits, const Weights& base = {}) {
-  const Weight num_rows = static_cast<Weight>(weights.size());
+inline Indices lpt(const Problem& problem) {
+  const Limits& limits = problem.limits;
+  const Weight num_rows = static_cast<Weight>(problem.weights.size());
   Indices parts(num_rows);
-  Weight spare = num_rows - limits.min_count * num_parts;
-  LightestFirst lightest(base.empty() ? Weights(num_parts, 0) : base);
+  Weight spare = num_rows - limits.min_count * problem.num_parts;
+  LightestFirst lightest(problem.first_loads());
   for (Weight row = 0; row < num_rows; ++row) {
     while (lightest.top().count >= limits.min_count) {
       if (spare > 0) {
@@ -79,7 +80,7 @@ inline Indices lpt(const Weights& weights, Index num_parts, const Limits& limits
     if (entry.count + 1 == limits.max_count) {
       lightest.pop();
     } else {
-      lightest.replace_top({entry.load + weights[row], entry.count + 1, entry.part});
+      lightest.replace_top({entry.load + problem.weights[row], entry.count + 1, entry.part});
     }
   }
   return parts;
@@ -118,7 +119,8 @@ inline std::optional<Indices> split_start(const Problem& problem, const Split& s
     if (count < problem.limits.min_count * num_parts || count > problem.limits.max_count * num_parts) {
       return std::nullopt;
     }
-    const Indices dealt = lpt(take(problem.weights, rows), static_cast<Index>(num_parts), problem.limits);
+    const Indices dealt =
+        lpt({take(problem.weights, rows), {}, static_cast<Index>(num_parts), problem.equal_size, problem.limits});
     const Index first_part = inside ? 0 : static_cast<Index>(split.num_parts);
     for (std::size_t i = 0; i < rows.size(); ++i) parts[rows[i]] = first_part + dealt[i];
   }

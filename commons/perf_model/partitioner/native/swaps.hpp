@@ -15,34 +15,47 @@ struct Item {
   Index row;
 };
 
-// Partitions sorted by load, heaviest first, ties by index.
-inline void rank_by_load(const Weights& loads, Indices& parts) {
-  std::sort(parts.begin(), parts.end(),
-            [&](Index a, Index b) { return loads[a] != loads[b] ? loads[a] > loads[b] : a < b; });
-}
+// Orders partitions by load, heaviest first, ties by index.
+struct ByLoad {
+  const Weights& loads;
+  bool operator()(Index a, Index b) const { return loads[a] != loads[b] ? loads[a] > loads[b] : a < b; }
+};
+
+inline void rank_by_load(const Weights& loads, Indices& parts) { std::sort(parts.begin(), parts.end(), ByLoad{loads}); }
 
 // A plan that swaps change in place.
 class WorkingPartition {
  public:
-  WorkingPartition(const Weights& weights, Indices parts, Index num_parts, const Limits& limits, const Cap* cap,
-                   const Weights& base)
+  WorkingPartition(const Problem& problem, Indices parts, const Cap* cap)
       : parts_(std::move(parts)),
-        loads_(base.empty() ? Weights(num_parts, 0) : base),
-        items_(num_parts),
-        limits_(limits),
+        loads_(problem.first_loads()),
+        items_(problem.num_parts),
+        changed_(problem.num_parts, true),
+        limits_(problem.limits),
         cap_(cap) {
-    const Indices counts = count_per_part(parts_, num_parts);
-    for (Index part = 0; part < num_parts; ++part) items_[part].reserve(counts[part] + 1);
+    const Weights& weights = problem.weights;
+    const Indices counts = count_per_part(parts_, problem.num_parts);
+    for (Index part = 0; part < problem.num_parts; ++part) items_[part].reserve(counts[part] + 1);
     for (std::size_t row = 0; row < weights.size(); ++row) {
       items_[parts_[row]].push_back({weights[row], static_cast<Index>(row)});
       loads_[parts_[row]] += weights[row];
     }
-    if (cap_ != nullptr) held_ = sum_by_rank(parts_, cap_->weights, num_parts, cap_->base);
+    if (cap_ != nullptr) held_ = sum_by_rank(parts_, cap_->weights, problem.num_parts, cap_->base);
   }
 
   const Weights& loads() const { return loads_; }
   const std::vector<Item>& items(Index part) const { return items_[part]; }
   Indices release() { return std::move(parts_); }
+
+  // Sorts some partitions by load, heaviest first; those whose load has not changed since the last call are in order.
+  void rank(Indices& parts) {
+    const auto first = std::stable_partition(parts.begin(), parts.end(), [&](Index part) { return !changed_[part]; });
+    std::sort(first, parts.end(), ByLoad{loads_});
+    for (auto part = first; part != parts.end(); ++part) changed_[*part] = false;
+    std::inplace_merge(parts.begin(), first, parts.end(), ByLoad{loads_});
+  }
+  // For rank() of others than in the call before.
+  void forget_order() { changed_.assign(changed_.size(), true); }
 
   // Whether the counts allow a move.
   bool may_move(Index heavy, Index light) const {
@@ -71,6 +84,7 @@ class WorkingPartition {
     source.erase(std::lower_bound(source.begin(), source.end(), item, by_row));
     target.insert(std::lower_bound(target.begin(), target.end(), item, by_row), item);
     parts_[item.row] = to;
+    changed_[from] = changed_[to] = true;
     loads_[from] -= item.weight;
     loads_[to] += item.weight;
     if (cap_ != nullptr) {
@@ -83,6 +97,7 @@ class WorkingPartition {
   Weights loads_;
   Weights held_;                          // the second weight per partition; empty without a cap
   std::vector<std::vector<Item>> items_;  // rows per partition, heaviest first
+  std::vector<char> changed_;             // whether the load has changed since rank()
   Limits limits_;
   const Cap* cap_;
 };

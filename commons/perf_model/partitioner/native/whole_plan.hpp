@@ -27,19 +27,22 @@ inline Indices plan_freely(const Request& request, const Problem& problem, const
 inline Plan make_plan(const Request& request) {
   const Index num_parts = request.num_parts;
   const Problem problem = Problem::of(request.workloads, num_parts, request.equal_size);
-  Bound bound = counting_bound(problem.weights, num_parts, problem.limits);
-  std::optional<Indices> assignment;
+  Bound bound = counting_bound(problem);
+  std::optional<LoadedParts> planned;
   if (request.method == Method::kRefined && num_parts >= kMany) {
-    assignment = near_home_of_many(request, problem, bound.load);
+    planned = near_home_of_many(request, problem, bound.load);
   }
-  if (!assignment) assignment = plan_freely(request, problem, bound);
-  if (!request.home.empty() && !problem.limits.keep(count_per_part(*assignment, num_parts))) {
+  if (!planned) {
+    Indices parts = plan_freely(request, problem, bound);
+    Weights loads = sum_by_rank(parts, request.workloads, num_parts);
+    planned = {std::move(parts), std::move(loads)};
+  }
+  if (!request.home.empty() && !problem.keeps_limits(planned->parts)) {
     // Home won over equal sizes, so only the bound for free sizes holds for it.
     const Limits free = Limits::of(static_cast<Weight>(problem.weights.size()), num_parts, false);
     bound = counting_bound(problem.weights, num_parts, free);
   }
-  Plan plan{std::move(*assignment), {}, bound.load, 0};
-  plan.loads = sum_by_rank(plan.assignment, request.workloads, num_parts);
+  Plan plan{std::move(planned->parts), std::move(planned->loads), bound.load, 0};
   if (request.max_tokens) {
     plan.most_tokens = std::max(*request.max_tokens, largest_load(request.tokens, plan.assignment, num_parts));
   }

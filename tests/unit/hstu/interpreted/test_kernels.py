@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from hstu.model import ExecutionConfig, HSTUEncoder, layer, triton_launch
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
-from hstu.model.triton_agreement import LayerKind, disagreement
+from hstu.model.execution import Execution
+from hstu.model.triton_agreement import disagreement
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
 from hstu.model.triton_blocks import KERNELS, Blocks
+from hstu.model.triton_launch import LayerKind
 from tests.helpers.hstu_models import HSTU
 
 # Largest difference, as a part of the largest value: rounding of sums, or of weights and results to 16 bits.
@@ -180,7 +182,8 @@ def test_layers_compute_the_same_with_both(monkeypatch, position_bias, saves_mem
     times = torch.arange(12) * 100
     found = []
     for backend in ("pytorch", "triton"):
-        monkeypatch.setattr(layer, "resolve_backend", lambda *_, backend=backend: backend)
+        execution = Execution(uses_triton=backend == "triton", compiles=False)
+        monkeypatch.setattr(layer, "execution_of", lambda *_, execution=execution: execution)
         torch.manual_seed(0)
         encoder = HSTUEncoder(
             dataclasses.replace(hstu, execution=ExecutionConfig(activation_checkpointing=saves_memory))

@@ -1,0 +1,295 @@
+"""`python -m evenrank.observe script.py …`: runs a training script as it is, and says what balancing would gain it.
+
+Every rank leaves `rank<r>.npz` in a folder when its script has ended; rank 0 waits for those of the others and reports.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import tyro
+
+from commons.checks import require_at_least
+from commons.cli.row_cost import RowCost
+from commons.cli.simulate_answer import print_answer, simulate
+from commons.cli.simulate_sources import Source, constant_cost, describe
+from commons.console import make_console, print_error
+from commons.perf_model.gain import DealtRows, LoadedRows, StepCost, compare_ways
+from commons.trainer.ranks.rank_info import RankInfo
+from commons.whole_folder import whole_file
+
+if TYPE_CHECKING:
+    from commons.pipeline.recording import Recorder
+
+# Seconds that rank 0 waits for the files of the other ranks.
+_PATIENCE = 60.0
+# Fewer steps, or less of the variance of their times than this explained by the loads, give no milliseconds.
+_FEWEST_STEPS, _FOLLOWS = 20, 0.5
+# Steps whose time is this many times the median have waited for something else, such as a checkpoint.
+_STALLED = 3.0
+
+
+@dataclass
+class Observe:
+    """Run a training script unchanged, and say what its steps lost to uneven ranks and what balancing would gain.
+
+    Rows, lengths and step times are recorded at TorchRec's pipelines; nothing is sent and no batch is changed.
+
+    For example:
+      torchrun --nproc-per-node 8 -m evenrank.observe train.py --epochs 1
+      torchrun --nproc-per-node 8 -m evenrank.observe --task hstu --hidden-size 512 -m my.train --config a.toml
+      python -m evenrank.observe --report
+    """
+
+    folder: Path = Path("observed")
+    """Where ranks leave what they recorded; a folder that all of them share."""
+
+    report: bool = False
+    """Report on what a run has left in the folder; no script is run."""
+
+    window: tuple[int, ...] = (2, 4, 8)
+    """Windows of batches to look at."""
+
+    cost: Annotated[RowCost, tyro.conf.OmitArgPrefixes] = field(default_factory=lambda: RowCost(task="tokens"))
+    """What a row costs."""
+
+    def check(self) -> None:
+        """Raise ValueError for a value out of its range."""
+        self.cost.check()
+        for window in self.window:
+            require_at_least("window", window, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedRows(Source):
+    """The rows that ranks have trained, where they trained them."""
+
+    rows: LoadedRows  # of all steps
+
+    def load(self, num_ranks: int, steps: int) -> LoadedRows:
+        """See Source."""
+        return self.rows.first_steps(steps)
+
+    def summary(self) -> tuple[np.ndarray, np.ndarray]:
+        """See Source."""
+        return self.rows.tokens, self.rows.workloads
+
+    def ways(self, rows: LoadedRows, windows: Sequence[int]) -> Iterator[DealtRows]:
+        """See Source."""
+        yield from compare_ways(rows, windows)
+        yield constant_cost(rows, self.batch_size)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a script and record it, or report on a record.
+
+    Returns:
+        Exit status: that of the script; 2 for a mistake, which is one line on stderr.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    own, script = _split(arguments)
+    try:
+        options = tyro.cli(Observe, args=own, prog="python -m evenrank.observe")
+        options.check()
+        if options.report:
+            return _report(options, None)
+        if not script or script == ["-m"]:
+            raise ValueError("no script is named; give one with its arguments: python -m evenrank.observe train.py")
+        if script[0] != "-m" and not Path(script[0]).is_file():
+            raise ValueError(f"{script[0]} is no file; name the training script, or a module with -m")
+        options.folder.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        print_error(str(error))
+        return 2
+    return _observe(options, script)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Our options, and the script or `-m module` with its own."""
+    for at, argument in enumerate(arguments):
+        if argument == "-m" or argument.endswith(".py"):
+            return arguments[:at], arguments[at:]
+    return arguments, []
+
+
+def _observe(options: Observe, script: list[str]) -> int:
+    ranks = RankInfo.if_launched()
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    own = options.folder / f"rank{rank}.npz"
+    own.unlink(missing_ok=True)  # of an earlier run
+
+    from commons.pipeline.recording import Recorder
+
+    recorder = Recorder()
+    recorder.install()
+    status: Any = 0
+    try:
+        _run(script)
+    except SystemExit as stop:
+        status = stop.code
+    finally:
+        _write(own, recorder, world_size)
+    if rank == 0:
+        reported = _report(options, world_size)
+        status = status or reported
+    return status if isinstance(status, int) else 0 if status is None else _print_and_fail(status)
+
+
+def _print_and_fail(message: Any) -> int:
+    print_error(str(message))
+    return 1
+
+
+def _run(script: list[str]) -> None:
+    if script[0] == "-m":
+        sys.argv = script[1:]
+        runpy.run_module(script[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = script
+    sys.path.insert(0, str(Path(script[0]).resolve().parent))
+    runpy.run_path(script[0], run_name="__main__")
+
+
+def _write(path: Path, recorder: Recorder, world_size: int) -> None:
+    sizes = np.array([len(lengths) for lengths in recorder.lengths], np.int64)
+    lengths = np.concatenate([np.empty(0, np.int64), *recorder.lengths])
+    with whole_file(path) as file:
+        np.savez_compressed(
+            file,
+            world_size=np.int64(world_size),
+            unknown=np.int64(recorder.unknown),
+            rows=sizes,
+            lengths=lengths,
+            seconds=np.array(recorder.seconds, np.float64),
+        )
+
+
+def _report(options: Observe, world_size: int | None) -> int:
+    try:
+        ranks = _read(options.folder, world_size)
+        rows, seconds = _as_loaded(ranks, options.cost)
+        cost, note = step_cost(rows, seconds)
+        source = ObservedRows(
+            name=f"{rows.num_steps} steps of {rows.num_ranks} ranks",
+            num_rows=len(rows.tokens),
+            batch_size=max(1, len(rows.tokens) // (rows.num_steps * rows.num_ranks)),
+            task=describe(options.cost.model()),
+            of_what="in the rows' cost" if cost is None else "of a whole step, by its time",
+            cost=cost,
+            bytes_per_token=None,
+            remedy="observe more steps",
+            rows=rows,
+        )
+        if rows.num_ranks == 1:
+            raise ValueError("one rank was observed, which waits for no other; start the script with torchrun")
+        windows = [window for window in options.window if window <= rows.num_steps]
+        answer = simulate(source, [rows.num_ranks], windows, rows.num_steps)
+    except (ValueError, OSError) as error:
+        print_error(str(error))
+        return 2
+    print_answer(answer)
+    console = make_console(highlight=False)
+    for line in _lost(rows, seconds, cost, note):
+        console.print(line)
+    return 0
+
+
+def _read(folder: Path, world_size: int | None) -> list[dict[str, np.ndarray]]:
+    """What each rank recorded, once all have left it."""
+    give_up = time.monotonic() + (_PATIENCE if world_size is not None else 0.0)
+    while True:
+        found = {int(path.stem[4:]): path for path in folder.glob("rank*.npz") if path.stem[4:].isdigit()}
+        if not found and world_size is None:
+            raise ValueError(f"{folder} holds no record of a rank; run a script with --folder {folder} first")
+        if world_size is None:
+            with np.load(found[min(found)], allow_pickle=False) as file:
+                world_size = int(file["world_size"])
+        missing = [rank for rank in range(world_size) if rank not in found]
+        if not missing:
+            break
+        if time.monotonic() > give_up:
+            raise ValueError(
+                f"ranks {missing[:8]} of {world_size} have left no record in {folder}; where hosts share no folder, "
+                "copy their files there, and call python -m evenrank.observe --report"
+            )
+        time.sleep(0.1)
+    ranks = []
+    for rank in range(world_size):
+        with np.load(found[rank], allow_pickle=False) as file:
+            ranks.append({name: file[name] for name in file.files})
+    if not any(len(rank["rows"]) for rank in ranks):
+        unknown = sum(int(rank["unknown"]) for rank in ranks)
+        raise ValueError(
+            f"{unknown} steps were trained, and no row lengths are known of them; the pipeline's batches have "
+            "KeyedJaggedTensors on the host: let the pipeline copy them to the device"
+            if unknown
+            else "the script trained no step with one of TorchRec's pipelines; where it has a loop of its own, give "
+            "the rows' lengths to evenrank simulate"
+        )
+    return ranks
+
+
+def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[LoadedRows, np.ndarray]:
+    """The rows by step, and the seconds of each step, the median of its ranks; NaN where no rank knows them."""
+    steps = max(len(rank["rows"]) for rank in ranks)
+    step = np.concatenate([np.repeat(np.arange(len(rank["rows"])), rank["rows"]) for rank in ranks])
+    of_rank = np.concatenate([np.full(int(rank["rows"].sum()), number) for number, rank in enumerate(ranks)])
+    tokens = cost.tokens(np.concatenate([rank["lengths"] for rank in ranks]))
+    order = np.argsort(step, kind="stable")
+    seconds = np.full((len(ranks), steps), np.nan)
+    for number, rank in enumerate(ranks):
+        seconds[number, : len(rank["seconds"])] = rank["seconds"]
+    known = np.isfinite(seconds).any(axis=0)
+    median = np.full(steps, np.nan)
+    median[known] = np.nanmedian(seconds[:, known], axis=0)
+    workloads = cost.costs(tokens)
+    return LoadedRows(workloads[order], tokens[order], step[order], of_rank[order], len(ranks)), median
+
+
+def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, str]:
+    """Milliseconds of a step by its largest load, where the recorded ones follow it; and what to say of that.
+
+    Args:
+        rows: of all steps.
+        seconds: `(steps,)`, NaN where not known.
+    """
+    largest = rows.as_loaded.loads.max(axis=1).astype(np.float64)
+    kept = np.isfinite(seconds) & (seconds <= _STALLED * np.nanmedian(seconds)) if np.isfinite(seconds).any() else None
+    if kept is None or np.count_nonzero(kept) < _FEWEST_STEPS:
+        known = 0 if kept is None else np.count_nonzero(kept)
+        return None, f"{known} steps have times; from {_FEWEST_STEPS} on they say what a load costs."
+    x, y = largest[kept], seconds[kept] * 1e3
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return None, "Loads or times are all the same; ratios are those of loads."
+    slope, fixed = np.polyfit(x, y, 1)
+    explained = max(0.0, float(np.corrcoef(x, y)[0, 1])) ** 2
+    if explained < _FOLLOWS or slope <= 0:
+        return None, (
+            f"Step times do not follow the largest loads (they explain {explained:.0%} of their variance): ratios are "
+            "those of loads, and --task may say better what a row costs."
+        )
+    return StepCost(
+        float(slope), max(0.0, float(fixed))
+    ), f"The largest loads explain {explained:.0%} of the step times' variance."
+
+
+def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost | None, note: str) -> Iterator[str]:
+    """What steps lost to uneven ranks, and the worst of them."""
+    yield note
+    if cost is None:
+        return
+    loads = rows.as_loaded.loads
+    lost = cost.per_load * (loads.max(axis=1) - loads.mean(axis=1))
+    worst = np.argsort(-lost)[:3].tolist()
+    steps = ", ".join(f"step {step} {lost[step]:.1f} ms (rank {int(loads[step].argmax())})" for step in worst)
+    yield (
+        f"Uneven ranks cost {lost.mean():.1f} ms of a step of {np.nanmedian(seconds) * 1e3:.1f} ms; 99th percentile "
+        f"{np.quantile(lost, 0.99):.1f} ms; most: {steps}."
+    )

@@ -1,0 +1,256 @@
+"""What `evenrank report` answers: a table with a column for every run, notes, advice, and all of it as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from commons.console import format_number, make_console
+from commons.run_log.advice import advice_of, headline_of, verdict_on, warning_of
+from commons.run_log.comparison import RunComparison, beside_as_loaded, best_first, compare_runs
+from commons.run_log.reading import setting
+from commons.run_log.report import RunReport
+from commons.run_log.standard_error import shown_with_error, with_errors
+from commons.run_log.step_time import PARTS
+
+# Width of a table that no terminal shows.
+_WIDTH = 120
+# Slow ranks that a note names.
+_MOST_NAMED = 4
+
+_Cell = Callable[[RunReport], str]
+
+
+class Row(NamedTuple):
+    """A number of every run; "" for what is not known."""
+
+    label: str
+    cells: tuple[str, ...]
+
+
+class Section(NamedTuple):
+    """Rows that belong together, at least one; the title of the first is ""."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ReportAnswer:
+    """Runs and what they say, beside each other."""
+
+    reports: Sequence[RunReport]  # of the runs, at least one
+    beside: Sequence[RunComparison]  # all but the first, beside that
+
+    @classmethod
+    def of(cls, reports: Sequence[RunReport]) -> ReportAnswer:
+        """Compare the runs."""
+        return cls(reports, compare_runs(reports))
+
+    def sections(self) -> list[Section]:
+        """The table as text, without rows that no run knows."""
+        sections = [
+            Section(title, tuple(Row(label, tuple(map(cell, self.reports))) for label, cell in cells.items()))
+            for title, cells in _SECTIONS.items()
+        ]
+        sections.append(Section("after training", tuple(self._results())))
+        if self.beside:
+            sections.append(Section(f"beside {self.beside[0].base}", tuple(self._beside())))
+        known = [Section(title, tuple(row for row in rows if any(row.cells))) for title, rows in sections]
+        return [section for section in known if section.rows]
+
+    def notes(self) -> list[str]:
+        """What to know of the runs, a line each."""
+        of_runs = [f"{report.log.name}: {note}." for report in self.reports for note in _notes(report)]
+        return of_runs + [
+            f"{each.run} beside {each.base} differs in {'; '.join(each.differences)}: not balancing alone tells them "
+            "apart."
+            for each in self.beside
+            if each.differences
+        ]
+
+    def advice(self) -> list[str]:
+        """What to make of every run, and of several, last, all of them compared."""
+        if not self.beside:
+            return [line for report in self.reports for line in (warning_of(report), advice_of(report)) if line]
+        # Beside a run that is balanced, nobody needs the advice to turn that on.
+        advised = [report for report in self.reports if report.balancing != "off"] or self.reports
+        over_as_loaded = beside_as_loaded(self.reports)
+        of_runs = [
+            f"{report.log.name}: {line}"
+            for report in advised
+            for line in (warning_of(report), advice_of(report, over_as_loaded.get(report.log.name)))
+            if line
+        ]
+        verdicts = [verdict_on(each, self.reports[0], report) for each, report in zip(self.beside, self.reports[1:])]
+        # A verdict that is the headline is left out.
+        more = [line for each, line in zip(self.beside, verdicts) if line and line != headline_of([each])]
+        return [*of_runs, *more, headline_of(best_first(self.reports))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "runs": [report.to_dict() for report in self.reports],
+            "beside_the_first": [each.to_dict() for each in self.beside],
+            "notes": self.notes(),
+            "advice": self.advice(),
+        }
+
+    def print(self) -> None:
+        """The table, notes and advice."""
+        console = make_console(width=_WIDTH, highlight=False)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        for report in self.reports:
+            table.add_column(Text(report.log.name), justify="right", overflow="fold")
+        for title, rows in self.sections():
+            if title:
+                table.add_row(Text(title, style="bold"))
+            for label, cells in rows:
+                table.add_row(Text(f"  {label}"), *cells)  # metrics have names of the user's
+        console.print(table)
+        for line in self.notes():
+            console.print(Text(line))
+        for line in self.advice():
+            console.print(Text(line, style="bold"))
+
+    def _results(self) -> Iterator[Row]:
+        """Loss and the last evaluation."""
+        yield Row("loss", tuple(format_number("{:.4f}", report.loss) for report in self.reports))
+        evaluations = [{name: each for name, *each in with_errors(report.evaluation)} for report in self.reports]
+        for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
+            pattern = "{:,.0f}" if name == "rows" else "{:.4f}"
+            cells = (_metric(pattern, *evaluation.get(name, (None, None))) for evaluation in evaluations)
+            yield Row(f"eval {name}", tuple(cells))
+
+    def _beside(self) -> Iterator[Row]:
+        """How every run differs from the first."""
+        for label, cell in _BESIDE.items():
+            yield Row(label, ("", *map(cell, self.beside)))
+        for name in dict.fromkeys(name for each in self.beside for name in each.evaluation):
+            apart = [
+                _metric("{:+.1e}", each.evaluation.get(name), each.standard_errors.get(name)) for each in self.beside
+            ]
+            yield Row(f"eval {name}, difference", ("", *apart))
+
+
+def _metric(pattern: str, value: float | None, error: float | None) -> str:
+    """A metric and its standard error, "" for what is not known."""
+    return "" if value is None or value != value else shown_with_error(value, error, pattern)
+
+
+def _of(part: str, name: str, pattern: str) -> _Cell:
+    """A cell: an attribute of a part of the report; "" where there is no such part."""
+    return lambda report: format_number(pattern, getattr(getattr(report, part), name, None))
+
+
+def _change(before: str, after: str) -> _Cell:
+    """A cell: two fractions of the gain and an arrow, or the one that is known."""
+
+    def cell(report: RunReport) -> str:
+        both = (getattr(report.gain, before), getattr(report.gain, after))
+        return " → ".join(f"{each:.1%}" for each in both if each is not None)
+
+    return cell
+
+
+def _if_moved(cell: _Cell, otherwise: _Cell = lambda report: "") -> _Cell:
+    """A cell of runs that move rows."""
+    return lambda report: (cell if report.balancing == "balanced" and not report.by_work else otherwise)(report)
+
+
+def _balancing(report: RunReport) -> str:
+    if report.by_work:
+        is_sampler = setting(report.log.config, "trainer.balance_sampler") is True
+        return "read by work" if is_sampler else "dealt out by work"
+    if report.balancing == "balanced":
+        return "each batch" if report.window == 1 else f"windows of {report.window}"
+    return "observed" if report.balancing == "observed" else "no"
+
+
+def _part(name: str) -> _Cell:
+    """A cell: a part of a step, and its share."""
+
+    def cell(report: RunReport) -> str:
+        parts = {} if report.step_time is None else report.step_time.parts()
+        if report.step_time is None or name not in parts or len(parts) == 1:  # all of a step is no part of it
+            return ""
+        return f"{parts[name]:,.1f} ({parts[name] / max(1e-12, report.step_time.total):.0%})"
+
+    return cell
+
+
+def _each_step(beside: RunComparison) -> str:
+    each = beside.each_step
+    return "" if each is None else f"{each.median:.2f}× ({each.low:.2f} to {each.high:.2f})"
+
+
+# By section and label, what a run has there.
+_SECTIONS: Mapping[str, Mapping[str, _Cell]] = {
+    "": {
+        "steps": lambda report: f"{report.steps:,}",
+        "ranks": lambda report: format_number("{}", report.ranks),
+        "rows per step": lambda report: format_number("{:,.0f}", report.rows_per_step),
+        "balanced": _balancing,
+    },
+    "speed": {
+        "median step, ms": _of("speed", "step_ms", "{:,.1f}"),
+        "rows per second": _of("speed", "rows_per_s", "{:,.1f}"),
+        "tokens per second": _of("speed", "tokens_per_s", "{:,.0f}"),
+        "TFLOPS per rank": _of("speed", "tflops_per_rank", "{:,.3g}"),
+        "MFU": _of("speed", "mfu", "{:.1%}"),
+    },
+    "balance": {
+        "imbalance, mean": _change("imbalance_before", "imbalance_after"),
+        "imbalance, worst line": _change("worst_before", "worst_after"),
+        "speed-up of the slowest rank": _of("gain", "work", "{:.2f}×"),
+        "  possible": _of("gain", "possible", "{:.2f}×"),
+        "speed-up of a step, measured": _of("gain", "step", "{:.2f}×"),
+        "  by the calibration": _of("gain", "predicted_step", "{:.2f}×"),
+        "tokens moved": _if_moved(_of("gain", "token_fraction_moved", "{:.1%}")),
+        "kB sent by rank 0 in a step": _if_moved(
+            lambda report: format_number("{:,.1f}", (report.gain.bytes_sent or 0) / 1e3)
+        ),
+        "steps not worth it (gated)": lambda report: format_number("{:.0%}", report.gain.gated or None),
+        "imbalance of keys": _if_moved(
+            _change("lookups_before", "lookups_after"), _of("gain", "lookups_before", "{:.1%}")
+        ),
+    },
+    "a mean step, ms": {
+        **{name: _part(name) for name in PARTS},
+        "all of it": _of("step_time", "total", "{:,.1f}"),
+        "balancing takes off": lambda report: (
+            "" if report.balancing == "off" else _of("step_time", "saved", "{:,.1f}")(report)
+        ),
+    },
+    "beside the steps, ms of a step": {
+        "gather": _of("background", "gather_ms", "{:,.1f}"),
+        "plan": _of("background", "plan_ms", "{:,.1f}"),
+        "exchange of windows": _of("background", "exchange_ms", "{:,.1f}"),
+        "hidden": _of("background", "hidden", "{:.1%}"),
+    },
+}
+# By label, how a run differs from the first.
+_BESIDE: Mapping[str, Callable[[RunComparison], str]] = {
+    "speed-up, rows per second": lambda each: format_number("{:.2f}×", each.rows_per_s),
+    "speed-up, median step": lambda each: format_number("{:.2f}×", each.step_ms),
+    "speed-up, median of the steps": _each_step,
+    "speed-up by the loads": lambda each: format_number("{:.2f}×", each.work),
+    "loss difference, largest": lambda each: format_number("{:.1e}", each.loss.largest if each.loss else None),
+    "loss difference, at the end": lambda each: format_number("{:.1e}", each.loss.at_end if each.loss else None),
+}
+
+
+def _notes(report: RunReport) -> Iterator[str]:
+    """What to know of a run."""
+    yield from report.log.notes
+    if len(report.log.num_ranks) > 1:
+        yield f"the number of ranks has changed: {', '.join(map(str, report.log.num_ranks))}; means are over all lines"
+    named = [f"rank {each.rank} at {each.speed:.2f}" for each in report.slow_ranks[:_MOST_NAMED]]
+    if named:
+        more = f" and {len(report.slow_ranks) - _MOST_NAMED} more" if len(report.slow_ranks) > _MOST_NAMED else ""
+        yield f"slow ranks, by the median of the others' load per ms: {', '.join(named)}{more}; that is not the data"

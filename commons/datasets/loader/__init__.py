@@ -1,0 +1,1 @@
+"""The loader of batches, by the name of a data set."""

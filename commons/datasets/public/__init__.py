@@ -1,0 +1,1 @@
+"""Public data sets: readers of their raw files."""

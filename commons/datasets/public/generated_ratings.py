@@ -1,0 +1,334 @@
+"""Generated ratings in the columnar files of MovieLens-1M: data for the demos, with something to learn.
+
+Users, movies and ratings come from a small latent model, so that there is something to learn:
+
+- A movie has one to three genres, a quality and a vector close to those of its genres.
+- A user has a taste that drifts, phase by phase, from where it starts to where it ends; gender and age shift the start.
+- In each phase the user picks unseen movies one by one, each with probability proportional to popularity × exp(taste ·
+  vector): a recommender that sees the latest movies can tell what comes next.
+- The rating is the quantile, under the published histogram, of quality + opinion · vector + mildness + noise, where the
+  opinion shares a part with the taste: a recommender that sees past movies *with* their ratings can tell what will be
+  liked.
+
+Lengths follow the published statistics: 20 plus a Weibull variable of shape 0.76 fits mean (165.6), quartiles (44, 96,
+208) and maximum (2,314) of the 6,040 users at once. All randomness comes from one numpy Generator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from commons.available_memory import require_memory
+from commons.datasets.public.movielens import SCHEMA, ml_1m_of
+from commons.datasets.sequences.event_store import EventStore
+from commons.datasets.sequences.preprocessing import write_data_set
+from commons.datasets.sequences.writer import SequenceSource
+
+NUM_USERS = 6_040
+_MIN_LENGTH, _MAX_LENGTH, _MEAN_LENGTH = 20, 2_314, 1_000_209 / 6_040
+_WEIBULL_SHAPE = 0.76
+_NUM_MOVIES, _NUM_RATED_MOVIES, _MAX_MOVIE_ID = 3_883, 3_706, 3_952
+_RATING_SHARES = (0.056, 0.108, 0.261, 0.349, 0.226)  # published shares of ratings 1 to 5
+_AGES, _AGE_SHARES = (1, 18, 25, 35, 45, 50, 56), (0.037, 0.183, 0.347, 0.198, 0.091, 0.082, 0.062)
+_FEMALE_SHARE = 0.283
+_NUM_OCCUPATIONS = 21
+_NUM_ZIPS = 3_439
+_FIRST_SECOND, _LAST_SECOND = 956_703_932, 1_046_454_590  # April 2000 to February 2003
+NUM_GENRES = 18
+
+_LATENT_SIZE = 16
+_NUM_PHASES = 8
+_TASTE_SCALE = 1.5  # standard deviation of taste · vector over the movies: how much a taste changes what is picked
+_DRIFT = 0.8  # how far the end of a taste is from its start: 0 is none, 1 is independent of it
+_SHARED_OPINION = 0.5  # correlation of opinion and taste
+_QUALITY_SCALE, _OPINION_SCALE, _MILDNESS_SCALE, _NOISE_SCALE = 0.6, 1.0, 0.4, 0.6
+_BYTES_PER_USER = 33_000  # memory: drawn ratings, which are all held until they are sorted
+_USERS_PER_CHUNK = 128
+
+
+@dataclass(frozen=True)
+class Ratings:
+    """Generated ratings, and who gave them to what.
+
+    Attributes:
+        movies: all movies.
+        users: all users.
+        table: user_id, movie_id, rating (1 to 5) and timestamp (seconds since 1970), int64; users in order, each one's
+            ratings in random order.
+
+    """
+
+    movies: Movies
+    users: Users
+    table: pa.Table
+
+    @classmethod
+    def draw(cls, num_users: int = NUM_USERS, *, seed: int = 0, show_progress: bool = False) -> Ratings:
+        """Draw ratings; the same seed gives the same ones.
+
+        Raises:
+            ValueError: `num_users` below 1 or more than there is memory for, or a negative seed.
+
+        """
+        if num_users < 1:
+            raise ValueError(f"num_users is {num_users}; data have at least one user: give 1 or more")
+        require_memory(num_users * _BYTES_PER_USER, f"num_users is {num_users:,}", "give fewer")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
+        rng = np.random.default_rng(seed)
+        genres = _draw_genres(rng)
+        movies = _draw_movies(genres, rng)
+        users = _draw_users(num_users, genres, rng)
+        return cls(movies, users, _draw_ratings(movies, users, rng, show_progress))
+
+
+def generate_ratings(
+    output: str | Path,
+    *,
+    num_users: int = NUM_USERS,
+    test_fraction: float = 0.1,
+    seed: int = 0,
+    show_progress: bool = False,
+) -> Path:
+    """Write generated ratings as the preprocessor of MovieLens-1M writes the published ones.
+
+    Args:
+        output: folder for `ml-1m.parquet`, made if missing.
+        num_users: users; the published number if not given.
+        test_fraction: expected part of the users in the test split, in `[0, 1]`.
+        seed: of the ratings and of the split; the same seed gives the same files.
+        show_progress: show progress bars on stderr, if that is a terminal.
+
+    Returns:
+        The folder of the data set.
+
+    Raises:
+        FileExistsError: something in the data set's place that no preprocessor wrote.
+        BlockingIOError: another process is writing to the same place.
+        ValueError: `num_users` below 1 or more than there is memory for, a fraction outside `[0, 1]`, or a
+            negative seed.
+
+    """
+    drawn = Ratings.draw(num_users, seed=seed, show_progress=show_progress)
+
+    def read(store: EventStore) -> SequenceSource:
+        users, movies, ratings, times = (column.to_numpy() for column in drawn.table.columns)
+        store.add({"user": users, "item": movies, "action": ratings.astype(np.int16), "time": times})
+        return ml_1m_of(drawn.users.table, pa.array(np.sort(drawn.movies.all_ids), pa.int32()), generated=True)
+
+    return write_data_set(
+        SCHEMA.dataset_name, read, output, test_fraction=test_fraction, seed=seed, show_progress=show_progress
+    )
+
+
+@dataclass(frozen=True)
+class Movies:
+    """The movies that are rated, the most popular first.
+
+    Attributes:
+        ids: int64 `(num_movies,)`.
+        vectors: float32 `(num_movies, latent_size)`; dot products with a unit vector have a standard deviation of 1.
+        quality: float32 `(num_movies,)`, mean 0 and standard deviation 1.
+        popularity: float32 `(num_movies,)`, weights in the choice of a movie.
+        all_ids: int64 `(num_all,)`, ascending: the movies that nobody rates among them.
+        all_genres: up to three genres of each, int64 `(num_all, 3)`, some more than once.
+        years: int64 `(num_all,)`.
+
+    """
+
+    ids: np.ndarray
+    vectors: np.ndarray
+    quality: np.ndarray
+    popularity: np.ndarray
+    all_ids: np.ndarray
+    all_genres: np.ndarray
+    years: np.ndarray
+
+
+@dataclass(frozen=True)
+class Users:
+    """The users in the order of their ids, 1 to num_users.
+
+    Attributes:
+        lengths: int64 `(num_users,)`, ratings of each.
+        taste_start: float32 `(num_users, latent_size)`, unit vectors.
+        taste_end: the same.
+        opinion: the same: the part of the opinion that is independent of the taste.
+        mildness: float32 `(num_users,)`, mean 0 and standard deviation 1.
+        table: user_id and age and occupation int32, gender and zip string.
+
+    """
+
+    lengths: np.ndarray
+    taste_start: np.ndarray
+    taste_end: np.ndarray
+    opinion: np.ndarray
+    mildness: np.ndarray
+    table: pa.Table
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def _draw_genres(rng: np.random.Generator) -> np.ndarray:
+    """Unit vectors of the genres: float32 `(num_genres, latent_size)`."""
+    return _unit(_normal(rng, NUM_GENRES, _LATENT_SIZE))
+
+
+def _draw_movies(genres: np.ndarray, rng: np.random.Generator) -> Movies:
+    ids = 1 + np.sort(rng.permutation(_MAX_MOVIE_ID - 1)[: _NUM_MOVIES - 1])
+    ids = np.append(ids, _MAX_MOVIE_ID)
+    # One to three genres each; a repeated draw means fewer.
+    genre_ids = rng.integers(NUM_GENRES, size=(_NUM_MOVIES, 3))
+    genre_ids[:, 1:] = np.where(rng.random((_NUM_MOVIES, 2)) < 0.5, genre_ids[:, :1], genre_ids[:, 1:])
+    years = rng.integers(1919, 2001, _NUM_MOVIES)
+    by_popularity = rng.permutation(_NUM_MOVIES)[:_NUM_RATED_MOVIES]
+    own_part = _unit(_normal(rng, _NUM_RATED_MOVIES, _LATENT_SIZE))
+    vectors = _unit(_unit(genres[genre_ids[by_popularity]].sum(axis=1)) + 0.5 * own_part)
+    # The number of ratings of the published movies falls about like this with the rank.
+    popularity = np.exp(-np.arange(_NUM_RATED_MOVIES, dtype=np.float32) / 650) + np.float32(0.002)
+    return Movies(
+        ids=ids[by_popularity],
+        vectors=vectors * np.float32(np.sqrt(_LATENT_SIZE)),
+        quality=_normal(rng, _NUM_RATED_MOVIES),
+        popularity=popularity,
+        all_ids=ids,
+        all_genres=genre_ids,
+        years=years,
+    )
+
+
+def _user_lengths(num_users: int) -> np.ndarray:
+    """Ratings per user, ascending: int64 `(num_users,)`, the quantiles of the distribution in the module docstring."""
+    probabilities = (np.arange(num_users) + 0.5) / num_users
+    excess = (-np.log1p(-probabilities)) ** (1 / _WEIBULL_SHAPE)
+    low, high = 0.0, 1e4
+    for _ in range(60):  # bisection of the scale; the mean rises with it
+        scale = (low + high) / 2
+        lengths = np.clip(np.rint(_MIN_LENGTH + scale * excess), _MIN_LENGTH, _MAX_LENGTH).astype(np.int64)
+        low, high = (scale, high) if lengths.mean() < _MEAN_LENGTH else (low, scale)
+    return lengths
+
+
+def _draw_users(num_users: int, genres: np.ndarray, rng: np.random.Generator) -> Users:
+    is_female = rng.random(num_users) < _FEMALE_SHARE
+    age = rng.choice(len(_AGES), num_users, p=np.array(_AGE_SHARES) / sum(_AGE_SHARES))
+    occupation = rng.integers(_NUM_OCCUPATIONS, size=num_users)
+    zips = [
+        f"{code:05d}" if code % 50 else f"{code:05d}-{code % 9999:04d}"
+        for code in rng.integers(100_000, size=_NUM_ZIPS)
+    ]
+    zip_ids = rng.integers(_NUM_ZIPS, size=num_users)
+    table = pa.table(
+        {
+            "user_id": np.arange(1, num_users + 1, dtype=np.int32),
+            "gender": pa.array(["M", "F"]).take(pa.array(is_female.astype(np.int8))),
+            "age": np.array(_AGES, np.int32)[age],
+            "occupation": occupation.astype(np.int32),
+            "zip": pa.array(zips).take(pa.array(zip_ids)),
+        }
+    )
+    # A taste is a few genres, what is usual at that gender and age, and something of its own.
+    group_taste = _unit(_normal(rng, 2, len(_AGES), _LATENT_SIZE))[is_female.astype(np.int64), age]
+
+    def draw_taste() -> np.ndarray:
+        own_genres = genres[rng.integers(NUM_GENRES, size=(num_users, 2))].sum(axis=1)
+        return _unit(
+            own_genres + np.float32(0.5) * group_taste + np.float32(0.1) * _normal(rng, num_users, _LATENT_SIZE)
+        )
+
+    start = draw_taste()
+    return Users(
+        lengths=rng.permutation(_user_lengths(num_users)),
+        taste_start=start,
+        taste_end=_unit((1 - _DRIFT) * start + _DRIFT * draw_taste()),
+        opinion=draw_taste(),
+        mildness=_normal(rng, num_users),
+        table=table,
+    )
+
+
+def _draw_ratings(movies: Movies, users: Users, rng: np.random.Generator, show_progress: bool) -> pa.Table:
+    """ratings.dat as a table, users in order, each user's ratings in random order."""
+    num_users = len(users.lengths)
+    # Users of similar length together: a chunk looks for as many movies as its longest user needs.
+    by_length = np.argsort(users.lengths, kind="stable")
+    parts: list[tuple[np.ndarray, ...]] = []
+    with tqdm(total=num_users, desc="generate", unit="user", disable=None if show_progress else True) as progress:
+        for start in range(0, num_users, _USERS_PER_CHUNK):
+            chunk = by_length[start : start + _USERS_PER_CHUNK]
+            parts += _pick_movies(movies, users, chunk, rng)
+            progress.update(len(chunk))
+    user, movie, phase, opinion = (np.concatenate(columns) for columns in zip(*parts))
+    order = np.lexsort((phase, user))  # stable: within a phase, the order in which movies were picked
+    user, movie, phase, opinion = user[order], movie[order], phase[order], opinion[order]
+    utility = (
+        _QUALITY_SCALE * movies.quality[movie]
+        + _OPINION_SCALE * opinion
+        + _MILDNESS_SCALE * users.mildness[user]
+        + _NOISE_SCALE * _normal(rng, len(user))
+    )
+    thresholds = np.quantile(utility, np.cumsum(_RATING_SHARES)[:-1])
+    shuffled = np.lexsort((rng.random(len(user)), user))
+    columns = {
+        "user_id": user + 1,
+        "movie_id": movies.ids[movie],
+        "rating": 1 + np.searchsorted(thresholds, utility),
+        "timestamp": _draw_timestamps(user, phase, rng),
+    }
+    return pa.table({name: values[shuffled] for name, values in columns.items()})
+
+
+def _pick_movies(
+    movies: Movies, users: Users, chunk: np.ndarray, rng: np.random.Generator
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """What the users of a chunk watch: for each phase their index, the movie's, the phase, and the opinion of it.
+
+    To pick without replacement by weight, take the smallest of Exp(1) ÷ weight (Efraimidis and Spirakis 2006).
+    """
+    seen = np.zeros((len(chunk), len(movies.ids)), dtype=bool)
+    parts = []
+    for phase in range(_NUM_PHASES):
+        progress = np.float32(phase / (_NUM_PHASES - 1))
+        taste = _unit((1 - progress) * users.taste_start[chunk] + progress * users.taste_end[chunk])
+        preference = taste @ movies.vectors.T  # (users, movies)
+        waiting = rng.standard_exponential(preference.shape, dtype=np.float32)
+        waiting /= movies.popularity
+        waiting *= np.exp(np.float32(-_TASTE_SCALE) * preference)
+        waiting[seen] = np.inf
+        wanted = users.lengths[chunk] * (phase + 1) // _NUM_PHASES - users.lengths[chunk] * phase // _NUM_PHASES
+        most = int(wanted.max())
+        nearest = np.argpartition(waiting, most - 1, axis=1)[:, :most]
+        nearest = np.take_along_axis(nearest, np.argsort(np.take_along_axis(waiting, nearest, axis=1), axis=1), axis=1)
+        row, column = np.nonzero(np.arange(most) < wanted[:, None])
+        movie = nearest[row, column]
+        seen[row, movie] = True
+        opinion = _SHARED_OPINION * taste + np.sqrt(1 - _SHARED_OPINION**2) * users.opinion[chunk]
+        agreement = np.einsum("nd,nd->n", opinion[row], movies.vectors[movie])
+        parts.append((chunk[row], movie, np.full(len(row), phase), agreement))
+    return parts
+
+
+def _draw_timestamps(user: np.ndarray, phase: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Seconds, not falling within a user: most users rate in one sitting, some come back days later."""
+    num_users = int(user[-1]) + 1
+    latest_start = _LAST_SECOND - _FIRST_SECOND - 90 * 86_400
+    start = _FIRST_SECOND + rng.beta(0.6, 2.5, num_users) * latest_start
+    gap = rng.exponential(20.0, len(user))  # often less than a second after rounding: ties, as in the published data
+    new_phase = np.append(False, (user[1:] == user[:-1]) & (phase[1:] != phase[:-1]))
+    comes_back = new_phase & (rng.random(len(user)) < 0.3)
+    gap[comes_back] += rng.exponential(5 * 86_400.0, int(comes_back.sum()))
+    elapsed = np.cumsum(gap)
+    first = np.searchsorted(user, np.arange(num_users))  # every user has ratings
+    elapsed -= elapsed[first][user]
+    return np.minimum(start[user] + elapsed, _LAST_SECOND).astype(np.int64)

@@ -1,0 +1,1 @@
+"""Random data of any distribution of lengths."""

@@ -1,0 +1,202 @@
+"""Random lengths: the distributions that benchmarks and tests draw sequence lengths from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+# Data sets without a file, as long as one asks for: they take `num_batches`.
+RANDOM_DATASETS = ("random", "sid-random")
+
+# Draws are rounded and become int64: below its limit (9.2e18), and exact in float64 as a power of two.
+_LARGEST = float(2**62)
+
+
+@dataclass(frozen=True)
+class RandomDistribution:
+    """A distribution of non-negative integers, clipped to `[low, high]`.
+
+    ===========  =============================================  ==========================
+    `dist_type`  what is drawn before clipping                  needs
+    ===========  =============================================  ==========================
+    uniform      integers of `[low, high]`, equally likely      `high`
+    normal       N(mean, std²), rounded                         `mean`, `std`
+    zipf         low − 1 + k with P(k) ∝ k^−alpha, k = 1, 2, …  `alpha` > 1
+    lognormal    exp N(µ, σ²) of the given mean and std         `mean` > 0, `std`
+    ===========  =============================================  ==========================
+
+    `mean` and `std` are those of the drawn numbers (for lognormal too, where σ² = ln(1 + std²/mean²) and
+    µ = ln(mean) − σ²/2), not those after clipping. Clipping puts what lies outside on the bounds; it does not draw
+    again. What a distribution does not need is ignored.
+
+    Raises:
+        ValueError: an unknown distribution, a number that is missing or out of range.
+
+    Examples:
+        >>> lengths = RandomDistribution("uniform", low=2, high=4).sample(5, generator=torch.Generator().manual_seed(0))
+        >>> lengths.dtype, bool(((lengths >= 2) & (lengths <= 4)).all())
+        (torch.int64, True)
+    """
+
+    dist_type: str  # "uniform", "normal", "zipf" or "lognormal"
+    low: int = 0  # smallest value, at least 0
+    high: int | None = None  # largest value; None for no bound
+    mean: float | None = None  # see above
+    std: float | None = None  # see above
+    alpha: float | None = None  # see above
+
+    def __post_init__(self) -> None:
+        if self.dist_type not in _SAMPLERS:
+            raise ValueError(
+                f"dist_type is {self.dist_type!r}; known distributions are {', '.join(_SAMPLERS)}: choose one of them"
+            )
+        for name, bound in (("low", self.low), ("high", self.high)):
+            if isinstance(bound, bool):
+                raise ValueError(f"{name} is {bound}; it is an integer of at least 0: correct it")
+        if self.low < 0:
+            raise ValueError(f"low is {self.low}; lengths are not negative: set low to 0 or more")
+        if self.high is not None and self.high < self.low:
+            raise ValueError(f"high is {self.high}, low is {self.low}; high bounds from above: raise high or lower low")
+        for name in _NEEDS[self.dist_type]:
+            value = getattr(self, name)
+            if value is None or not math.isfinite(value):
+                raise ValueError(f"{name} is {value}; dist_type {self.dist_type!r} needs a finite {name}: set it")
+        if "std" in _NEEDS[self.dist_type] and self.std is not None and self.std < 0:
+            raise ValueError(f"std is {self.std}; a standard deviation is not negative: set it to 0 or more")
+        if self.dist_type == "lognormal" and self.mean is not None and self.mean <= 0:
+            raise ValueError(f"mean is {self.mean}; the mean of a lognormal distribution is positive: raise it")
+        if self.dist_type == "zipf" and self.alpha is not None and self.alpha <= 1:
+            raise ValueError(f"alpha is {self.alpha}; k^-alpha has no finite sum for alpha <= 1: set alpha above 1")
+
+    def sample(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Draw numbers.
+
+        Args:
+            size: how many.
+            device: where the result goes; the device of the generator if not given.
+            generator: source of randomness; torch's global CPU generator if not given. Numbers are drawn on its
+                device, so that `device` does not change them.
+
+        Returns:
+            int64 `(size,)`.
+
+        """
+        drawn = _SAMPLERS[self.dist_type](self, size, generator)  # float64 (size,)
+        high = _LARGEST if self.high is None else float(self.high)
+        return drawn.round_().clamp_(float(self.low), high).to(torch.int64).to(device or drawn.device)
+
+
+@dataclass(frozen=True)
+class LengthDistribution:
+    """How many items the rows of random data have: what is left out follows from the longest possible row.
+
+    Raises:
+        ValueError: as `RandomDistribution`; a number that the distribution does not take.
+
+    Examples:
+        >>> LengthDistribution("zipf", alpha=1.2).within(4096).high
+        4096
+    """
+
+    dist_type: Literal["lognormal", "zipf", "normal", "uniform"] = "lognormal"
+    """What lengths are drawn from; see RandomDistribution."""
+
+    low: int = 1
+    """Items of the shortest row."""
+
+    high: int | None = None
+    """Items of the longest row; None for the most that the data set may have. Longer draws become so long."""
+
+    mean: float | None = None
+    """Of normal and lognormal lengths; None for a quarter of the most items."""
+
+    std: float | None = None
+    """Of normal and lognormal lengths; None for the mean."""
+
+    alpha: float | None = None
+    """Exponent of Zipf lengths, above 1: a row has k items more than the shortest with probability ∝ (k + 1)^-alpha."""
+
+    def __post_init__(self) -> None:
+        if self.mean is not None and self.mean < 0:  # std follows from it where none is given
+            raise ValueError(f"mean is {self.mean}; lengths are not negative: raise it")
+        largest = max(self.low, 1 << 31) if self.high is None else self.high
+        takes = _NEEDS[self._over(largest).dist_type]
+        for name in ("mean", "std", "alpha"):
+            if getattr(self, name) is not None and name not in takes:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} and dist_type is {self.dist_type!r}, which has no {name}: remove "
+                    "it, or set dist_type"
+                )
+
+    def within(self, most_items: int) -> RandomDistribution:
+        """The distribution, for rows of at most so many items.
+
+        Raises:
+            ValueError: `low` or `high` above that.
+
+        """
+        for name, value in (("low", self.low), ("high", self.high)):
+            if value is not None and value > most_items:
+                raise ValueError(
+                    f"length_distribution.{name} is {value}; rows have at most {most_items} items: lower it, or raise "
+                    "max_history_seqlen"
+                )
+        return self._over(most_items)
+
+    def _over(self, most_items: int) -> RandomDistribution:
+        mean = max(most_items / 4, 1.0) if self.mean is None else self.mean
+        high = most_items if self.high is None else self.high
+        std = mean if self.std is None else self.std
+        return RandomDistribution(self.dist_type, self.low, high, mean, std, self.alpha)
+
+
+def _empty(size: int, generator: torch.Generator | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.float64, device="cpu" if generator is None else generator.device)
+
+
+def _draw_uniform(dist: RandomDistribution, size: int, generator: torch.Generator | None) -> torch.Tensor:
+    assert dist.high is not None  # noqa: S101  required of a uniform distribution at construction
+    return _empty(size, generator).random_(dist.low, dist.high + 1, generator=generator)
+
+
+def _draw_normal(dist: RandomDistribution, size: int, generator: torch.Generator | None) -> torch.Tensor:
+    assert dist.mean is not None and dist.std is not None  # noqa: S101  required at construction
+    return _empty(size, generator).normal_(dist.mean, dist.std, generator=generator)
+
+
+def _draw_lognormal(dist: RandomDistribution, size: int, generator: torch.Generator | None) -> torch.Tensor:
+    assert dist.mean is not None and dist.std is not None  # noqa: S101  required at construction
+    variance = math.log1p((dist.std / dist.mean) ** 2)
+    log_mean = math.log(dist.mean) - variance / 2
+    return _empty(size, generator).normal_(log_mean, math.sqrt(variance), generator=generator).exp_()
+
+
+def _draw_zipf(dist: RandomDistribution, size: int, generator: torch.Generator | None) -> torch.Tensor:
+    """Devroye's rejection method for the zeta distribution (Non-Uniform Random Variate Generation, 1986, X.6.1)."""
+    assert dist.alpha is not None  # noqa: S101  required at construction
+    exponent = dist.alpha - 1
+    scale = 2.0**exponent
+    parts: list[torch.Tensor] = []
+    missing = size
+    while missing > 0:
+        u, v = _empty(2 * missing, generator).uniform_(generator=generator).view(2, missing)
+        # 1 - u lies in (0, 1]: no division by zero.
+        k = (1 - u).pow_(-1 / exponent).clamp_(max=_LARGEST).floor_()
+        growth = torch.expm1(exponent * torch.log1p(1 / k))  # (1 + 1/k)^exponent - 1, also for huge k
+        accepted = k[v * k * growth / (scale - 1) <= (1 + growth) / scale]
+        parts.append(accepted)
+        missing -= accepted.numel()
+    return torch.cat(parts) + (dist.low - 1) if parts else _empty(0, generator)
+
+
+_SAMPLERS = {"uniform": _draw_uniform, "normal": _draw_normal, "zipf": _draw_zipf, "lognormal": _draw_lognormal}
+_NEEDS = {"uniform": ("high",), "normal": ("mean", "std"), "zipf": ("alpha",), "lognormal": ("mean", "std")}

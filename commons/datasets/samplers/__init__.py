@@ -1,0 +1,1 @@
+"""Which rows of a data set each rank reads in each step."""

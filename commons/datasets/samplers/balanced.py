@@ -1,0 +1,217 @@
+"""BalancedBatchSampler: batches of equal size whose work is even over ranks and over the steps of a window."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from commons.checks import as_count
+from commons.datasets.samplers.epoch import EPOCH_START, Place
+from commons.datasets.samplers.planned import PlannedSampler, PlannedStep, logger, tokens_above
+from commons.perf_model.partitioner import padded_groups, partition_grid
+
+
+class BalancedBatchSampler(PlannedSampler):
+    """Rows of the batches of one rank, for a data set whose lengths are known beforehand.
+
+    The epoch's order of all rows is cut into windows of `window · num_ranks · batch_size` rows; `partition_grid` deals
+    the rows of each to its steps and ranks. Every rank computes the same plan, a window at a time, and reads its own
+    rows: no row is exchanged. Every row comes once per epoch, all ranks have the same number of batches, and none is
+    empty: a loop that meets the other ranks in every step ends with them. Every batch has `batch_size` rows, but for
+    those of the last window: it has as many steps as its rows need, and they share its rows evenly (sizes differ by one
+    at most). Fewer rows than ranks at the end are too few for a step. With `batch_size` 1 they come as second rows of
+    batches before; otherwise the last window begins earlier by the rows that are missing.
+
+    Where a place (`start_at`) leaves fewer rows than ranks, the last rows before it come a second time, with a warning.
+
+    It gives lists of row numbers: `DataLoader(dataset, batch_sampler=sampler)` for any map-style data set, with worker
+    processes or without. `set_epoch` chooses an epoch, `start_at` a place in it.
+
+    Args:
+        workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
+            integers; the same on every rank, and as many as the data set has rows (a ResumableLoader compares that,
+            torch's DataLoader does not).
+        batch_size: rows per batch and rank.
+        num_ranks: ranks that share the data.
+        rank: this one. None gives the batches of all ranks in turn, step by step, for a library that deals every W-th
+            batch to each of W ranks, as Accelerate's `prepare` does; one made for a rank is refused there.
+        window: batches that share their rows. With 1 each global batch has the rows that it would have anyway.
+        seed: of the order, and of the order of a window's steps; the same on every rank.
+        shuffle: a new order in every epoch.
+        drop_last: leave out the rows at the end of the order that do not fill a step of all ranks.
+        tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
+        max_tokens: most tokens of a batch. Where a window's rows cannot keep it, the plan that exceeds it least is
+            taken, and a warning says so once.
+        padded: the model pads a batch to its longest row, so that it costs its number of rows times its heaviest row.
+            Rows of like cost then come together, in any number per batch, and the costliest batch of a window is the
+            cheapest possible. `batch_size` is the mean number of rows. Not with `max_tokens`.
+        groups: integers `(num_rows,)`; rows with equal numbers come in one batch. All groups have the same number of
+            rows, of which `batch_size` is a multiple. Not with `padded`.
+
+    Raises:
+        ValueError: an argument out of its range or of another length, a row or group that breaks `max_tokens` alone,
+            groups that batches of this size cannot hold, or, without `drop_last`, fewer groups than ranks.
+
+    Examples:
+        >>> work = [9, 9, 8, 8, 2, 2, 1, 1]
+        >>> samplers = [BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, window=2) for rank in range(2)]
+        >>> [[sum(work[row] for row in batch) for batch in sampler] for sampler in samplers]
+        [[10, 10], [10, 10]]
+    """
+
+    def __init__(
+        self,
+        workloads: Any,
+        batch_size: int,
+        *,
+        num_ranks: int,
+        rank: int | None,
+        window: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        tokens: Any = None,
+        max_tokens: int | None = None,
+        padded: bool = False,
+        groups: Any = None,
+    ) -> None:
+        super().__init__(
+            workloads,
+            num_ranks=num_ranks,
+            rank=rank,
+            tokens=tokens,
+            max_tokens=max_tokens,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            padded=padded,
+            groups=groups,
+        )
+        self._batch_size = as_count(batch_size, "batch_size", 1)
+        self._window = as_count(window, "window", 1)
+        self._require_batches_of_groups()
+        self._least = self._num_ranks * max(1, self._group_size)  # rows of a step in which each rank has one group
+        self._per_step = self._num_ranks * self._batch_size
+        self._has_warned = False
+
+    def _require_batches_of_groups(self) -> None:
+        if self._groups is None or not len(self._groups):
+            return
+        if not self._group_size:
+            raise ValueError(
+                "groups have different numbers of rows; batches of equal size hold groups of one size: take a "
+                "BudgetBatchSampler, whose batches have any number of rows"
+            )
+        if self._batch_size % self._group_size:
+            raise ValueError(
+                f"batch_size is {self._batch_size}, groups have {self._group_size} rows; a batch has whole groups: "
+                f"give a multiple of {self._group_size}"
+            )
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch; as many for every rank."""
+        return self._num_steps(0) * len(self._own_ranks)
+
+    @property
+    def window(self) -> int:
+        """Batches that share their rows."""
+        return self._window
+
+    @property
+    def num_rows(self) -> int:
+        """See EpochSampler."""
+        return self._end(0)
+
+    def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
+        """See PlannedSampler."""
+        return itertools.islice(self._plan_windows(epoch, start.row), start.steps, None)
+
+    def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
+        """See EpochSampler."""
+        done = start.steps + num_steps
+        if done >= self._num_steps(start.row):
+            return Place(max(start.row, len(self._workloads)))
+        windows, steps = divmod(done, self._window)
+        return Place(self._window_begin(start.row, windows), steps)
+
+    def identity(self) -> dict[str, Any]:
+        """See EpochSampler."""
+        return super().identity() | {"batch_size": self._batch_size, "window": self._window}
+
+    def _end(self, row: int) -> int:
+        """Where the rows end that are read from a row on."""
+        left = max(0, len(self._workloads) - row)
+        return row + left - (left % self._per_step if self._drop_last else 0)
+
+    def _num_steps(self, row: int) -> int:
+        """Steps from a row on; each has a row for every rank."""
+        left = self._end(row) - row
+        if self._per_step == self._least and left > self._least:
+            return left // self._least
+        return -(-left // self._per_step)
+
+    def _window_begin(self, row: int, number: int) -> int:
+        """Where a window begins, counted from the one that begins at `row`; where the rows end, behind the last."""
+        end = self._end(row)
+        if number * self._window >= self._num_steps(row):
+            return end
+        begin = row + number * self._window * self._per_step
+        return min(begin, max(row, end - self._least))  # the last one has a row for every rank
+
+    def _plan_windows(self, epoch: int, row: int) -> Iterator[PlannedStep]:
+        order = self.order(len(self._workloads), epoch)
+        row = self._enough_rows_from(row, self.first_rows(order))
+        total = self._num_steps(row)
+        for number in range(-(-total // self._window)):
+            begin, end = self._window_begin(row, number), self._window_begin(row, number + 1)
+            steps = min(self._window, total - number * self._window)
+            yield from self._plan_window(order[begin:end], steps, [self._seed, epoch, begin])
+
+    def _plan_window(self, rows: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
+        if self._padded:
+            yield from self._plan_padded(rows, steps, seed)
+            return
+        grid = partition_grid(
+            self._workloads[rows],
+            self._num_ranks,
+            steps,
+            tokens=None if self._max_tokens is None or self._tokens is None else self._tokens[rows],
+            max_tokens=self._max_tokens,
+            home_step=self._steps_in_order(len(rows), steps),
+            best_effort=True,
+            seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),
+            groups=None if self._groups is None else self._groups[rows],
+        )
+        self._warn_above_cap(rows, grid.step * self._num_ranks + grid.assignment, steps * self._num_ranks)
+        for step in range(steps):
+            chosen = np.flatnonzero(grid.step == step)
+            yield PlannedStep(rows[chosen], grid.assignment[chosen])
+
+    def _steps_in_order(self, num_rows: int, steps: int) -> np.ndarray:
+        """int64 `(num_rows,)`, the step of each row if groups came in order, as many in every step."""
+        group = np.arange(num_rows) // max(1, self._group_size)
+        return group * steps // (group[-1] + 1)
+
+    def _plan_padded(self, rows: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
+        """Batches of like cost in one step, since all ranks wait for the costliest; steps and ranks in random order."""
+        batches = padded_groups(self._workloads[rows], num_groups=steps * self._num_ranks, steps=steps)
+        draw = np.random.default_rng(seed)
+        for step in draw.permutation(steps):
+            chosen = np.flatnonzero(batches // self._num_ranks == step)
+            yield PlannedStep(rows[chosen], draw.permutation(self._num_ranks)[batches[chosen] % self._num_ranks])
+
+    def _warn_above_cap(self, rows: np.ndarray, cells: np.ndarray, num_cells: int) -> None:
+        if self._max_tokens is None or self._tokens is None or self._has_warned:
+            return
+        excess = tokens_above(self._max_tokens, self._tokens[rows], cells, num_cells)
+        if excess:
+            self._has_warned = True
+            logger.warning(
+                "a batch has %d tokens more than max_tokens, which is %d; the plan that exceeds it least is taken, "
+                "here and from now on: raise max_tokens, or lower batch_size",
+                excess,
+                self._max_tokens,
+            )

@@ -1,0 +1,367 @@
+"""BudgetBatchSampler: steps of constant cost, with as many rows as fit every rank's budget."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commons.checks import as_count
+from commons.datasets.samplers.epoch import EPOCH_START, Place
+from commons.datasets.samplers.planned import PlannedSampler, PlannedStep, logger
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.partitioner import padded_groups, partition
+from commons.perf_model.partitioner.inputs import INT64_MAX
+
+# A step ends within this part of its rows of the longest one that the planner can deal.
+_TOLERANCE = 256
+
+
+class BudgetBatchSampler(PlannedSampler):
+    """Rows of the batches of one rank, in steps that cost the same instead of having the same number of rows.
+
+    Each step has the first rows of what is left of the epoch's order, as many as can be dealt so that every rank keeps
+    `budget_per_rank`, `max_tokens` and `max_rows`: the longest prefix that a bisection with the planner finds, to
+    within 1/256 of its rows. Every rank has at least one row in every step, so that a loop that meets the other ranks
+    in every step ends with them. Where fewer rows than ranks would be left over, the steps before are shorter; where
+    that does not do, the last step exceeds the limits, with one warning. A row that exceeds the budget alone is the
+    only row of its rank in its step; a warning names the first and their number.
+
+    Where a place (`start_at`) leaves fewer rows than ranks, the last rows before it come a second time, with a warning.
+
+    Steps are prefixes of the order, so a place is a number of rows to any number of ranks. It gives lists of row
+    numbers, as BalancedBatchSampler does. Every row weighs the same where the loss is
+    `commons.distributed.global_mean_loss`, however many rows a step has.
+
+    Args:
+        workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
+            integers; the same on every rank, and as many as the data set has rows (a ResumableLoader compares that,
+            torch's DataLoader does not).
+        budget_per_rank: most that a rank's rows of a step cost, in the same unit.
+        num_ranks: ranks that share the data.
+        rank: this one. None gives the batches of all ranks in turn, step by step, for a library that deals every W-th
+            batch to each of W ranks, as Accelerate's `prepare` does; one made for a rank is refused there.
+        max_tokens: most tokens of a rank in a step.
+        tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
+        max_rows: most rows of a rank in a step; None for any number.
+        seed: of the order; the same on every rank.
+        shuffle: a new order in every epoch.
+        drop_last: leave out rows at the end of the order, fewer than ranks, instead of making the steps before shorter.
+        padded: the model pads a batch to its longest row, so that it costs its number of rows times its heaviest row;
+            the budget is for that. Rows of like cost of a step then come together. Not with `max_tokens`.
+        groups: integers `(num_rows,)`; rows with equal numbers come in one batch, and count as one row with the sum of
+            their workloads and tokens. With `max_rows` all groups have the same number of rows. Not with `padded`.
+
+    Raises:
+        ValueError: an argument out of its range or of another length, a budget below every row, a row or group that
+            breaks `max_tokens` alone, groups that `max_rows` cannot count, or, without `drop_last`, fewer groups than
+            ranks.
+
+    Examples:
+        >>> work = [9, 1, 1, 8, 2, 2, 1, 8]
+        >>> for rank in range(2):
+        ...     print(list(BudgetBatchSampler(work, budget_per_rank=10, num_ranks=2, rank=rank, shuffle=False)))
+        [[0, 2], [7]]
+        [[1, 3], [4, 5, 6]]
+    """
+
+    def __init__(
+        self,
+        workloads: Any,
+        *,
+        budget_per_rank: int,
+        num_ranks: int,
+        rank: int | None,
+        max_tokens: int | None = None,
+        tokens: Any = None,
+        max_rows: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        padded: bool = False,
+        groups: Any = None,
+    ) -> None:
+        super().__init__(
+            workloads,
+            num_ranks=num_ranks,
+            rank=rank,
+            tokens=tokens,
+            max_tokens=max_tokens,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            padded=padded,
+            groups=groups,
+        )
+        self._has_exceeded = False
+        self._limits = _Limits(
+            self._num_ranks,
+            min(as_count(budget_per_rank, "budget_per_rank", 1), INT64_MAX),  # what it is compared with is int64
+            self._max_tokens,
+            self._most_groups(max_rows),
+            self._padded,
+        )
+        self._require_budget()
+
+    def _most_groups(self, max_rows: int | None) -> int | None:
+        """`max_rows`, which the identity names, in groups; None for any number."""
+        self._max_rows = None if max_rows is None else as_count(max_rows, "max_rows", 1)
+        if self._max_rows is None:
+            return None
+        if self._groups is not None and len(self._groups):
+            if not self._group_size:
+                raise ValueError(
+                    f"max_rows is {max_rows}, groups have different numbers of rows; max_rows counts groups of one "
+                    "size: leave it out, or cap memory by tokens and max_tokens"
+                )
+            if self._max_rows < self._group_size:
+                raise ValueError(
+                    f"max_rows is {max_rows}, groups have {self._group_size} rows, which stay together: raise it"
+                )
+        self._max_rows = min(self._max_rows, max(1, len(self._workloads)))
+        return self._max_rows // max(1, self._group_size)
+
+    def _require_budget(self) -> None:
+        budget, order = self._limits.budget, np.arange(len(self._workloads))
+        if self._groups is not None:
+            order = np.argsort(self._groups, kind="stable")
+        first = self.first_rows(order)
+        costs = self._sums(self._workloads, order, first)
+        alone = np.flatnonzero(costs > budget)
+        if not len(alone):
+            return
+        what = "row" if self._groups is None else "group"
+        if len(alone) == len(costs):
+            raise ValueError(
+                f"budget_per_rank is {budget}, the lightest {what} costs {int(costs.min())}; a step has "
+                f"room for some {what}s: raise it, to several {what}s of the mean, {int(costs.mean())}"
+            )
+        if self._own_ranks[0] == 0:
+            row = order[first[alone[0]]]
+            logger.warning(
+                "%s %d costs %d, budget_per_rank is %d; it gets a rank's step to itself, as do all %d %ss above the "
+                "budget, which make their steps longer than the others: truncate them, or raise the budget, at best to "
+                "the heaviest, %d",
+                what,
+                row if self._groups is None else self._groups[row],
+                costs[alone[0]],
+                budget,
+                len(alone),
+                what,
+                costs.max(),
+            )
+
+    def _sums(self, values: np.ndarray, order: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """int64 `(num_groups,)`, the sums of each group's values in an order."""
+        return values[order] if self._groups is None else np.add.reduceat(values[order], first)
+
+    def __len__(self) -> int:
+        """Batches in the next epoch, as many for every rank; plans all of it."""
+        return sum(1 for _ in self.items(self.epoch, EPOCH_START))
+
+    @property
+    def num_rows(self) -> int:
+        """See EpochSampler; plans the next epoch with drop_last."""
+        return sum(self.step_rows(self.epoch, EPOCH_START)) if self._drop_last else len(self._workloads)
+
+    def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
+        """See PlannedSampler."""
+        order = self.order(len(self._workloads), epoch)
+        if not len(order):
+            return
+        first = self.first_rows(order)
+        workloads = self._sums(self._workloads, order, first)
+        tokens = None
+        if self._max_tokens is not None and self._tokens is not None:
+            tokens = self._sums(self._tokens, order, first)
+        # Above the budget a row takes all of a rank's, and no more than that.
+        sums = [(_running_sums(np.minimum(workloads, self._limits.budget)), self._limits.budget)]
+        if tokens is not None and self._max_tokens is not None:
+            sums.append((_running_sums(tokens), self._max_tokens))
+
+        def deal(begin: int, end: int) -> np.ndarray:
+            most = min(_most_within(sums_of, begin, limit * self._num_ranks) for sums_of, limit in sums)
+            end = min(end, begin + most)
+            return self._limits.deal_longest(workloads[begin:end], None if tokens is None else tokens[begin:end])
+
+        begin = int(np.searchsorted(first, self._enough_rows_from(start.row, first)))
+        ends = np.append(first, len(order))
+        while len(first) - begin >= self._num_ranks:
+            ranks = self._leave_enough(deal, begin, len(first))
+            if ranks is None:
+                self._warn_above_limits(int(len(order) - ends[begin]))
+                ranks = self._limits.deal_above(workloads[begin:], None if tokens is None else tokens[begin:])
+            until = begin + len(ranks)
+            sizes = np.diff(ends[begin : until + 1])
+            yield PlannedStep(order[ends[begin] : ends[until]], np.repeat(ranks, sizes))
+            begin = until
+
+    def _leave_enough(self, deal: Callable[[int, int], np.ndarray], begin: int, end: int) -> np.ndarray | None:
+        """The ranks of a step's rows, such that all ranks get rows of the rest too; None where the rest is one step.
+
+        A rest of twice the ranks or more makes steps by itself, and one of as many rows as ranks makes one.
+        """
+        ranks, least = deal(begin, end), self._num_ranks
+        if self._drop_last:
+            return ranks
+        for rest in (0, least, 2 * least):  # the least to leave, unless it is nothing
+            if end - begin - rest < least:
+                break
+            if end - begin - len(ranks) < rest:
+                ranks = deal(begin, end - rest)
+            left = end - begin - len(ranks)
+            if left in (0, least) or left >= 2 * least:
+                return ranks
+            if left > least and len(deal(end - left, end)) == left:
+                return ranks
+        return None if end - begin < 2 * least else deal(begin, end - least)
+
+    def _warn_above_limits(self, num_rows: int) -> None:
+        if self._own_ranks[0] == 0 and not self._has_exceeded:
+            self._has_exceeded = True
+            logger.warning(
+                "the last %d rows of an epoch make no steps in which each of %d ranks has a row and keeps "
+                "budget_per_rank, max_tokens and max_rows; one step has them all, here and from now on: raise the "
+                "limits, or leave rows out with drop_last=True",
+                num_rows,
+                self._num_ranks,
+            )
+
+    def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
+        """See EpochSampler; plans these steps, unless they have been read."""
+        row = start.row + sum(itertools.islice(self.step_rows(epoch, start), num_steps))
+        # What does not make a step is behind the last one.
+        first = self.first_rows(self.order(len(self._workloads), epoch))
+        at_end = num_steps > 0 and len(first) - int(np.searchsorted(first, row)) < self._num_ranks
+        return Place(max(start.row, len(self._workloads)) if at_end else row)
+
+    def identity(self) -> dict[str, Any]:
+        """See EpochSampler."""
+        return super().identity() | {"budget_per_rank": self._limits.budget, "max_rows": self._max_rows}
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What every rank keeps in every step."""
+
+    num_ranks: int  # ranks
+    budget: int  # most that the rows of a rank cost, unless it is a single row
+    max_tokens: int | None  # most tokens of a rank; None for any number
+    max_rows: int | None  # most rows of a rank; None for any number
+    padded: bool = False  # whether a rank's rows cost their number times the heaviest
+
+    def deal_longest(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
+        """The ranks of the first rows, as many as the planner can deal.
+
+        Args:
+            workloads: int64 `(n,)`, at least one row; a step has none beyond these.
+            tokens: int64 `(n,)`, each within `max_tokens`; None where that is None.
+
+        Returns:
+            int64 `(m,)` with `1 <= m <= n`: all rows, or at least one for every rank.
+
+        """
+
+        def deal(size: int) -> np.ndarray | None:
+            return self._deal(workloads[:size], None if tokens is None else tokens[:size])
+
+        # One row on every rank keeps all limits. Beyond what they allow in number, there is nothing to plan.
+        low, high = min(self.num_ranks, len(workloads)), self._most_rows(workloads) + 1
+        size, gap = high - 1, max(1, high // 64)
+        while (ranks := deal(size)) is None:
+            high, size, gap = size, max(low, size - gap), 2 * gap
+        low = size
+        while high - low > max(1, high // _TOLERANCE):
+            middle = (low + high) // 2
+            found = deal(middle)
+            if found is None:
+                high = middle
+            else:
+                low, ranks = middle, found
+        return ranks
+
+    def deal_above(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
+        """The ranks of rows that no dealing keeps within the limits: int64 `(n,)`; without padding, as many on each."""
+        if self.padded:
+            return padded_groups(workloads, num_groups=self.num_ranks)
+        return partition(
+            workloads, self.num_ranks, tokens=tokens, max_tokens=self.max_tokens, best_effort=True
+        ).assignment
+
+    def _most_rows(self, workloads: np.ndarray) -> int:
+        """Rows at the front that leave every rank at most `max_rows`, and rows above the budget alone."""
+        size = np.arange(1, len(workloads) + 1)
+        alone = np.cumsum(workloads > self.budget)
+        fits = (alone < self.num_ranks) | ((alone == self.num_ranks) & (alone == size))
+        if self.max_rows is not None:
+            fits &= size - alone <= (self.num_ranks - alone) * self.max_rows
+        return len(size) if fits.all() else int(fits.argmin())
+
+    def _deal(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray | None:
+        """The ranks of some rows; None if the planner finds no way to keep the limits."""
+        if len(workloads) <= self.num_ranks:
+            return np.arange(len(workloads))
+        alone = np.flatnonzero(workloads > self.budget)
+        shared = np.flatnonzero(workloads <= self.budget)
+        parts = self._deal_shared(
+            workloads[shared], None if tokens is None else tokens[shared], self.num_ranks - len(alone)
+        )
+        if parts is None:
+            return None
+        ranks = np.empty(len(workloads), np.int64)
+        ranks[alone], ranks[shared] = np.arange(len(alone)), len(alone) + parts
+        return ranks
+
+    def _deal_shared(self, workloads: np.ndarray, tokens: np.ndarray | None, num_parts: int) -> np.ndarray | None:
+        if len(workloads) <= num_parts:
+            return np.arange(len(workloads))
+        if self.padded:
+            return self._deal_padded(workloads, num_parts)
+        sizes, cap = tokens, self.max_tokens
+        if tokens is None and self.max_rows is not None:  # the planner's one cap is free for that on rows
+            sizes, cap = np.ones_like(workloads), self.max_rows
+        for equal_size in (False, True):  # of equal sizes none is above the cap on rows
+            parts = partition(
+                workloads, num_parts, equal_size=equal_size, tokens=sizes, max_tokens=cap, best_effort=True
+            ).assignment
+            _fill_empty(parts, workloads, num_parts)
+            limits = [(workloads, self.budget)]
+            if tokens is not None and self.max_tokens is not None:
+                limits.append((tokens, self.max_tokens))
+            if any(int(sum_by_rank(parts, values, num_parts).max()) > limit for values, limit in limits):
+                return None
+            if self.max_rows is None or int(np.bincount(parts).max()) <= self.max_rows:
+                return parts
+        return None
+
+    def _deal_padded(self, workloads: np.ndarray, num_parts: int) -> np.ndarray | None:
+        if self.max_rows is not None and len(workloads) > num_parts * self.max_rows:
+            return None
+        parts = padded_groups(workloads, num_groups=num_parts, max_rows=self.max_rows)
+        heaviest = np.zeros(num_parts, np.int64)
+        np.maximum.at(heaviest, parts, workloads)
+        return parts if int((np.bincount(parts) * heaviest).max()) <= self.budget else None
+
+
+def _fill_empty(parts: np.ndarray, workloads: np.ndarray, num_parts: int) -> None:
+    """Give each empty partition the lightest row of one that has several; there are at least as many rows."""
+    counts = np.bincount(parts, minlength=num_parts)
+    for part in np.flatnonzero(counts == 0):
+        others = np.flatnonzero(counts[parts] > 1)
+        row = others[workloads[others].argmin()]
+        counts[parts[row]] -= 1
+        parts[row], counts[part] = part, 1
+
+
+def _running_sums(values: np.ndarray) -> np.ndarray:
+    """int64 `(n + 1,)`: sums of the first 0 … n values."""
+    return np.concatenate([[0], np.cumsum(values)])
+
+
+def _most_within(sums: np.ndarray, begin: int, limit: int) -> int:
+    """How many values from `begin` on have a sum of at most `limit`."""
+    most = min(int(sums[begin]) + limit, INT64_MAX)
+    return int(np.searchsorted(sums, most, side="right")) - 1 - begin

@@ -1,0 +1,1 @@
+"""Preprocessed sequences: from events to parquet shards, and from these to batches."""

@@ -1,0 +1,252 @@
+"""Batches from the columnar files of a data set: histories, candidates and labels.
+
+Input: files written by a preprocessor, and rows chosen by a sampler. Output: HSTUBatch on the CPU. A user's items are
+cut to the last `max_history_seqlen + num_candidates`; the last `num_candidates` of these are the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.datasets.hstu_batch import HSTUBatch, outline_kjt, padded_kjt
+from commons.datasets.samplers.epoch import check_rows
+from commons.datasets.sequences.file import SequenceFile, SequenceSchema
+from commons.datasets.sequences.metadata import TIMESTAMP
+
+_ROWS_PER_OUTLINE = 2**16
+
+
+class SequenceDataset(Dataset[HSTUBatch]):
+    """Users of one split; an item of the data set is the batch of the rows it is asked for.
+
+    Meant for `DataLoader(dataset, batch_size=None, sampler=ShardedBatchSampler(len(dataset), ...))`.
+
+    Args:
+        path: the folder `<name>.parquet`, or the folder that holds it.
+        schema: of the data set.
+        split: users to read, such as "train" or "test".
+        batch_size: rows of every batch; batches of fewer rows are padded.
+        max_history_seqlen: the most items of the history; older ones are cut off.
+        max_num_candidates: the most candidates. A user of n items has at most n − 1, so that a history remains.
+        num_tasks: labels, the first of the schema's tasks; batches of a schema without tasks have none.
+        table_sizes: rows of the embedding tables that the batches are meant for, by feature, where they are given and
+            not made from `vocabulary_sizes`.
+        timestamps: batches have one more feature, "timestamp": the second of every item, whatever the unit of the
+            files. It is no token, and has no vocabulary.
+
+    Raises:
+        FileNotFoundError: no data set at `path`.
+        ValueError: files that are damaged or of another data set, an unknown or empty split, a number out of range, or
+            a vocabulary larger than its table.
+
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        schema: SequenceSchema,
+        *,
+        split: str,
+        batch_size: int,
+        max_history_seqlen: int,
+        max_num_candidates: int = 0,
+        num_tasks: int = 1,
+        table_sizes: Mapping[str, int] | None = None,
+        timestamps: bool = False,
+    ) -> None:
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("max_history_seqlen", max_history_seqlen, 1),
+            ("max_num_candidates", max_num_candidates, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; the smallest possible value is {least}: raise it")
+        if schema.tasks and not 1 <= num_tasks <= len(schema.tasks):
+            raise ValueError(
+                f"num_tasks is {num_tasks}, {schema.dataset_name!r} has labels for {len(schema.tasks)} tasks: give a "
+                f"number between 1 and {len(schema.tasks)}"
+            )
+        self.schema = schema
+        self.max_history_seqlen = max_history_seqlen
+        self.max_num_candidates = max_num_candidates
+        self.num_tasks = num_tasks if schema.tasks else 0
+        self.timestamps = timestamps
+        self._batch_size = batch_size
+        if timestamps and schema.timestamps_per_second is None:
+            raise ValueError(
+                f"timestamps are asked for, which {schema.dataset_name!r} was made without: name columns.time and "
+                "preprocess the data again, or leave out what needs them (time_bias)"
+            )
+        self._file = SequenceFile(path, schema.dataset_name, list(self.feature_to_max_seqlen))
+        self.metadata = self._file.metadata
+        self._require_plain(schema.contextual_feature_names)
+        self._rows = self._file.split_rows(split)
+        if not self._rows:
+            raise ValueError(
+                f"split {split!r} of {self._file.path} has no users; a data set has at least one: preprocess the data "
+                "with another test fraction or seed"
+            )
+        require_tables(table_sizes or {}, self.vocabulary_sizes)
+
+    def _require_plain(self, names: Sequence[str]) -> None:
+        columns = self.metadata.columns
+        plain = [name for name in self.metadata.vocabulary_sizes if not columns.get(name, "list").startswith("list")]
+        wrong = [name for name in names if name not in plain]
+        if wrong:
+            raise ValueError(
+                f"contextual_feature_names has {wrong}; a contextual feature has one id per user, as {plain} have: "
+                "choose among these"
+            )
+
+    def __len__(self) -> int:
+        """Users of the split."""
+        return len(self._rows)
+
+    @property
+    def vocabulary_sizes(self) -> dict[str, int]:
+        """Number of ids of each feature of the batches that has ids."""
+        return {name: self.metadata.vocabulary_sizes[name] for name in self._token_lengths}
+
+    @property
+    def feature_to_max_seqlen(self) -> dict[str, int]:
+        """The most values a row can have of each feature."""
+        tokens = self._token_lengths
+        return {**tokens, TIMESTAMP: tokens[self.schema.item_feature_name]} if self.timestamps else tokens
+
+    @property
+    def _token_lengths(self) -> dict[str, int]:
+        """The most tokens a row can have of each feature that is made of tokens."""
+        longest = self.max_history_seqlen + self.max_num_candidates
+        return {
+            **dict.fromkeys(self.schema.contextual_feature_names, 1),
+            self.schema.item_feature_name: longest,
+            **({} if self.schema.action_feature_name is None else {self.schema.action_feature_name: longest}),
+        }
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The most tokens of a row: contextual features, items and, interleaved, their actions if there are any."""
+        return sum(self._token_lengths.values())
+
+    def __getitem__(self, rows: int | Sequence[int]) -> HSTUBatch:
+        """The batch of `rows`, counted within the split, padded to the batch size; one of more rows has no padding.
+
+        Raises:
+            IndexError: a row outside the split.
+
+        """
+        return self._assemble(check_rows(rows, len(self)) + self._rows.start)
+
+    def outlines(self) -> Iterator[HSTUBatch]:
+        """All users of the split in order, as batches that have their lengths and zeros for values.
+
+        What a row costs follows from its lengths, so any shuffler's `get_workloads` tells it of such a batch. Reads the
+        items' column once.
+
+        Yields:
+            Batches of at most 65,536 rows without padding, whose values take no memory.
+
+        """
+        lengths = self._file.list_lengths(self.schema.item_feature_name, self._rows)
+        for first in range(0, len(lengths), _ROWS_PER_OUTLINE):
+            num_candidates, kept = self._cut(lengths[first : first + _ROWS_PER_OUTLINE])
+            targets = kept if self.max_num_candidates == 0 else num_candidates
+            tasks = [f"task_{index}" for index in range(self.num_tasks)]
+            yield self._batch(
+                outline_kjt(_tensors(self._feature_lengths(kept))),
+                outline_kjt(_tensors(dict.fromkeys(tasks, targets)), torch.float32) if tasks else None,
+                num_candidates,
+                batch_size=len(kept),
+            )
+
+    def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Candidates of rows of so many items, and the items that are kept, candidates among them."""
+        num_candidates = np.clip(lengths - 1, 0, self.max_num_candidates)
+        return num_candidates, np.minimum(lengths, self.max_history_seqlen + num_candidates)
+
+    def _feature_lengths(self, kept: np.ndarray) -> dict[str, np.ndarray]:
+        """Lengths of every feature in rows of so many items."""
+        contextual = set(self.schema.contextual_feature_names)
+        return {name: np.ones_like(kept) if name in contextual else kept for name in self.feature_to_max_seqlen}
+
+    def _assemble(self, rows: np.ndarray) -> HSTUBatch:
+        schema = self.schema
+        users = self._file.select(rows)
+        num_candidates, kept = self._cut(users.lengths(schema.item_feature_name))  # (num_rows,)
+        batch_size = max(self._batch_size, len(rows))
+        values = {name: users.values(name) for name in schema.contextual_feature_names}
+        values[schema.item_feature_name] = users.tails(schema.item_feature_name, kept)
+        actions = np.empty(0, np.int64)
+        if schema.action_feature_name is not None:
+            actions = values[schema.action_feature_name] = users.tails(schema.action_feature_name, kept)  # (sum(kept),)
+        if self.timestamps:
+            values[TIMESTAMP] = users.tails(TIMESTAMP, kept) // (schema.timestamps_per_second or 1)
+        return self._batch(
+            padded_kjt(_tensors(values), _tensors(self._feature_lengths(kept)), batch_size),
+            self._labels(actions, kept, num_candidates, batch_size),
+            num_candidates,
+            batch_size=batch_size,
+        )
+
+    def _batch(
+        self, features: KeyedJaggedTensor, labels: KeyedJaggedTensor | None, num_candidates: np.ndarray, batch_size: int
+    ) -> HSTUBatch:
+        schema, num_rows = self.schema, len(num_candidates)
+        padded = torch.from_numpy(np.pad(num_candidates, (0, batch_size - num_rows)))
+        return HSTUBatch(
+            features=features,
+            batch_size=batch_size,
+            feature_to_max_seqlen=self.feature_to_max_seqlen,
+            contextual_feature_names=list(schema.contextual_feature_names),
+            labels=labels,
+            actual_batch_size=num_rows,
+            item_feature_name=schema.item_feature_name,
+            action_feature_name=schema.action_feature_name,
+            max_num_candidates=self.max_num_candidates,
+            num_candidates=padded if self.max_num_candidates > 0 else None,
+        )
+
+    def _labels(
+        self, actions: np.ndarray, kept: np.ndarray, num_candidates: np.ndarray, batch_size: int
+    ) -> KeyedJaggedTensor | None:
+        """One per candidate or, without candidates, per item."""
+        tasks = {f"task_{index}": task for index, task in enumerate(self.schema.tasks[: self.num_tasks])}
+        if not tasks:
+            return None
+        targets = kept
+        if self.max_num_candidates > 0:
+            # The candidates of a row are the last of its actions: those at most num_candidates from the row's end.
+            from_end = np.repeat(np.cumsum(kept), kept) - np.arange(len(actions))
+            actions, targets = actions[from_end <= np.repeat(num_candidates, kept)], num_candidates
+        return padded_kjt(
+            {name: torch.from_numpy(task(actions).astype(np.float32)) for name, task in tasks.items()},
+            _tensors(dict.fromkeys(tasks, targets)),
+            batch_size,
+        )
+
+
+def require_tables(table_sizes: Mapping[str, int], vocabulary_sizes: Mapping[str, int]) -> None:
+    """Raise ValueError where an embedding table has fewer rows than its feature has ids.
+
+    Args:
+        table_sizes: rows of the tables, by feature; features without one are passed over.
+        vocabulary_sizes: ids of the features.
+
+    """
+    for name, rows in table_sizes.items():
+        ids = vocabulary_sizes.get(name, 0)
+        if ids > rows:
+            raise ValueError(
+                f"the table of {name!r} has {rows:,} rows, the vocabulary has {ids:,} ids; every id needs a row: give "
+                f"the table {ids:,} rows"
+            )
+
+
+def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,0 +1,250 @@
+"""From events in a store to the columnar files of a data set.
+
+    EventStore, sorted by user and time ─► split ─► shards, row groups ─► manifest
+
+Ids are the ranks of the raw values among the sorted ones. Memory holds what is known of the users, and a row group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from commons.console import progress_bar
+from commons.datasets.sequences.event_store import EventStore
+from commons.datasets.sequences.file import SequenceSchema
+from commons.datasets.sequences.metadata import (
+    MANIFEST,
+    TIMESTAMP,
+    VOCABULARIES,
+    SequenceFileMetadata,
+    Shard,
+    histogram_keys,
+    histogram_of,
+)
+from commons.splitmix import as_fraction, splitmix64
+
+SPLITS = ("train", "test")
+# Of a row group, which is decoded as a whole when one of its rows is read.
+_INTERACTIONS_PER_GROUP, _MOST_USERS_PER_GROUP = 65_536, 4_096
+# A split has about so many shards as it takes for shards of this size, and at most so many.
+_INTERACTIONS_PER_SHARD, _MOST_SHARDS = 4_000_000, 128
+_GOLDEN = np.uint32(0x9E3779B9)  # 2^32 ÷ golden ratio: Knuth's multiplicative hash
+_EVENT_SCHEMA = pa.schema([("item", pa.int32()), ("action", pa.int16()), ("time", pa.int64())])
+_V1_KEY = b"evenrank"
+
+
+@dataclass(frozen=True)
+class SequenceSource:
+    """What a preprocessor knows of a data set, whose events are in a store.
+
+    Attributes:
+        schema: of the data set.
+        users: raw values of all users, those without events included, sorted, each once.
+        context: for each contextual feature other than the user, the raw value of each user, which may be null.
+        vocabularies: for each of these, the different values, sorted; a null is the last.
+        items: raw values of all items, sorted, each once.
+        action_vocabulary_size: actions lie in `[0, action_vocabulary_size)`.
+        generated: the files say that they were generated.
+        sha256: of the archive.
+        options: of the preprocessor, besides the split's.
+
+    """
+
+    schema: SequenceSchema
+    users: pa.Array
+    context: Mapping[str, pa.Array]
+    vocabularies: Mapping[str, pa.Array]
+    items: pa.Array
+    action_vocabulary_size: int
+    generated: bool
+    sha256: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_sequences(
+    folder: Path,
+    source: SequenceSource,
+    store: EventStore,
+    *,
+    test_fraction: float,
+    seed: int,
+    show_progress: bool = False,
+) -> SequenceFileMetadata:
+    """Write the shards, the vocabularies and the manifest of a data set into an empty folder.
+
+    Args:
+        folder: where to.
+        source: what is known of the data set.
+        store: with its events; every user and item of an event is among those of `source`.
+        test_fraction: expected part of the users in the test split.
+        seed: of the split.
+        show_progress: show a progress bar on stderr, if that is a terminal.
+
+    """
+    lengths = store.lengths(source.users)
+    split = (split_hash(split_keys(source.users), seed) < test_fraction).astype(np.int8)  # a place in SPLITS
+    ids = np.arange(len(lengths), dtype=np.int32)
+    part = _shards_of(ids, int(lengths.sum()))
+    order = np.lexsort((ids, part, split))
+    places = np.empty_like(ids)
+    places[order] = ids
+    writer = _Writer(folder, source, lengths)
+    with progress_bar("write", int(lengths.sum()), "row", show=show_progress) as progress:
+        events = _Events(store.histories(source.users, places, source.items))
+        # Users who are written together: of one split and one part of it.
+        for users in np.split(order, np.flatnonzero(np.diff(split[order]) | np.diff(part[order])) + 1):
+            if len(users):
+                writer.write_shard(SPLITS[split[users[0]]], part[users[0]], users, events)
+                progress.update(int(lengths[users].sum()))
+    return writer.finish({"test_fraction": test_fraction, "seed": seed, **source.options}, int(split.sum()))
+
+
+def split_keys(values: pa.Array) -> np.ndarray:
+    """A number for each raw value that depends on it alone: integers themselves, 64 bits of BLAKE2b of others.
+
+    Returns:
+        uint64 `(num_values,)`.
+
+    """
+    if pa.types.is_integer(values.type):
+        return values.to_numpy().astype(np.uint64)
+    digests = (hashlib.blake2b(value.as_buffer(), digest_size=8).digest() for value in values)
+    return np.fromiter((int.from_bytes(digest, "little") for digest in digests), np.uint64, len(values))
+
+
+def split_hash(keys: np.ndarray, seed: int) -> np.ndarray:
+    """A float64 in [0, 1) per user: the number at the user's key in the stream of `seed`."""
+    return as_fraction(splitmix64(keys.astype(np.uint64) + np.random.SeedSequence(seed).generate_state(1, np.uint64)))
+
+
+def is_preprocessed(path: Path) -> bool:
+    """Whether a path is what a preprocessor wrote, in this or an earlier version."""
+    if path.is_dir():
+        return (path / MANIFEST).is_file()
+    try:
+        return _V1_KEY in (pq.read_metadata(path).metadata or {})
+    except (pa.ArrowException, OSError):
+        return False
+
+
+def _shards_of(ids: np.ndarray, num_events: int) -> np.ndarray:
+    """The shard of each user among those of its split, at random, but the same each time: int16 `(n,)`."""
+    wanted = min(num_events / _INTERACTIONS_PER_SHARD, _MOST_SHARDS)
+    digits = next(digits for digits in range(32) if 1 << digits >= wanted)
+    hashed = (ids.astype(np.uint32) * _GOLDEN).astype(np.uint64)
+    return (hashed >> np.uint64(32 - digits)).astype(np.int16)
+
+
+class _Events:
+    """A stream of events, taken some at a time."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+        self._batches = batches
+        self._rest: pa.RecordBatch | None = None
+
+    def take(self, count: int) -> pa.Table:
+        """The next `count` events."""
+        parts: list[pa.RecordBatch] = []
+        while count:
+            batch = self._rest if self._rest is not None else next(self._batches)
+            parts.append(batch.slice(0, count))
+            self._rest = batch.slice(count) if batch.num_rows > count else None
+            count -= parts[-1].num_rows
+        return pa.Table.from_batches(parts, _EVENT_SCHEMA).combine_chunks()
+
+
+class _Writer:
+    """Shards of a data set, users in the order of the events."""
+
+    def __init__(self, folder: Path, source: SequenceSource, lengths: np.ndarray) -> None:
+        self._folder, self._source, self._lengths = folder, source, lengths
+        self._shards: list[Shard] = []
+        schema = source.schema
+        self._action_column = str(schema.action_feature_name)
+        action_type = pa.int8() if source.action_vocabulary_size <= 127 else pa.int16()
+        # By the name of a list column, that of the store and the type of the entries.
+        self._lists = {
+            schema.item_feature_name: ("item", pa.int32()),
+            self._action_column: ("action", action_type),
+            TIMESTAMP: ("time", pa.int64()),
+        }
+        self._plain = {schema.user_feature_name: pa.array(np.arange(len(lengths), dtype=np.int32))}
+        for name, values in source.context.items():
+            self._plain[name] = pc.index_in(values, value_set=source.vocabularies[name]).cast(pa.int32())
+        fields = [(name, pa.int32()) for name in self._plain]
+        fields += [(name, pa.list_(pa.field("element", kind))) for name, (_, kind) in self._lists.items()]
+        self._schema = pa.schema([*fields, ("split", pa.string())])
+
+    def write_shard(self, split: str, part: int, users: np.ndarray, events: _Events) -> None:
+        """Write the next shard; `users` are its rows."""
+        file, lengths = f"{split}-{part:05d}.parquet", self._lengths[users]
+        groups = _row_groups(lengths)
+        with pq.ParquetWriter(
+            self._folder / file,
+            self._schema,
+            write_page_checksum=True,
+            use_dictionary=["split", f"{self._action_column}.list.element"],
+        ) as writer:
+            for own in np.split(users, np.cumsum(groups)[:-1]):
+                writer.write_table(self._row_group(split, own, events), row_group_size=len(own))
+        self._shards.append(Shard(file, groups, int(lengths.sum())))
+
+    def _row_group(self, split: str, users: np.ndarray, events: _Events) -> pa.Table:
+        offsets = pa.array(np.concatenate([[0], np.cumsum(self._lengths[users])]).astype(np.int32))
+        flat = events.take(int(self._lengths[users].sum()))
+        columns: list[pa.Array] = [values.take(pa.array(users)) for values in self._plain.values()]
+        for name, (column, kind) in self._lists.items():
+            entries = flat[column].cast(kind).combine_chunks()
+            columns.append(pa.ListArray.from_arrays(offsets, entries, type=self._schema.field(name).type))
+        return pa.table([*columns, pa.repeat(split, len(users))], schema=self._schema)
+
+    def finish(self, options: dict[str, Any], num_test: int) -> SequenceFileMetadata:
+        """Write vocabularies and manifest."""
+        source, schema, lengths = self._source, self._source.schema, self._lengths
+        vocabularies = {
+            schema.user_feature_name: source.users,
+            **source.vocabularies,
+            schema.item_feature_name: source.items,
+        }
+        (self._folder / VOCABULARIES).mkdir()
+        for name, values in vocabularies.items():
+            pq.write_table(pa.table({"value": values}), self._folder / VOCABULARIES / f"{name}.parquet")
+        sizes = {name: len(values) for name, values in vocabularies.items()}
+        metadata = SequenceFileMetadata(
+            dataset_name=schema.dataset_name,
+            generated=source.generated,
+            num_users=len(lengths),
+            num_interactions=int(lengths.sum()),
+            min_length=int(lengths.min()) if len(lengths) else 0,
+            max_length=int(lengths.max(initial=0)),
+            splits={"train": len(lengths) - num_test, "test": num_test},
+            vocabulary_sizes={**sizes, self._action_column: source.action_vocabulary_size},
+            columns={entry.name: str(entry.type) for entry in self._schema},
+            length_histogram=histogram_keys(histogram_of(lengths)),
+            source_sha256=source.sha256,
+            shards=self._shards,
+            options=options,
+        )
+        metadata.save(self._folder)
+        return metadata
+
+
+def _row_groups(lengths: np.ndarray) -> list[int]:
+    """Rows of each row group: users one after the other, until a group has its interactions."""
+    ends = np.cumsum(lengths)
+    groups, start, done = [], 0, 0
+    while start < len(lengths):
+        end = int(np.searchsorted(ends, done + _INTERACTIONS_PER_GROUP, side="right"))
+        end = min(max(end, start + 1), start + _MOST_USERS_PER_GROUP, len(lengths))
+        groups.append(end - start)
+        start, done = end, int(ends[end - 1])
+    return groups

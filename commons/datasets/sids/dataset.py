@@ -1,0 +1,189 @@
+"""Batches of semantic IDs from item-id histories and a map from items to SIDs.
+
+Input: histories, a map, and rows chosen by a sampler. Output: GPTSIDBatch on the CPU. A user's last items are the
+candidates, those before them the history; histories that are too long lose their oldest items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, codebook_offsets
+from commons.datasets.hstu_batch import outline_kjt, padded_kjt
+from commons.datasets.samplers.epoch import check_rows
+from commons.datasets.sids.histories import Histories, history_chunks
+from commons.datasets.sids.map import SIDMap
+from commons.sequence_batch.fields import make_batch
+
+HISTORY, CANDIDATE = "history", "candidate"
+_SHOWN = 3
+_ROWS_PER_OUTLINE = 2**16
+
+
+class SIDDataset(Dataset[GPTSIDBatch]):
+    """Users of one split; an item of the data set is the batch of the rows it is asked for.
+
+    All histories are read once at the start, to count what is cut and to find items without a SID.
+
+    Args:
+        histories: the users.
+        sid_map: SIDs of all their items.
+        batch_size: rows of every batch; batches of fewer rows are padded.
+        max_history_length: the most items of a history; older ones are cut off.
+        max_candidate_length: the most candidates, the last items of a user. None: all items are candidates, the last
+            `max_history_length` of them, and histories are empty.
+
+    Attributes:
+        num_cut_histories: users that have more items than a row can hold.
+        num_cut_items: items of theirs that are left out, all of them at the old end.
+
+    Raises:
+        ValueError: a number out of range, no users, or items without a SID, reported with their number and the first
+            users that have one.
+
+    """
+
+    def __init__(
+        self,
+        histories: Histories,
+        sid_map: SIDMap,
+        *,
+        batch_size: int,
+        max_history_length: int,
+        max_candidate_length: int | None = 1,
+    ) -> None:
+        most_candidates = max_history_length if max_candidate_length is None else max_candidate_length
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("max_history_length", max_history_length, 1),
+            ("max_candidate_length", most_candidates, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; the smallest possible value is {least}: raise it")
+        if not len(histories):
+            raise ValueError(f"{histories.source} has no users; a data set has at least one: check the data")
+        self.sid_map = sid_map
+        self.max_history_length = 0 if max_candidate_length is None else max_history_length
+        self.max_candidate_length = most_candidates
+        self._histories = histories
+        self._batch_size = batch_size
+        self._offsets = np.asarray(codebook_offsets(sid_map.codebook_sizes))
+        self._lengths = self._scan()  # (num_users,)
+        excess = np.maximum(self._lengths - self.max_items, 0)
+        self.num_cut_histories, self.num_cut_items = int(np.count_nonzero(excess)), int(excess.sum())
+
+    def __len__(self) -> int:
+        """Users of the split."""
+        return len(self._histories)
+
+    @property
+    def max_items(self) -> int:
+        """The most items of a row, history and candidates together."""
+        return self.max_history_length + self.max_candidate_length
+
+    def __getitem__(self, rows: int | Sequence[int]) -> GPTSIDBatch:
+        """The batch of `rows`, padded to the batch size; one of more rows has no padding.
+
+        Raises:
+            IndexError: a row outside the split.
+
+        """
+        return self._assemble(check_rows(rows, len(self)))
+
+    def outlines(self) -> Iterator[GPTSIDBatch]:
+        """All users in order, as batches that have their lengths and zeros for values.
+
+        What a row costs follows from its lengths, so any shuffler's `get_workloads` tells it of such a batch. Nothing
+        is read: all lengths are known from the start.
+
+        Yields:
+            Batches of at most 65,536 rows without padding, whose values take no memory.
+
+        """
+        for first in range(0, len(self), _ROWS_PER_OUTLINE):
+            candidates, kept = self._cut(self._lengths[first : first + _ROWS_PER_OUTLINE])
+            lengths = self._code_lengths(candidates, kept)
+            fields = self._fields(outline_kjt(lengths), outline_kjt({LABEL_NAME: lengths[CANDIDATE]}), len(kept))
+            # Not by the constructor, which looks at the values: a code of 0 is no id in all hierarchies.
+            yield make_batch(GPTSIDBatch, fields | {"batch_size": len(kept)})
+
+    def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Candidates of rows of so many items, and the items that are kept, candidates among them."""
+        candidates = np.minimum(lengths, self.max_candidate_length)
+        return candidates, np.minimum(lengths, self.max_history_length + candidates)
+
+    def _code_lengths(self, candidates: np.ndarray, kept: np.ndarray) -> dict[str, torch.Tensor]:
+        hierarchies = self.sid_map.num_hierarchies
+        return {
+            HISTORY: torch.from_numpy((kept - candidates) * hierarchies),
+            CANDIDATE: torch.from_numpy(candidates * hierarchies),
+        }
+
+    def _fields(self, features: KeyedJaggedTensor, labels: KeyedJaggedTensor, num_rows: int) -> dict[str, Any]:
+        hierarchies = self.sid_map.num_hierarchies
+        return {
+            "features": features,
+            "batch_size": max(self._batch_size, num_rows),
+            "feature_to_max_seqlen": {
+                HISTORY: self.max_history_length * hierarchies,
+                CANDIDATE: self.max_candidate_length * hierarchies,
+            },
+            "contextual_feature_names": [],
+            "labels": labels,
+            "actual_batch_size": num_rows,
+            "history_feature_name": HISTORY,
+            "candidate_feature_name": CANDIDATE,
+            "num_hierarchies": hierarchies,
+            "codebook_sizes": list(self.sid_map.codebook_sizes),
+        }
+
+    def _scan(self) -> np.ndarray:
+        """Items of every user: int64 `(num_users,)`; raises for items without a SID."""
+        num_unknown = 0
+        found: list[np.ndarray] = []
+        unknown: list[str] = []
+        for users, lengths, items in history_chunks(self._histories):
+            found.append(lengths)
+            missing = np.flatnonzero(self.sid_map.rows_of(items) < 0)
+            num_unknown += missing.size
+            owners = np.repeat(users, lengths)[missing[:_SHOWN]]
+            unknown += [f"item {items[index]} of user {user}" for index, user in zip(missing[:_SHOWN], owners)]
+        if num_unknown:
+            raise ValueError(
+                f"{num_unknown} items in {self._histories.source} have no SID, the first ones "
+                f"{', '.join(unknown[:_SHOWN])}; the map has {self.sid_map.num_items} items from "
+                f"{self.sid_map.item_ids[0]} to {self.sid_map.item_ids[-1]}: make the map from these data"
+            )
+        return np.concatenate(found)
+
+    def _assemble(self, rows: np.ndarray) -> GPTSIDBatch:
+        candidates, kept = self._cut(self._lengths[rows])  # (num_rows,)
+        items = self._histories.tails(rows, kept)  # (sum(kept),)
+        # The candidates of a row are the last of its items: those at most `candidates` from the row's end.
+        from_end = np.repeat(np.cumsum(kept), kept) - np.arange(len(items))
+        is_candidate = from_end <= np.repeat(candidates, kept)
+        codes = self.sid_map.codes[self.sid_map.rows_of(items)]  # (sum(kept), num_hierarchies)
+        ids = codes + self._offsets
+        code_lengths = self._code_lengths(candidates, kept)
+        values = {HISTORY: ids[~is_candidate], CANDIDATE: ids[is_candidate]}
+        return GPTSIDBatch(
+            **self._fields(
+                padded_kjt(
+                    {name: torch.from_numpy(value.reshape(-1)) for name, value in values.items()},
+                    code_lengths,
+                    max(self._batch_size, len(rows)),
+                ),
+                padded_kjt(
+                    {LABEL_NAME: torch.from_numpy(codes[is_candidate].reshape(-1))},
+                    {LABEL_NAME: code_lengths[CANDIDATE]},
+                    max(self._batch_size, len(rows)),
+                ),
+                len(rows),
+            )
+        )

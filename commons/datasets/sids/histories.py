@@ -1,0 +1,168 @@
+"""Item-id histories of one split, oldest item first: from a file of `evenrank preprocess`, or from any parquet file.
+
+A parquet file of the user's own has a list column of item ids and perhaps a column `split` with "train" and "test".
+Without one, every user is in both splits: "test" ends with the user's last item, "train" with the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from commons.datasets.sequences.file import SequenceFile, SequenceSchema
+
+SPLIT_COLUMN = "split"
+_SPLITS = ("train", "test")
+_USERS_PER_CHUNK = 2**16
+_ITEMS_PER_CHUNK = 2**21
+
+
+class Histories(Protocol):
+    """Users with their items, oldest first.
+
+    Attributes:
+        source: where they come from, for messages.
+
+    """
+
+    source: str
+
+    def __len__(self) -> int:
+        """Users."""
+
+    def lengths(self, users: np.ndarray) -> np.ndarray:
+        """Items of each user: int64 `(n,)` for int64 `(n,)`, users counted from 0."""
+
+    def tails(self, users: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The last items of each user, user after user.
+
+        Args:
+            users: int64 `(n,)`.
+            lengths: int64 `(n,)`, how many of each; at most the user's items.
+
+        Returns:
+            int64 `(sum(lengths),)`.
+
+        """
+
+
+def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """All users, some at a time, so that their items fit in memory.
+
+    Yields:
+        Users, the items of each, and the items themselves, user after user; int64 arrays. About two million items at a
+        time, and at least one user.
+
+    """
+    for first in range(0, len(histories), _USERS_PER_CHUNK):
+        users = np.arange(first, min(first + _USERS_PER_CHUNK, len(histories)))
+        lengths = histories.lengths(users)
+        chunk = np.cumsum(lengths) // _ITEMS_PER_CHUNK
+        cuts = np.flatnonzero(np.diff(chunk)) + 1
+        for own_users, own_lengths in zip(np.split(users, cuts), np.split(lengths, cuts)):
+            yield own_users, own_lengths, histories.tails(own_users, own_lengths)
+
+
+class PreprocessedHistories:
+    """Histories of a file of `evenrank preprocess`, read lazily.
+
+    Args:
+        path: the file, or its folder.
+        schema: of the data set.
+        split: "train" or "test".
+
+    Raises:
+        FileNotFoundError, ValueError: as SequenceFile.
+
+    """
+
+    def __init__(self, path: str | Path, schema: SequenceSchema, split: str) -> None:
+        self._column = schema.item_feature_name
+        self._file = SequenceFile(path, schema.dataset_name, [self._column])
+        self._rows = self._file.split_rows(split)
+        self.source = f"split {split!r} of {self._file.path}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def lengths(self, users: np.ndarray) -> np.ndarray:
+        """See Histories."""
+        return self._file.select(users + self._rows.start).lengths(self._column)
+
+    def tails(self, users: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """See Histories."""
+        return self._file.select(users + self._rows.start).tails(self._column, lengths)
+
+
+class ParquetHistories:
+    """Histories of a parquet file of the user's own, held in memory.
+
+    Args:
+        path: the file.
+        column: its list column of item ids, oldest first.
+        split: "train" or "test".
+
+    Raises:
+        FileNotFoundError: no file.
+        ValueError: no parquet file, no such column, another type, nulls, or an unknown split.
+
+    """
+
+    def __init__(self, path: str | Path, column: str, split: str) -> None:
+        if split not in _SPLITS:
+            raise ValueError(f"split is {split!r}; histories have {' and '.join(map(repr, _SPLITS))}: choose one")
+        self.source = f"split {split!r} of {path}"
+        table = _read(Path(path), column)
+        items = table[column].combine_chunks()
+        offsets = items.offsets.to_numpy().astype(np.int64)
+        self._items = items.values.to_numpy()
+        self._starts, self._ends = offsets[:-1], offsets[1:]
+        if SPLIT_COLUMN in table.column_names:
+            users = np.flatnonzero(table[SPLIT_COLUMN].to_numpy() == split)
+        else:
+            left_out = 1 if split == "train" else 0
+            self._ends = np.maximum(self._ends - left_out, self._starts)
+            users = np.flatnonzero(self._ends > self._starts) if left_out else np.arange(len(self._ends))
+        self._starts, self._ends = self._starts[users], self._ends[users]
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def lengths(self, users: np.ndarray) -> np.ndarray:
+        """See Histories."""
+        return self._ends[users] - self._starts[users]
+
+    def tails(self, users: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """See Histories."""
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return self._items[np.repeat(self._ends[users] - lengths, lengths) + within].astype(np.int64)
+
+
+def _read(path: Path, column: str) -> pa.Table:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; it holds item-id histories: correct the path")
+    try:
+        names = pq.read_schema(path).names
+        wanted = [name for name in (column, SPLIT_COLUMN) if name in names]
+        table = pq.read_table(path, columns=wanted, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(f"{path} is no parquet file, or damaged ({first_line}): write it again") from None
+    if column not in names:
+        raise ValueError(f"{path} has columns {names}, but no {column!r}: name the column of item-id histories")
+    kind = table.schema.field(column).type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
+        raise ValueError(f"column {column!r} of {path} is of type {kind}; a history is a list of integers: convert it")
+    items = table[column].combine_chunks()
+    if items.null_count or items.values.null_count:
+        raise ValueError(f"column {column!r} of {path} has nulls; a user without items has an empty list: replace them")
+    if SPLIT_COLUMN in names:
+        splits = table[SPLIT_COLUMN].unique().to_pylist()
+        if not set(splits) <= set(_SPLITS):
+            raise ValueError(f"column 'split' of {path} has the values {splits}; it holds 'train' and 'test': rename")
+    return table

@@ -1,0 +1,262 @@
+"""SIDMap: which semantic ID an item has, read from a file and checked.
+
+    parquet   columns `item_id` (integers) and `sid` (lists of codes); `evenrank make-sids` writes it, with the sizes of
+              the codebooks in its footer
+    npy       integers (num_items, num_hierarchies); an item's id is its row
+
+Every mistake in a map is reported with the number of items concerned and the first of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tokenize
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from commons.whole_folder import whole_file
+
+_METADATA_KEY = b"evenrank.sids"
+_FORMAT_VERSION = 1
+_SHOWN = 3
+_PICKLES = (".pt", ".pth", ".pkl", ".pickle")
+
+
+@dataclass(frozen=True)
+class SIDMap:
+    """Items and their semantic IDs.
+
+    Raises:
+        ValueError: no items, another number of codes than of codebooks, an item that is listed twice, a code outside
+            its codebook, or items that share a SID.
+    """
+
+    item_ids: np.ndarray  # int64 `(num_items,)`, ascending
+    codes: np.ndarray  # int64 `(num_items, num_hierarchies)`, the SID of each item; no two are alike
+    codebook_sizes: tuple[int, ...]  # codes of each hierarchy: codes lie in `[0, size)`
+    options: Mapping[str, Any] = field(default_factory=dict)  # how the map was made
+
+    def __post_init__(self) -> None:
+        codes = np.asarray(self.codes, dtype=np.int64)
+        item_ids = np.asarray(self.item_ids, dtype=np.int64)
+        if codes.ndim != 2 or codes.shape[0] == 0 or codes.shape != (item_ids.size, len(self.codebook_sizes)):
+            raise ValueError(
+                f"codes have shape {codes.shape} for {item_ids.size} items, codebook_sizes is "
+                f"{list(self.codebook_sizes)}; every item has one code per codebook, and there is at least one item: "
+                "make codebook_sizes and the map agree"
+            )
+        order = np.argsort(item_ids, kind="stable")
+        object.__setattr__(self, "item_ids", item_ids[order])
+        object.__setattr__(self, "codes", np.ascontiguousarray(codes[order]))
+        object.__setattr__(self, "codebook_sizes", tuple(self.codebook_sizes))
+        self._check_items()
+        self._check_codes()
+        self._check_sids()
+
+    @property
+    def num_items(self) -> int:
+        """Items of the map."""
+        return len(self.item_ids)
+
+    @property
+    def num_hierarchies(self) -> int:
+        """Codes of an item."""
+        return len(self.codebook_sizes)
+
+    def rows_of(self, item_ids: np.ndarray) -> np.ndarray:
+        """Rows of `codes` by item, −1 for an unknown one: int64 `(n,)` for int64 `(n,)`."""
+        rows = np.searchsorted(self.item_ids, item_ids).clip(max=self.num_items - 1)
+        return np.where(self.item_ids[rows] == item_ids, rows, -1)
+
+    @classmethod
+    def load(cls, path: str | Path, codebook_sizes: Sequence[int]) -> SIDMap:
+        """Read a map.
+
+        Args:
+            path: a .parquet or .npy file.
+            codebook_sizes: codes of each hierarchy.
+
+        Raises:
+            FileNotFoundError: no file.
+            ValueError: another kind of file, a damaged one, or one that does not fit `codebook_sizes`; and as SIDMap.
+
+        """
+        path = Path(path)
+        if path.suffix in _PICKLES:
+            raise ValueError(
+                f"{path} ends in {path.suffix!r}, a pickle, which can run code when it is read; SID maps are .parquet "
+                "or .npy: save the codes with numpy.save('sids.npy', codes.numpy()), one row per item id"
+            )
+        if path.suffix not in _READERS:
+            raise ValueError(f"{path} ends in {path.suffix!r}; SID maps are .parquet or .npy: convert the file")
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} does not exist; it maps items to semantic IDs: make it with `evenrank make-sids`, or correct "
+                "the path"
+            )
+        try:
+            content = _READERS[path.suffix](path)
+            if content.codebook_sizes is not None and tuple(codebook_sizes) != content.codebook_sizes:
+                raise ValueError(
+                    f"codebook_sizes is {list(codebook_sizes)}, the map was made with {list(content.codebook_sizes)}; "
+                    "a model has a class for every code of the map: set codebook_sizes to the map's"
+                )
+            return cls(content.item_ids, content.codes, tuple(codebook_sizes), content.options)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the map as .parquet; a failure leaves what was at `path` before.
+
+        Raises:
+            ValueError: another suffix.
+
+        """
+        path = Path(path)
+        if path.suffix != ".parquet":
+            raise ValueError(f"{path} ends in {path.suffix!r}; maps are written as .parquet: rename it")
+        footer = {"format_version": _FORMAT_VERSION, "codebook_sizes": self.codebook_sizes, "options": self.options}
+        sids = pa.FixedSizeListArray.from_arrays(self.codes.astype(np.int32).ravel(), self.num_hierarchies)
+        table = pa.table({"item_id": self.item_ids, "sid": sids}, metadata={_METADATA_KEY: json.dumps(footer).encode()})
+        with whole_file(path) as file:
+            pq.write_table(table, file, write_page_checksum=True)
+
+    def _check_items(self) -> None:
+        repeated = np.unique(self.item_ids[1:][np.diff(self.item_ids) == 0])
+        if repeated.size:
+            raise ValueError(
+                f"{repeated.size} items are listed more than once, the first ones {_first(map(str, repeated))}; an "
+                "item has one SID: keep one row of each"
+            )
+
+    def _check_codes(self) -> None:
+        outside = (self.codes < 0) | (self.codes >= np.asarray(self.codebook_sizes))
+        rows = np.flatnonzero(outside.any(axis=1))
+        if rows.size:
+            shown = (f"item {self.item_ids[row]}: {self.codes[row].tolist()}" for row in rows)
+            raise ValueError(
+                f"{rows.size} of {self.num_items} items have a code outside its codebook, the first ones "
+                f"{_first(shown)}; codebook_sizes is {list(self.codebook_sizes)}, and codes lie in [0, size): correct "
+                "the codes or codebook_sizes"
+            )
+
+    def _check_sids(self) -> None:
+        _, first_rows, sid_of_item, counts = np.unique(
+            self.codes, axis=0, return_index=True, return_inverse=True, return_counts=True
+        )
+        sid_of_item = sid_of_item.reshape(-1)  # numpy 2.0 gives it another shape
+        sharing = np.flatnonzero(counts[sid_of_item] > 1)
+        if sharing.size:
+            # By the first item that has it; an SID's items one after the other.
+            sids = sid_of_item[np.sort(first_rows[counts > 1])]
+            shown = (
+                f"items {_first(map(str, self.item_ids[sid_of_item == sid]))} have "
+                f"{self.codes[first_rows[sid]].tolist()}"
+                for sid in sids
+            )
+            raise ValueError(
+                f"{sharing.size} of {self.num_items} items share their SID with another, the first ones: "
+                f"{_first(shown)}; an item that shares its SID cannot be told from the other: make the map with "
+                "`evenrank make-sids`, or tell them apart by a further code"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _MapFile:
+    """What a file holds."""
+
+    item_ids: np.ndarray
+    codes: np.ndarray
+    codebook_sizes: tuple[int, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+# What numpy's parser of a header, which is a Python literal, raises beside ValueError.
+_OF_A_HEADER = (SyntaxError, TypeError, OverflowError, tokenize.TokenError)
+
+
+def _read_npy(path: Path) -> _MapFile:
+    try:
+        codes = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError, MemoryError, *_OF_A_HEADER) as error:
+        raise ValueError(f"the file is no array of numbers ({_one_line(error)}): save the codes again") from None
+    if not isinstance(codes, np.ndarray) or codes.ndim != 2 or not np.issubdtype(codes.dtype, np.integer):
+        found = f"{codes.dtype} {codes.shape}" if isinstance(codes, np.ndarray) else type(codes).__name__
+        raise ValueError(f"the file holds {found}; codes are integers (num_items, num_hierarchies): save them so")
+    return _MapFile(np.arange(len(codes)), codes)
+
+
+def _read_parquet(path: Path) -> _MapFile:
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"the file is no parquet file, or damaged ({_one_line(error)}): make it again") from None
+    if not {"item_id", "sid"} <= set(table.column_names):
+        raise ValueError(f"the columns are {table.column_names}; a map has item_id and sid: rename them")
+    item_ids, sids = table["item_id"].combine_chunks(), table["sid"].combine_chunks()
+    is_list = pa.types.is_list(sids.type) or pa.types.is_large_list(sids.type) or pa.types.is_fixed_size_list(sids.type)
+    if not (pa.types.is_integer(item_ids.type) and is_list and pa.types.is_integer(sids.type.value_type)):
+        raise ValueError(
+            f"item_id is of type {item_ids.type}, sid of type {sids.type}; item_id holds integers and sid lists of "
+            "integers: convert them"
+        )
+    if item_ids.null_count or sids.null_count or sids.flatten().null_count:
+        raise ValueError("there are nulls; every item has an id and a code per hierarchy: remove or fill these rows")
+    lengths = np.unique(sids.value_lengths().to_numpy())
+    if lengths.size != 1:
+        raise ValueError(
+            f"sid has lists of {lengths.tolist()} codes; every item has one code per hierarchy: make them equally long"
+        )
+    raw = (table.schema.metadata or {}).get(_METADATA_KEY)
+    sizes, options = (None, {}) if raw is None else _read_footer(raw)
+    codes = sids.flatten().to_numpy().reshape(len(sids), int(lengths[0]))
+    return _MapFile(item_ids.to_numpy(), codes, sizes, options)
+
+
+def _read_footer(raw: bytes) -> tuple[tuple[int, ...] | None, Mapping[str, Any]]:
+    """Sizes of the codebooks, and how the map was made."""
+    try:
+        footer = json.loads(raw)
+        sizes, options = footer.get("codebook_sizes"), footer.get("options", {})
+        if isinstance(options, Mapping) and (sizes is None or all(isinstance(size, int) for size in sizes)):
+            return None if sizes is None else tuple(sizes), options
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ValueError("what the map says of how it was made is damaged: make it again")
+
+
+_READERS = {".npy": _read_npy, ".parquet": _read_parquet}
+
+
+def is_sid_map(path: Path) -> bool:
+    """Whether a file is a map that `SIDMap.save` wrote."""
+    try:
+        return _METADATA_KEY in (pq.read_metadata(path).metadata or {})
+    except (pa.ArrowException, OSError):
+        return False
+
+
+def _first(texts: Iterable[str]) -> str:
+    """The first few of some texts.
+
+    >>> _first(["1", "2", "3", "4"])
+    '1, 2, 3, …'
+
+    """
+    shown: list[str] = []
+    for text in texts:
+        if len(shown) == _SHOWN:
+            return ", ".join([*shown, "…"])
+        shown.append(text)
+    return ", ".join(shown)
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,89 @@
+"""Gradients follow rows: autograd through an exchange is the exchange of the gradients on the way back.
+
+Rows move without autograd. Where some of their tensors require gradients, on any rank, what has arrived is put behind a
+node of the graph on every rank, whose backward is a collective of all ranks: it moves the gradient of every row to
+where the row came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from commons.sequence_batch.fields import Path, path_name
+from commons.sequence_batch.row_leaves import DENSE_TENSOR
+from commons.sequence_batch.rows import Rows
+
+# Leaves that may require gradients are the first so many: ranks say which by a bit of an int64 for each.
+MOST_LEAVES = 63
+R = TypeVar("R")
+# Gradients `(rows,) + shape` of what has arrived, to those of what was there; None on a rank that had no rows.
+MoveBack = Callable[[Rows[tuple[torch.Tensor, ...]]], Rows[tuple[torch.Tensor, ...]] | None]
+
+
+def differentiable_leaves(rows: Rows[Any] | None) -> list[int]:
+    """Numbers of the leaves that require gradients, in the order of `Rows.leaves`; none where gradients are off.
+
+    Raises:
+        ValueError: such a leaf that is no dense tensor, or behind the first 63.
+    """
+    if rows is None or not torch.is_grad_enabled():
+        return []
+    found = []
+    for number, (path, leaf_type, value) in enumerate(rows.leaves()):
+        if not any(tensor.requires_grad for tensor in leaf_type.tensors(value)):
+            continue
+        if leaf_type is not DENSE_TENSOR:
+            raise ValueError(
+                f"field {path_name(path)!r} requires grad and is jagged; gradients follow rows of dense tensors: pass "
+                "detach(), or its rows as a tensor"
+            )
+        if number >= MOST_LEAVES:
+            raise ValueError(
+                f"field {path_name(path)!r} requires grad and is field {number + 1} of the batch; gradients follow the "
+                f"first {MOST_LEAVES}: put it before others, or pass detach()"
+            )
+        found.append(number)
+    return found
+
+
+def leaf_paths(rows: Rows[Any], numbers: Sequence[int]) -> list[Path]:
+    """The paths of some leaves, by their numbers."""
+    paths = [path for path, _, _ in rows.leaves()]
+    return [paths[number] for number in numbers]
+
+
+def follow_gradients(arrived: Rows[R], sent: Rows[Any] | None, numbers: Sequence[int], move_back: MoveBack) -> Rows[R]:
+    """What has arrived, with gradients that go back to what was sent.
+
+    Args:
+        arrived: rows without gradients, of the structure of those that were sent.
+        sent: this rank's rows as they were; None for none.
+        numbers: leaves through which gradients go; the same on all ranks.
+        move_back: moves gradients; called in the backward of every rank, also of one whose loss ignores these rows.
+    """
+    if not numbers:
+        return arrived
+    chosen = set(leaf_paths(arrived, numbers))
+    outputs = [value for path, _, value in arrived.leaves() if path in chosen]
+    inputs = [] if sent is None else [value for path, _, value in sent.leaves() if path in chosen]
+    anchor = torch.empty(0, requires_grad=True)  # on a rank without rows nothing else does
+    joined = iter(_Followed.apply(move_back, outputs, anchor, *inputs))
+    return arrived.map(lambda path, _, value: next(joined) if path in chosen else value)
+
+
+class _Followed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, move_back: MoveBack, outputs: list[torch.Tensor], anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.move_back, ctx.num_inputs = move_back, len(inputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        moved = ctx.move_back(Rows.of(tuple(gradients)))
+        of_inputs = [None] * ctx.num_inputs if moved is None or not ctx.num_inputs else list(moved.batch)
+        return (None, None, None, *of_inputs)

@@ -1,0 +1,399 @@
+"""ENGINE: the threads, process groups and sessions behind a shuffler, for pipelines and windows."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from commons.distributed.channel.absence import RankMissingError, ShufflerAbortedError
+from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.channel.groups import only_device
+from commons.distributed.global_batch import attach_global_batches
+from commons.distributed.local_rows import LocalRows
+from commons.distributed.process_group import resolve_process_group
+from commons.distributed.rank_speeds import StepTimes
+from commons.distributed.row_costs import RowCosts
+from commons.distributed.shuffle_handle import ShuffleHandle, no_stats
+from commons.distributed.shuffle_session import GRACE_SECONDS, ShuffleSession
+from commons.distributed.stats import ShuffleStats
+from commons.distributed.window import ShuffledWindow, WindowReader, describe_blocked_loader, shuffle_window
+from commons.distributed.worker import DaemonWorker
+from commons.sequence_batch.open_batch import batch_device
+
+if TYPE_CHECKING:
+    from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+
+logger = logging.getLogger(__name__)
+
+# Seconds that close() and abort() wait for the worker threads.
+_CLOSE_SECONDS = 5.0
+_ABORT_SECONDS = 1.0
+
+# By group, and window or None.
+_Key: TypeAlias = "tuple[dist.ProcessGroup | None, int | None]"
+_Channels: TypeAlias = "dict[_Key, ControlChannel]"
+# Of collected shufflers. A daemon thread must not hold the last reference to a process group: the interpreter would
+# abort at exit.
+_ABANDONED: deque[tuple[list[DaemonWorker], _Channels]] = deque()
+
+
+@dataclass(eq=False)
+class Starter:
+    """What starts the shuffles of an engine: a pipeline, or the iterator of a staged one, registers itself as one.
+
+    The engine keeps it, because garbage collection is not synchronised across ranks and what they may do next must be
+    the same on all of them.
+    """
+
+    name: str  # of the pipeline's class, in messages
+    on_thread: bool = False  # whether it starts shuffles on a thread of its own, in no fixed order with the main thread
+    in_flight: bool = False  # whether it may start more shuffles; the same on every rank
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the engine has to keep it."""
+        return self.in_flight
+
+
+class ShuffleEngine:
+    """Runs the shuffles of one shuffler, over one group or several.
+
+    Args:
+        shuffler: that owns it; the engine does not keep it alive.
+        pg_group: ranks that share a global batch, as the shuffler was given them.
+        has_groups: whether the shuffler has `get_groups`.
+
+    Attributes:
+        costs: what the shuffler says of rows.
+        starters: what may start shuffles.
+        read_stats: gives the stats of the batch that was finished last.
+        num_cap_exceeded: batches in which no plan could keep the token cap.
+    """
+
+    def __init__(
+        self, shuffler: BaseTaskBalancedBatchShuffler, pg_group: dist.ProcessGroup | None, has_groups: bool
+    ) -> None:
+        self.costs = RowCosts(shuffler, has_groups)
+        self._step_times = StepTimes()
+        self.starters: list[Starter] = []
+        self.read_stats: Callable[[], ShuffleStats | None] = no_stats
+        self.num_cap_exceeded = 0
+        self._options, self._pg_group = shuffler.options, pg_group
+        self._shuffler_type = type(shuffler).__name__
+        self._channels: _Channels = {}
+        self._sessions: dict[_Key, ShuffleSession] = {}
+        self._worker = DaemonWorker(f"evenrank-{self._shuffler_type}")
+        self._window_worker = DaemonWorker(f"evenrank-windows-{self._shuffler_type}")
+        self._order = threading.Lock()
+        self._device: torch.device | None = None
+        self._is_closed = False
+        self._aborted_for: ShufflerAbortedError | None = None
+        # Closes a shuffler that is collected without close(); does not wait, since that can happen at any line.
+        self._when_collected = weakref.finalize(self, _abandon, [self._worker, self._window_worker], self._channels)
+        self._when_collected.atexit = False
+
+    def connect(
+        self,
+        pg_group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        window: int | None = None,
+    ) -> None:
+        """Make the process groups for a data-parallel group now, rather than with its first shuffle.
+
+        All ranks of the group call this together, on the main thread; pipelines do so when they are made. Without
+        effect where torch.distributed is not initialised.
+
+        Args:
+            pg_group: the group, if not the shuffler's own.
+            device: where batches are trained. Without it, and where the group serves the host and CUDA, the first
+                finished batch shows it.
+            window: most batches of a rank that are planned together; None for batch by batch.
+
+        Raises:
+            ValueError: this process is no member of the group.
+        """
+        self._device = device or self._device
+        if window is not None or (dist.is_available() and dist.is_initialized()):
+            self._channel(self._group(pg_group), window)
+
+    def begin(self, starter: Starter) -> None:
+        """Register what starts shuffles from now on.
+
+        Ranks number shuffles in the order in which they start. Two pipelines that start them on the main thread do so
+        in one order; a loading thread runs at its own pace on every rank.
+
+        Raises:
+            ValueError: another one has not ended, and one of the two starts shuffles on a thread.
+        """
+        self.starters = [each for each in self.starters if each is starter or each.is_needed]
+        for other in self.starters:
+            if other is not starter and other.in_flight and (other.on_thread or starter.on_thread):
+                raise ValueError(
+                    f"this shuffler already drives a {other.name} whose data has not ended, and cannot drive a "
+                    f"{starter.name} beside it: ranks would start their shuffles in different orders; give each "
+                    "pipeline a shuffler of its own, or call reset() on the other one first"
+                )
+        if starter not in self.starters:
+            self.starters.append(starter)
+
+    def look_at(self, batch: Any) -> None:
+        """Learn from a batch where batches are trained."""
+        with contextlib.suppress(TypeError, ValueError):  # which the shuffle raises on all ranks
+            self._device = batch_device(batch)
+
+    def start(
+        self, batch: Any | None, pg_group: dist.ProcessGroup | None = None, error: Exception | None = None
+    ) -> ShuffleHandle:
+        """Describe a batch and let the worker thread gather and plan; see `start_shuffle` of the shuffler."""
+        self._require_open()
+        session, device = self._session(pg_group), self._device_of(pg_group)
+        problem = error or self.costs.problem(device)
+        if batch is None or problem is not None:
+            local = LocalRows(device=device, error=problem)
+        else:
+            local = self.costs.describe(batch, device)
+        with self._order:  # a pipeline's loading thread may start shuffles too
+            step = session.next_step()
+            future = self._worker.submit(lambda: session.prepare(step, [local]), device)
+        return ShuffleHandle(step, session, batch, local, future)
+
+    def finish(self, batch: Any, handle: ShuffleHandle) -> Any:
+        """Exchange the rows of a batch; see `BaseTaskBalancedBatchShuffler.finish_shuffle`."""
+        self.require_own_process()
+        if self._aborted_for is not None:
+            raise self._aborted_for
+        prepared, schema = handle.prepared(), handle.schema()
+        try:
+            handle.take(batch)
+        except Exception as error:
+            self.report_failure(handle, error)
+            raise
+        self._device = batch_device(batch)
+        started = time.perf_counter()
+        if prepared.exchange is None:
+            if handle.local.rows or not schema.states_padding:
+                return batch
+            padding = schema.empty_batch(1)  # TorchRec's modules need a row
+            return padding if self._device.type == "cpu" else padding.to(self._device, non_blocking=True)
+        session = handle.session
+        results = session.exchange_rows(handle.step, prepared.exchange, [batch])
+        (result,) = attach_global_batches(results, prepared, session.channel.members)
+        handle.carried_out(prepared, (time.perf_counter() - started) * 1e3)
+        self.note(handle.step, handle.read_stats, 0 if prepared.plan is None else prepared.plan.excess_tokens)
+        return result
+
+    def report_failure(self, handle: ShuffleHandle, error: Exception) -> None:
+        """Post to the ranks that wait in the exchange of a step that this one failed before it."""
+        handle.session.post_failure(handle.step, error)
+
+    def note(self, step: int, read_stats: Callable[[], ShuffleStats | None], excess_tokens: int) -> None:
+        """Take what is known of rows that are where they are trained.
+
+        Args:
+            step: the first, of a window.
+            read_stats: gives the stats of the last.
+            excess_tokens: how far the fullest rank exceeds the token cap.
+        """
+        self.read_stats = read_stats
+        if not excess_tokens:
+            return
+        self.num_cap_exceeded += 1
+        if self.num_cap_exceeded == 1:
+            logger.warning(
+                "no plan of step %d keeps max_tokens_per_rank=%s, the best one exceeds it by %d tokens; later ones are "
+                "counted in num_cap_exceeded: raise the cap or lower the batch size",
+                step,
+                self._options.max_tokens_per_rank,
+                excess_tokens,
+            )
+
+    def start_window(self, reader: WindowReader, pg_group: dist.ProcessGroup | None = None) -> Future[ShuffledWindow]:
+        """Begin a window of host batches; returns at once, a thread of its own reads, plans and exchanges it.
+
+        All ranks of the group call this together, on the main thread; windows are made one after another.
+
+        Args:
+            reader: of this rank's batches.
+            pg_group: the group, if not the shuffler's own.
+
+        Returns:
+            The window, or the error of any rank, on every rank; nothing that was read is lost with it.
+
+        Raises:
+            RuntimeError: the shuffler is closed.
+        """
+        self._require_open()
+        session, device, shuffler = (
+            self._session(pg_group, reader.window),
+            self._device_of(pg_group),
+            self.costs.shuffler,
+        )
+        problem, step = self.costs.problem(device), session.next_step()
+
+        def describe(batch: Any) -> LocalRows:
+            if problem is not None:
+                return LocalRows(error=problem)
+            return shuffler.engine.costs.describe(batch, torch.device("cpu"))  # the job keeps the shuffler alive
+
+        return self._window_worker.submit(lambda: shuffle_window(session, step, reader, describe), device)
+
+    def await_window(self, window: Future[ShuffledWindow]) -> None:
+        """Wait for a window that will not be trained, and ignore its result or error.
+
+        Raises:
+            RuntimeError: it is not there ten seconds after the timeout, because the iterator has not given a batch.
+        """
+        self.require_own_process()
+        limit = self._options.timeout + GRACE_SECONDS
+        if not concurrent.futures.wait([window], limit).done:
+            raise RuntimeError(describe_blocked_loader("close()", limit))
+
+    def realign(self, pg_group: dist.ProcessGroup | None = None, until: Callable[[], bool] = lambda: True) -> None:
+        """Bring all ranks to the same step, after threads of theirs have started different numbers of shuffles.
+
+        Ranks that are behind take part in the others' steps without a batch. All ranks call this together.
+
+        Args:
+            pg_group: the group, if not the shuffler's own.
+            until: says that no thread of this rank starts shuffles any more.
+        """
+        session = self._session(pg_group)
+        while True:
+            quiet = until()
+            states = session.channel.gather_on_main([session.steps, int(quiet)], session.steps, "realignment")
+            furthest = max(steps for steps, _ in states)
+            if all(quiet for _, quiet in states) and all(steps == furthest for steps, _ in states):
+                return
+            while session.steps < furthest:
+                self.start(None, pg_group)
+            time.sleep(0.001)
+
+    @property
+    def failure(self) -> RankMissingError | None:
+        """Which rank is missing, as soon as the worker thread knows; None while all is well."""
+        failures = (channel.failure for channel in list(self._channels.values()))
+        return self._aborted_for or next((each for each in failures if each is not None), None)
+
+    def drain(self) -> None:
+        """Wait until the worker threads are idle.
+
+        Raises:
+            RuntimeError: they are not, ten seconds after the timeout: an iterator of windows has not given its batch.
+        """
+        self.require_own_process()
+        limit = self._options.timeout + GRACE_SECONDS
+        if self._aborted_for is None and not (self._worker.drain(limit) and self._window_worker.drain(limit)):
+            raise RuntimeError(describe_blocked_loader("drain()", limit))
+
+    def abort(self) -> None:
+        """See `BaseTaskBalancedBatchShuffler.abort`."""
+        self.require_own_process()
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._aborted_for = self._aborted_for or ShufflerAbortedError(
+            f"the shuffler of rank {rank} was aborted; whatever waits in it ends, and it cannot be used again: make a "
+            "new one when the process groups are there"
+        )
+        for channel in list(self._channels.values()):
+            channel.abort(self._aborted_for)
+        for worker in (self._worker, self._window_worker):
+            worker.abandon(self._aborted_for)
+        self._stop(_ABORT_SECONDS)
+
+    def close(self) -> None:
+        """End the worker threads and give back the groups."""
+        if not self._is_closed:
+            self.require_own_process()
+            self._stop(min(_CLOSE_SECONDS, self._options.timeout))
+
+    def report_step_time(self, milliseconds: float, stats: ShuffleStats, pg_group: dist.ProcessGroup | None) -> None:
+        """See `BaseTaskBalancedBatchShuffler.report_step_time`."""
+        group = self._group(pg_group)
+        self._step_times.add(milliseconds, stats.loads_after[0 if group is None else dist.get_rank(group)])
+
+    def _require_open(self) -> None:
+        """Raise RuntimeError once the shuffler is closed or aborted."""
+        if self._aborted_for is not None:
+            raise self._aborted_for
+        if self._is_closed:
+            raise RuntimeError("the shuffler is closed; it cannot start another shuffle: make a new one")
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a process that was forked from one in which the shuffler has been used."""
+        for channel in list(self._channels.values()):
+            channel.require_own_process()
+
+    def _stop(self, seconds: float) -> None:
+        self._is_closed = True
+        self._when_collected.detach()
+        deadline = time.monotonic() + seconds
+        # A worker that waits for a missing rank is left behind: it is a daemon, and its groups are not used again.
+        ended = [worker.stop(max(0.0, deadline - time.monotonic())) for worker in (self._worker, self._window_worker)]
+        if all(ended):
+            _close_channels(self._channels)
+
+    def _channel(self, group: dist.ProcessGroup | None, window: int | None = None) -> ControlChannel:
+        self.require_own_process()
+        if (group, window) not in self._channels:
+            _close_abandoned()
+            moves_rows = self._options.mode == "balance" and window is None
+            self._channels[group, window] = ControlChannel(
+                group, self._options.timeout, moves_rows=moves_rows, pairwise=window is not None
+            )
+        return self._channels[group, window]
+
+    def _session(self, pg_group: dist.ProcessGroup | None, window: int | None = None) -> ShuffleSession:
+        """The session of a group; made with the first shuffle, when all settings are known."""
+        key = self._group(pg_group), window
+        channel, session = self._channel(*key), self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = ShuffleSession(
+                channel,
+                self._options,
+                self._shuffler_type,
+                calibrated=self.costs.calibrated,
+                token_features=self.costs.token_features,
+                has_groups=self.costs.has_groups,
+                step_times=self._step_times,
+                window=window,
+            )
+        return session
+
+    def _group(self, pg_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        return resolve_process_group(pg_group if pg_group is not None else self._pg_group)
+
+    def _device_of(self, pg_group: dist.ProcessGroup | None) -> torch.device | None:
+        """Where batches are trained, as far as that is known."""
+        return self._device or only_device(self._group(pg_group))
+
+
+def _abandon(workers: list[DaemonWorker], channels: _Channels) -> None:
+    for worker in workers:
+        worker.finish()
+    _ABANDONED.append((workers, channels))
+
+
+def _close_abandoned() -> None:
+    """Give back the groups of collected shufflers whose work has ended; called where groups are made."""
+    for _ in range(len(_ABANDONED)):
+        workers, channels = _ABANDONED.popleft()
+        if all(worker.has_ended for worker in workers):
+            _close_channels(channels, collected=True)
+        else:
+            _ABANDONED.append((workers, channels))
+
+
+def _close_channels(channels: _Channels, collected: bool = False) -> None:
+    for channel in channels.values():
+        channel.close(collected=collected)

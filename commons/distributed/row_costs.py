@@ -1,0 +1,124 @@
+"""WORKLOAD: what a shuffler says of the rows of a batch, and the calibration that it computes it with."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commons.distributed.local_rows import LocalRows
+from commons.distributed.spans import span
+from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
+from commons.perf_model.task_estimator import AttentionTask
+from commons.sequence_batch.schema import BatchSchema
+from commons.sequence_batch.type_names import register_type
+
+if TYPE_CHECKING:
+    from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+
+
+class RowCosts:
+    """Describes batches with the methods of a shuffler, which it does not keep alive.
+
+    Args:
+        shuffler: whose `get_workloads`, `get_groups`, `token_feature_names` and `options` count.
+        has_groups: whether it has groups.
+    """
+
+    def __init__(self, shuffler: BaseTaskBalancedBatchShuffler, has_groups: bool) -> None:
+        self.has_groups = has_groups
+        self.calibrated: CalibratedTask | None = None  # turns operations into times; None where they stay operations
+        self._options = shuffler.options
+        self._shuffler = weakref.ref(shuffler)
+        self._error: Exception | None = None
+        self._checked_device: torch.device | None = None
+        self._known: dict[Any, BatchSchema] = {}  # the schema of the last batch, as of `BatchSchema.of`
+
+    @property
+    def shuffler(self) -> BaseTaskBalancedBatchShuffler:
+        """The shuffler; RuntimeError if it has been collected, because nobody kept a reference."""
+        shuffler = self._shuffler()
+        if shuffler is None:
+            raise RuntimeError("the shuffler was collected while it was in use; keep a reference to it")
+        return shuffler
+
+    @property
+    def token_features(self) -> tuple[str, ...] | None:
+        """Keys whose values are tokens; None for all but the labels'."""
+        names = self.shuffler.token_feature_names
+        return None if names is None else tuple(names)
+
+    def calibrate(self, task: AttentionTask) -> AttentionTask | CalibratedTask:
+        """See `BaseTaskBalancedBatchShuffler.calibrated`."""
+        if not self._wants_calibration:
+            return task
+        try:
+            self.calibrated = CalibratedTask(task, load_calibration(self._file))
+        except (OSError, ValueError) as error:
+            self._error = self._refused(error)
+            return task
+        return self.calibrated
+
+    def problem(self, device: torch.device | None) -> Exception | None:
+        """Why the workloads are not the measured ones of `options.calibration`, on the device if it is known."""
+        if not self._wants_calibration:
+            return None
+        if self.calibrated is None and self._error is None:
+            return ValueError(
+                f"calibration is {self._options.calibration!r}, but {type(self.shuffler).__name__} does not compute "
+                "its workloads with self.calibrated(task); its costs stay as they are: remove the option, or use "
+                "calibrated() in its constructor"
+            )
+        if self.calibrated is not None and self._error is None and device not in (None, self._checked_device):
+            self._checked_device = device
+            try:
+                self.calibrated.calibration.require_match(None, describe_device(device))
+            except ValueError as error:
+                self._error = self._refused(error)
+        return self._error
+
+    def describe(self, batch: Any, device: torch.device | None) -> LocalRows:
+        """What this rank brings with a batch; a mistake becomes its error, which all ranks raise.
+
+        Args:
+            batch: on the host, or on its device.
+            device: where it is trained; None if that is not known yet.
+        """
+        mode = self._options.mode
+        try:
+            register_type(type(batch))
+            with span("workload"):
+                get_costs = None if mode == "off" else self._costs
+                return LocalRows.of(batch, device, get_costs, moves=mode == "balance", known=self._known)
+        except Exception as error:
+            return LocalRows(device=device, error=error)
+
+    def _costs(self, batch: Any, schema: BatchSchema) -> tuple[Any, Any]:
+        """The workloads and the groups of a batch; None for no groups."""
+        keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
+        unknown = [name for name in self.token_features or () if name not in keys]
+        if unknown:
+            raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
+        try:
+            return self.shuffler.get_workloads(batch), self.shuffler.get_groups(batch) if self.has_groups else None
+        except KeyError as error:
+            asked = str(error.args[0]) if error.args else ""
+            keys = [key for field in schema.jagged for key in field.keys]
+            if len(asked.split()) != 1 or asked in keys:
+                raise  # a sentence, which explains itself, or the key of something else
+            # batch.features["item"] raises a bare key, which alone would explain nothing to the other ranks.
+            raise KeyError(
+                f"get_workloads asks for {asked!r}; the batch's keys are {keys}: correct get_workloads"
+            ) from error
+
+    @property
+    def _wants_calibration(self) -> bool:
+        return self._options.calibration is not None and self._options.mode != "off"
+
+    @property
+    def _file(self) -> str:
+        return self._options.calibration or ""
+
+    def _refused(self, error: Exception) -> ValueError:
+        return ValueError(f"calibration {self._file!r}: {error}")

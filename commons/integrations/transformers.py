@@ -1,0 +1,156 @@
+"""Hugging Face's Trainer and TRL's SFTTrainer: rows dealt to ranks and micro-batches by their work.
+
+trainer = balanced(Trainer(model=model, args=args, train_dataset=rows, data_collator=collator))
+trainer.train()
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import transformers
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+
+from commons.checks import as_count
+from commons.console import progress_bar
+from commons.datasets import BalancedBatchSampler
+from commons.datasets.samplers.epoch import EPOCH_START
+from commons.integrations.model_cost import Cost, model_cost
+from commons.perf_model.partitioner import as_int64_workloads
+
+T = TypeVar("T", bound=Trainer)
+_HOOKS = ("get_train_dataloader", "model_accepts_loss_kwargs", "compute_loss_func")
+
+
+def balanced(
+    trainer: T, *, lengths: Any = None, cost: Cost | None = None, padded: bool | None = None, window: int = 1
+) -> T:
+    """Let a Trainer read its rows so that all ranks have equal work in every micro-batch.
+
+    The rows of an optimizer step are those of one step of all ranks and accumulated micro-batches; which rank and which
+    micro-batch trains a row is planned. Seed, epochs and resuming within an epoch are the Trainer's own.
+
+    Args:
+        trainer: of transformers, or one that derives from it, such as TRL's SFTTrainer.
+        lengths: tokens of each row of `train_dataset`, `(n,)`; else its column `args.length_column_name`, or counted.
+        cost: workloads `(m,)` of rows of lengths `(m,)`, int64; else counted from the model's config (`model_cost`).
+        padded: whether the collator pads rows to the longest of their micro-batch; else seen from the collator.
+        window: optimizer steps that share their rows; 1 leaves every step the rows that it has.
+
+    Returns:
+        The same trainer.
+
+    Raises:
+        TypeError, ValueError: when training begins, before its first step: a data set without a length, lengths that
+            are missing or not those of the rows, a model that is none of layers of attention, a loss that does not
+            count the rows of all ranks.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"trainer is a {type(trainer).__name__}; it must be a transformers.Trainer: make one first")
+    missing = [name for name in _HOOKS if not hasattr(trainer, name)]
+    if missing:
+        raise TypeError(
+            f"transformers {transformers.__version__} has no Trainer.{missing[0]}; its rows cannot be dealt: take 4.48 "
+            "or newer"
+        )
+    window = as_count(window, "window", 1)
+    trainer.get_train_dataloader = partial(_loader, trainer, lengths, cost, padded, window)
+    return trainer
+
+
+class _EpochLoader(DataLoader):
+    """A loader whose epoch the Trainer sets; it is not prepared, since Accelerate would deal its batches again."""
+
+    batch_sampler: BalancedBatchSampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next epoch."""
+        self.batch_sampler.set_epoch(epoch)
+
+
+def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | None, window: int) -> DataLoader:
+    args, dataset = trainer.args, trainer.train_dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"train_dataset is a {type(dataset).__name__} without a length; rows are dealt by lengths that are known "
+            "beforehand: use a map-style data set"
+        )
+    stock = type(trainer).get_train_dataloader(trainer)  # with its collator, columns and workers
+    pads = not _is_padding_free(trainer.data_collator) if padded is None else padded
+    if pads:
+        _require_counted_loss(trainer)
+    tokens = as_int64_workloads(_lengths(trainer) if lengths is None else lengths, "lengths", len(dataset))
+    cost = cost or model_cost(trainer.accelerator.unwrap_model(trainer.model))
+    sampler = BalancedBatchSampler(
+        cost(tokens),
+        args.train_batch_size,
+        num_ranks=args.world_size,
+        rank=args.process_index,
+        window=window * args.gradient_accumulation_steps,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        drop_last=args.dataloader_drop_last,
+        padded=pads,
+    )
+    _require_lengths(trainer, tokens, next(sampler.items(0, EPOCH_START), []))
+    kept = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "worker_init_fn", "prefetch_factor")
+    options = {name: getattr(stock, name) for name in kept}
+    return _EpochLoader(
+        stock.dataset, batch_sampler=sampler, multiprocessing_context=stock.multiprocessing_context, **options
+    )
+
+
+def _is_padding_free(collator: Any) -> bool:
+    return bool(getattr(collator, "padding_free", False)) or type(collator).__name__ == "DataCollatorWithFlattening"
+
+
+def _require_counted_loss(trainer: Trainer) -> None:
+    """Raise where micro-batches of different numbers of rows would weigh the same."""
+    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if not counts or not trainer.args.average_tokens_across_devices:
+        what = "average_tokens_across_devices is False" if counts else "the model takes no num_items_in_batch"
+        raise ValueError(
+            f"{what}; micro-batches of {type(trainer).__name__} have different numbers of rows, and their means would "
+            "weigh the same: divide by num_items_in_batch of all ranks (compute_loss_func), or pass padded=False"
+        )
+
+
+def _input_name(trainer: Trainer) -> str:
+    names = getattr(trainer.processing_class, "model_input_names", None)
+    return names[0] if names else "input_ids"
+
+
+def _lengths(trainer: Trainer) -> list[int]:
+    dataset, name, column = trainer.train_dataset, _input_name(trainer), trainer.args.length_column_name
+    columns = getattr(dataset, "column_names", ())
+    if column in columns:
+        return list(dataset[column])
+    if not _has_field(dataset[0], name):
+        raise ValueError(
+            f"rows of train_dataset have no {name!r} whose tokens could be counted; rows are dealt by their lengths: "
+            "pass lengths="
+        )
+    rows = dataset[name] if name in columns else (row[name] for row in dataset)
+    show = trainer.args.process_index == 0
+    with progress_bar("counting tokens", len(dataset), " rows", show=show) as bar:
+        return [bar.update() or len(row) for row in rows]
+
+
+def _require_lengths(trainer: Trainer, lengths: np.ndarray, rows: list[int]) -> None:
+    """Compare the rows of the first batch with their lengths."""
+    for row in rows:
+        item, name = trainer.train_dataset[row], _input_name(trainer)
+        if _has_field(item, name) and len(item[name]) != lengths[row]:
+            raise ValueError(
+                f"row {row} has {len(item[name])} tokens, its length is given as {lengths[row]}; a plan by wrong "
+                "lengths is uneven: correct the lengths"
+            )
+
+
+def _has_field(row: Any, name: str) -> bool:
+    try:
+        return name in row
+    except TypeError:
+        return False

@@ -1,0 +1,125 @@
+"""verl: the functions of its seqlen_balancing module, with the same signatures.
+
+import verl.utils.seqlen_balancing
+verl.utils.seqlen_balancing.rearrange_micro_batches = evenrank.integrations.verl.rearrange_micro_batches
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commons.dispatch.planning import as_int64_ids
+from commons.micro_batching import MicroBatchSpec, pack_micro_batches
+from commons.micro_batching.block_packing import BlockPacking
+from commons.micro_batching.row_blocks import RowBlocks
+from commons.perf_model.partitioner import as_int64_workloads, partition
+
+
+def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """Indices in `k_partitions` of even sums, as few above the bound as the planner finds.
+
+    Args:
+        seqlen_list: what each item weighs, integers `(n,)`.
+        k_partitions: number of partitions.
+        equal_size: their sizes differ by one at most; any number of items will do.
+
+    Returns:
+        Ascending indices of each partition, none empty.
+
+    Raises:
+        ValueError: fewer items than partitions.
+    """
+    weights = as_int64_workloads(seqlen_list, "seqlen_list")
+    _require_enough(len(weights), "items", k_partitions)
+    return partition(weights, k_partitions, equal_size=equal_size).groups()
+
+
+def get_group_balanced_partitions(seqlen_list: Any, uid_list: Any, k_partitions: int) -> list[list[int]]:
+    """Samples in partitions of even work, those of one uid together wherever they lie.
+
+    Groups of one size are dealt in equal numbers; groups of several sizes freely.
+
+    Args:
+        seqlen_list: tokens of each sample, integers `(n,)`; verl's `calculate_workload` says what they cost.
+        uid_list: integers or strings `(n,)`.
+        k_partitions: number of partitions.
+
+    Raises:
+        ValueError: fewer groups than partitions, or not one uid per sample.
+    """
+    costs = _workloads(torch.as_tensor(seqlen_list))
+    groups = as_int64_ids(uid_list, len(costs))
+    _, sizes = torch.from_numpy(groups).unique(return_counts=True)
+    _require_enough(len(sizes), "groups of samples", k_partitions)
+    equal_size = bool((sizes == sizes[0]).all())
+    return partition(costs, k_partitions, equal_size=equal_size, groups=groups).groups()
+
+
+def rearrange_micro_batches(
+    batch: Any,
+    max_token_len: int,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
+) -> tuple[list[Any], list[list[int]]]:
+    """Micro-batches of at most `max_token_len` tokens, as few as that takes, of even work.
+
+    Args:
+        batch: TensorDict with "input_ids", nested, or with an "attention_mask" `(rows, width)`.
+        max_token_len: most tokens of a micro-batch; no longer row is needed than this, however wide the padding is.
+        dp_group: ranks that make the same number, if `same_micro_num_in_dp`; None for this rank alone.
+        num_batches_divided_by: the number is a multiple of it.
+        same_micro_num_in_dp: whether the ranks of `dp_group` make the same number.
+        min_num_micro_batch: fewest micro-batches.
+        use_dynamic_bsz_balance: light micro-batches at both ends, else the heaviest first.
+        force_group_size: neighbours that stay together.
+
+    Returns:
+        The micro-batches, and the rows of each.
+
+    Raises:
+        ValueError: a row or block above `max_token_len`, which is named, or too few rows; on all ranks of `dp_group`.
+        RankMissingError: a rank did not take part.
+    """
+    from verl.utils import tensordict_utils
+
+    ids = batch["input_ids"]
+    lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
+    lengths = lengths.cpu().long()
+    workloads = _workloads(lengths)
+    spec = MicroBatchSpec(
+        n_mbs=min_num_micro_batch or 1,
+        granularity=force_group_size,
+        max_tokens_per_mb=max_token_len,
+        n_mbs_divisor=num_batches_divided_by or 1,
+        packing_algorithm="refined",
+        order="light_ends" if use_dynamic_bsz_balance else "heaviest_first",
+    )
+    if dist.is_initialized() and same_micro_num_in_dp and dp_group is not None:
+        rows = torch.arange(len(lengths))
+        groups = pack_micro_batches(rows, spec, lengths, dp_group, workloads=workloads).groups
+    else:
+        blocks = RowBlocks.of(spec, len(lengths))
+        packing = BlockPacking.of(spec, blocks, lengths.numpy(), workloads.numpy())
+        groups = blocks.rows_of_each(packing.into(len(packing.fewest)))
+    return [tensordict_utils.index_select_tensor_dict(batch, rows) for rows in groups], groups
+
+
+def _workloads(lengths: torch.Tensor) -> torch.Tensor:
+    from verl.utils.seqlen_balancing import calculate_workload
+
+    return calculate_workload(lengths.long())
+
+
+def _require_enough(number: int, what: str, k_partitions: int) -> None:
+    if number < k_partitions:
+        raise ValueError(
+            f"there are {number} {what}, k_partitions is {k_partitions}; no partition is empty: lower k_partitions or "
+            "bring more"
+        )

@@ -1,0 +1,256 @@
+// One call of the worker: from the messages of all ranks, or rows that are known, to the plan of all and the exchange of one.
+#pragma once
+
+#include <stdexcept>
+
+#include "routes.hpp"
+#include "shuffle.hpp"
+
+namespace evenrank {
+
+inline void require(bool holds, const char* otherwise) {
+  if (!holds) throw std::invalid_argument(otherwise);
+}
+
+// How many rows all places have; -1 where a count is negative, or where there are more than a plan can be for, whose sum
+// could overflow.
+inline Weight total_of(const Weight* counts, Weight num_places) {
+  Weight total = 0;
+  for (Weight place = 0; place < num_places; ++place) {
+    if (counts[place] < 0 || counts[place] > INT32_MAX - total) return -1;
+    total += counts[place];
+  }
+  return total;
+}
+
+inline void require_sizes(const RowTable& table) {
+  const bool holds = table.num_places >= 0 && table.num_places <= INT32_MAX && table.num_columns >= 0 &&
+                     table.num_columns <= INT32_MAX && table.num_words >= 0 &&
+                     (table.num_places == 0 || (table.num_ranks > 0 && table.num_places % table.num_ranks == 0)) &&
+                     total_of(table.real_rows, table.num_places) >= 0;
+  require(holds, "a gathered table: sizes do not match");
+}
+
+// The first numbers of the answer, in the order in which core.py names them.
+enum Head {
+  kOtherSteps,  // whether ranks are at different steps
+  kSteps,
+  kMostWords,
+  kNumRows,
+  kRoom,  // numbers of the whole answer
+  kIndexRoom,
+  kBound,
+  kGated,
+  kExcessTokens,
+  kDigest,
+  kChanges,   // whether a row is trained in another place
+  kExchange,  // then those of Router::head()
+  kHeadSize = kExchange + 6
+};
+
+// First numbers of a message: the step, the number of batches; then, for each batch, its rows, its real rows and its words.
+constexpr Weight kMessageNumbers = 2, kBatchNumbers = 3;
+
+// One call: from messages, or rows, to the plan of all ranks and the exchange of one.
+class Shuffle {
+ public:
+  Shuffle(const ShuffleArguments& given, Weight* out, Weight room, Weight* indices, Weight index_room)
+      : given_(given), out_(out), at_(out + kHeadSize), room_(room), indices_(indices), index_room_(index_room) {
+    require(given.num_ranks > 0 && given.steps > 0 && given.num_ranks <= INT32_MAX / given.steps && room >= kHeadSize,
+            "shuffle: sizes do not match");
+    require(given.method >= 0 && given.method <= static_cast<Weight>(Method::kSnake) && given.slack >= 0 &&
+                given.slack <= 1 && given.ranks_per_node >= 0 && given.num_keys >= 0 && given.num_kept >= 0,
+            "shuffle takes checked arguments: a number is out of its range");
+    require(given.parts == nullptr || (given.rank >= 0 && given.rank < given.num_ranks), "shuffle: sizes do not match");
+    std::fill_n(out, kHeadSize, 0);
+  }
+
+  // Writes the answer as far as it goes: the head alone where there is not room for it, where ranks are at different
+  // steps, or where a message had no room.
+  void run() {
+    if (!read_header()) return;
+    const Weight num_places = given_.num_ranks * out_[kSteps], num_rows = out_[kNumRows];
+    out_[kRoom] = kHeadSize + 7 * num_places + 6 * out_[kSteps] + 4 * num_rows + exchange_room();
+    if (out_[kRoom] > room_) return;
+    Weight* const rows = take(num_places);
+    Weight* const real_rows = take(num_places);
+    Weight* const first = take(num_places);
+    write_places(rows, real_rows, first);
+    Weight* const before = take(num_places);
+    Weight* const as_planned = take(num_places);
+    Weight* const after = take(num_places);
+    Weight* const real_after = take(num_places);
+    Weight* const moves = take(6 * out_[kSteps]);
+    Weight* const exchange = take(exchange_room());
+    Weight* const workloads = take(num_rows);
+    Weight* const tokens = take(num_rows);
+    Weight* const planned = take(num_rows);
+    Weight* const destination = take(num_rows);
+    const RowTable table = packed_rows(real_rows, first);
+    read_rows(table, workloads, tokens);
+    Weights places;
+    places.reserve(num_rows);
+    for (Weight place = 0; place < num_places; ++place) places.insert(places.end(), real_rows[place], place);
+    const Weight* const home = places.data();
+    sum_at(home, workloads, num_rows, num_places, before);
+    const Weights groups = groups_of(table, num_rows);
+    plan({num_places, out_[kSteps], workloads, tokens, home, num_rows, groups.empty() ? nullptr : groups.data()}, before,
+         planned, destination, as_planned, after);
+    const Weight per_node = given_.ranks_per_node > 0 ? given_.ranks_per_node : given_.num_ranks;
+    std::copy_n(real_rows, num_places, real_after);
+    std::fill_n(moves, 6 * out_[kSteps], 0);
+    out_[kChanges] = !std::equal(home, home + num_rows, destination);
+    count_moves(home, destination, tokens, num_rows, out_[kSteps], per_node, real_after, moves);
+    Digest digest;
+    for (const Weight* places : {rows, real_rows}) digest.add(places, num_places);
+    for (const Weight* of_rows : {workloads, tokens, destination}) digest.add(of_rows, num_rows);
+    out_[kDigest] = digest.value();
+    if (given_.parts) route({rows, real_rows, real_after, destination, table, static_cast<Index>(num_places),
+                             given_.num_keys, given_.num_kept - (given_.has_groups != 0), parts(), out_[kSteps], given_.rank, given_.all_gather != 0,
+                             given_.pads != 0}, exchange);
+  }
+
+ private:
+  Weight* take(Weight size) { return std::exchange(at_, at_ + size); }
+
+  // The numbers of a rank's message, of which it has 2 and then 3 for every batch.
+  const Weight* message(Weight rank) const { return given_.messages + rank * given_.stride; }
+  Weight header_size() const { return kMessageNumbers + kBatchNumbers * given_.steps; }
+
+  // False where the messages are not those of a step whose rows can be read.
+  bool read_header() {
+    out_[kSteps] = given_.steps;
+    if (given_.messages == nullptr) {
+      out_[kNumRows] = total_of(given_.real_rows, given_.num_ranks * given_.steps);
+      require(out_[kNumRows] >= 0, "shuffle: sizes do not match");
+      return true;
+    }
+    out_[kSteps] = 0;
+    Weight num_rows = 0;
+    for (Weight rank = 0; rank < given_.num_ranks; ++rank) {
+      const Weight* const said = message(rank);
+      const Weight batches = said[1];
+      require(batches >= 0 && batches <= given_.steps, "a gathered table: a size or column is out of its range");
+      out_[kOtherSteps] = out_[kOtherSteps] || said[0] != given_.messages[0];
+      out_[kSteps] = std::max(out_[kSteps], batches);
+      Weight words = 0;
+      for (Weight batch = 0; batch < batches; ++batch) {
+        const Weight* const numbers = said + kMessageNumbers + kBatchNumbers * batch;
+        require(numbers[0] >= numbers[1] && numbers[1] >= 0 && numbers[1] <= INT32_MAX - num_rows && numbers[2] >= 0 &&
+                    numbers[2] <= INT64_MAX - words,
+                "a gathered table: a size or column is out of its range");
+        num_rows += numbers[1];
+        words += numbers[2];
+      }
+      out_[kMostWords] = std::max(out_[kMostWords], words);
+    }
+    out_[kNumRows] = num_rows;
+    return given_.has_plan && out_[kSteps] > 0 && !out_[kOtherSteps] && out_[kMostWords] <= given_.capacity;
+  }
+
+  void write_places(Weight* rows, Weight* real_rows, Weight* first) const {
+    const Weight steps = out_[kSteps];
+    for (Weight place = 0; place < given_.num_ranks * steps; ++place) {
+      if (given_.messages == nullptr) {
+        rows[place] = given_.rows[place];
+        real_rows[place] = given_.real_rows[place];
+        first[place] = given_.first ? given_.first[place] : 0;
+        require(real_rows[place] <= rows[place], "shuffle: sizes do not match");
+        continue;
+      }
+      const Weight* const said = message(place / steps);
+      const Weight batch = place % steps;
+      const Weight* const numbers = said + kMessageNumbers + kBatchNumbers * batch;
+      const bool brought = batch < said[1];
+      rows[place] = brought ? numbers[0] : 0;
+      real_rows[place] = brought ? numbers[1] : 0;
+      first[place] = batch == 0 ? 0 : first[place - 1] + (numbers - kBatchNumbers)[2] * (batch <= said[1]);
+    }
+  }
+
+  RowTable packed_rows(const Weight* real_rows, const Weight* first) const {
+    const Weight* const words = given_.messages ? given_.messages + header_size() : given_.words;
+    const Weight num_words = given_.messages ? given_.num_words - header_size() : given_.num_words;
+    const RowTable table{words, first, real_rows, given_.num_ranks, given_.stride, num_words,
+                         given_.num_ranks * out_[kSteps], kLengthsFrom + given_.num_keys + given_.num_kept};
+    require_sizes(table);
+    return table;
+  }
+
+  void read_rows(const RowTable& table, Weight* workloads, Weight* tokens) const {
+    const Weight num_rows = out_[kNumRows];
+    if (given_.messages == nullptr) {
+      std::copy_n(given_.workloads, num_rows, workloads);
+      std::copy_n(given_.tokens, num_rows, tokens);
+    } else {
+      require(read_columns(table, {0, 1}, num_rows, workloads),  // tokens lie behind workloads
+              "a gathered table: a size or column is out of its range");
+    }
+    require(all_within(workloads, num_rows, INT64_MAX, kMostLoad) &&
+                all_within(tokens, num_rows, INT64_MAX, kMostLoad),
+            "the sum of the workloads or of the tokens of all ranks is 2^62 or more; it must be below: scale them down");
+  }
+
+  // The group of every row; empty where there are none.
+  Weights groups_of(const RowTable& table, Weight num_rows) const {
+    Weights groups(given_.has_groups && !given_.destination ? num_rows : 0);
+    if (groups.empty()) return groups;
+    require(given_.num_kept > 0 && read_columns(table, {table.num_columns - 1}, num_rows, groups.data()),
+            "a gathered table: a size or column is out of its range");
+    return groups;
+  }
+
+  void plan(const PlacedRows& rows, const Weight* before, Weight* planned, Weight* destination, Weight* as_planned,
+            Weight* after) {
+    if (given_.destination) {
+      for (Weight row = 0; row < rows.num_rows; ++row) {
+        const Weight place = given_.destination[row];
+        require(place >= 0 && place < rows.num_places, "shuffle takes a plan: a number is out of its range");
+        planned[row] = destination[row] = place;
+      }
+      for (Weight* const loads : {as_planned, after}) sum_at(planned, rows.workloads, rows.num_rows, rows.num_places, loads);
+      return;
+    }
+    ShufflePlanner planner(rows, given_);
+    const bool is_carried_out = planner.plan(before, planned, destination);
+    std::copy(planner.loads.begin(), planner.loads.end(), as_planned);
+    std::copy_n(is_carried_out ? as_planned : before, rows.num_places, after);
+    out_[kBound] = planner.bound;
+    out_[kGated] = planner.gated;
+    out_[kExcessTokens] = planner.excess_tokens;
+  }
+
+  // Regions, splits to and from every rank, own parts of every step, and of every result three numbers, parts and keys.
+  Weight exchange_room() const {
+    if (given_.parts == nullptr) return 0;
+    return 3 + 2 * given_.num_ranks + out_[kSteps] * (2 * given_.num_parts + 4 + given_.num_keys);
+  }
+  std::vector<PayloadPart> parts() const {
+    std::vector<PayloadPart> parts;
+    for (Weight part = 0; part < given_.num_parts; ++part) {
+      const Weight* const numbers = given_.parts + 3 * part;
+      parts.push_back({numbers[0], numbers[1], numbers[2]});
+      require(numbers[1] >= 0 && numbers[2] >= 0 && (numbers[0] < 0 || numbers[1] <= given_.num_keys - numbers[0]),
+              "shuffle takes a plan: a number is out of its range");
+    }
+    return parts;
+  }
+  void route(const RouteRequest& request, Weight* exchange) {
+    Router router(request);
+    out_[kIndexRoom] = router.room();
+    if (out_[kIndexRoom] > index_room_) return;
+    router.write(indices_);
+    const Weights head = router.head(), sizes = router.sizes();
+    std::copy(head.begin(), head.end(), out_ + kExchange);
+    std::copy(sizes.begin(), sizes.end(), exchange);
+  }
+
+  const ShuffleArguments& given_;
+  Weight* out_;
+  Weight* at_;  // what comes next in the answer
+  Weight room_;
+  Weight* indices_;
+  Weight index_room_;
+};
+
+}  // namespace evenrank

@@ -1,0 +1,106 @@
+// Rows that stay together: a group is planned as one row, with the sums of the workloads and tokens of its rows.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+#include "plan.hpp"
+
+namespace evenrank {
+
+class RowGroups {
+ public:
+  // Those of int64 (num_rows,) numbers; none of null.
+  static std::optional<RowGroups> of(const Weight* numbers, Weight num_rows) {
+    return numbers ? std::optional(RowGroups(numbers, num_rows)) : std::nullopt;
+  }
+  // Rows with equal numbers are a group; groups are numbered in the order of their first rows.
+  RowGroups(const Weight* numbers, Weight num_rows) {
+    std::unordered_map<Weight, Index> known;
+    group_of_.reserve(num_rows);
+    for (Weight row = 0; row < num_rows; ++row) {
+      const auto [found, is_new] = known.try_emplace(numbers[row], static_cast<Index>(sizes_.size()));
+      if (is_new) sizes_.push_back(0);
+      group_of_.push_back(found->second);
+      ++sizes_[found->second];
+    }
+  }
+
+  // With equal counts of rows, groups must have equal sizes: then partitions differ by one group at most.
+  void require_equal_sizes() const {
+    if (sizes_.empty()) return;
+    const auto [least, most] = std::minmax_element(sizes_.begin(), sizes_.end());
+    if (*least == *most) return;
+    throw std::invalid_argument("groups have " + std::to_string(*least) + " to " + std::to_string(*most) +
+                                " rows, equal_size is True; partitions have equally many rows only if groups do: pass "
+                                "equal_size=False, or groups of one size");
+  }
+
+  // The request with a row for each group.
+  Request merged(Request request) const {
+    if (!request.home.empty() || !request.home_step.empty()) bring_home(request);
+    request.workloads = sums(request.workloads);
+    request.tokens = sums(request.tokens);
+    return request;
+  }
+
+  // What each row has of its group.
+  Indices by_row(const Indices& by_group) const { return take(by_group, group_of_); }
+
+  // Whether every group has its rows at one place, of int64 (num_rows,).
+  bool are_together(const Weight* place) const {
+    Weights first(sizes_.size(), -1);
+    for (std::size_t row = 0; row < group_of_.size(); ++row) {
+      Weight& of_group = first[group_of_[row]];
+      if (of_group < 0) of_group = place[row];
+      if (of_group != place[row]) return false;
+    }
+    return true;
+  }
+
+ private:
+  // Sums of the values by group; none of none.
+  Weights sums(const Weights& values) const {
+    if (values.empty()) return values;
+    Weights sums(sizes_.size(), 0);
+    for (std::size_t row = 0; row < values.size(); ++row) sums[group_of_[row]] += values[row];
+    return sums;
+  }
+
+  // A group is at home where most of what it costs to move lies; of several such places, at the first.
+  void bring_home(Request& request) const {
+    const Weights costs = sizes_of(request);
+    const bool has_home = !request.home.empty(), has_steps = !request.home_step.empty();
+    const auto place_of = [&](Index row) {
+      const Weight rank = has_home ? request.home[row] : 0;
+      return rank * request.num_steps + (has_steps ? request.home_step[row] : 0);
+    };
+    Indices order = range(static_cast<Index>(group_of_.size()));
+    std::sort(order.begin(), order.end(), [&](Index a, Index b) {
+      const std::pair left{group_of_[a], place_of(a)}, right{group_of_[b], place_of(b)};
+      return left < right || (left == right && a < b);
+    });
+    Indices home(has_home ? sizes_.size() : 0), home_step(has_steps ? sizes_.size() : 0);
+    Weights most(sizes_.size(), -1);
+    for (std::size_t at = 0; at < order.size();) {
+      const Index row = order[at], group = group_of_[row];
+      const Weight place = place_of(row);
+      Weight cost = 0;
+      for (; at < order.size() && group_of_[order[at]] == group && place_of(order[at]) == place; ++at) {
+        cost += costs[order[at]];
+      }
+      if (cost <= most[group]) continue;
+      most[group] = cost;
+      if (has_home) home[group] = request.home[row];
+      if (has_steps) home_step[group] = request.home_step[row];
+    }
+    request.home = std::move(home);
+    request.home_step = std::move(home_step);
+  }
+
+  Indices group_of_;  // by row
+  Weights sizes_;     // by group
+};
+
+}  // namespace evenrank

@@ -1,0 +1,185 @@
+// Groups of rows that are padded to their longest: a group costs its number of rows times the cost of its heaviest row.
+//
+// Some best grouping is contiguous in the rows sorted by cost, heaviest first: exchanging rows so that a group takes the
+// next heaviest ones raises no group's heaviest row. For a limit on the cost of a group, taking as many rows as it allows
+// gives the fewest groups, and the fewest groups never become more with a higher limit. So the least limit for a number
+// of groups is found by bisection (parametric search; Pınar and Aykanat 2004, "Fast optimal load balancing algorithms
+// for 1D partitioning").
+#pragma once
+
+#include <queue>
+#include <tuple>
+
+#include "problem.hpp"
+
+namespace evenrank {
+
+class PaddedGroups {
+ public:
+  // `costs`, descending.
+  PaddedGroups(const Weight* costs, Weight num_rows, Weight max_rows)
+      : costs_(costs), num_rows_(num_rows), max_rows_(max_rows) {}
+
+  // Fewest groups of which none costs more than `limit`, which is at least the heaviest row.
+  Weight fewest(Weight limit) const { return fewest_of({0, num_rows_}, limit, num_rows_); }
+
+  // Sizes of `num_groups` groups whose costliest is the cheapest possible; there are such groups within `high`. With
+  // several `steps`, each of as many groups, the sum of their costliest groups is made small too.
+  Weights of_least_cost(Weight num_groups, Weight high, Weight steps) const {
+    const Weight limit = least_limit({0, num_rows_}, num_groups, high), per_step = num_groups / steps;
+    Weights sizes = sizes_within({0, num_rows_}, limit, num_groups);
+    if (steps == 1) return sizes;
+    Weight low = 0, threshold = limit;
+    while (low < threshold) {
+      const Weight middle = low + (threshold - low) / 2;
+      if (ends_at(middle, steps, per_step).back() == num_rows_) {
+        threshold = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    Weights ends = ends_at(threshold, steps, per_step), plain;
+    lower_sum(ends, per_step, limit);
+    for (Weight step = 1; step <= steps; ++step) {
+      plain.push_back(std::accumulate(sizes.begin(), sizes.begin() + step * per_step, Weight{0}));
+    }
+    if (sum_of(plain, per_step, limit) < sum_of(ends, per_step, limit)) ends = plain;
+    sizes.clear();
+    for (Weight step = 0; step < steps; ++step) {
+      const Range rows{step == 0 ? 0 : ends[step - 1], ends[step]};
+      const Weights of_step = sizes_within(rows, least_limit(rows, per_step, limit), per_step);
+      sizes.insert(sizes.end(), of_step.begin(), of_step.end());
+    }
+    return sizes;
+  }
+
+ private:
+  using Sum = unsigned __int128;  // of costs, each below 2^63
+  struct Range {
+    Weight begin;
+    Weight end;
+  };
+
+  // Where steps end that take as many rows as groups within the threshold, or their heaviest row, have room for; every
+  // later group is left a row.
+  Weights ends_at(Weight threshold, Weight steps, Weight per_step) const {
+    Weights ends;
+    Weight end = 0;
+    for (Weight step = 1; step <= steps; ++step) {
+      const Weight most = num_rows_ - (steps - step) * per_step, limit = std::max(costs_[end], threshold);
+      for (Weight group = 0; group < per_step && end < most; ++group) end += most_from(end, most, limit);
+      ends.push_back(end);
+    }
+    return ends;
+  }
+
+  // Moves the ends of steps, one after the other, as long as that lowers the sum of their costliest groups. Between its
+  // neighbours an end is tried on a grid, then on finer ones about the best.
+  void lower_sum(Weights& ends, Weight per_step, Weight limit) const {
+    constexpr int kRounds = 8;
+    constexpr Weight kPoints = 32;
+    bool improves = true;
+    for (int round = 0; improves && round < kRounds; ++round) {
+      improves = false;
+      for (std::size_t at = 0; at + 1 < ends.size(); ++at) {
+        const Weight begin = at == 0 ? 0 : ends[at - 1], end = ends[at + 1];
+        const auto sum_with = [&](Weight middle) {
+          return static_cast<Sum>(cost_of({begin, middle}, per_step, limit)) +
+                 static_cast<Sum>(cost_of({middle, end}, per_step, limit));
+        };
+        Sum least = sum_with(ends[at]);
+        Weight first = begin + per_step, last = end - per_step;
+        for (Weight stride = kMax; stride > 1;) {
+          stride = std::max<Weight>(1, (last - first) / kPoints);
+          Weight best = ends[at];
+          for (Weight middle = first; middle <= last; middle += stride) {
+            const Sum sum = sum_with(middle);
+            if (sum > least) continue;
+            improves = improves || sum < least;
+            least = sum;
+            best = middle;  // at the same cost the later end: its rows leave the next step for nothing
+          }
+          ends[at] = best;
+          first = std::max(begin + per_step, best - stride);
+          last = std::min(end - per_step, best + stride);
+        }
+      }
+    }
+  }
+
+  Sum sum_of(const Weights& ends, Weight per_step, Weight limit) const {
+    Sum sum = 0;
+    Weight begin = 0;
+    for (const Weight end : ends) sum += static_cast<Sum>(cost_of({std::exchange(begin, end), end}, per_step, limit));
+    return sum;
+  }
+
+  // The costliest of as many groups of a range, kMax where it is above the limit.
+  Weight cost_of(const Range& rows, Weight num_groups, Weight limit) const {
+    const bool fits = rows.end - rows.begin >= num_groups && fewest_of(rows, limit, num_groups) <= num_groups;
+    return fits ? least_limit(rows, num_groups, limit) : kMax;
+  }
+
+  Weight least_limit(const Range& rows, Weight num_groups, Weight high) const {
+    Weight low = costs_[rows.begin];
+    while (low < high) {
+      const Weight middle = low + (high - low) / 2;
+      if (fewest_of(rows, middle, num_groups) <= num_groups) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return high;
+  }
+
+  // Of a range; stops behind `most` groups.
+  Weight fewest_of(const Range& rows, Weight limit, Weight most) const {
+    Weight groups = 0;
+    for (Weight begin = rows.begin; begin < rows.end && groups <= most; begin += most_from(begin, rows.end, limit)) {
+      ++groups;
+    }
+    return groups;
+  }
+
+  Weight most_from(Weight begin, Weight end, Weight limit) const {
+    const Weight rest = std::min(max_rows_, end - begin);
+    return costs_[begin] == 0 ? rest : std::min(rest, limit / costs_[begin]);
+  }
+
+  // The fewest groups, of which the costliest are halved until there are `num_groups`.
+  Weights sizes_within(const Range& rows, Weight limit, Weight num_groups) const {
+    std::priority_queue<std::tuple<Weight, Weight, Weight>> divisible;  // cost, begin, size
+    std::vector<std::pair<Weight, Weight>> groups;                      // begin, size
+    const auto add = [&](Weight begin, Weight size) {
+      if (size > 1) {
+        divisible.emplace(size * costs_[begin], begin, size);
+      } else {
+        groups.emplace_back(begin, size);
+      }
+    };
+    for (Weight begin = rows.begin, size = 0; begin < rows.end; begin += size) {
+      size = most_from(begin, rows.end, limit);
+      add(begin, size);
+    }
+    while (static_cast<Weight>(groups.size() + divisible.size()) < num_groups) {
+      const auto [cost, begin, size] = divisible.top();
+      divisible.pop();
+      add(begin, size / 2);
+      add(begin + size / 2, size - size / 2);
+    }
+    for (; !divisible.empty(); divisible.pop()) {
+      groups.emplace_back(std::get<1>(divisible.top()), std::get<2>(divisible.top()));
+    }
+    std::sort(groups.begin(), groups.end());
+    Weights sizes;
+    for (const auto& [begin, size] : groups) sizes.push_back(size);
+    return sizes;
+  }
+
+  const Weight* costs_;
+  Weight num_rows_;
+  Weight max_rows_;
+};
+
+}  // namespace evenrank

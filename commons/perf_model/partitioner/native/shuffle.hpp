@@ -1,0 +1,229 @@
+// Where the rows of a global batch, or of a window of batches, are trained: the plan, and the gates that leave rows where
+// they are. commons/perf_model/shuffle_plan.py says what the options mean.
+//
+// A place is rank * steps + step: with one batch a rank, with a window a batch of a rank.
+#pragma once
+
+#include "grid.hpp"
+#include "groups.hpp"
+#include "row_sums.hpp"
+
+namespace evenrank {
+
+// What ranks say of their rows, or the rows as arrays, and what to do with them; see core.py.
+struct ShuffleArguments {
+  const Weight* messages;     // (num_ranks, stride): header and packed rows of every rank; or null, and then
+  const Weight* rows;         // (num_places,)
+  const Weight* real_rows;    // (num_places,)
+  const Weight* workloads;    // (num_rows,)
+  const Weight* tokens;       // (num_rows,)
+  const Weight* first;        // (num_places,), of the packed rows in `words`
+  const Weight* words;        // (num_ranks, stride), or null
+  const Weight* destination;  // (num_rows,), a plan that has been made; or null
+  const Weight* parts;        // (num_parts, 3), of the payload; or null for no exchange
+  Weight num_ranks;
+  Weight steps;  // with messages, the most batches of a rank
+  Weight stride;
+  Weight num_words;
+  Weight capacity;  // words that a message has room for
+  Weight num_keys;
+  Weight num_kept;
+  Weight num_parts;
+  Weight rank;
+  Weight all_gather;
+  Weight has_plan;  // whether to go on behind the header
+  Weight method;
+  Weight equal_size;
+  Weight has_cap;
+  Weight max_tokens;
+  Weight ranks_per_node;
+  Weight carry_out;
+  Weight pads;
+  Weight has_groups;  // whether the last kept column is the group of each row
+  double slack;
+  double min_gain;
+};
+
+// The rows of all ranks, by row.
+struct PlacedRows {
+  Weight num_places;
+  Weight steps;
+  const Weight* workloads;
+  const Weight* tokens;
+  const Weight* home;  // the place
+  Weight num_rows;
+  const Weight* groups = nullptr;  // or null
+
+  Index num_ranks() const { return static_cast<Index>(num_places / steps); }
+};
+
+// Sums of `values` by place; null counts rows.
+inline void sum_at(const Weight* place, const Weight* values, Weight num_rows, Weight num_places, Weight* sums) {
+  std::fill_n(sums, num_places, 0);
+  const auto value = [&](std::size_t row) { return values ? values[row] : Weight{1}; };
+  add_by_part(place, static_cast<std::size_t>(num_rows), value, sums);
+}
+
+// 0, 1, ..., size - 1 in a random order: Fisher-Yates with splitmix64 (Steele, Lea and Flood, "Fast splittable
+// pseudorandom number generators", 2014).
+inline Weights shuffled(Weight size, std::uint64_t seed) {
+  Weights order(size);
+  std::iota(order.begin(), order.end(), Weight{0});
+  for (Weight left = size; left > 1; --left) {
+    seed += kGolden;
+    const auto product = static_cast<unsigned __int128>(mixed(seed)) * static_cast<std::uint64_t>(left);
+    std::swap(order[left - 1], order[static_cast<Weight>(product >> 64)]);
+  }
+  return order;
+}
+
+class ShufflePlanner {
+ public:
+  ShufflePlanner(const PlacedRows& rows, const ShuffleArguments& options)
+      : rows_(rows), options_(options), groups_(RowGroups::of(rows.groups, rows.num_rows)) {
+    if (groups_ && options.equal_size) groups_->require_equal_sizes();
+    splits_ = groups_ && !groups_->are_together(rows.home);
+  }
+
+  Weight bound = 0;
+  bool gated = false;
+  Weights loads;  // of the places under the plan, carried out or not
+  Weight excess_tokens = 0;
+
+  // Plans; in: the loads of the places as the rows are. Returns whether the plan is carried out. `planned` is what
+  // balancing alone asks for, `destination` what is carried out: never worse than home, and home where the gain is below
+  // the gate. Only a cap on tokens that home breaks, a group that home splits, and a rank that may not be padded and has no
+  // row of its own, can move rows at the price of a larger load.
+  bool plan(const Weight* before, Weight* planned, Weight* destination) {
+    const bool alone = rows_.num_rows == 0 || (rows_.num_ranks() == 1 && !splits_);
+    if (alone) {
+      bound = std::accumulate(rows_.workloads, rows_.workloads + rows_.num_rows, Weight{0});
+      stay(before, planned);
+    } else {
+      gated = !is_worth_it(before, planned);
+    }
+    const bool is_carried_out = options_.carry_out && !gated;
+    std::copy_n(is_carried_out ? planned : rows_.home, rows_.num_rows, destination);
+    excess_tokens = excess_of(destination);
+    return is_carried_out;
+  }
+
+ private:
+  void stay(const Weight* before, Weight* planned) {
+    std::copy_n(rows_.home, rows_.num_rows, planned);
+    loads.assign(before, before + rows_.num_places);
+  }
+
+  // Plans, goes back to home where nothing is gained, and tells whether what is gained is above the gate.
+  bool is_worth_it(const Weight* loads_before, Weight* planned) {
+    Plan plan = rows_.steps == 1 ? make_plan(request(options_.equal_size, true)) : plan_window();
+    write(plan.assignment, planned);
+    if (!options_.pads && rows_.steps == 1 && !has_rows_at(planned)) {
+      // Near home a rank may stay without rows; of equal counts none does, as long as there are enough.
+      plan = make_plan(request(true, false));
+      write(plan.assignment, planned);
+    }
+    bound = plan.bound;
+    loads = std::move(plan.loads);
+    const Weight before = time_of(loads_before), after = time_of(loads.data());
+    const Weight excess_before = excess_of(rows_.home), excess_after = excess_of(planned);
+    const bool fills = !options_.pads && !has_rows_at(rows_.home) && has_rows_at(planned);
+    if (excess_after < excess_before || fills || splits_) return true;
+    if (after >= before || excess_after > excess_before) stay(loads_before, planned);
+    const Weight gain = before - after;
+    return gain <= 0 || static_cast<double>(gain) / static_cast<double>(before) >= options_.min_gain;
+  }
+
+  // The plan of the request, by row.
+  void write(const Indices& assignment, Weight* planned) const {
+    const Indices by_row = groups_ ? groups_->by_row(assignment) : assignment;
+    std::copy(by_row.begin(), by_row.end(), planned);
+  }
+
+  Request request(bool equal_size, bool near_home) const {
+    Request of_rows = request_of_rows(equal_size, near_home);
+    return groups_ ? groups_->merged(std::move(of_rows)) : of_rows;
+  }
+
+  Request request_of_rows(bool equal_size, bool near_home) const {
+    const Weight ranks_per_node = options_.ranks_per_node > 0 ? options_.ranks_per_node : rows_.num_ranks();
+    Request request{{rows_.workloads, rows_.workloads + rows_.num_rows},
+                    rows_.num_ranks(),
+                    static_cast<Method>(options_.method),
+                    equal_size,
+                    {rows_.tokens, rows_.tokens + rows_.num_rows},
+                    options_.has_cap ? std::optional(options_.max_tokens) : std::nullopt,
+                    {},
+                    static_cast<Index>(std::min<Weight>(near_home ? ranks_per_node : rows_.num_ranks(), rows_.num_ranks())),
+                    near_home ? options_.slack : 0.0,
+                    static_cast<Index>(rows_.steps)};
+    if (!near_home) return request;
+    request.home.reserve(rows_.num_rows);
+    request.home_step.reserve(rows_.num_rows);
+    Index rank = 0, step = 0;
+    for (Weight row = 0; row < rows_.num_rows; ++row) {
+      if (row == 0 || rows_.home[row] != rows_.home[row - 1]) {  // divisions by row would be most of the time
+        rank = static_cast<Index>(rows_.home[row] / rows_.steps);
+        step = static_cast<Index>(rows_.home[row] % rows_.steps);
+      }
+      request.home.push_back(rank);
+      request.home_step.push_back(step);
+    }
+    return request;
+  }
+
+  // The steps of a window come in an order drawn from the workloads: the same on every rank and whenever the same rows are
+  // planned again, and heavy steps are not always first. Where every row stays in its step, steps keep their order.
+  Plan plan_window() const {
+    const Request window = request(options_.equal_size, true);
+    const Index steps = window.num_steps;
+    Plan plan = plan_grid(window);
+    Indices step_of = range(static_cast<Index>(rows_.num_places));
+    for (Index& cell : step_of) cell %= steps;
+    if (take(step_of, plan.assignment) == window.home_step) return plan;
+    Digest drawn_from;
+    drawn_from.add(rows_.workloads, rows_.num_rows);
+    const Weights order = shuffled(steps, static_cast<std::uint64_t>(drawn_from.value()));
+    Indices new_step(steps);
+    for (Index step = 0; step < steps; ++step) new_step[order[step]] = step;
+    for (Index& cell : plan.assignment) cell += new_step[step_of[cell]] - step_of[cell];
+    Weights loads(plan.loads.size());
+    for (std::size_t cell = 0; cell < loads.size(); ++cell) {
+      loads[cell - step_of[cell] + new_step[step_of[cell]]] = plan.loads[cell];
+    }
+    plan.loads = std::move(loads);
+    return plan;
+  }
+
+  // Sum over the steps of the largest load.
+  Weight time_of(const Weight* loads) const {
+    Weight time = 0;
+    for (Weight step = 0; step < rows_.steps; ++step) {
+      Weight largest = 0;
+      for (Weight place = step; place < rows_.num_places; place += rows_.steps) largest = std::max(largest, loads[place]);
+      time += largest;
+    }
+    return time;
+  }
+
+  // How far the fullest place is above the cap on tokens.
+  Weight excess_of(const Weight* place) const {
+    if (!options_.has_cap || rows_.num_rows == 0) return 0;
+    Weights sums(rows_.num_places);
+    sum_at(place, rows_.tokens, rows_.num_rows, rows_.num_places, sums.data());
+    return std::max<Weight>(0, *std::max_element(sums.begin(), sums.end()) - options_.max_tokens);
+  }
+
+  bool has_rows_at(const Weight* place) const {
+    Weights counts(rows_.num_places);
+    sum_at(place, nullptr, rows_.num_rows, rows_.num_places, counts.data());
+    return std::all_of(counts.begin(), counts.end(), [](Weight count) { return count > 0; });
+  }
+
+  const PlacedRows& rows_;
+  const ShuffleArguments& options_;
+  const std::optional<RowGroups> groups_;
+  bool splits_;  // whether a group has rows in several places
+};
+
+}  // namespace evenrank

@@ -1,0 +1,83 @@
+// What the steps of a grid share out among them: a largest load for each, before any row has a place.
+#pragma once
+
+#include "locality.hpp"
+#include "starts.hpp"
+
+namespace evenrank {
+
+constexpr Weight kLike = 64;         // rows within one part in so many of the heaviest count as alike
+constexpr Weight kLargeRow = 16;     // rows of at least one part in so many of a limit are large
+constexpr Weight kMisplaced = 2048;  // of these, one part in so many of all that cells may hold finds places by swaps
+
+// A largest load per step, heaviest first: `total` in even shares, but no step below its part of the bound.
+// share_out(20, {11, 4, 2}) is {11, 5, 5}.
+inline Weights share_out(Weight total, const Weights& largest) {
+  Weights shares;
+  const Weight num_steps = static_cast<Weight>(largest.size());
+  for (Weight step = 0; step < num_steps; ++step) {
+    const Weight even = divide_up(total, num_steps - step);
+    if (even >= largest[step]) {
+      shares.resize(num_steps, even);
+      break;
+    }
+    shares.push_back(largest[step]);
+    total -= largest[step];
+  }
+  return shares;
+}
+
+// Largest loads of the steps with a sum of at most `most`: half of the room above `largest` in proportion to the load,
+// half in equal parts, because beside a very heavy step the others have little of their own.
+inline Weights with_room(Weights largest, Weight most) {
+  const Weight sum = std::accumulate(largest.begin(), largest.end(), Weight{0});
+  const Weight room = most - sum, num_steps = static_cast<Weight>(largest.size());
+  const __int128 total = std::max<Weight>(sum, 1);
+  for (Weight& load : largest) {
+    load += static_cast<Weight>(load * static_cast<__int128>(room) / (2 * total)) + room / (2 * num_steps);
+  }
+  return largest;
+}
+
+// What every cell begins with: the difference between the largest limit and that of its step.
+inline Weights bases_of(const Weights& largest, Index num_cells) {
+  const Weight most = largest_of(largest);
+  Weights bases(num_cells);
+  for (Index cell = 0; cell < num_cells; ++cell) bases[cell] = most - largest[cell % largest.size()];
+  return bases;
+}
+
+// Whether LPT keeps the limits of the steps with the large rows alone, or nearly so: swaps do the rest.
+inline bool has_places(const Problem& problem, const Weights& largest) {
+  const Weight limit = largest_of(largest);
+  const auto is_large = [&](Weight weight) { return weight >= limit / kLargeRow; };
+  const auto end = std::partition_point(problem.weights.begin(), problem.weights.end(), is_large);
+  const Index num_cells = problem.num_parts;
+  const Problem large{{problem.weights.begin(), end}, {}, num_cells, false, {0, problem.limits.max_count},
+                      bases_of(largest, num_cells)};
+  return large.weights.empty() || excess_of(large.loads(lpt(large)), limit) / num_cells <= limit / kMisplaced;
+}
+
+// Shares for many rows that weigh as much as the heaviest, such as histories cut at a maximum: as many steps as it takes
+// have room for one more of them in every cell, with its fillers. None where there are not places for all large rows.
+inline std::optional<Weights> shares_by_level(const Problem& problem, Weight num_steps, Weight total) {
+  const Weights& weights = problem.weights;
+  const Weight heaviest = weights.front(), num_ranks = problem.num_parts / num_steps;
+  const auto is_like = [&](Weight weight) { return weight >= heaviest - heaviest / kLike; };
+  const auto last = std::partition_point(weights.begin(), weights.end(), is_like);
+  const Weight least = divide_up(last - weights.begin(), num_ranks);
+  for (Weight places = least; places <= least + num_steps && heaviest <= total / places; ++places) {
+    const Weight in_cell = divide_up(places, num_steps);
+    const Weight steps = places - (in_cell - 1) * num_steps, cells = steps * num_ranks;
+    const Weight fillers = std::clamp<Weight>((problem.limits.min_count - in_cell) * cells, 0, weights.end() - last);
+    const Weight fill = divide_up(std::accumulate(weights.end() - fillers, weights.end(), Weight{0}), cells);
+    if (places * heaviest + steps * fill > total) break;
+    Weights least_loads(num_steps, (in_cell - 1) * heaviest);
+    std::fill_n(least_loads.begin(), steps, in_cell * heaviest + fill);
+    const Weights shares = share_out(total, least_loads);
+    if (has_places(problem, shares)) return shares;
+  }
+  return std::nullopt;
+}
+
+}  // namespace evenrank

@@ -1,0 +1,147 @@
+"""Records what TorchRec's pipelines train, in a process whose script knows nothing of it: rows, lengths, times.
+
+Batches are looked at on the host, when a pipeline has read them, and counted when `progress` has trained them, in the
+order in which they were read. Nothing is sent, and no batch is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.distributed.train_pipeline import train_pipelines
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+# Pipelines that read batches by a method of their own; those that derive from them call it.
+_READERS = (
+    train_pipelines.TrainPipelineBase,
+    train_pipelines.TrainPipelineSparseDist,
+    train_pipelines.StagedTrainPipeline,
+)
+
+
+class _Flight:
+    """The batches of one pipeline that have been read and not yet trained."""
+
+    def __init__(self) -> None:
+        self.lengths: deque[np.ndarray | None] = deque()
+        self.ended: float | None = None  # when the last step ended; None before the first
+        self.depth = 0  # calls of `progress` within one another
+
+
+class Recorder:
+    """What this rank has trained.
+
+    Attributes:
+        lengths: by step, tokens of its rows, int64 `(rows,)`.
+        seconds: by step, from the end of the step before; NaN for the first of an epoch.
+        unknown: steps whose batches no length could be counted of, because they were read from a device, or have no
+            jagged tensor.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[np.ndarray] = []
+        self.seconds: list[float] = []
+        self.unknown = 0
+        self._flights: weakref.WeakKeyDictionary[Any, _Flight] = weakref.WeakKeyDictionary()
+
+    def install(self) -> None:
+        """Look into all of TorchRec's training pipelines from now on."""
+        for reader in _READERS:
+            self._wrap(reader, "_next_batch", self._reading)
+        for pipeline in _subclasses(train_pipelines.TrainPipeline):
+            if "progress" in vars(pipeline) and not pipeline.__name__.startswith("Eval"):
+                self._wrap(pipeline, "progress", self._training)
+
+    @staticmethod
+    def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def wrapped(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(pipeline, functools.partial(method, pipeline, *args, **kwargs))
+
+        setattr(owner, name, wrapped)
+
+    def _flight(self, pipeline: Any) -> _Flight:
+        return self._flights.setdefault(pipeline, _Flight())
+
+    def _reading(self, pipeline: Any, read: Callable[[], Any]) -> Any:
+        batch = read()
+        if batch is not None:
+            self._flight(pipeline).lengths.append(_lengths_of(batch))
+        return batch
+
+    def _training(self, pipeline: Any, train: Callable[[], Any]) -> Any:
+        flight = self._flight(pipeline)
+        flight.depth += 1
+        try:
+            result = train()
+        except StopIteration:
+            flight.ended = None
+            raise
+        finally:
+            flight.depth -= 1
+        if flight.depth == 0 and flight.lengths:
+            self._trained(pipeline, flight)
+        return result
+
+    def _trained(self, pipeline: Any, flight: _Flight) -> None:
+        lengths, now, began = flight.lengths.popleft(), time.perf_counter(), flight.ended
+        flight.ended = now
+        if not getattr(getattr(pipeline, "_model", None), "training", True):
+            return
+        if lengths is None:
+            self.unknown += 1
+            return
+        self.lengths.append(lengths)
+        self.seconds.append(float("nan") if began is None else now - began)
+
+
+def _lengths_of(batch: Any) -> np.ndarray | None:
+    """Tokens of the real rows of a batch on the host, int64 `(rows,)`: lengths of all keys but those of labels.
+
+    None where they are not known without a device, or there is no jagged tensor, or several of other numbers of rows.
+    """
+    total: torch.Tensor | None = None
+    for value in _jagged_tensors(batch):
+        lengths = value.lengths()
+        if lengths.device.type != "cpu":
+            return None
+        try:
+            rows = lengths.view(-1, value.stride()).sum(0) if isinstance(value, KeyedJaggedTensor) else lengths
+            total = rows.to(torch.int64) if total is None else total + rows
+        except (RuntimeError, ValueError):  # several numbers of rows
+            return None
+    return None if total is None else total[: getattr(batch, "actual_batch_size", None)].numpy()
+
+
+def _jagged_tensors(batch: Any) -> Iterator[KeyedJaggedTensor | JaggedTensor]:
+    if isinstance(batch, (KeyedJaggedTensor, JaggedTensor)):
+        yield batch
+    elif isinstance(batch, dict):
+        for name, value in batch.items():
+            if name != "labels":
+                yield from _jagged_tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _jagged_tensors(value)
+    elif hasattr(batch, "__dict__") and not isinstance(batch, torch.Tensor):
+        yield from _jagged_tensors(vars(batch))
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    """A class and all that derive from it, each once."""
+    seen, left = set(), [base]
+    while left:
+        each = left.pop()
+        if each not in seen:
+            seen.add(each)
+            left.extend(each.__subclasses__())
+            yield each

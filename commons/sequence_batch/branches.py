@@ -1,0 +1,300 @@
+"""Kinds of values that a batch branches at: what they consist of, and how one is made again.
+
+A branch is made again in two ways: like another one that this process holds (`rebuild`), or from what ranks compare and
+messages say of it (`describe` and `build`), where its class is looked up by name among those that the process has
+imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+from commons.sequence_batch.fields import Path, batch_items, copy_batch, make_batch, path_name
+from commons.sequence_batch.row_leaves import tensor_leaf_type
+from commons.sequence_batch.torchrec_types import is_keyed, new_keyed
+from commons.sequence_batch.type_names import find_type, type_name, unknown_type
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedTensor
+
+BranchKind: TypeAlias = Literal["tensordict", "keyed", "dataclass", "mapping", "namedtuple", "sequence"]
+
+# Factories of a defaultdict: a receiver runs no other callable on a sender's word.
+_FACTORIES: dict[str, Any] = {each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool)}
+
+
+class UnsendableError(TypeError):
+    """A value that torch's own workers could not send either: theirs would wait for ever."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An object that a TensorDict keeps for all rows; wrapped, so that a list is not taken for a column."""
+
+    value: Any
+
+
+def children_of(value: Any) -> tuple[BranchKind | None, dict[Any, Any]]:
+    """What a value consists of, if it is of a type that can be a branch.
+
+    Raises:
+        TypeError: a tensorclass.
+        ValueError: a TensorDict without batch dimension, or whose rows differ in shape; a KeyedTensor whose rows are
+            not its first dimension.
+    """
+    if is_tensordict(value):
+        return "tensordict", _tensordict_children(value)
+    if is_keyed(value):
+        _require_rows_first(value)
+        return "keyed", {"values": value.values()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "dataclass", batch_items(value)
+    if isinstance(value, Mapping):
+        return "mapping", dict(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "namedtuple", dict(zip(value._fields, value))
+    if isinstance(value, (list, tuple)):
+        return "sequence", dict(enumerate(value))
+    return None, {}
+
+
+def child_at(value: Any, key: Any) -> Any:
+    """One of the children of a branch, by its key."""
+    if is_keyed(value):
+        return value.values()
+    if isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
+        return value[key]
+    is_listed = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+    return value[key] if is_listed or is_tensordict(value) else getattr(value, key)
+
+
+def traits_of(kind: BranchKind | None, value: Any) -> tuple[Any, ...]:
+    """What branches must have in common, beside their children, to be joined."""
+    return (type(value), value.keys(), value.length_per_key()) if kind == "keyed" else (type(value),)
+
+
+def rebuild(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: int) -> Any:
+    """A branch of the type of `prototype` around new children of `rows` rows."""
+    if kind == "tensordict":
+        device = prototype.device
+        if device is not None:  # where its tensors are now
+            tensors = (child for child in children.values() if isinstance(child, torch.Tensor))
+            device = next((tensor.device for tensor in tensors), device)
+        return make_tensordict(children, [rows, *prototype.batch_size[1:]], device)
+    if kind == "keyed":
+        return new_keyed(prototype.keys(), prototype.length_per_key(), children["values"])
+    if kind == "dataclass":
+        return copy_batch(prototype, children)
+    if kind == "namedtuple":
+        return type(prototype)._make(children.values())
+    if kind == "sequence":
+        return type(prototype)(children.values())
+    try:
+        # A copy keeps what a subclass has beside its items, such as the factory of a defaultdict.
+        result = copy.copy(prototype)
+        for key, child in children.items():
+            result[key] = child
+    except TypeError:
+        raise TypeError(
+            f"the batch holds a {type(prototype).__name__}, whose items cannot be set; its rows become a mapping of "
+            "the same type: pass a dict"
+        ) from None
+    return result
+
+
+def describe(kind: BranchKind, value: Any, path: Path) -> list[Any]:
+    """What `build` needs beside the children and the number of rows, as JSON holds it.
+
+    Args:
+        kind: of the branch.
+        value: the branch.
+        path: where in the batch it is, for the error.
+
+    Raises:
+        TypeError: a class that no receiver could find, or make as it was.
+    """
+    if kind == "tensordict":
+        return [kind, list(value.batch_size[1:])]
+    if kind == "keyed":
+        return [kind, list(value.keys()), list(value.length_per_key())]
+    if type(value) is defaultdict:
+        return ["defaultdict", _factory_name(value.default_factory, path)]
+    if kind != "dataclass":
+        _require_only_items(value, path)
+    return [kind, type_name(type(value), path_name(path))]
+
+
+def build(described: Sequence[Any], children: dict[Any, Any], rows: int, device: torch.device | None = None) -> Any:
+    """A branch around children.
+
+    Args:
+        described: as `describe` gave it.
+        children: by key.
+        rows: of the children.
+        device: of a TensorDict.
+
+    Raises:
+        KeyError: a class that no imported module of this process has.
+    """
+    kind, *content = described
+    if kind == "tensordict":
+        return make_tensordict(children, [rows, *content[0]], device)
+    if kind == "keyed":
+        return new_keyed(content[0], content[1], children["values"])
+    if kind == "defaultdict":
+        return defaultdict(None if content[0] is None else _FACTORIES[content[0]], children)
+    found = find_class(content[0])
+    if kind == "dataclass":
+        return make_batch(found, children)
+    if kind == "namedtuple":
+        return found._make(children[name] for name in found._fields)
+    if kind == "sequence":
+        return found(children[index] for index in range(len(children)))
+    result = found()
+    for key, child in children.items():
+        result[key] = child
+    return result
+
+
+def make_tensordict(children: dict[Any, Any], batch_size: Sequence[int], device: Any) -> Any:
+    """A TensorDict of tensors, TensorDicts, lists with an object per row, arrays, and objects for all rows."""
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+    result = TensorDict({}, batch_size=batch_size, device=device)
+    for key, child in children.items():
+        if isinstance(child, list):
+            result.set(key, NonTensorStack(*(NonTensorData(item) for item in child)))
+        elif isinstance(child, torch.Tensor) or is_tensordict(child):
+            result.set(key, child)
+        else:
+            result.set_non_tensor(key, child.value if isinstance(child, Constant) else child)
+    return result
+
+
+def is_tensordict(value: Any) -> bool:
+    """Whether a value is a TensorDict.
+
+    Raises:
+        TypeError: a tensorclass.
+    """
+    tensordict = sys.modules.get("tensordict")  # a TensorDict exists only if its module was imported
+    if tensordict is None or isinstance(value, type):
+        return False
+    if isinstance(value, tensordict.TensorDictBase):
+        return True
+    if tensordict.is_tensorclass(value):
+        raise TypeError(
+            f"the batch holds a {type(value).__name__}, a tensorclass; rows are taken from a TensorDict: pass "
+            "to_tensordict()"
+        )
+    return False
+
+
+def is_equal(value: Any, other: Any) -> bool:
+    """Whether two values are the same metadata; False where they cannot be compared."""
+    if value is other:
+        return True
+    if isinstance(value, Constant) and isinstance(other, Constant):
+        return is_equal(value.value, other.value)
+    try:
+        # NaN is the same metadata on all ranks, although it does not equal itself.
+        return bool(value == other) or (value != value and other != other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _tensordict_children(value: Any) -> dict[Any, Any]:
+    from tensordict import NonTensorData, NonTensorStack
+
+    if not value.batch_size:
+        raise ValueError(
+            "the batch holds a TensorDict of batch_size []; rows are its first batch dimension: set its batch_size to "
+            "[rows]"
+        )
+    children: dict[Any, Any] = {}
+    for key in value.keys():
+        try:
+            child = value.get(key)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{key!r} of the {type(value).__name__} has rows of different shapes; rows are taken from one tensor: "
+                "call densify(layout=torch.jagged) first"
+            ) from error
+        if isinstance(child, NonTensorStack):
+            child = child.tolist()
+        elif isinstance(child, NonTensorData):
+            held = child.data
+            child = held if tensor_leaf_type(held) is not None else Constant(held)
+        children[key] = child
+    return children
+
+
+def _require_rows_first(value: KeyedTensor) -> None:
+    """Raise ValueError for a KeyedTensor whose values are not `(rows, sum of widths)`."""
+    widths, values, keys = value.length_per_key(), value.values(), value.keys()
+    if value.key_dim() != 1:
+        raise ValueError(
+            f"the KeyedTensor of keys {keys} has key_dim {value.key_dim()}; rows are the first dimension of its values "
+            "and keys the second: make it with key_dim=1, or pass to_dict()"
+        )
+    if values.dim() < 2 or values.shape[1] != sum(widths):
+        raise ValueError(
+            f"the KeyedTensor of keys {keys} has values of shape {tuple(values.shape)} and widths {widths}; values are "
+            "(rows, sum of the widths): correct length_per_key"
+        )
+
+
+def _factory_name(factory: Any, path: Path) -> str | None:
+    """What a message calls the factory of a defaultdict; TypeError for one that a receiver may not run."""
+    if factory is None:
+        return None
+    name = next((name for name, known in _FACTORIES.items() if known is factory), None)
+    if name is None:
+        found = sys.modules.get(getattr(factory, "__module__", None) or "")
+        for part in getattr(factory, "__qualname__", "").split("."):
+            found = getattr(found, part, None)
+        error = TypeError if found is factory else UnsendableError
+        raise error(
+            f"{path_name(path)!r} is a defaultdict whose factory is {factory!r}; those that can be sent are "
+            f"{', '.join(_FACTORIES)}: pass dict(...) of it"
+        )
+    return name
+
+
+def _require_only_items(value: Any, path: Path) -> None:
+    """Raise TypeError for a mapping or sequence that its items alone do not make again."""
+    made = type(value).__name__
+    if isinstance(value, Mapping):
+        try:
+            empty = type(value)()
+        except TypeError as error:
+            raise TypeError(
+                f"{path_name(path)!r} is a {made}, which cannot be made without arguments ({error}); a mapping arrives "
+                "by its items: pass dict(...) of it"
+            ) from error
+        known = getattr(empty, "__dict__", {})
+    else:
+        known = {}
+    for name, held in getattr(value, "__dict__", {}).items():
+        holds_items = isinstance(held, Mapping) and held.keys() == getattr(value, "keys", dict)()
+        if not holds_items and not (name in known and is_equal(held, known[name])):
+            raise TypeError(
+                f"{path_name(path)!r} is a {made} with the attribute {name!r} beside its items, which alone arrive: "
+                "pass a dict, list or tuple of them"
+            )
+
+
+def find_class(name: str) -> Any:
+    """The class of a branch that `describe` names; KeyError where this process has not imported it."""
+    found = find_type(name)
+    if found is None or not (dataclasses.is_dataclass(found) or issubclass(found, (Mapping, list, tuple))):
+        raise unknown_type(name)
+    return found

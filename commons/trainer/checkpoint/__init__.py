@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold, how they are written and found again."""

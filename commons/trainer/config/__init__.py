@@ -1,0 +1,1 @@
+"""Config files and flags: the dataclasses of settings, how they are read and checked."""

@@ -1,0 +1,105 @@
+"""Config files as nested dictionaries: TOML, YAML, or the JSON that a run leaves in its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+GIN_REMEDY = (
+    'the guide "Coming from recsys-examples" (docs/from_recsys_examples.md in the project) says where each of its '
+    "settings goes: write a .toml file"
+)
+
+
+def find_config(path: str | Path) -> Path:
+    """The file that a config's path names: that very file, or else the one inside an installed package.
+
+    So `hstu/configs/random.toml` is found in a checkout and, where evenrank is installed, in any folder.
+
+    Args:
+        path: what `--config` was given; the first part of a relative path may be the name of an importable package.
+
+    Returns:
+        An existing file, or `path` as it is where there is none.
+    """
+    path = Path(path)
+    package, *inside = path.parts or ("",)
+    if not path.is_file() and inside and package.isidentifier():
+        with contextlib.suppress(ValueError):  # a module that has no spec, such as __main__
+            spec = importlib.util.find_spec(package)
+            for folder in (spec and spec.submodule_search_locations) or ():
+                if Path(folder, *inside).is_file():
+                    return Path(folder, *inside)
+    return path
+
+
+def read_config_file(path: Path) -> Mapping[str, Any]:
+    """What a config file holds, before it is checked.
+
+    Raises:
+        FileNotFoundError: no file.
+        ValueError: a file of another type, or one that cannot be read.
+    """
+    if path.suffix == ".gin":
+        raise ValueError(f"{path} is a gin file; configs are .toml, .yaml, .yml or .json files here, and {GIN_REMEDY}")
+    if path.suffix not in _PARSERS:
+        raise ValueError(f"{path} ends in {path.suffix!r}; a config is a .toml, .yaml, .yml or .json file: rename it")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; --config names a TOML, YAML or JSON file: correct the path")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from None
+    name, parse, parser_errors = _PARSERS[path.suffix]
+    try:
+        content = parse(text)
+    except parser_errors as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is no valid {name} ({reason}): correct the line") from None
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds {type(content).__name__}; a config holds fields with their values: add them")
+    return content
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        return YAML(typ="safe", pure=True).load(text)  # YAML 1.2: 1e-3 is a number, off a text, no key stands twice
+    except MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ValueError(f"{error.problem or error.context}{line}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return content
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+_Parser = tuple[str, Callable[[str], Any], tuple[type[Exception], ...]]
+_YAML: _Parser = ("YAML", _parse_yaml, (YAMLError, ValueError, RecursionError))
+_PARSERS: dict[str, _Parser] = {
+    ".toml": ("TOML", tomllib.loads, (tomllib.TOMLDecodeError, RecursionError)),
+    ".yaml": _YAML,
+    ".yml": _YAML,
+    ".json": ("JSON", _parse_json, (ValueError, RecursionError)),
+}

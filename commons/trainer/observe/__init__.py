@@ -1,0 +1,1 @@
+"""What a run shows of itself: meters, the log, sinks and traces."""

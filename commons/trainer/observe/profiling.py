@@ -1,0 +1,150 @@
+"""A trace of a window of steps, for Perfetto or chrome://tracing, with the loads of the ranks as counter tracks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
+
+from commons.distributed.stats import ShuffleStats
+from commons.trainer.config.args import TrainerArgs
+
+logger = logging.getLogger(__name__)
+
+# Ranks whose loads have a track each; of more, the smallest, the mean and the largest load have.
+_MOST_TRACKS = 32
+# What torch writes before the events of a trace fits into so many characters: its devices.
+_HEAD = 1 << 20
+_RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
+
+
+class StepProfiler:
+    """Records steps `[profile_step_start, profile_step_end)` if `profile` is set, else does nothing.
+
+    The trace of rank r is written to `<run_dir>/trace-rank<r>.json`. It has the spans of all threads, and the loads of
+    the ranks in every step as counter tracks, before and after balancing.
+
+    Args:
+        args: settings.
+        device: of this rank.
+        first_step: steps that a resumed run has behind it.
+    """
+
+    def __init__(self, args: TrainerArgs, device: torch.device, first_step: int = 0) -> None:
+        self._window = (args.profile_step_start, args.profile_step_end)
+        self._path = Path(args.run_dir) / f"trace-rank{dist.get_rank()}.json"
+        self._profile: torch.profiler.profile | None = None
+        self._is_written = not args.profile
+        self._counters: list[tuple[int, Mapping[str, Mapping[str, float]]]] = []
+        self._step_began = time.time_ns()
+        before = max(0, args.profile_step_start - first_step)
+        num_steps = args.profile_step_end - first_step - before
+        if args.profile and num_steps > 0:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            warmup = min(1, before)
+            schedule = torch.profiler.schedule(
+                skip_first=before - warmup, wait=0, warmup=warmup, active=num_steps, repeat=1
+            )
+            self._profile = torch.profiler.profile(
+                activities=activities,
+                schedule=schedule,
+                on_trace_ready=self._write,
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),  # the shuffler's, too
+            )
+            self._profile.start()
+
+    def step(self, stats: ShuffleStats | None) -> None:
+        """Say that a step has ended.
+
+        Args:
+            stats: of the batch that it trained; None for one that was not balanced.
+        """
+        if self._profile is None:
+            return
+        if stats is not None and self._profile.current_action in _RECORDING:
+            self._counters.append((self._step_began, counters_of(stats)))
+        self._profile.step()
+        self._step_began = time.time_ns()
+
+    def close(self) -> None:
+        """Write a trace that is being recorded; a warning if none ever was."""
+        if self._profile is not None:
+            self._profile.stop()
+        if not self._is_written:
+            first, end = self._window
+            logger.warning(
+                "no trace was recorded: this run has trained none of the steps from %d to %d; set "
+                "profile_step_start and profile_step_end to some of its own, counted from 0",
+                first,
+                end - 1,
+            )
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(self._path))
+        add_counters(self._path, self._counters)
+        self._counters = []
+        self._is_written = True
+
+
+def counters_of(stats: ShuffleStats) -> dict[str, dict[str, float]]:
+    """Counter tracks of a step: by name, the values of its series."""
+    return {
+        "evenrank/load before": _series(stats.loads_before),
+        "evenrank/load after": _series(stats.loads_after),
+        "evenrank/imbalance": {"before": stats.imbalance_before, "after": stats.imbalance_after},
+    }
+
+
+def add_counters(path: Path, counters: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]]) -> None:
+    """Add counter tracks to a trace that torch has written.
+
+    Args:
+        path: of the trace; it is copied once, whatever its size.
+        counters: nanoseconds since 1970, and from then on the values of every track.
+    """
+    with path.open(encoding="utf-8") as trace:
+        head = trace.read(_HEAD)
+        events = re.search(r'"traceEvents"\s*:\s*\[', head)
+        base = re.search(r'"baseTimeNanoseconds"\s*:\s*(\d+)', head)
+        if events is None or not counters:
+            return
+        zero = 0 if base is None else int(base[1])
+        added = [
+            {"ph": "C", "name": name, "pid": os.getpid(), "ts": (since - zero) / 1e3, "args": dict(values)}
+            for since, tracks in counters
+            for name, values in tracks.items()
+        ]
+        partial = path.with_suffix(".part")
+        with partial.open("w", encoding="utf-8") as copy:
+            copy.write(head[: events.end()])
+            copy.write(",\n".join(json.dumps(each) for each in added))
+            rest = head[events.end() :]
+            copy.write(rest if rest.lstrip().startswith("]") else f",{rest}")
+            shutil.copyfileobj(trace, copy, _HEAD)
+    partial.replace(path)
+
+
+def _series(loads: Sequence[Any]) -> dict[str, float]:
+    """The loads of single ranks or, of many, what they lie between.
+
+    >>> _series([3, 5])
+    {'rank 0': 3, 'rank 1': 5}
+    >>> _series(range(100))
+    {'smallest': 0, 'mean': 49.5, 'largest': 99}
+    """
+    if len(loads) > _MOST_TRACKS:
+        return {"smallest": min(loads), "mean": sum(loads) / len(loads), "largest": max(loads)}
+    return {f"rank {rank}": load for rank, load in enumerate(loads)}

@@ -1,0 +1,270 @@
+"""Where the numbers of a run go: one protocol for what `ShuffleStats.to_dict()` gives, and for a line of the log.
+
+A record is a mapping with `step`, numbers by name, and under some names a list with a number of every rank. Files of
+the run folder are written at once. What lies outside (`OPTIONAL`) is opened and written by a thread of its own, so
+that training never waits for it; the first failure of each is logged.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from commons.distributed.worker import DaemonWorker
+from commons.run_log.files import CONFIG_FILE, TENSORBOARD_FOLDER, without_nan
+from commons.trainer.config.args import TrainerArgs
+from commons.trainer.config.sink_options import SinkName
+from commons.trainer.observe.meter import AVERAGED, PER_RANK
+
+logger = logging.getLogger(__name__)
+
+# By sink, which is also the name of the extra that installs its library: what is imported.
+OPTIONAL: dict[SinkName, tuple[str, ...]] = {
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "opentelemetry": ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http"),
+    "prometheus": ("prometheus_client",),
+}
+# Ranks that are shown one by one; of more, what they lie between.
+_MOST_RANKS = 64
+# Records that wait for a sink; later ones are dropped.
+_MOST_WAITING = 256
+# How long the end of a run waits for what sinks have not written yet.
+_CLOSE_SECONDS = 15.0
+
+
+class Sink(Protocol):
+    """Takes records; what it cannot do, it raises."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take a record, JSON-ready but for NaN."""
+
+    def close(self) -> None:
+        """Write what is not written yet; nothing comes afterwards."""
+
+
+class Figure(NamedTuple):
+    """A number of a record."""
+
+    tag: str  # where it is shown: `train/`, `shuffle/` or `eval/`, and its name
+    rank: str  # of which rank, "3"; of many ranks "smallest", "mean" or "largest"; "" for a number of the run
+    value: float  # NaN where it has none
+
+    @property
+    def path(self) -> str:
+        """Tag and rank in one."""
+        return f"{self.tag}/{self.rank}" if self.rank else self.tag
+
+
+def figures_of(record: Mapping[str, Any]) -> list[Figure]:
+    """The numbers of a record, without `step`, text, and what is not known.
+
+    >>> [figure.path for figure in figures_of({"step": 3, "loss": 0.5, "eval_auc": 0.7, "rank_speeds": [2.0, None]})]
+    ['train/loss', 'eval/auc', 'shuffle/rank_speeds/0']
+    """
+    figures = []
+    for name, value in record.items():
+        if name == "step":
+            continue
+        named = {"": value}
+        if isinstance(value, (list, tuple)):
+            known = {str(rank): each for rank, each in enumerate(value) if each is not None}
+            named = known if len(value) <= _MOST_RANKS else _between(known.values())
+        figures += [
+            Figure(_tag(name), rank, float(each)) for rank, each in named.items() if isinstance(each, (int, float))
+        ]
+    return figures
+
+
+class JsonLines:
+    """A line of JSON for every record, with null for NaN.
+
+    Args:
+        path: of the file.
+        append: whether to go on with it.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        self._file = path.open("a" if append else "w", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """As in Sink."""
+        self._file.write(json.dumps(without_nan(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """As in Sink."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard.
+
+    Args:
+        folder: for its files.
+        first_step: steps that are there already; what an earlier run has written of later ones is hidden.
+    """
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        # Imported here: it takes half a second, and only rank 0 needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else 0)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """As in Sink."""
+        for figure in figures_of(record):
+            self._writer.add_scalar(figure.path, figure.value, record["step"])
+
+    def close(self) -> None:
+        """As in Sink."""
+        self._writer.close()
+
+
+class BackgroundSink:
+    """A sink on a thread of its own: its failures do not reach the training.
+
+    Args:
+        name: in messages.
+        open_sink: makes it, on the thread.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        self._name = name
+        self._worker = DaemonWorker(f"evenrank-sink-{name}")
+        self._sink: Sink | None = None
+        self._room = threading.Semaphore(_MOST_WAITING)
+        self._has_warned = False
+        self._closed_by: float | None = None
+        self._worker.submit(lambda: self._try(lambda: self._open(open_sink)))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """As in Sink; returns at once, and raises nothing."""
+        if not self._room.acquire(blocking=False):
+            self._warn(f"{_MOST_WAITING} records wait for it")
+            return
+        kept = dict(record)
+        self._worker.submit(lambda: self._try(lambda: self._write(kept)))
+
+    def begin_closing(self) -> None:
+        """Let it write what is not written yet, and end; does not wait."""
+        if self._closed_by is None:
+            self._closed_by = time.monotonic() + _CLOSE_SECONDS
+            self._worker.submit(lambda: self._try(self._close))
+            self._worker.finish()
+
+    def close(self) -> None:
+        """As in Sink; waits until a quarter of a minute after it has begun to close at most."""
+        self.begin_closing()
+        assert self._closed_by is not None  # noqa: S101  it has begun
+        if not self._worker.stop(max(0.0, self._closed_by - time.monotonic())):
+            self._warn(f"it has not ended after {_CLOSE_SECONDS:g} s")
+
+    def _open(self, open_sink: Callable[[], Sink]) -> None:
+        self._sink = open_sink()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._room.release()
+        if self._sink is not None:
+            self._sink.write(record)
+
+    def _close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            reason = " ".join(why.split())
+            logger.warning("sink %s failed: %s; training continues and log.jsonl is complete", self._name, reason)
+
+
+def require_sinks(names: Iterable[SinkName]) -> None:
+    """Raise ImportError for a sink whose library is not installed."""
+    for name in names:
+        for module in OPTIONAL.get(name, ()):
+            try:
+                found = importlib.util.find_spec(module) is not None
+            except ModuleNotFoundError:  # a package above it
+                found = False
+            if not found:
+                raise ImportError(
+                    f"trainer.sinks has {name!r}, and {module} is not installed; it comes with an extra: "
+                    f"pip install 'evenrank[{name}]'"
+                )
+
+
+def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
+    """The sinks outside of the run folder that the settings name; called on rank 0.
+
+    Args:
+        args: settings.
+        first_step: steps that a resumed run has behind it; it goes on in the same run of a tracker.
+    """
+    return [BackgroundSink(name, _opener(name, args, first_step)) for name in args.sinks if name in OPTIONAL]
+
+
+def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
+    """Close sinks side by side; waits a quarter of a minute at most for all of them together."""
+    for sink in sinks:
+        sink.begin_closing()
+    for sink in sinks:
+        sink.close()
+
+
+def tensorboard_of(run_dir: Path, first_step: int) -> TensorBoard:
+    """The scalars of a run folder."""
+    return TensorBoard(run_dir / TENSORBOARD_FOLDER, first_step)
+
+
+def _opener(name: SinkName, args: TrainerArgs, first_step: int) -> Callable[[], Sink]:
+    options, run_dir = args.sink_options, Path(args.run_dir)
+
+    def make() -> Sink:
+        if name in ("wandb", "mlflow"):
+            from commons.trainer.observe.trackers import Mlflow, Run, Wandb
+
+            run = Run(run_dir, _config_in(run_dir), goes_on=first_step > 0)
+            return Wandb(run, options.wandb) if name == "wandb" else Mlflow(run, options.mlflow)
+        if name == "opentelemetry":
+            from commons.trainer.observe.exporters import OpenTelemetry
+
+            return OpenTelemetry.over_http(options.opentelemetry, str(run_dir))
+        from commons.trainer.observe.exporters import Prometheus
+
+        return Prometheus(options.prometheus.host, options.prometheus.port)
+
+    return make
+
+
+def _config_in(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / CONFIG_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _tag(name: str) -> str:
+    """Where a number is shown: evaluations, the shuffler and the rest apart.
+
+    >>> [_tag(name) for name in ("eval_auc", "imbalance_before", "loss")]
+    ['eval/auc', 'shuffle/imbalance_before', 'train/loss']
+    """
+    if name.startswith("eval_"):
+        return f"eval/{name.removeprefix('eval_')}"
+    return f"{'shuffle' if name in AVERAGED or name in PER_RANK else 'train'}/{name}"
+
+
+def _between(values: Iterable[float]) -> dict[str, float]:
+    known = list(values)
+    return {"smallest": min(known), "mean": sum(known) / len(known), "largest": max(known)} if known else {}

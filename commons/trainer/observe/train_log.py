@@ -1,0 +1,229 @@
+"""The output of a run, on rank 0: a progress bar, one JSON line per interval, and a table at the end.
+
+The numbers of a line are those of the steps since the line before. Loss, tokens and metrics are those of all ranks;
+times are rank 0's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from commons.console import print_summary
+from commons.distributed.stats import ShuffleStats
+from commons.run_log.files import (
+    LOG_FILE,
+    LOG_SCHEMA,
+    SUMMARY_FILE,
+    evaluation_in,
+    keep_lines_until,
+    without_nan,
+    write_summary,
+)
+from commons.run_log.standard_error import shown_with_error, with_errors
+from commons.trainer.config.args import TrainerArgs
+from commons.trainer.observe.sinks import BackgroundSink, JsonLines, Sink, close_sinks, open_sinks, tensorboard_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainSummary:
+    """What came out of a run."""
+
+    steps: int = 0  # steps trained
+    epochs: int = 0  # epochs begun
+    loss: float = 0.0  # mean loss of the last interval
+    step_ms: float = 0.0  # median over all steps of this run; 0 without any, as after resuming a run that was complete
+    tokens_per_s: float = 0.0  # over all steps, evaluations left out
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    # Means of the shuffler's numbers over all steps; without one that looks at the rows, the imbalance of the
+    # operations, if they are known.
+    shuffle: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; without the numbers of steps where no step was trained."""
+        content = dataclasses.asdict(self)
+        content["metrics"] = without_nan(self.metrics)
+        if not self.step_ms:
+            for name in ("loss", "step_ms", "tokens_per_s", "shuffle"):
+                del content[name]
+        return content
+
+
+class TrainLog:
+    """The progress bar, `<run_dir>/log.jsonl` and all other sinks; on other ranks than 0 it does nothing.
+
+    Args:
+        args: `run_dir`, made if missing, where an earlier log is replaced; `log_interval`; whether scalars are written
+            to `<run_dir>/tensorboard` too; and where else the numbers go.
+        total_steps: steps of the run.
+        first_step: steps that a resumed run has behind it; its log is then continued, without the lines of later steps
+            that a run which was ended may have written.
+
+    Attributes:
+        evaluated: what an earlier part of a resumed run has logged of its evaluation after `first_step` steps; empty
+            for none, and on other ranks than 0.
+    """
+
+    def __init__(self, args: TrainerArgs, total_steps: int, *, first_step: int = 0) -> None:
+        self.run_dir = Path(args.run_dir)
+        self._interval, self._window = args.log_interval, args.shuffle_window
+        self._reads_by_work = args.balancing in ("sampler", "budget")
+        self._enabled = dist.get_rank() == 0
+        self._bar = tqdm(
+            total=total_steps,
+            initial=first_step,
+            desc="train",
+            unit="step",
+            disable=not self._enabled,
+            dynamic_ncols=True,
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # in a file every refresh is a line
+        )
+        self._shown: dict[str, str] = {}
+        self.evaluated: dict[str, float] = {}
+        self._lines: JsonLines | None = None
+        self._scalars: Sink | None = None
+        self._sinks: list[BackgroundSink] = []
+        if self._enabled:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            path = self.run_dir / LOG_FILE
+            if first_step and path.exists():
+                self.evaluated = evaluation_in(keep_lines_until(path, first_step), first_step)
+            self._lines = JsonLines(path, append=first_step > 0)
+            if "tensorboard" in args.sinks:
+                self._scalars = tensorboard_of(self.run_dir, first_step)
+            self._sinks = open_sinks(args, first_step)
+        self._has_failed = False
+
+    def should_write(self, step: int) -> bool:
+        """Whether a line is due after a step, counted from 1."""
+        return step % self._interval == 0
+
+    def step(self, stats: ShuffleStats | None) -> None:
+        """Move the bar by one step."""
+        if stats is not None:
+            self._show(imbalance=f"{stats.imbalance_before:.2f}→{stats.imbalance_after:.2f}")
+        self._bar.update()
+
+    def line(self, record: Mapping[str, Any], details: Mapping[str, Any] | None = None) -> None:
+        """Write a line and show its loss and rate.
+
+        Args:
+            record: numbers of a step, `step` among them.
+            details: what only log.jsonl gets, where a series of every rank costs nothing.
+        """
+        if self._lines is None:
+            return
+        with self._unless_disk_full():
+            self._lines.write({"schema": LOG_SCHEMA, **record, **(details or {})})
+        if self._scalars is not None:
+            with self._unless_disk_full():
+                self._scalars.write(record)
+        for sink in self._sinks:
+            sink.write(record)
+        if "loss" in record:
+            if "imbalance_before" in record and "moved" not in record:
+                self._show(imbalance=f"{record['imbalance_before']:.2f}")
+            self._show(loss=f"{record['loss']:.4f}", tokens=f"{_short(record['tokens_per_s'])}/s")
+
+    def _show(self, **values: str) -> None:
+        self._shown.update(values)
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._enabled:
+            tqdm.write(text)
+
+    def close(self) -> None:
+        """End the bar and all sinks."""
+        self._bar.close()
+        for file in (self._lines, self._scalars):
+            if file is not None:
+                with self._unless_disk_full():
+                    file.close()
+        close_sinks(self._sinks)
+
+    @contextlib.contextmanager
+    def _unless_disk_full(self) -> Iterator[None]:
+        """A log that cannot be written ends no training; what fits again later is written then."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("the log is incomplete: %s; training goes on: make room in %s", error, self.run_dir)
+            self._has_failed = True
+
+    def summary(self, title: str, summary: TrainSummary) -> None:
+        """Print the table at the end of a run, and write summary.json."""
+        if not self._enabled:
+            return
+        with self._unless_disk_full():
+            write_summary(self.run_dir / SUMMARY_FILE, summary.to_dict(), trained=summary.step_ms > 0)
+        print_summary(title, {**self._rows(summary), "log": str(self.run_dir / LOG_FILE)})
+
+    def _rows(self, summary: TrainSummary) -> dict[str, str]:
+        """The table by the names of its rows."""
+        rows = {"steps": f"{summary.steps:,} in {summary.epochs} epoch{'s' if summary.epochs != 1 else ''}"}
+        if summary.step_ms:
+            rows["loss"] = f"{summary.loss:.4f}"
+        for name, value, error in with_errors(summary.metrics):
+            rows[name] = shown_with_error(value, error) if isinstance(value, float) else f"{value:,}"
+        if summary.step_ms:
+            rows["median step"] = f"{summary.step_ms:.1f} ms"
+            rows["tokens per second"] = f"{summary.tokens_per_s:,.0f}"
+        shuffle, imbalance = summary.shuffle, "imbalance (max ÷ mean − 1)"
+        if "moved" not in shuffle:
+            known = (
+                {}
+                if "imbalance_before" not in shuffle
+                else {imbalance: f"{shuffle['imbalance_before']:.1%}, not balanced"}
+            )
+            return rows | known
+        before, after = shuffle["imbalance_before"], shuffle["imbalance_after"]
+        is_trained = shuffle["moved"] or before == after or self._reads_by_work
+        rows[imbalance] = f"{before:.1%} → {after:.2%}{'' if is_trained else ' (observed, not carried out)'}"
+        if self._window > 1:
+            rows["balanced together"] = f"{self._window} batches"
+        if not self._reads_by_work:
+            rows["tokens moved"] = f"{shuffle['token_fraction_moved']:.1%}"
+        rows["largest load saved" if is_trained else "would save"] = _saving(shuffle)
+        return rows
+
+
+def _saving(shuffle: Mapping[str, float]) -> str:
+    """What the largest loads of all steps lose, and of a step the time, predicted and measured, as far as known.
+
+    >>> loads = {"largest_load_before": 100.0, "largest_load_after": 79.0}
+    >>> _saving({**loads, "predicted_saving_ms": 80.0, "measured_saving_ms": 76.2})
+    '21.0 %, predicted 80.0 ms, measured 76.2 ms per step'
+    """
+    # Of sums: the steps of a window, which may have other rows before and after, do not compare one by one.
+    before, after = shuffle["largest_load_before"], shuffle["largest_load_after"]
+    parts = [f"{100 * (1 - after / before) if before else 0.0:.1f} %"]
+    for kind in ("predicted", "measured"):
+        if f"{kind}_saving_ms" in shuffle:
+            parts.append(f"{kind} {shuffle[f'{kind}_saving_ms']:.1f} ms")
+    return ", ".join(parts) + (" per step" if len(parts) > 1 else "")
+
+
+def _short(number: float) -> str:
+    """A number with two or three digits and a unit: 12.3k.
+
+    >>> [_short(number) for number in (7.0, 12345.0, 2.5e6)]
+    ['7', '12.3k', '2.5M']
+    """
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,67 @@
+"""When things are due in a run: after so many steps, or after so many rows of the global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class Schedule:
+    """Counts the steps of a run and their rows over all ranks, also those of steps that are still to be trained.
+
+    Rows are known beforehand from the samplers, the same on every rank: nothing is communicated.
+
+    Args:
+        in_rows: intervals count rows; otherwise steps.
+        look_back: steps before the last one whose rows may still be needed.
+    """
+
+    def __init__(self, *, in_rows: bool = False, look_back: int = 1) -> None:
+        self.in_rows = in_rows
+        self._look_back = look_back
+        # After step `_first + i` the run has trained `_ends[i]` rows.
+        self._first = 0
+        self._ends = [0]
+        self._counts: Iterator[int] = iter(())
+
+    def resume(self, step: int, rows: int) -> None:
+        """Begin behind the first steps of a run, which have trained so many rows."""
+        self._first, self._ends, self._counts = step, [rows], iter(())
+
+    def begin_epoch(self, step: int, counts: Iterator[int]) -> None:
+        """Go on after a step with an epoch whose steps train `counts` rows, over all ranks."""
+        del self._ends[step - self._first + 1 :]
+        forgotten = max(0, len(self._ends) - 1 - self._look_back)
+        del self._ends[:forgotten]
+        self._first += forgotten
+        self._counts = counts
+
+    def rows_after(self, step: int) -> int:
+        """Rows that the run has trained after a step, counted from 1; the epoch's last one where it has fewer steps."""
+        index = max(0, step - self._first)
+        while index >= len(self._ends):
+            count = next(self._counts, None)
+            if count is None:
+                return self._ends[-1]
+            self._ends.append(self._ends[-1] + count)
+        return self._ends[index]
+
+    def done_after(self, step: int) -> int:
+        """Steps or rows, whichever intervals count, after a step."""
+        return self.rows_after(step) if self.in_rows else step
+
+    def is_due(self, interval: int, step: int, *, every: int = 1) -> bool:
+        """Whether something is due after a step: whether it has reached the next multiple of an interval.
+
+        Args:
+            interval: steps or rows.
+            step: counted from 1.
+            every: it can only be done after multiples of so many steps.
+
+        >>> schedule = Schedule(in_rows=True)
+        >>> schedule.begin_epoch(0, iter([30, 40, 50, 60]))
+        >>> [schedule.is_due(60, step) for step in range(1, 5)]
+        [False, True, True, True]
+        """
+        if step % every:
+            return False
+        return self.done_after(step) // interval > self.done_after(step - every) // interval

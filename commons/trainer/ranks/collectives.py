@@ -1,0 +1,193 @@
+"""Collectives of a run: where one fails, of the trainer's own or of the model, the ranks that are missing are named."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.channel.absence import FailedChannel, NamedCollectives, RankMissingError, out_of_reach
+from commons.distributed.channel.groups import number_channel
+from commons.distributed.channel.store import StoreUnavailableError
+from commons.distributed.errors import first_line, name_ranks
+
+# gloo's errors are plain RuntimeErrors, most of which name a place in its sources.
+_OF_GLOO = re.compile(r"/gloo/|Timed out waiting \d+ms|caused pair closure|(closed|reset) by peer")
+# Seconds that the model's own collectives may take longer than the shuffler's, which know who is missing.
+_GRACE_SECONDS = 5.0
+
+
+class _TrainerCollectives(NamedCollectives):
+    remedy = "see the log there, or raise the timeout of init_process_group"
+
+    def _known_failure(self) -> RankMissingError | None:
+        return failure_of(_SHUFFLERS) or self.failure
+
+
+# By group, which ends with its entry.
+_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, NamedCollectives] = weakref.WeakKeyDictionary()
+# Of the run that is under way.
+_SHUFFLERS: list[BaseTaskBalancedBatchShuffler] = []
+
+
+@contextlib.contextmanager
+def ended_with(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> Iterator[None]:
+    """Around a run: a collective is not waited for once a worker thread of its shufflers knows that a rank is missing.
+
+    The group of the ranks may have a longer timeout than the shuffler, and a rank may wait for one that stands still.
+    """
+    _SHUFFLERS.extend(shufflers)
+    try:
+        yield
+    finally:
+        _SHUFFLERS.clear()
+
+
+def failure_of(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> RankMissingError | None:
+    """Which rank is missing, if one of the shufflers knows."""
+    return next((each.failure for each in shufflers if each.failure is not None), None)
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    what: str,
+    *,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    step: int | None = None,
+) -> None:
+    """Reduce a tensor over the ranks in place, on all of them together.
+
+    Args:
+        tensor: on the host, which waits for the result, or on a device, whose stream does.
+        what: names the collective in messages.
+        op: how.
+        group: the ranks; default all.
+        step: of the run, in messages, where it belongs to one.
+
+    Raises:
+        RankMissingError: a rank did not take part; names it.
+    """
+    group = group or dist.distributed_c10d._get_default_group()
+    named, on_host = _named(group), tensor.device.type == "cpu"
+    with named.collective(step, what):
+        work = dist.all_reduce(tensor, op=op, group=group, async_op=on_host)
+    if on_host:
+        named.wait(work, step, what)
+
+
+def broadcast(tensor: torch.Tensor, what: str, src: int) -> None:
+    """Give one rank's tensor to all ranks, in place; as `all_reduce`."""
+    named, on_host = _named(dist.distributed_c10d._get_default_group()), tensor.device.type == "cpu"
+    with named.collective(None, what):
+        work = dist.broadcast(tensor, src=src, async_op=on_host)
+    if on_host:
+        named.wait(work, None, what)
+
+
+def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
+    """The texts of all ranks, in their order; called on all ranks together.
+
+    Args:
+        text: of this rank.
+        device: of this rank, one that the group serves.
+        group: the ranks; default all.
+    """
+    own = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8, device=device)
+    rank = dist.get_rank(group)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes[rank] = own.numel()
+    all_reduce(sizes, "gather of text sizes", group=group)
+    rows = torch.zeros(len(sizes), int(sizes.max()), dtype=torch.uint8, device=device)
+    rows[rank, : own.numel()] = own
+    all_reduce(rows, "gather of texts", group=group)
+    return [bytes(row[:size]).decode() for row, size in zip(rows.tolist(), sizes.tolist())]
+
+
+def _named(group: dist.ProcessGroup) -> NamedCollectives:
+    if group not in _BY_GROUP:
+        _BY_GROUP[group] = _TrainerCollectives(group)
+    return _BY_GROUP[group]
+
+
+def broadcast_text(text: str, device: torch.device, src: int = 0) -> str:
+    """The text that one rank gives; called on all ranks together.
+
+    Args:
+        text: on that rank; ignored elsewhere.
+        device: of this rank.
+        src: that rank.
+    """
+    encoded = torch.tensor(list(text.encode()) if dist.get_rank() == src else [], dtype=torch.uint8, device=device)
+    size = torch.tensor(encoded.numel(), device=device)
+    broadcast(size, "broadcast of a text's size", src)
+    if dist.get_rank() != src:
+        encoded = torch.empty(int(size), dtype=torch.uint8, device=device)
+    broadcast(encoded, "broadcast of a text", src)
+    return bytes(encoded.tolist()).decode()
+
+
+def limit_collectives(timeout: float) -> None:
+    """Let collectives of the ranks' own group, which this run has made, fail five seconds after those of the shuffler.
+
+    Called when the group is connected: until then ranks wait for those that start late.
+
+    Args:
+        timeout: of the shuffler, in seconds.
+    """
+    limit = datetime.timedelta(seconds=timeout + _GRACE_SECONDS)
+    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+
+
+@contextlib.contextmanager
+def missing_ranks_named(
+    step: Callable[[], int], shufflers: Sequence[BaseTaskBalancedBatchShuffler] = ()
+) -> Iterator[None]:
+    """Around a run: if a collective of the model fails, the error names the ranks in which none has failed.
+
+    These have exited or stalled, or still wait for a neighbour, as gloo lets them where a rank has died.
+
+    If a shuffler of the run knows who is missing, its error is raised instead, and the trainer's own collectives end.
+
+    Args:
+        step: number of the step that is under way, counted from 1.
+        shufflers: of the run.
+
+    Raises:
+        RankMissingError: instead of torch's own error, which is its cause.
+    """
+    members = list(range(dist.get_world_size()))
+    number = number_channel(members)  # runs and channels are made in the same order on all ranks
+    try:
+        with ended_with(shufflers):
+            yield
+    except RuntimeError as error:
+        if isinstance(error, RankMissingError) or not _is_of_collective(error) or len(members) == 1:
+            raise
+        if (known := failure_of(shufflers)) is not None:
+            raise known from error
+        failed = FailedChannel(f"evenrank/run/{number}", members)
+        raise RankMissingError(_describe(error, step(), failed, members)) from error
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """Whether NCCL or gloo has failed."""
+    return isinstance(error, dist.DistBackendError) or _OF_GLOO.search(str(error)) is not None
+
+
+def _describe(error: RuntimeError, step: int, failed: FailedChannel, members: list[int]) -> str:
+    what = f"a collective of the model failed in step {step} on rank {dist.get_rank()}"
+    said = f"({first_line(error)})"
+    try:
+        verdict = failed.who_is_missing(failed.attend(f"step {step}"))
+    except StoreUnavailableError as unavailable:
+        return f"{what} and {unavailable}{out_of_reach(members)} {said}"
+    if not verdict.missing:
+        return f"{what} and on all others {said}"
+    return f"{what}; {name_ranks(verdict.missing)} did not report the failure: check the log there {said}"

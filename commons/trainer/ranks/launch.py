@@ -1,0 +1,137 @@
+"""Ranks: how a process becomes one, and the seeds it starts from."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import sys
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from commons.trainer.ranks.cuda_check import device_problem, driver_problem
+from commons.trainer.ranks.rank_info import RankInfo
+
+DeviceType = Literal["auto", "cpu", "cuda"]
+
+
+def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None = None) -> torch.device:
+    """Join the process group: the one that exists already, such as Ray Train's, or a new one of torchrun's ranks.
+
+    In a new group ranks on GPUs have one each and use NCCL; ranks on the CPU have one thread each and use gloo. A group
+    that exists stays as it is, and so does the number of threads.
+
+    Args:
+        device_type: "auto" takes GPUs where there is one for every rank of the machine, else the CPU; in a group that
+            exists, GPUs where it has NCCL.
+        ranks: which rank this is, for a process that torchrun has not started.
+
+    Returns:
+        The device of this rank. In a group that exists, the GPU that it is bound to, else torch's current one.
+
+    Raises:
+        ValueError: not started by torchrun, or with more ranks than GPUs; or, unless the device is "cpu", GPUs whose
+            driver is too old for this torch, or for which torch or fbgemm has no code; or a process group that exists
+            and has another device, number of ranks or rank.
+    """
+    if device_type not in get_args(DeviceType):
+        known = ", ".join(map(repr, get_args(DeviceType)))
+        raise ValueError(f"device_type is {device_type!r}; it must be one of {known}: choose one")
+    joins = dist.is_initialized()
+    if joins:
+        _require_same(ranks)
+    else:
+        ranks = ranks or _from_torchrun()
+    if device_type != "cpu" and (problem := driver_problem()) is not None:
+        raise ValueError(problem)
+    device = _device_of_group(device_type) if joins or ranks is None else _own_device(device_type, ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if (problem := device_problem(device)) is not None:
+            raise ValueError(problem)
+    if not joins and ranks is not None:
+        _make_group(device, ranks)
+    return device
+
+
+def describe_ranks(device: torch.device) -> str:
+    """Number of ranks and what they run on, for a line at the start of a run."""
+    ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
+    if device.type == "cuda":
+        return f"{ranks}, one {torch.cuda.get_device_name(device)} each (NCCL)"
+    threads = torch.get_num_threads()
+    return f"{ranks} on the CPU, {'one thread' if threads == 1 else f'{threads} threads'} each (gloo)"
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, NumPy and torch, all devices included."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _program() -> str:
+    """The running program as torchrun takes it: `-m package.module`, or a file, and its arguments."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    program = ["-m", spec.name] if spec is not None else [sys.argv[0]]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
+def _from_torchrun() -> RankInfo:
+    if not dist.is_torchelastic_launched():
+        raise ValueError(
+            "this process was not started by torchrun; every rank is a process of its own: run "
+            f"`torchrun --standalone --nproc_per_node=2 {_program()}`, or under Slurm `srun torchrun` "
+            "as in examples/slurm.sbatch"
+        )
+    return RankInfo.of_torchrun()
+
+
+def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
+    """The device of a rank that makes its process group itself."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    enough = num_gpus >= ranks.local_world_size if ranks.gpu is None else num_gpus > ranks.gpu
+    if device_type == "cuda" and not enough:
+        raise ValueError(
+            f"device is 'cuda', this machine has {num_gpus} GPUs for {ranks.local_world_size} ranks; every rank has a "
+            "GPU of its own: start fewer ranks, or choose 'cpu' or 'auto'"
+        )
+    if device_type == "cpu" or not enough:
+        return torch.device("cpu")
+    return torch.device("cuda", ranks.local_rank if ranks.gpu is None else ranks.gpu)
+
+
+def _make_group(device: torch.device, ranks: RankInfo) -> None:
+    ranks.tell_libraries()
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+
+
+def _require_same(ranks: RankInfo | None) -> None:
+    here, there = dist.get_rank(), dist.get_world_size()
+    if ranks is not None and (ranks.rank, ranks.world_size) != (here, there):
+        raise ValueError(
+            f"ranks has rank {ranks.rank} of {ranks.world_size}, this process is rank {here} of {there} of the "
+            "process group that exists; that one is joined: leave ranks out"
+        )
+
+
+def _device_of_group(device_type: DeviceType) -> torch.device:
+    """The device of a rank whose process group exists."""
+    backends = dist.get_backend_config()
+    kinds = ["cuda"] if "nccl" in backends and torch.cuda.is_available() else []
+    kinds += ["cpu"] if "gloo" in backends else []
+    if not kinds or device_type not in ("auto", *kinds):
+        raise ValueError(
+            f"device is {device_type!r}, the process group that exists has {backends}; ranks on GPUs use NCCL, ranks "
+            "on the CPU gloo: choose a device that it serves, or make it with another backend"
+        )
+    if device_type == "cpu" or kinds[0] == "cpu":
+        return torch.device("cpu")
+    bound = None if dist.group.WORLD is None else dist.group.WORLD.bound_device_id
+    return bound or torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,1 @@
+"""evenrank in other training frameworks, one module for each; it imports its framework."""

@@ -1,0 +1,185 @@
+"""How layers are computed on the devices of a model's ranks: tried before the first step, and the same on all ranks.
+
+The first rank of every kind of GPU measures the kernels' blocks, and PyTorch's attention beside them. Every rank then
+tries the kernels and torch.compile, and what works on all of them is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import platform
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from commons.trainer.ranks.collectives import gather_texts
+from hstu.model.config import COMPUTE_DTYPES, HSTUConfig
+from hstu.model.triton_agreement import disagreement, error_in_words, slowness
+from hstu.model.triton_attention import compiled_group_size
+from hstu.model.triton_blocks import Blocks
+from hstu.model.triton_launch import LayerKind, choose_blocks, resolve_backend, use_blocks, why_not
+
+logger = logging.getLogger(__name__)
+
+
+class Execution(NamedTuple):
+    """How the layers of a model are computed."""
+
+    uses_triton: bool  # whether the attention is computed by the kernels
+    compiles: bool  # whether what lies around it is under torch.compile
+
+
+# By config, device and dtype of the tokens, for as long as the process lives.
+_CHOSEN: dict[tuple[HSTUConfig, torch.device, torch.dtype], Execution] = {}
+
+
+def execution_of(config: HSTUConfig, device: torch.device, dtype: torch.dtype) -> Execution:
+    """What `choose_execution` has chosen with the other ranks; without it, what works on this one."""
+    chosen = _CHOSEN.get((config, device, dtype))
+    return choose_execution(config, device, dtype, alone=True) if chosen is None else chosen
+
+
+def choose_execution(
+    config: HSTUConfig,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    alone: bool = False,
+) -> Execution:
+    """Choose how layers are computed, on all ranks together; what one of them cannot do, none does, with a warning.
+
+    Compiles and measures kernels where they may be used, which takes about a minute the first time.
+
+    Args:
+        config: of the layers, the same on all ranks.
+        device: of this rank.
+        dtype: of queries; default that of `compute_dtype`.
+        group: the ranks; default all.
+        alone: choose for this process, without the other ranks.
+
+    Raises:
+        ValueError: `kernel_backend` is "triton" and a rank cannot use it; names the node, on all ranks.
+
+    """
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    dtype = dtype or COMPUTE_DTYPES[config.execution.compute_dtype]
+    ranks = _Ranks(device, group, alone=alone or not dist.is_initialized())
+    pretended = device.type == "cuda" and not torch.cuda.is_available()  # no kernel is given its tensors
+    chosen = Execution(
+        _chooses_triton(config, dtype, ranks, pretended=pretended), _chooses_compile(config, ranks, pretended=pretended)
+    )
+    if device.type == "cuda" and dtype == torch.float32 and not pretended:
+        ranks.warn("compute_dtype is 'fp32', the default; on a GPU 'bf16' is several times as fast: set compute_dtype")
+    _CHOSEN[config, device, dtype] = chosen
+    return chosen
+
+
+class _Ranks:
+    """The ranks that choose together, seen from one of them."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, *, alone: bool) -> None:
+        self.device, self._group, self._alone = device, group, alone
+        self.number = 0 if alone else dist.get_rank(group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of every rank, as JSON holds it."""
+        text = json.dumps(value)
+        return [json.loads(each) for each in ([text] if self._alone else gather_texts(text, self.device, self._group))]
+
+    def first_problem(self, problem: str | None) -> str | None:
+        """Where what does not work; None if all is well on all ranks."""
+        found = enumerate(self.gather([platform.node(), problem]))
+        return next((f"on node {node} (rank {rank}) {why}" for rank, (node, why) in found if why is not None), None)
+
+    def warn(self, message: str) -> None:
+        """Warn once per process, on the first rank."""
+        if self.number == 0:
+            _warn_once(message)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _chooses_triton(config: HSTUConfig, dtype: torch.dtype, ranks: _Ranks, *, pretended: bool) -> bool:
+    backend, kind = config.execution.kernel_backend, _kind_of(config, dtype)
+    if backend == "pytorch" or ranks.device.type != "cuda" or pretended:
+        return resolve_backend(backend, ranks.device, dtype, kind.head_dim) == "triton"
+    reason = ranks.first_problem(_triton_problem(ranks, kind, compares=backend == "auto"))
+    if reason is not None and backend == "triton":
+        raise ValueError(f"kernel_backend is 'triton' and {reason}; choose 'pytorch'")
+    if reason is not None:
+        ranks.warn(f"attention is computed by PyTorch: Triton was tried, and {reason}")
+    return reason is None
+
+
+def _kind_of(config: HSTUConfig, dtype: torch.dtype) -> LayerKind:
+    return LayerKind(
+        dtype,
+        config.kv_channels,
+        config.is_causal,
+        config.contextual_mask and config.is_causal,
+        compiled_group_size(config.target_group_size, is_causal=config.is_causal),
+        config.position_bias != "none",
+        config.time_bias,
+    )
+
+
+def _triton_problem(ranks: _Ranks, kind: LayerKind, *, compares: bool) -> str | None:
+    """Why the kernels should not compute such layers on this rank; None if they should."""
+    kinds = ranks.gather(_kind_of_gpu(ranks.device))
+    first = kinds.index(kinds[ranks.number])
+    measured = ranks.gather(_measure(ranks.device, kind, compares) if first == ranks.number else None)[first]
+    if isinstance(measured, str):
+        return measured
+    use_blocks(ranks.device, kind, {kernel: Blocks(*numbers) for kernel, numbers in measured.items()})
+    return disagreement(ranks.device, kind)
+
+
+def _kind_of_gpu(device: torch.device) -> list[Any]:
+    found: Any = torch.cuda.get_device_properties(device)
+    return [found.name, found.major, found.minor, found.multi_processor_count, found.shared_memory_per_block_optin]
+
+
+def _measure(device: torch.device, kind: LayerKind, compares: bool) -> dict[str, Blocks] | str:
+    """The blocks of the kernels, or why these should not be used."""
+    if (reason := why_not(device, kind.dtype, kind.head_dim)) is not None:
+        return reason.rpartition(":")[0]
+    try:
+        with torch.cuda.device(device):
+            blocks = choose_blocks(device, kind)
+            return (slowness(device, kind) if compares else None) or blocks
+    except Exception as error:  # of Triton's compiler, say, or of the one that it needs
+        return f"its kernels cannot run ({error_in_words(error)})"
+
+
+def _chooses_compile(config: HSTUConfig, ranks: _Ranks, *, pretended: bool) -> bool:
+    if not config.execution.compile or pretended:
+        return config.execution.compile
+    reason = ranks.first_problem(compile_problem(ranks.device))
+    if reason is not None:
+        ranks.warn(
+            f"layers are not compiled: torch.compile was tried, and {reason}; install a C++ compiler and Python's "
+            "headers there, or set compile to False"
+        )
+    return reason is None
+
+
+@functools.cache
+def compile_problem(device: torch.device) -> str | None:
+    """Why torch.compile does not work on this node; None if it does. What its caches hold on disk does not count."""
+    from torch._inductor import config
+    from torch._inductor.utils import fresh_cache
+
+    try:
+        with fresh_cache(), config.patch(compile_threads=1):
+            torch.compile(lambda values: values.sigmoid() * values)(torch.zeros(8, device=device))
+    except Exception as error:  # of a compiler that is missing or does not work
+        return f"it failed ({error_in_words(error)})"
+    return None

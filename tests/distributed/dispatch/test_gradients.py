@@ -1,0 +1,175 @@
+"""Gradients through redistributed rows and their way home are those of rows that stay where they are."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commons.dispatch import redistribute, redistribute_balanced
+from commons.micro_batching import MicroBatchSpec, pack_micro_batches
+from tests.helpers.faults import error_of
+from tests.helpers.models import make_batch
+
+WIDTH = 3
+# By rank; the first has most of the work, another one no row.
+COUNTS = {2: [7, 1], 4: [9, 0, 2, 1]}
+
+
+def rows_of(rank):
+    """Images of a rank, and what each costs."""
+    count = COUNTS[dist.get_world_size()][rank]
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(count, WIDTH, generator=generator, dtype=torch.float64), [1 + rank + row for row in range(count)]
+
+
+def encoder():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+
+
+def loss_of(features, rank):
+    """Depends on the rank and on the order of its rows."""
+    weights = torch.arange(1, len(features) + 1, dtype=torch.float64) / (rank + 2)
+    return (weights[:, None] * features.sin()).sum()
+
+
+def _gradients(moves, scaled=True):
+    """Of the images of this rank and, summed over the ranks, of the encoder; the exchanges; the dtype."""
+    rank, model = dist.get_rank(), encoder()
+    images, costs = rows_of(rank)
+    scale = torch.linspace(1, 2 if scaled else 1, len(images), dtype=torch.float64, requires_grad=True)
+    exchanges = mock.Mock(side_effect=redistribute.exchange)
+    with mock.patch.object(redistribute, "exchange", exchanges):
+        if moves:
+            batch = {"image": images * scale[:, None], "id": torch.arange(len(images))} if len(images) else None
+            moved = redistribute_balanced(batch, costs if len(images) else None, equal_size=False, slack=0.0)
+            assert moved.num_moved > 0
+            features = moved.send_home({"feature": model(moved.batch["image"]), "unused": moved.batch["image"] * 2})
+            features = features["feature"]
+        else:
+            features = model(images * scale[:, None])
+        loss_of(features, rank).backward()
+    for weight in model.parameters():
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        dist.all_reduce(weight.grad)
+    own = torch.zeros_like(scale) if scale.grad is None else scale.grad
+    return own.tolist(), [weight.grad.tolist() for weight in model.parameters()], exchanges.call_count
+
+
+def test_gradients_equal_those_without_it(ranks):
+    """To the order of sums; every row and every gradient moves once."""
+    for (own, weights, exchanges), (own_here, weights_here, _) in zip(
+        ranks.run(_gradients, True), ranks.run(_gradients, False), strict=True
+    ):
+        assert own == pytest.approx(own_here, rel=1e-10, abs=1e-12)
+        for found, expected in zip(weights, weights_here, strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-10, atol=1e-12)
+        assert exchanges == 4
+
+
+def _dtypes():
+    rank = dist.get_rank()
+    batch = {"x": torch.arange(3.0).add(rank).to(torch.bfloat16).requires_grad_()}
+    moved = redistribute_balanced(batch, [1, 5 + rank, 9])
+    home = moved.send_home(moved.batch["x"] * moved.batch["x"])
+    home.sum().backward()
+    return str(batch["x"].grad.dtype), (batch["x"].grad == 2 * batch["x"]).all().item(), str(home.dtype)
+
+
+def test_dtypes_are_kept(two_ranks):
+    assert two_ranks.run(_dtypes) == [("torch.bfloat16", True, "torch.bfloat16")] * 2
+
+
+def _padding():
+    """A batch that states padding: its rows get no gradient."""
+    batch = make_batch([1 + dist.get_rank(), 3], 4)
+    batch.target = torch.arange(4.0, dtype=torch.float64).requires_grad_()
+    moved = redistribute_balanced(batch, [1, 2, 0, 0])
+    (moved.batch.target * moved.indices).sum().backward()
+    return batch.target.grad.tolist(), [2 * dist.get_rank(), 2 * dist.get_rank() + 1]
+
+
+def test_padding_rows_have_a_gradient_of_zero(two_ranks):
+    for gradient, numbers in two_ranks.run(_padding):
+        assert gradient == [*numbers, 0, 0]
+
+
+def _without_gradients():
+    x = torch.ones(4, requires_grad=True)
+    with torch.no_grad():
+        moved = redistribute_balanced({"x": x}, [1, 2, 3, 4])
+        home = moved.send_home(moved.batch["x"] * 2)
+    detached = redistribute_balanced({"x": x.detach()}, [1, 2, 3, 4])
+    return moved.batch["x"].requires_grad, home.requires_grad, detached.send_home(torch.ones(4)).requires_grad
+
+
+def test_no_graph_where_nothing_requires_it(two_ranks):
+    assert two_ranks.run(_without_gradients) == [(False, False, False)] * 2
+
+
+def _micro_batches():
+    """Results of micro-batches that were planned together go home with their gradients."""
+    rank, model = dist.get_rank(), encoder()
+    images, costs = rows_of(rank)
+    packed = pack_micro_batches(
+        {"image": images} if len(images) else None,
+        MicroBatchSpec(max_tokens_per_mb=20, packing_algorithm="refined"),
+        costs if len(images) else None,
+        joint=True,
+    )
+    features = packed.send_home([model(each["image"]) for each in packed])
+    loss_of(features, rank).backward()
+    for weight in model.parameters():
+        dist.all_reduce(weight.grad)
+    return [weight.grad.tolist() for weight in model.parameters()]
+
+
+def test_results_of_micro_batches_take_their_gradients_along(ranks):
+    for found, (_, expected, _) in zip(ranks.run(_micro_batches), ranks.run(_gradients, False, False), strict=True):
+        for mine, its in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-10, atol=1e-12)
+
+
+def _one_rank_without_gradients():
+    moved = redistribute_balanced({"x": torch.ones(4)}, [1, 2, 3, 4])
+    moved.send_home(torch.ones(4, requires_grad=dist.get_rank() == 0))
+
+
+def _jagged():
+    values = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, requires_grad=True)
+    redistribute_balanced({"x": values, "y": torch.ones(2)}, [1, 2])
+
+
+def _behind_the_first_63():
+    batch = {f"x{number:02}": torch.ones(2) for number in range(64)}
+    batch["x63"].requires_grad_(dist.get_rank() == 1)
+    redistribute_balanced(batch, [1, 2])
+
+
+def _the_last_of_63():
+    batch = {f"x{number:02}": torch.ones(4) for number in range(63)}
+    x = batch["x62"].requires_grad_()
+    moved = redistribute_balanced(batch, [[9, 9, 9, 9], [1, 1, 1, 1]][dist.get_rank()], slack=0.0)
+    (moved.batch["x62"] * moved.indices).sum().backward()
+    return moved.num_moved > 0 and x.grad.tolist() == [4 * dist.get_rank() + row for row in range(4)]
+
+
+def test_the_last_field_that_may_require_gradients(two_ranks):
+    assert two_ranks.run(_the_last_of_63) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "mistake, said",
+    [
+        (_one_rank_without_gradients, "gradients"),
+        (_jagged, "field 'x' requires grad and is jagged; gradients follow rows of dense tensors: pass detach()"),
+        (_behind_the_first_63, "field 'x63' requires grad and is field 64 of the batch; gradients follow the first 63"),
+    ],
+)
+def test_a_mistake_is_raised_on_every_rank(two_ranks, mistake, said):
+    answers = two_ranks.run(error_of, mistake)
+    assert len(set(answers)) == 1 and said in answers[0] and answers[0].startswith("ValueError"), answers

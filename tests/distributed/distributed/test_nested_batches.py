@@ -1,0 +1,342 @@
+"""TorchEasyRec's Batch through the shuffler, windows, dispatch and a pipeline, as it is: nothing is flattened."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from commons.dispatch import redistribute_balanced, scatter_balanced, split_balanced
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
+from commons.pipeline import balanced, windowed_iter
+from commons.sequence_batch.batch import BaseBatch
+from commons.sequence_batch.open_batch import row_fields
+from tests.helpers.any_batches import dense, jagged, keyed, kjt
+from tests.helpers.batches import rows_as_values
+from tests.helpers.easyrec import ClicksShuffler, EasyRecBatch, EasyRecModel, clicks, easyrec_batch
+from tests.helpers.square_shuffler import closing
+
+SIZES = [7, 2, 5, 1]
+STEPS = 4
+
+
+def ids_of(rank: int, step: int, sizes: list[int] = SIZES) -> list[int]:
+    """Rows of a rank at a step; those of rank 0 cost most."""
+    first = 10_000 * rank + 100 * step
+    wanted = [10, 9, 4, 3] if rank == 0 else [0, 1]
+    found = [sample for sample in range(first, first + 100) if clicks(sample) in wanted]
+    return found[: sizes[rank]]
+
+
+def own_batch(step: int, sizes: list[int] = SIZES, rows: int | None = None) -> EasyRecBatch:
+    """This rank's; odd ranks fill their dicts the other way round."""
+    rank = dist.get_rank()
+    return easyrec_batch(ids_of(rank, step, sizes), rows, rank + step / 10, backwards=rank % 2 == 1)
+
+
+def row_values(batches: list[Any]) -> list[Any]:
+    return [row for batch in batches for row in rows_as_values(batch)]
+
+
+def same_rows(before: list[Any], after: list[Any]) -> bool:
+    """Whether the same rows with every field are on the ranks together; of all ranks' answers."""
+    counted = [collections.Counter(row for rank in rows for row in rank) for rows in (before, after)]
+    return counted[0] == counted[1] and sum(counted[0].values()) > 0
+
+
+def _shuffled(sizes, rows, shuffler_class, **options):
+    batches = [own_batch(step, sizes, rows) for step in range(2)]
+    with closing(shuffler_class(options=ShufflerOptions(**options))) as shuffler:
+        results = [shuffler.shuffle(batch) for batch in batches]
+        stats = shuffler.last_stats
+        moved = stats is not None and stats.moved
+    if stats is not None:  # the values of KeyedJaggedTensors are looked up, those of JaggedTensors are not
+        held = [value for _, value in row_fields(batches[1]) if isinstance(value, KeyedJaggedTensor)]
+        assert stats.lookups_before[dist.get_rank()] == sum(value.values().numel() for value in held) > 0
+    for step, result in enumerate(results):
+        assert type(result) is type(batches[0]) and result.batch_size == -1
+        assert result.data_timestamp == dist.get_rank() + step / 10  # each rank's own
+        assert isinstance(result.sequence_dense_features["price"], JaggedTensor)
+        assert result.dense_features["user"].keys() == ["age", "geo"]
+    same = [result is batch for result, batch in zip(results, batches)]
+    return row_values(batches), row_values(results), moved, same
+
+
+@pytest.mark.parametrize("rows", [None, 9])
+@pytest.mark.parametrize("shuffler", [ClicksShuffler, TokensBalancedBatchShuffler])
+def test_every_row_arrives_whole_by_both_transports(ranks, rows, shuffler):
+    by_transport = []
+    for transport in ("all_to_all", "all_gather"):
+        answers = ranks.run(_shuffled, SIZES, rows, shuffler, transport=transport, verify=True)
+        before, after, moved, same = zip(*answers)
+        assert all(moved) and not all(itertools.chain(*same)) and same_rows(before, after)
+        by_transport.append(after)
+    assert by_transport[0] == by_transport[1]
+
+
+@pytest.mark.parametrize("mode", ["observe", "off"])
+def test_nothing_moves_in_the_other_modes(ranks, mode):
+    for before, after, moved, same in ranks.run(_shuffled, SIZES, None, ClicksShuffler, mode=mode):
+        assert before == after and not moved and all(same)
+
+
+def _without_data(rows):
+    shares, stamps = [], []
+    with closing(ClicksShuffler()) as shuffler:
+        for step in range(2):
+            batch = None if dist.get_rank() == 1 else own_batch(step, rows=rows)
+            handle = shuffler.start_shuffle(batch)
+            result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
+            shares.append(([] if batch is None else rows_as_values(batch), rows_as_values(result)))
+            stamps.append(result.data_timestamp)
+    return [row for before, _ in shares for row in before], [row for _, after in shares for row in after], stamps
+
+
+@pytest.mark.parametrize("rows", [None, 8])
+def test_a_rank_without_data_gets_rows_of_the_others(ranks, rows):
+    before, after, stamps = zip(*ranks.run(_without_data, rows))
+    assert same_rows(before, after) and before[1] == [] and after[1] != []
+    assert stamps[1] == [0.0, 0.0]  # the first rank's first
+
+
+def _trained(rows, steps):
+    torch.manual_seed(0)
+    model = EasyRecModel()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with closing(ClicksShuffler()) as shuffler:
+        pipeline = balanced(TrainPipelineBase)(wrapped, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+        own = range(steps if dist.get_rank() != 1 else steps - 1)  # one rank ends before the others
+        batches = iter([own_batch(step, rows=rows) for step in own])
+        moved = 0
+        with pytest.raises(StopIteration):
+            while True:
+                pipeline.progress(batches)
+                moved += pipeline.last_stats.moved
+    return model.seen, model.weight.tolist(), moved
+
+
+@pytest.mark.parametrize("rows", [None, 8])
+def test_a_pipeline_trains_the_weights_of_one_process(ranks, rows):
+    one = EasyRecModel()
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.05)
+    start = one.weight.detach().clone()
+    for step in range(STEPS):
+        ids = [
+            sample for rank in range(ranks.world_size) if rank != 1 or step < STEPS - 1 for sample in ids_of(rank, step)
+        ]
+        optimizer.zero_grad()
+        losses = one.row_losses(easyrec_batch(ids))
+        (losses.sum() / len(ids)).backward()
+        one.seen += ids
+        optimizer.step()
+    assert float((one.weight.detach() - start).abs().max()) > 1e-2
+    answers = ranks.run(_trained, rows, STEPS)
+    assert sorted(one.seen) == sorted(sample for seen, _, _ in answers for sample in seen)
+    for _, weights, moved in answers:
+        assert moved == STEPS
+        torch.testing.assert_close(torch.tensor(weights), one.weight.detach(), rtol=1e-4, atol=1e-6)
+
+
+def _windowed(counts):
+    own = [own_batch(step, rows=8) for step in range(counts[dist.get_rank()])]
+    with closing(ClicksShuffler()) as shuffler:
+        window = windowed_iter(iter(own), shuffler, 2)
+        results = list(window)
+        window.close()
+    stamps = [result.data_timestamp for result in results]
+    return row_values(own), row_values(results), stamps
+
+
+def test_windows_of_nested_batches(ranks):
+    before, after, stamps = zip(*ranks.run(_windowed, [4, 2, 3, 4]))
+    assert same_rows(before, after)
+    assert len({len(each) for each in stamps}) == 1 and sorted(stamps[0]) == [0.0, 0.1, 0.2, 0.3]
+    assert all(stamp in (1.0, 1.1, 0.0) for stamp in stamps[1])
+
+
+def _redistributed():
+    batch = None if dist.get_rank() == 1 else own_batch(0)
+    workloads = None if batch is None else ClicksShuffler.get_workloads(None, batch)
+    result = redistribute_balanced(batch, workloads)
+    assert result.batch.data_timestamp == (0.0 if batch is None else dist.get_rank())  # its own, or the first rank's
+    costs = ClicksShuffler.get_workloads(None, result.batch)
+    home = result.send_home({"cost": costs, "groups": result.batch.dense_features})
+    if batch is not None:
+        assert home["cost"].tolist() == workloads.tolist()
+        assert torch.equal(home["groups"]["user"].values(), batch.dense_features["user"].values())
+    return [] if batch is None else rows_as_values(batch), rows_as_values(result.batch)
+
+
+def _scattered():
+    batch = own_batch(0) if dist.get_rank() == 0 else None
+    workloads = None if batch is None else ClicksShuffler.get_workloads(None, batch)
+    share = scatter_balanced(batch, workloads)
+    return [] if batch is None else rows_as_values(batch), rows_as_values(share.batch)
+
+
+@pytest.mark.parametrize("call", [_redistributed, _scattered])
+def test_dispatch_of_nested_batches(ranks, call):
+    before, after = zip(*ranks.run(call))
+    assert same_rows(before, after) and all(after)
+
+
+def test_chunks_of_a_nested_batch():
+    batch = easyrec_batch(ids_of(0, 0))
+    chunks = split_balanced(batch, 3, ClicksShuffler.get_workloads(None, batch))
+    assert collections.Counter(row_values(list(chunks))) == collections.Counter(rows_as_values(batch))
+
+
+# ------------------------------------------------------------------------------------------ every other nesting
+
+
+@dataclass
+class Deep(BaseBatch):
+    """Branches beside the fields of BaseBatch."""
+
+    more: dict[str, Any] = field(default_factory=dict)
+    listed: list[Any] = field(default_factory=list)
+
+
+class FeatureShuffler(BaseTaskBalancedBatchShuffler):
+    def get_workloads(self, batch):
+        return batch.features.lengths().view(2, -1).sum(0).to(torch.int64) ** 2 + 1
+
+
+def _deep(ids):
+    tensors = TensorDict({"x": dense(ids, torch.int16), "y": {"z": dense(ids, torch.bool)}}, batch_size=[len(ids)])
+    return Deep(
+        features=kjt(ids),
+        labels=dense(ids, torch.float32),
+        more={"td": tensors, "jt": jagged(ids), "groups": {"kt": keyed(ids)}, "unit": "s"},
+        listed=[(dense(ids)[:, 0], "kept"), kjt(ids, weights=False)],
+    )
+
+
+def _every_nesting(transport):
+    rank = dist.get_rank()
+    ids = [5 * each + 2 for each in range(6)] if rank == 0 else [5 * (100 * rank + each) for each in range(4)]
+    batch = _deep(ids) if rank != 1 else None
+    with closing(FeatureShuffler(ShufflerOptions(transport=transport))) as shuffler:
+        handle = shuffler.start_shuffle(batch)
+        result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
+        assert shuffler.last_stats.moved
+    assert isinstance(result.more["td"], TensorDict) and result.more["td"].batch_size == (result.batch_size,)
+    assert isinstance(result.more["groups"]["kt"], KeyedTensor) and result.more["unit"] == "s"
+    assert isinstance(result.listed[0], tuple) and result.listed[0][1] == "kept"
+    terms = result.global_loss_terms()
+    return [] if batch is None else rows_as_values(batch), rows_as_values(result), terms, result.num_loss_tokens()
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+def test_branches_of_every_kind(ranks, transport):
+    before, after, terms, own_terms = zip(*ranks.run(_every_nesting, transport))
+    assert same_rows(before, after) and set(terms) == {sum(own_terms)}
+
+
+@dataclass
+class Inner:
+    ids: torch.Tensor
+    actual_batch_size: int
+
+
+@dataclass
+class Outer:
+    """A part of it states the padding."""
+
+    inner: Inner
+    values: torch.Tensor
+
+
+def _stated_by_a_part():
+    batch = Outer(Inner(torch.arange(2) + 1, 2), torch.arange(2.0) + 1) if dist.get_rank() == 0 else None
+    with closing(OneEach()) as shuffler:
+        shuffler.get_workloads = lambda batch: torch.tensor([5, 3])
+        handle = shuffler.start_shuffle(batch)
+        result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
+    assert result.inner.ids.tolist() == result.values.tolist()
+    return result.values.tolist(), result.inner.actual_batch_size
+
+
+def test_padding_that_a_part_of_the_batch_states(ranks):
+    values, real = zip(*ranks.run(_stated_by_a_part))
+    assert sorted(itertools.chain(*values))[-2:] == [1, 2] and sum(real) == 2
+    assert real[:2] == (1, 1) and values[0] == ([1, 0] if values[0][0] == 1 else [2, 0])
+    assert all(each == [0] for each in values[2:])
+
+
+# ------------------------------------------------------------------------------------------------------- mistakes
+
+
+@dataclass
+class Stamped:
+    """Nothing is declared."""
+
+    values: dict[str, torch.Tensor]
+    stamp: float = 0.0
+
+
+class OneEach(BaseTaskBalancedBatchShuffler):
+    def get_workloads(self, batch):
+        return torch.ones(3, dtype=torch.int64)
+
+
+MISTAKES = {
+    "a key": lambda: Stamped({"a": torch.ones(3), "b": torch.ones(3)}),
+    "a dict": lambda: Stamped({"a": {"deep": torch.ones(3)}}),
+    "a dtype": lambda: Stamped({"a": torch.ones(3, dtype=torch.int16)}),
+    "a stamp": lambda: Stamped({"a": torch.ones(3)}, 1.0),
+    "0-d": lambda: Stamped({"a": torch.tensor(1.0)}),
+    "nested": lambda: Stamped({"a": torch.nested.nested_tensor([torch.ones(1)] * 3, layout=torch.jagged)}),
+    "devices": lambda: Stamped({"a": torch.ones(3), "b": torch.ones(3, device="meta")}),
+    "grad": lambda: Stamped({"a": torch.ones(3, requires_grad=True)}),
+}
+
+
+def _mistaken():
+    errors = {}
+    for name, make in MISTAKES.items():
+        with closing(OneEach()) as shuffler:
+            try:
+                shuffler.shuffle(make() if dist.get_rank() == 1 else Stamped({"a": torch.ones(3)}))
+            except (ValueError, TypeError) as error:
+                errors[name] = str(error)
+    with closing(OneEach()) as shuffler:
+        shuffler.shuffle(Stamped({"a": torch.ones(3)}))
+        try:
+            shuffler.shuffle(Stamped({"a": torch.ones(3)}, 1.0))
+        except ValueError as error:
+            errors["later"] = str(error)
+    return errors
+
+
+def test_mistakes_name_path_and_ranks(ranks):
+    differ = "the batches of ranks 0 and 1 differ: field "
+    expected = {
+        "a key": f"{differ}'values.b': absent and tensor float32 []; all ranks must bring the same type, structure",
+        "a dict": f"{differ}'values.a': tensor float32 [] and dict; field 'values.a.deep': absent and tensor float32",
+        "a dtype": f"{differ}'values.a': tensor float32 [] and tensor int16 []; ",
+        "a stamp": f"{differ}'stamp': 0.0 and 1.0; ",
+        "0-d": "rank 1: field 'values.a' is a 0-dimensional tensor; ",
+        "nested": "rank 1: field 'values.a' is a nested tensor; ",
+        "devices": "rank 1: fields lie on different devices: {'values.a': 'cpu', 'values.b': 'meta'}; ",
+        "grad": "rank 1: field 'values.a' requires grad; ",
+        "later": "this batch differs from the first: field 'stamp': 0.0 and 1.0; ",
+    }
+    for errors in ranks.run(_mistaken, timeout=120):
+        assert errors.keys() == expected.keys()
+        for name, start in expected.items():
+            assert start in errors[name] and "\n" not in errors[name]
+        for name in ("a stamp", "later"):
+            assert "each rank's own: register_batch_type(Stamped, per_rank=('stamp',))" in errors[name]

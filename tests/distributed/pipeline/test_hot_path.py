@@ -1,0 +1,99 @@
+"""What one batch meets on its way: docs/architecture.md's table of types, and few files."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+
+import commons.pipeline
+from commons.pipeline import balanced
+from commons.sequence_batch import schema
+from tests.helpers.square_shuffler import SquareShuffler, my_batch
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = str(Path(commons.pipeline.__file__).parents[1])
+MOST_FILES, MOST_TYPES = 30, 12
+
+
+class _Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch):
+        return self.weight * batch.features.values().sum(), batch
+
+
+class _Calls:
+    """Which of our files run, on every thread, and which of our classes are made."""
+
+    def __init__(self):
+        self.files, self.dataclasses, self.classes = set(), set(), set()
+
+    def __call__(self, frame, event, _):
+        code = frame.f_code
+        ours = code.co_filename.startswith(PACKAGES)
+        if event != "call" or not (ours or code.co_filename == "<string>"):  # where dataclasses are made
+            return
+        if ours:
+            self.files.add(str(Path(code.co_filename).relative_to(PACKAGES)))
+        made = type(frame.f_locals.get("self"))
+        if code.co_name == "__init__" and made.__module__.startswith("commons."):
+            self.classes.add(made)
+            if dataclasses.is_dataclass(made):
+                self.dataclasses.add(made)
+
+
+def _five_batches():
+    """What all batches need, and what the fourth needs, from the loader to the end of its step."""
+    first, fourth, moved = _Calls(), _Calls(), []
+    threading.setprofile(lambda *event: current(*event))  # before the worker thread starts
+    current = first
+    sys.setprofile(first)
+    shuffler, model = SquareShuffler(), _Model()
+    try:
+        pipeline = balanced(TrainPipelineBase)(
+            model, torch.optim.SGD(model.parameters(), 0.1), torch.device("cpu"), batch_shuffler=shuffler
+        )
+        batches = iter([my_batch(seed, [6, 4, 3, 5][: dist.get_world_size()]) for seed in range(8)])
+        for step in range(5):
+            if step == 3:
+                shuffler.drain()
+                current = fourth
+                sys.setprofile(fourth)
+            pipeline.progress(batches)
+            if step == 3:
+                shuffler.drain()
+                sys.setprofile(None)
+                current = _Calls()
+            moved.append(pipeline.last_stats.moved)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        shuffler.close()
+    names = {each.__name__: each.__module__.replace(".", "/") for each in first.classes | fourth.classes}
+    parts = {name for name, each in vars(schema).items() if dataclasses.is_dataclass(each)} - {"BatchSchema"}
+    return sorted(fourth.files), sorted({each.__name__ for each in fourth.dataclasses} - parts), names, all(moved)
+
+
+def _types_of_the_page():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page[page.index("types\n") : page.index("## One protocol")]
+    return dict(re.findall(r"^\| `(\w+)` \|.*\| `([\w/]+)\.py` \|$", section, re.MULTILINE))
+
+
+def test_the_page_lists_the_types_that_a_batch_meets_and_they_stand_in_few_files(ranks):
+    listed = _types_of_the_page()
+    assert 0 < len(listed) <= MOST_TYPES
+    for files, made, classes, moved in ranks.run(_five_batches):
+        assert moved
+        assert set(made) <= set(listed)
+        assert {name: f"commons/{file}" for name, file in listed.items()}.items() <= classes.items()
+        assert len(files) <= MOST_FILES, files

@@ -1,0 +1,101 @@
+"""Lightning's Trainer on two ranks with a balanced sampler: every row once per epoch, and exact resume."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.extra("lightning"), pytest.mark.timeout(400)]
+ROOT = Path(__file__).parents[2]
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lightning")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+    done = subprocess.run(
+        [*torchrun, "-m", "tests.extras.balanced_lightning", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=360,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def weight_of_one_process(of_ranks, kind):
+    """SGD by the mean of the ranks' gradients, as DDP has it."""
+    from tests.extras.balanced_lightning import NUM_ROWS
+
+    weight = 1.0
+    for batches in zip(*(rank[kind]["seen"] for rank in of_ranks), strict=True):
+        slopes = []
+        for rows in batches:
+            x = [row / NUM_ROWS for row in rows]
+            slopes.append(sum(2 * (weight * each - 0.5) * each for each in x) / len(x))
+        weight -= 0.1 * sum(slopes) / len(slopes)
+    return weight
+
+
+@pytest.mark.parametrize("kind", ["balanced", "budget"])
+def test_every_row_once_per_epoch(of_ranks, kind):
+    from tests.extras.balanced_lightning import EPOCHS, NUM_ROWS
+
+    steps = list(zip(*(rank[kind]["seen"] for rank in of_ranks), strict=True))
+    rows = [row for step in steps for batch in step for row in batch]
+    epochs = [rows[begin : begin + NUM_ROWS] for begin in range(0, len(rows), NUM_ROWS)]
+    assert len(epochs) == EPOCHS and all(Counter(epoch) == Counter(range(NUM_ROWS)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    for rank in of_ranks:
+        assert rank[kind]["weight"] == pytest.approx(weight_of_one_process(of_ranks, kind), rel=1e-12)
+
+
+def test_loads_are_even(of_ranks):
+    from tests.extras.balanced_lightning import LENGTHS
+
+    steps = list(zip(*(rank["balanced"]["seen"] for rank in of_ranks), strict=True))
+    loads = [[int(LENGTHS[batch].sum()) for batch in step] for step in steps]
+    in_turn = [
+        [int(LENGTHS[sorted(rows)[begin::2]].sum()) for begin in range(2)]
+        for rows in ([row for batch in step for row in batch] for step in steps)
+    ]
+    assert sum(map(max, loads)) < 0.9 * sum(map(max, in_turn))
+
+
+@pytest.mark.parametrize("kind, step", [("balanced", 3), ("balanced", 5), ("balanced", 6), ("budget", 2)])
+def test_a_resumed_run_trains_exactly_the_rest(of_ranks, kind, step):
+    for rank in of_ranks:
+        whole, resumed = rank[kind], rank[f"{kind} from {step}"]
+        assert resumed["seen"] == whole["seen"][step:]
+        assert resumed["weight"] == pytest.approx(whole["weight"], rel=1e-12)
+
+
+def test_a_sampler_of_another_rank_is_refused(of_ranks):
+    for rank, answer in enumerate(of_ranks):
+        assert answer["refused"].startswith(f"the sampler deals rows to rank {1 - rank} of 2, this is rank {rank} of 2")
+        assert "\n" not in answer["refused"]
+
+
+def test_a_loader_with_another_sampler_and_another_kind_are_refused():
+    from lightning.pytorch import Trainer
+    from torch.utils.data import BatchSampler, DataLoader
+
+    from commons.datasets import BalancedBatchSampler
+    from commons.integrations.lightning import BalancedBatches
+    from tests.extras.balanced_lightning import Rows
+
+    with pytest.raises(TypeError, match="sampler is a BatchSampler; .*: make one of them"):
+        BalancedBatches(BatchSampler(range(4), 2, False))
+    sampler = BalancedBatchSampler([1] * 4, 2, num_ranks=1, rank=0)
+    options = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(callbacks=[BalancedBatches(sampler)], enable_progress_bar=False, **options)
+    with pytest.raises(ValueError, match="the training loader has another batch_sampler than this callback"):
+        trainer.fit(Rows(), DataLoader(range(4), batch_size=2))

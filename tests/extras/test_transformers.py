@@ -1,0 +1,160 @@
+"""Hugging Face's Trainer on two ranks, its rows dealt by `balanced`: every row once, the losses of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.extra("transformers"), pytest.mark.timeout(400)]
+ROOT = Path(__file__).parents[2]
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("transformers")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+    done = subprocess.run(
+        [*torchrun, "-m", "tests.extras.balanced_trainer", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true"},  # Accelerate's own; else one process without a GPU
+        capture_output=True,
+        text=True,
+        timeout=360,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def steps_of(of_ranks, name):
+    """The micro-batches of every optimizer step, of all ranks."""
+    from tests.extras.balanced_trainer import ACCUMULATED, BATCH, NUM_ROWS
+
+    micro_batches = list(zip(*(rank[name]["seen"] for rank in of_ranks), strict=True))
+    per_epoch = -(-NUM_ROWS // (RANKS * BATCH))
+    steps, begin = [], 0
+    while begin < len(micro_batches):
+        size = min(ACCUMULATED, per_epoch - begin % per_epoch)
+        steps.append([batch for at in micro_batches[begin : begin + size] for batch in at])
+        begin += size
+    return steps
+
+
+def losses_of_one_process(steps):
+    """The mean loss over all tokens of each step, and SGD by its gradient, row by row without padding."""
+    from tests.extras.balanced_trainer import RATE, make_model, make_rows
+
+    model, rows, losses = make_model(), make_rows(), []
+    for step in steps:
+        total, terms = torch.zeros(()), 0
+        for row in (row for batch in step for row in batch):
+            tokens, labels = torch.tensor(rows[row]["input_ids"]), torch.tensor(rows[row]["labels"])
+            logits = model(input_ids=tokens[None]).logits[0, :-1]
+            total = total + torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
+            terms += int((labels != -100).sum())
+        loss = total / terms
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight -= RATE * weight.grad
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["padded", "free", "window"])
+def test_every_row_once_per_epoch_and_the_losses_of_one_process(of_ranks, name):
+    steps = steps_of(of_ranks, name)
+    rows = [row for step in steps for batch in step for row in batch]
+    assert len(rows) == 180 and all(Counter(rows[begin : begin + 90]) == Counter(range(90)) for begin in (0, 90))
+    assert rows[:90] != rows[90:]
+    expected = losses_of_one_process(steps)
+    for rank in of_ranks:
+        assert rank[name]["losses"] == pytest.approx(expected, abs=2e-5)
+    assert of_ranks[0][name]["weight"] == pytest.approx(of_ranks[1][name]["weight"], rel=1e-9)
+
+
+def test_the_documented_line_is_the_padded_run(of_ranks):
+    for rank in of_ranks:
+        assert rank["documented"] == rank["padded"]
+
+
+def test_a_step_keeps_its_rows_unless_a_window_shares_them(of_ranks):
+    rows = {
+        name: [sorted(row for batch in step for row in batch) for step in steps_of(of_ranks, name)]
+        for name in ("padded", "free", "window")
+    }
+    assert rows["padded"] == rows["free"] and [len(step) for step in rows["padded"]] == [*[12] * 7, 6] * 2
+    assert rows["window"] != rows["padded"]
+    of_window, of_steps = (Counter(row for step in rows[name][:3] for row in step) for name in ("window", "padded"))
+    assert of_window == of_steps
+
+
+def test_padded_micro_batches_are_even_by_rows_times_longest(of_ranks):
+    from tests.extras.balanced_trainer import make_rows
+
+    lengths = [len(row["input_ids"]) for row in make_rows()]
+
+    def work(batch):
+        return len(batch) * max(lengths[row] for row in batch)
+
+    def slowest(steps):
+        return sum(max(work(batch) for batch in step) for step in steps)
+
+    in_turn = [
+        [rows[begin::4] for begin in range(4)]
+        for step in steps_of(of_ranks, "padded")
+        for rows in [sorted(row for batch in step for row in batch)]
+    ]
+    assert slowest(steps_of(of_ranks, "padded")) < 0.75 * slowest(in_turn)
+
+
+@pytest.mark.parametrize(("name", "batches_before"), [("resumed", 15 + 8), ("second epoch", 15)])
+def test_a_resumed_run_trains_exactly_the_rest(of_ranks, name, batches_before):
+    for rank in of_ranks:
+        assert len(rank["padded"]["seen"]) == 30
+        assert rank[name]["seen"] == rank["padded"]["seen"][batches_before:]
+        assert rank[name]["losses"] == pytest.approx(rank["padded"]["losses"], abs=1e-6)
+        assert rank[name]["weight"] == pytest.approx(rank["padded"]["weight"], rel=1e-6)
+
+
+def test_bad_input_ends_before_the_first_step(of_ranks):
+    expected = [
+        "has no Trainer.compute_loss_func; its rows cannot be dealt: take 4.48 or newer",
+        "TypeError: train_dataset is a Stream without a length; rows are dealt by lengths",
+        "ValueError: rows of train_dataset have no 'input_ids' whose tokens could be counted",
+        "tokens, its length is given as",
+        "ValueError: lengths has 1 entries, there are 90 rows",
+        "ValueError: average_tokens_across_devices is False; micro-batches of",
+    ]
+    for rank in of_ranks:
+        assert len(rank["refused"]) == len(expected)
+        for message, part in zip(rank["refused"], expected):
+            assert part in message and "\n" not in message
+
+
+def test_the_cost_is_that_of_the_layers_as_torch_counts_them():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from commons.integrations.transformers import model_cost
+    from tests.extras.balanced_trainer import make_model
+
+    model = make_model()
+    cost = model_cost(model)
+    for length in (8, 32):
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=torch.ones(1, length, dtype=torch.int64))
+        # Eager attention computes masked pairs too: L² instead of L(L + 1) / 2, in two layers of width 32.
+        masked = 2 * 4 * 32 * (length * length - length * (length + 1) // 2)
+        rotary = 2 * 8 // 2 * length  # of the positions, once
+        assert counter.get_total_flops() - masked == pytest.approx(
+            int(cost(torch.tensor([length]))[0]) + rotary, rel=2e-3
+        )

@@ -1,0 +1,341 @@
+"""`evenrank simulate` and `evenrank calibrate` on a model of the user's own, in the working directory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from commons.cli import recipes
+from commons.cli.main import main
+from commons.cli.recipes import load_recipe
+from commons.cli.simulate_sources import ConfigRows
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.random.dataset import user_like_dataset
+from commons.distributed.options import ShufflerOptions
+from commons.perf_model import measurement
+from commons.perf_model.task_estimator import SelfAttentionTask
+from commons.user_package import import_user_module
+from tests.helpers.calibrations import make_calibration
+from tests.helpers.movielens import write_zip
+from tests.helpers.training_configs import CONFIG
+
+# Lengths of rows come from lengths.txt: a line is a batch.
+RECIPE = """
+from pathlib import Path
+
+import torch
+
+from commons.perf_model.measurement import RowTokens
+from commons.perf_model.task_estimator import SelfAttentionTask
+from mine.settings import BATCH_SIZE
+
+
+class Target:
+    task = SelfAttentionTask(8, 1, 8)
+    device, batch_size, max_length = torch.device("cpu"), BATCH_SIZE, 256
+
+    def make_batch(self, lengths):
+        return torch.tensor(lengths)
+
+    def train_step(self, batch):
+        pass
+
+    def row_tokens(self, batch):
+        return RowTokens(batch)
+
+    def host_batches(self):
+        lines = Path("lengths.txt").read_text().splitlines()
+        return (torch.tensor([int(length) for length in line.split()]) for line in lines)
+
+    @classmethod
+    def load(cls, config, device):
+        return cls()
+
+
+RECIPE = Target
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A working directory with a config, data and the package `mine`, which is nowhere else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "mine" / "settings.py").write_text("BATCH_SIZE = 4\n")
+    (tmp_path / "mine" / "recipe.py").write_text(RECIPE)
+    (tmp_path / "run.toml").write_text("[dataset]\n")
+    (tmp_path / "lengths.txt").write_text("10 20 30 40\n" * 3 + "50 60 70 80\n" * 3 + "90\n")
+    before = list(sys.path)
+    yield ["--model", "mine", "--config", "run.toml"]
+    assert sys.path == before
+    for name in [name for name in sys.modules if name.split(".")[0] == "mine"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Steps take what a function of rows, tokens and pairs says."""
+    cost = {"ms": lambda rows, tokens, pairs: 1 + rows + 0.01 * tokens + 1e-4 * pairs}
+    monkeypatch.setattr(
+        measurement, "time_step", lambda target, batch: cost["ms"](*measurement.batch_size_of(target, batch))
+    )
+    return cost
+
+
+def said(capsys):
+    """What was printed, with single spaces, and the errors."""
+    printed = capsys.readouterr()
+    return " ".join(printed.out.split()), printed.err
+
+
+def simulated(mine, capsys, *flags):
+    """What `--json` says of each number of ranks."""
+    assert main(["simulate", *mine, "--json", *flags]) == 0, capsys.readouterr().err
+    answer = json.loads(capsys.readouterr().out)
+    return {each["ranks"]: each for each in answer["ranks"]}, " ".join(answer["notes"])
+
+
+def test_a_package_of_the_working_directory(mine, capsys):
+    assert main(["simulate", *mine, "--ranks", "2", "--steps", "3"]) == 0, capsys.readouterr().err
+    printed, _ = said(capsys)
+    assert "2 ranks × 4 rows, 3 steps" in printed and "each batch" in printed and "There are" not in printed
+
+
+def test_data_that_are_too_short_are_not_repeated(mine, capsys):
+    by_ranks, notes = simulated(mine, capsys, "--ranks", "2", "4", "8", "--steps", "3")
+    assert [(ranks, each["steps"]) for ranks, each in by_ranks.items()] == [(2, 3), (4, 1)]
+    assert "4 ranks: 1 of 3 steps. There are 25 rows, 3 steps train 48; no row counts twice" in notes
+    assert "8 ranks: 0 of 3 steps. There are 25 rows, 3 steps train 96" in notes and "2 ranks: " not in notes
+    assert main(["simulate", *mine, "--ranks", "16", "8", "--figure", "gain.png"]) == 2
+    assert "run.toml has 25 rows, a step of 8 ranks trains 32: lower --ranks" in said(capsys)[1]
+    assert not Path("gain.png").exists()
+
+
+def test_one_sample_that_dominates_is_named(mine, tmp_path, capsys):
+    (tmp_path / "lengths.txt").write_text("10 20 30 40\n9000 1 1 1\n" * 2 + "10 10 10 10\n" * 2)
+    by_ranks, notes = simulated(mine, capsys, "--ranks", "2", "--steps", "3")
+    assert by_ranks[2]["possible_speed_up_of_single_batches"] < 1.01  # equal ranks would gain 1.7×
+    assert "2 ranks: in 2 of 3 steps one sample alone is more than an even share of the work, up to 2.00×" in notes
+    assert "a window of several batches (--window 2 4)" in notes
+    (tmp_path / "lengths.txt").write_text("10 10 10 10\n" * 2)
+    assert "one sample" not in simulated(mine, capsys, "--ranks", "2", "--steps", "1")[1]
+
+
+def test_windows_are_beside_one_another(mine, tmp_path, capsys):
+    (tmp_path / "lengths.txt").write_text("900 20 10 10\n10 10 10 10\n" * 4)
+    flags = ["--ranks", "2", "4", "--steps", "4", "--window", "2", "4"]
+    by_ranks, notes = simulated(mine, capsys, *flags, "--figure", "gain.png")
+    gains = {way["way"]: way["speed_up"] for way in by_ranks[2]["ways"]}
+    assert list(gains) == ["as loaded", "each batch", "window of 2", "window of 4"]
+    assert gains["each batch"] < gains["window of 2"] <= gains["window of 4"]
+    # Of four ranks there are two steps, too few for a window of four.
+    assert [way["window"] for way in by_ranks[4]["ways"]] == [1, 1, 2]
+    assert "4 ranks: 2 of 4 steps." in notes and "2 ranks: in 4 of 4 steps one sample" in notes
+    assert Path("gain.png").stat().st_size > 10_000
+    for window in ("0", "5"):
+        assert main(["simulate", *mine, "--ranks", "2", "--steps", "4", "--window", window]) == 2
+        assert f"window is ({window},) and steps is 4" in said(capsys)[1]
+
+
+def test_nothing_of_the_working_directory_hides_what_is_installed(mine, tmp_path, monkeypatch):
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError\n")
+    (tmp_path / "lonely_module_of_mine.py").write_text("import colorsys\n")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert import_user_module("lonely_module_of_mine").colorsys.rgb_to_hls
+    with pytest.raises(ModuleNotFoundError, match="no_module_anywhere"):
+        import_user_module("no_module_anywhere")
+    del sys.modules["lonely_module_of_mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("settings.py", "import nowhere_to_be_found\n", "cannot be imported (No module named 'nowhere_to_be_found')"),
+        ("settings.py", "def broken(:\n", "cannot be imported (invalid syntax (settings.py, line 1))"),
+        ("settings.py", "", "cannot be imported (cannot import name 'BATCH_SIZE'"),
+        ("recipe.py", "", "module mine.recipe has no RECIPE, the model's class derived from Recipe: add it"),
+        ("recipe.py", None, "there is no module mine.recipe, neither installed nor in"),
+    ],
+)
+def test_a_package_with_mistakes_is_one_line(mine, tmp_path, capsys, name, text, message):
+    path = tmp_path / "mine" / name
+    path.unlink() if text is None else path.write_text(text)
+    assert main(["simulate", *mine]) == 2
+    error = said(capsys)[1]
+    assert message in error and error.count("\n") == 1
+
+
+def calibrate(mine, capsys, *flags):
+    assert main(["calibrate", *mine, "--output", "c.toml", "--num-mixes", "40", *flags]) == 0, capsys.readouterr().err
+    return said(capsys)[0]
+
+
+def test_calibrate_ends_with_a_verdict(mine, capsys, clock):
+    assert "Use it: its error is more than 100 times smaller than that of operations" in calibrate(mine, capsys)
+    jitter = itertools.cycle([0.99, 1.02, 0.97, 1.01, 1.03, 0.98, 1.04])
+    exact = clock["ms"]
+    clock["ms"] = lambda *size: exact(*size) * next(jitter)
+    assert re.search(
+        r"Use it: its error is \d+\.\d times smaller .* on batches that no fit has seen", calibrate(mine, capsys)
+    )
+    flops = SelfAttentionTask(8, 1, 8).forward_flops
+    clock["ms"] = lambda rows, tokens, pairs: 1 + flops(tokens, pairs) * 1e-5
+    assert "No better than operations alone: 0.0% against 0.0%" in calibrate(mine, capsys)
+    noise = np.random.default_rng(0)
+    clock["ms"] = lambda rows, tokens, pairs: (1 + flops(tokens, pairs) * 1e-5) * noise.uniform(0.8, 1.2)
+    printed = calibrate(mine, capsys)
+    asked = re.search(
+        r"Not surely better than operations alone: .* --num-mixes (\d+) would tell \((\d+) more\)", printed
+    )
+    assert asked and int(asked[1]) == 40 + int(asked[2])
+
+
+def test_simulate_and_calibrate_know_the_model_by_the_data_set(tmp_path, monkeypatch):
+    asked = []
+    fake = types.SimpleNamespace(RECIPE=types.SimpleNamespace(load=lambda config, device: None))
+    monkeypatch.setattr(recipes, "import_user_module", lambda name: asked.append(name) or fake)
+    config = tmp_path / "run.toml"
+    for name in ("sid-ml-1m", "sid", "sid-random", "ml-1m", "random"):
+        config.write_text(f'[dataset]\ndataset_name = "{name}"\n')
+        load_recipe(None, config, torch.device("cpu"))
+    config.write_text('dataset = "sid"\n')
+    load_recipe(None, config, torch.device("cpu"))
+    load_recipe("sid_gr", config, torch.device("cpu"))
+    assert asked == ["sid_gr.recipe"] * 3 + ["hstu.recipe"] * 3 + ["sid_gr.recipe"]
+
+
+def test_random_data_are_those_of_training_and_have_no_end(tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.format(candidates=3))  # five batches
+    target = load_recipe("hstu", config, torch.device("cpu"))
+    read = [batch.features.values().tolist() for batch in itertools.islice(target.host_batches(), 12)]
+    share = {"max_history_seqlen": 64, "max_num_candidates": 3, "batch_size": 8, "world_size": 4, "seed": 2 * 1234}
+    ranks = [user_like_dataset(num_batches=3, rank=rank, **share) for rank in range(4)]
+    assert read == [ranks[rank][step].features.values().tolist() for step in range(3) for rank in range(4)]
+
+
+def test_files_are_dealt_to_ranks_as_their_loaders_deal_them(tmp_path):
+    """The loads of the simulated ranks are those of the batches that the ranks' own loaders give."""
+    rng = np.random.default_rng(0)
+    counts = np.sort(rng.integers(3, 60, 53)).tolist()
+    ratings = [f"{user}::{rng.integers(1, 40)}::5::{at}" for user, count in enumerate(counts, 1) for at in range(count)]
+    source = write_zip(
+        tmp_path / "ml-1m.zip",
+        ratings="\n".join(ratings) + "\n",
+        users="".join(f"{user}::M::25::1::1\n" for user in range(1, len(counts) + 1)),
+        movies="".join(f"{movie}::A (2000)::War\n" for movie in range(1, 40)),
+    )
+    assert main(["preprocess", "ml-1m", "--source", str(source), "--output", str(tmp_path)]) == 0
+    for shuffle in ("false", "true"):
+        config = tmp_path / "run.toml"
+        own = f'dataset_name = "ml-1m"\ndataset_path = "{tmp_path}"\nshuffle = {shuffle}'
+        text = CONFIG.format(candidates=0).replace("num_batches = 5\n", "")
+        config.write_text(text.replace('dataset_name = "random"', own))
+        target = load_recipe("hstu", config, torch.device("cpu"))
+        for num_ranks in (2, 3):
+            source = ConfigRows.read(config, "hstu", ShufflerOptions(), 50 * num_ranks)
+            steps = len(target.single_loader.dataset) // (8 * num_ranks)
+            largest = [0] * steps
+            for rank in range(num_ranks):
+                loader = get_data_loader(
+                    "ml-1m",
+                    dataset_path=tmp_path,
+                    batch_size=8,
+                    max_history_seqlen=64,
+                    rank=rank,
+                    world_size=num_ranks,
+                    shuffle=shuffle == "true",
+                    **target.data_options(),
+                )
+                for step, batch in enumerate(itertools.islice(loader, steps)):
+                    load = int(target.task.get_workloads(*target.row_tokens(batch)).sum())
+                    largest[step] = max(largest[step], load)
+            loads = source.load(num_ranks, steps).as_loaded.loads
+            assert loads.max(axis=1).tolist() == largest, (shuffle, num_ranks)
+
+
+LINKS = {
+    "the same path": lambda path: path,
+    "another spelling": lambda path: path.parent / "." / ".." / path.parent.name / path.name,
+    "a symbolic link": lambda path: linked(path, os.symlink),
+    "a hard link": lambda path: linked(path, os.link),
+}
+
+
+def linked(path, link):
+    other = path.with_name(f"other{path.suffix}")
+    link(path, other)
+    return other
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_no_command_overwrites_what_it_reads(tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.setattr("commons.cli.calibrate.load_recipe", None)  # no work is done
+    config, histories, measured = tmp_path / "run.toml", tmp_path / "h.parquet", tmp_path / "c.svg"
+    config.write_text(CONFIG.format(candidates=0))
+    pq.write_table(pa.table({"item_id": [[1, 2], [2, 3]]}), histories)
+    make_calibration().save(measured)
+    run = ["--config", str(config)]
+    for source, command, option in (
+        (config, ["calibrate", *run, "--output"], "--config"),
+        (histories, ["make-sids", "parquet", "--source", str(histories), "--output"], "--source"),
+        (measured, ["simulate", *run, "--shuffler.calibration", str(measured), "--figure"], "--shuffler.calibration"),
+    ):
+        before, output = source.read_bytes(), LINKS[kind](source)
+        assert main([*command, str(output)]) == 2
+        error = capsys.readouterr().err
+        assert f"{command[-1]} is {output}, which {option} names too; no command overwrites what it reads" in error
+        assert source.read_bytes() == before and output.samefile(source)
+
+
+def test_nothing_else_is_overwritten(mine, tmp_path, capsys, clock):
+    other = tmp_path / "other.toml"
+    for text, message in (("[trainer]\n", "exists and is no calibration of this kind"), (None, "is a folder")):
+        other.unlink() if text is None else other.write_text(text)
+        other.mkdir() if text is None else None
+        assert main(["calibrate", *mine, "--output", "other.toml"]) == 2
+        error = said(capsys)[1]
+        assert message in error and error.count("\n") == 1
+        assert other.is_dir() if text is None else other.read_text() == text
+    pq.write_table(pa.table({"item_id": [[1, 2], [2, 3]]}), "a.parquet")
+    pq.write_table(pa.table({"mine": [1]}), "b.parquet")
+    assert main(["make-sids", "parquet", "--source", "a.parquet", "--output", "b.parquet"]) == 2
+    assert "b.parquet exists and is no map of semantic IDs of this kind" in said(capsys)[1]
+
+
+def test_a_failed_calibration_leaves_nothing(mine, tmp_path, capsys, clock):
+    before = sorted(tmp_path.rglob("*.*"))
+    assert main(["calibrate", *mine, "--output", "new/c.toml", "--num-mixes", "3"]) == 2
+    assert "there are 3 measurements" in said(capsys)[1]
+    assert [path for path in sorted(tmp_path.rglob("*.*")) if path.suffix != ".pyc"] == before
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "c.toml").touch()  # what an earlier version left
+    calibrate(mine, capsys)
+    written = (tmp_path / "c.toml").read_bytes()
+    assert main(["calibrate", *mine, "--output", "c.toml", "--num-mixes", "3"]) == 2
+    assert (tmp_path / "c.toml").read_bytes() == written
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_preprocess_does_not_replace_the_folder_that_holds_its_source(tmp_path, capsys):
+    source = write_zip(tmp_path / "ml-1m.zip")
+    assert main(["preprocess", "ml-1m", "--source", str(source), "--output", str(tmp_path)]) == 0
+    inside = tmp_path / "ml-1m.parquet" / "ml-1m.zip"
+    source.rename(inside)
+    source.symlink_to(inside)
+    for path in (inside, source):
+        assert main(["preprocess", "ml-1m", "--source", str(path), "--output", str(tmp_path)]) == 2
+        assert "that folder is replaced by the data set: give another output" in capsys.readouterr().err
+    assert inside.stat().st_size > 100

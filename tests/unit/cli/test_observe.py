@@ -1,0 +1,101 @@
+"""What observation says of recorded rows, and mistakes in one line."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from commons.cli.observe import main, step_cost
+from commons.perf_model.gain import LoadedRows
+from commons.pipeline.recording import Recorder, _lengths_of
+
+
+@pytest.fixture(autouse=True)
+def unchanged(monkeypatch):
+    """A script gets arguments and a path of its own; TorchRec's classes are as they were afterwards."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(Recorder, "install", lambda self: None)
+
+
+def loaded(seed=0, steps=40):
+    rng = np.random.default_rng(seed)
+    return LoadedRows.in_turn(work := rng.lognormal(5, 1, 2 * 4 * steps).astype(np.int64), work, 2, 4)
+
+
+def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
+    rows = loaded()
+    largest = rows.as_loaded.loads.max(axis=1)
+    seconds = (12 + 0.02 * largest) / 1e3
+    seconds[[0, 20]], seconds[7] = np.nan, 5.0
+    cost, said = step_cost(rows, seconds)
+    assert cost.per_load == pytest.approx(0.02) and cost.per_step == pytest.approx(12)
+    assert said == "The largest loads explain 100% of the step times' variance."
+    cost, said = step_cost(rows, np.random.default_rng(1).uniform(1, 1.2, 40))
+    assert cost is None and "do not follow the largest loads" in said
+    assert step_cost(rows, np.full(40, np.nan))[1].startswith("0 steps have times")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no script is named; give one with its arguments: python -m evenrank.observe train.py"),
+        (["-m"], "no script is named"),
+        (["--folder", "script.py/below", "script.py"], "script.py/below"),
+        (["nothing.py"], "nothing.py is no file; name the training script, or a module with -m"),
+        (["--report"], "holds no record of a rank; run a script with --folder"),
+        (["--hidden-size", "0", "--task", "hstu", "script.py"], "hidden_size"),
+        (["--window", "1", "script.py"], "window is 1"),
+        (["script.py"], "the script trained no step with one of TorchRec's pipelines; where it has a loop of its own"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "script.py").write_text("print('trained')\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("leaves", "status"), [("raise SystemExit(7)", 7), ("import sys; sys.exit('too few')", 1)])
+def test_the_status_of_the_script_is_ours(leaves, status, tmp_path, monkeypatch, capsys):
+    (tmp_path / "script.py").write_text(leaves)
+    monkeypatch.chdir(tmp_path)
+    assert main(["script.py"]) == status
+
+
+def test_lengths_of_any_batch():
+    kjt = KeyedJaggedTensor(["a", "b"], torch.arange(9), lengths=torch.tensor([1, 2, 0, 3, 1, 2]))
+    batch = Batch(dense_features=torch.ones(3, 2), sparse_features=kjt, labels=torch.ones(3))
+    assert (
+        _lengths_of(batch).tolist()
+        == [4, 3, 2]
+        == _lengths_of(kjt).tolist()
+        == _lengths_of((kjt, torch.ones(3))).tolist()
+    )
+    assert _lengths_of({"x": JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2])), "labels": kjt}).tolist() == [
+        1,
+        2,
+    ]
+    assert _lengths_of([kjt, JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]))]) is None
+    assert _lengths_of(torch.ones(3)) is None and _lengths_of(kjt.to("meta")) is None
+
+
+def test_ranks_with_other_rows_and_steps_are_reported(tmp_path, capsys):
+    """Two ranks; the second has fewer rows in a step, and a step less."""
+    of_ranks = [[[90, 1, 1], [5, 5, 5], [7, 7, 7]], [[1, 1], [5, 5, 4, 1]]]
+    for rank, steps in enumerate(of_ranks):
+        rows, lengths = [len(step) for step in steps], [length for step in steps for length in step]
+        seconds = np.full(len(steps), np.nan)
+        np.savez(tmp_path / f"rank{rank}.npz", world_size=2, unknown=0, rows=rows, lengths=lengths, seconds=seconds)
+    assert main(["--report", "--folder", str(tmp_path), "--window", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 steps of 2 ranks: 15 rows" in shown and "no row counts twice" not in shown
+    ratios = [92 / 47, 15 / 15, 21 / 10.5]  # largest ÷ mean
+    assert f"{sum(ratios) / 3:.3f}" in next(line for line in shown.splitlines() if line.startswith("as loaded"))
+    assert "0 steps have times; from 20 on they say what a load costs." in shown

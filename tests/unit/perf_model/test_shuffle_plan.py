@@ -1,0 +1,197 @@
+"""One native call: from the messages of all ranks to the plan and one rank's exchange; mistakes that it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.one_of_many_ranks import packed_rows
+from commons.perf_model.partitioner.core import encode_rows
+from commons.perf_model.shuffle_plan import (
+    BATCH_NUMBERS,
+    MESSAGE_NUMBERS,
+    GatheredRows,
+    ShufflePlan,
+    ShufflePlanner,
+    plan_shuffle,
+)
+
+PARTS = np.array([[0, 2, 1], [-1, 1, 3]])
+
+
+def allocate(size):
+    array = np.empty(size, np.int64)
+    return array, array.ctypes.data
+
+
+@st.composite
+def batches_of_ranks(draw):
+    """By rank its batches, each rows, real rows, workloads and lengths `(keys, real rows)`; and the most of a rank."""
+    ranks, window = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 3]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    brought = []
+    for _ in range(ranks):
+        sizes = draw(st.lists(st.integers(0, 6), min_size=0 if window > 1 else 1, max_size=window))
+        real = [draw(st.integers(0, rows)) for rows in sizes]
+        brought.append([(n, k, rng.integers(0, 10**6, k), rng.integers(0, 9, (2, k))) for n, k in zip(sizes, real)])
+    return brought, window
+
+
+def messages_of(brought, window, capacity, step=0):
+    header = MESSAGE_NUMBERS + BATCH_NUMBERS * window
+    messages = np.zeros((len(brought), header + capacity), np.int64)
+    for message, batches in zip(messages, brought):
+        message[:MESSAGE_NUMBERS] = step, len(batches)
+        at = header
+        for number, (rows, real, workloads, lengths) in enumerate(batches):
+            words = encode_rows(workloads, [lengths], [int(lengths.sum())], [], [0, 1], real, real)
+            message[MESSAGE_NUMBERS + BATCH_NUMBERS * number :][:BATCH_NUMBERS] = rows, real, len(words)
+            fits = words[: max(0, len(message) - at)]
+            message[at : at + len(fits)] = fits
+            at += len(words)
+    return messages
+
+
+def gathered_by_hand(brought):
+    steps = max(map(len, brought))
+    nothing = (0, 0, np.zeros(0, np.int64), np.zeros((2, 0), np.int64))
+    places = [(*batches, *[nothing] * (steps - len(batches))) for batches in brought]
+    flat = [each for batches in places for each in batches]
+    rows, real = (np.array([each[at] for each in flat]) for at in (0, 1))
+    workloads = np.concatenate([each[2] for each in flat])
+    lengths = np.concatenate([each[3] for each in flat], axis=1).T
+    return packed_rows(rows, real, workloads, lengths.sum(axis=1), np.ascontiguousarray(lengths), steps=steps)
+
+
+@given(case=batches_of_ranks(), all_gather=st.booleans())
+def test_a_plan_of_messages_is_that_of_the_rows(case, all_gather):
+    """The same plan, sums and exchange, whether rows come packed in messages or as arrays."""
+    brought, window = case
+    if not any(brought):
+        return
+    exchange = {"parts": PARTS, "all_gather": all_gather, "allocate": allocate, "num_keys": 2}
+    planner = ShufflePlanner(len(brought), window, **exchange)
+    messages = np.pad(messages_of(brought, window, 200), ((0, 0), (2, 0)))[:, 2:]  # behind other numbers
+    plan = planner.plan_messages(messages, 200)
+    known = gathered_by_hand(brought)
+    other = ShufflePlanner(known.num_ranks, known.steps, **exchange)
+    expected = other.plan(known)
+    for name in ("destination", "planned", "loads_before", "loads_planned", "loads_after", "result_real_rows", "moved"):
+        np.testing.assert_array_equal(getattr(plan, name), getattr(expected, name), err_msg=name)
+    for name in ("rows", "real_rows", "workloads", "tokens", "home", "global_id"):
+        np.testing.assert_array_equal(getattr(plan.gathered, name), getattr(known, name), err_msg=name)
+    assert plan.digest() == expected.digest() and plan.lower_bound == expected.lower_bound
+    assert planner.exchange == other.exchange
+    size = planner.head["index_room"]
+    assert planner.indices[:size].tolist() == other.indices[:size].tolist()
+    every = np.arange(len(known.workloads))
+    assert plan.gathered.lengths(every).tolist() == known.lengths(every).tolist()
+
+
+@given(case=batches_of_ranks(), ranks_per_node=st.integers(1, 4), data=st.data())
+def test_sums_of_a_plan_are_those_counted_by_hand(case, ranks_per_node, data):
+    brought, _ = case
+    if not any(brought):
+        return
+    known = gathered_by_hand(brought)
+    places, rows = known.num_places, len(known.workloads)
+    destination = np.array(data.draw(st.lists(st.integers(0, places - 1), min_size=rows, max_size=rows)), np.int64)
+    plan = ShufflePlanner(known.num_ranks, known.steps, ranks_per_node=ranks_per_node).plan(known, destination)
+    for name, place in (("loads_before", known.home), ("loads_planned", destination), ("loads_after", destination)):
+        sums = [int(known.workloads[place == each].sum()) for each in range(places)]
+        assert getattr(plan, name).tolist() == sums, name
+    assert plan.result_real_rows.tolist() == np.bincount(destination, minlength=places).tolist()
+    moved = np.zeros((6, known.steps), np.int64)
+    for start, end, size in zip(known.home.tolist(), destination.tolist(), known.tokens.tolist()):
+        sender, receiver = start // known.steps, end // known.steps
+        kinds = (True, sender != receiver, sender // ranks_per_node != receiver // ranks_per_node)
+        for kind in np.flatnonzero(kinds):
+            moved[2 * kind, end % known.steps] += 1
+            moved[2 * kind + 1, end % known.steps] += size
+    assert plan.moved.tolist() == moved.tolist()
+    assert plan.num_moved == int((known.home // known.steps != destination // known.steps).sum())
+
+
+def mixed(value):
+    """The finalizer of splitmix64, in Python's integers."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+    return value ^ (value >> 31)
+
+
+@given(case=batches_of_ranks())
+def test_a_digest_is_the_published_mixing(case):
+    brought, _ = case
+    if not any(brought):
+        return
+    known = gathered_by_hand(brought)
+    plan = plan_shuffle(known)
+    arrays = (known.rows, known.real_rows, known.workloads, known.tokens, plan.destination)
+    numbers = [value for each in arrays for value in each.tolist()]
+    total = sum(mixed((value + at * 0x9E3779B97F4A7C15) % 2**64) for at, value in enumerate(numbers, 1)) % 2**64
+    assert plan.digest() == mixed(total) >> 1
+
+
+def test_what_stops_a_plan_is_told():
+    brought = [[(2, 2, np.array([5, 6]), np.array([[1, 2], [3, 4]]))], [(1, 1, np.array([9]), np.array([[7], [8]]))]]
+    planner = ShufflePlanner(2, num_keys=2)
+    assert planner.plan_messages(messages_of(brought, 1, 1), 1) is None and planner.head["most_words"] > 1
+    needed = planner.head["most_words"]
+    messages = messages_of(brought, 1, needed)
+    assert planner.plan_messages(messages, needed) is not None and planner.head["num_rows"] == 3
+    messages[1, 0] = 7
+    assert planner.plan_messages(messages, needed) is None and planner.head["other_steps"]
+    assert planner.plan_messages(messages_of([[], []], 1, 4), 4) is None and planner.head["steps"] == 0
+    reads = ShufflePlanner(2, num_keys=2, has_plan=False)
+    assert reads.plan_messages(messages_of(brought, 1, 0), 0) is None and reads.head["steps"] == 1
+
+
+def test_answers_grow_with_the_batches():
+    rng = np.random.default_rng(0)
+    planner = ShufflePlanner(2, parts=PARTS, allocate=allocate)
+    for rows in (3, 5000, 40):
+        count = np.full(2, rows)
+        known = packed_rows(
+            count, count, rng.integers(0, 99, 2 * rows), np.ones(2 * rows, int), np.ones((2 * rows, 2), int)
+        )
+        plan = planner.plan(known)
+        assert plan.loads_after.sum() == known.workloads.sum()
+        assert planner.head["index_room"] <= len(planner.indices)
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [((0, 1), -1), ((0, 1), 2), ((0, 2), -1), ((0, 3), -1), ((0, 3), 3), ((0, 3), 2**62), ((0, 4), -1), ((0, 5), -1)],
+)
+def test_messages_that_are_none_are_refused(place, number):
+    """Whatever another rank has sent, nothing outside the message is read."""
+    brought = [[(2, 2, np.array([5, 6]), np.array([[1, 2], [3, 4]]))], [(1, 1, np.array([9]), np.array([[7], [8]]))]]
+    messages = messages_of(brought, 1, 10)
+    messages[place] = number
+    with pytest.raises(ValueError, match="a gathered table"):
+        ShufflePlanner(2, num_keys=2).plan_messages(messages, 10)
+
+
+def test_what_is_no_plan_is_refused():
+    rows, ones = np.array([2, 1]), np.ones(3, np.int64)
+    good = packed_rows(rows, rows, ones, ones, np.array([[1, 2], [3, 4], [5, 6]]))
+    for destination in (np.array([0, 1, 2]), np.array([0, -1, 1]), np.array([0, 1])):
+        with pytest.raises(ValueError, match="a number is out of its range|sizes do not match"):
+            ShufflePlan.of(good, destination)
+    for changes in ({"rows": rows - 1}, {"real_rows": rows + 1}, {"real_rows": -rows}, {"tokens": ones[:2]}):
+        with pytest.raises(ValueError, match="sizes do not match"):
+            plan_shuffle(GatheredRows(**{**vars(good), **changes}))
+    for parts in ([[1, 2, 1]], [[0, -5, 1]], [[2**62, 2**62, 1]]):
+        planner = ShufflePlanner(2, parts=np.array(parts), allocate=allocate)
+        with pytest.raises(ValueError, match="a number is out of its range"):
+            planner.plan(good)
+    for changes in ({"words": np.zeros_like(good.words)}, {"first": good.first + 9}):
+        planner = ShufflePlanner(2, parts=PARTS, allocate=allocate)
+        with pytest.raises(ValueError, match="a gathered table"):
+            planner.plan(GatheredRows(**{**vars(good), **changes}))
+    with pytest.raises(ValueError, match=r"the sum of workloads is \d+; it must be below 2\^62"):
+        plan_shuffle(GatheredRows(rows, rows, ones << 61, ones))
+    with pytest.raises(ValueError, match=r"tokens\[0\] is -1; values must be non-negative integers"):
+        plan_shuffle(GatheredRows(rows, rows, ones, -ones))

@@ -1,0 +1,96 @@
+"""The same term has the same number everywhere: through `simulate`, through `report`, and by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from commons.cli.lengths import Lengths
+from commons.cli.main import main
+from commons.cli.simulate_answer import simulate
+from commons.cli.simulate_sources import LengthRows
+from commons.distributed.stats import stats_of_plan
+from commons.perf_model.gain import StepCost
+from commons.perf_model.partitioner import lower_bound
+from commons.perf_model.shuffle_plan import plan_shuffle
+from commons.perf_model.task_estimator import HSTUAttentionTask
+from tests.helpers.run_logs import config_of, write_run
+
+RANKS, ROWS, STEPS = 4, 8, 40
+PER_STEP, PER_LOAD = 30.0, 2e-6
+TASK = HSTUAttentionTask(64, 4, 16, 2)
+
+
+def loaded(values):
+    """`(steps, ranks, rows)`, as our loaders deal rows: row i of a step to rank i modulo the ranks."""
+    return values.reshape(STEPS, ROWS, RANKS).swapaxes(1, 2)
+
+
+def write_training(folder, rows, window):
+    """The log of a run that trains these rows: times follow from the loads as they are trained."""
+    lines = []
+    for gathered in rows.windows(window):
+        for stats in stats_of_plan(
+            plan_shuffle(gathered), len(lines), gather_ms=0.0, plan_ms=0.0, bytes_sent=0, units_per_ms=None
+        ):
+            step_ms = PER_STEP + PER_LOAD * stats.largest_load_after
+            known = {name: value for name, value in stats.to_dict().items() if value is not None}
+            line = {"schema": 1, **known, "step": len(lines) + 1, "loss": 0.0, "step_ms": step_ms, "total_ms": step_ms}
+            lines.append(line | {"steps": 1, "ranks": RANKS, "rows_per_s": 1.0, "ms_per_load": PER_LOAD})
+    return write_run(folder, lines, config_of())
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_imbalance_possible_gain_and_step_ratio(tmp_path, monkeypatch, capsys, window):
+    lengths = (5 + np.random.default_rng(0).lognormal(4, 1.3, RANKS * ROWS * STEPS)).astype(np.int64)
+    source = LengthRows.of(
+        Lengths("here", lengths, in_order=True),
+        TASK,
+        np.copy,
+        TASK.get_workloads,
+        batch_size=ROWS,
+        cost=StepCost(PER_LOAD, PER_STEP),
+    )
+    answer = simulate(source, [RANKS], [window], STEPS).to_dict()["ranks"][0]
+    name = "refined" if window == 1 else f"window of {window}"
+    ways = {way["way"]: way for way in answer["ways"]}
+
+    rows = source.load(RANKS, STEPS)
+    folder = write_training(tmp_path / "run", rows, window)
+    assert main(["report", str(folder), "--json"]) == 0
+    gain = json.loads(capsys.readouterr().out)["runs"][0]["gain"]
+
+    loads = loaded(TASK.get_workloads(lengths)).sum(axis=2)
+    imbalance = (loads.max(axis=1) / loads.mean(axis=1) - 1).mean()
+    assert ways["as loaded"]["imbalance"] == pytest.approx(imbalance)
+    assert gain["imbalance_before"] == pytest.approx(imbalance)
+    assert gain["imbalance_after"] == pytest.approx(ways[name]["imbalance"])
+
+    bounds = [plan_shuffle(gathered).lower_bound for gathered in rows.windows(window)]
+    if window == 1:
+        by_hand = [lower_bound(step.ravel(), RANKS, equal_size=True) for step in loaded(TASK.get_workloads(lengths))]
+        assert bounds == by_hand
+    before, bound = loads.max(axis=1).sum(), sum(bounds)
+    assert gain["possible"] == pytest.approx(before / bound)
+    fixed = STEPS * PER_STEP / PER_LOAD
+    assert ways[name]["possible_speed_up"] == pytest.approx((fixed + before) / (fixed + bound))
+
+    plans = [plan_shuffle(gathered) for gathered in rows.windows(window)]
+    after = sum(plan.loads_after.reshape(RANKS, -1).max(axis=0).sum() for plan in plans)
+    assert gain["work"] == pytest.approx(before / after)
+    step_ratio = (fixed + before) / (fixed + after)
+    assert ways[name]["speed_up"] == pytest.approx(step_ratio)
+    # The first line, which has the warm-up, is left out of times; here it is a step like all others.
+    assert gain["step"] == pytest.approx(step_ratio, rel=0.02)
+
+
+def test_speed_up_of_the_slowest_rank_without_the_cost_of_a_step(tmp_path, capsys):
+    lengths = (5 + np.random.default_rng(1).lognormal(4, 1.0, RANKS * ROWS * STEPS)).astype(np.int64)
+    source = LengthRows.of(Lengths("here", lengths, in_order=True), None, np.copy, np.copy, batch_size=ROWS)
+    refined = simulate(source, [RANKS], [], STEPS).to_dict()["ranks"][0]["ways"][2]
+    assert main(["report", str(write_training(tmp_path, source.load(RANKS, STEPS), 1)), "--json"]) == 0
+    gain = json.loads(capsys.readouterr().out)["runs"][0]["gain"]
+    assert refined["speed_up"] == pytest.approx(gain["work"])
+    assert refined["possible_speed_up"] == pytest.approx(gain["possible"])
