@@ -77,42 +77,23 @@ class DemoOptions:
         return self.run_dir / "data"
 
     def training_config(self, config_class: type[Any], path: str) -> Any:
-        """The training config of a file, on the demo's data and with the demo's sizes, seed and folder.
-
-        Args:
-            config_class: of the model; see `Recipe.config_class`.
-            path: of the file.
-
-        Raises:
-            FileNotFoundError, ValueError: as `load_config_file`.
-        """
+        """The training config of a file, on the demo's data and with the demo's sizes, seed and folder."""
         config = load_config_file(config_class, path)
+        size = self.batch_size
+        trainer = {"train_batch_size": size, "eval_batch_size": size, "run_dir": str(self.run_dir), "seed": self.seed}
+        dataset = {"max_history_seqlen": self.max_history_seqlen, "dataset_path": str(self.data_dir)}
         return replace(
             config,
-            trainer=replace(
-                config.trainer,
-                train_batch_size=self.batch_size,
-                eval_batch_size=self.batch_size,
-                run_dir=str(self.run_dir),
-                seed=self.seed,
-            ),
-            dataset=replace(
-                config.dataset,
-                max_history_seqlen=self.max_history_seqlen,
-                dataset_path=str(self.data_dir),
-                drop_last=True,
-            ),
+            trainer=replace(config.trainer, **trainer),
+            dataset=replace(config.dataset, **dataset, drop_last=True),
             model=replace(config.model, num_layers=self.num_layers),
         )
 
 
 def start_ranks(module: str, options: DemoOptions, data: str) -> None:
-    """Start this program's command line on ranks, wait for them, and report; ends the program if one fails.
+    """Run `module` on ranks with this program's command line, wait for them, and report; exits if one fails.
 
-    Args:
-        module: to run.
-        options: of the demo.
-        data: a line about its data.
+    `data` is a line about the demo's data.
     """
     console = make_console()
     console.print(data)
@@ -179,11 +160,7 @@ def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
 
 
 def choose_ranks(device: DeviceType) -> tuple[int, str]:
-    """Number of ranks, and a line about it.
-
-    Raises:
-        ValueError: "cuda" without a GPU.
-    """
+    """Number of ranks, and a line about it; ValueError for "cuda" without a GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and num_gpus == 0:
         raise ValueError("device is 'cuda', this machine has no GPU; choose 'auto' or 'cpu'")

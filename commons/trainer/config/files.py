@@ -27,13 +27,8 @@ GIN_REMEDY = (
 def find_config(path: str | Path) -> Path:
     """The file that a config's path names: that very file, or else the one inside an installed package.
 
-    So `hstu/configs/random.toml` is found in a checkout and, where evenrank is installed, in any folder.
-
-    Args:
-        path: what `--config` was given; the first part of a relative path may be the name of an importable package.
-
-    Returns:
-        An existing file, or `path` as it is where there is none.
+    So `hstu/configs/random.toml` is found in a checkout and, where evenrank is installed, in any folder: the first part
+    of a relative path may be the name of an importable package. `path` as it is where there is no such file.
     """
     path = Path(path)
     package, *inside = path.parts or ("",)

@@ -35,16 +35,12 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 400
 
 
 def load_config(
-    config_class: type[C],
-    argv: Sequence[str],
-    *,
-    prog: str | None = None,
-    description: str | None = None,
+    config_class: type[C], argv: Sequence[str], *, prog: str | None = None, description: str | None = None
 ) -> C:
-    """Build a config from command-line arguments.
+    """Build a config, a dataclass whose fields may be dataclasses, from command-line arguments.
 
     Args:
-        config_class: a dataclass; its fields may be dataclasses.
+        config_class: of the config.
         argv: arguments without the program's name: `--config FILE` and flags such as `--trainer.seed 7`.
         prog: name of the program, for the help.
         description: what the program does, with examples, for the help.
@@ -101,12 +97,7 @@ def load_config_file(
 
 
 def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str = "config") -> C:
-    """Build a config from nested dictionaries, as a config file holds them.
-
-    Args:
-        config_class: a dataclass; its fields may be dataclasses.
-        content: values by the name of the field.
-        where: what to call the content in errors.
+    """Build a config from nested dictionaries, as a config file holds them; `where` names them in errors.
 
     Raises:
         ValueError: unknown fields, a missing or wrong value.
@@ -131,11 +122,7 @@ def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str
 
 
 def require_shuffler(name: str, imports: Sequence[str] = ()) -> None:
-    """Import the user's modules, then raise ValueError unless a shuffler of this name is registered.
-
-    Raises:
-        ValueError: a module that cannot be imported, or an unknown name.
-    """
+    """Import the user's modules, then raise ValueError unless a shuffler of this name is registered."""
     from commons.distributed.batch_shuffler_factory import BatchShufflerFactory  # here: it needs TorchRec
 
     import_user_modules(imports)

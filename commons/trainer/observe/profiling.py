@@ -32,12 +32,8 @@ class StepProfiler:
     """Records steps `[profile_step_start, profile_step_end)` if `profile` is set, else does nothing.
 
     The trace of rank r is written to `<run_dir>/trace-rank<r>.json`. It has the spans of all threads, and the loads of
-    the ranks in every step as counter tracks, before and after balancing.
-
-    Args:
-        args: settings.
-        device: of this rank.
-        first_step: steps that a resumed run has behind it.
+    the ranks in every step as counter tracks, before and after balancing. A resumed run has `first_step` steps behind
+    it.
     """
 
     def __init__(self, args: TrainerArgs, device: torch.device, first_step: int = 0) -> None:
@@ -66,15 +62,16 @@ class StepProfiler:
             self._profile.start()
 
     def step(self, stats: ShuffleStats | None) -> None:
-        """Say that a step has ended.
-
-        Args:
-            stats: of the batch that it trained; None for one that was not balanced.
-        """
+        """End a step; `stats` are those of the batch that it trained, None for one that was not balanced."""
         if self._profile is None:
             return
         if stats is not None and self._profile.current_action in _RECORDING:
-            self._counters.append((self._step_began, counters_of(stats)))
+            tracks = {
+                "evenrank/load before": _series(stats.loads_before),
+                "evenrank/load after": _series(stats.loads_after),
+                "evenrank/imbalance": {"before": stats.imbalance_before, "after": stats.imbalance_after},
+            }
+            self._counters.append((self._step_began, tracks))
         self._profile.step()
         self._step_began = time.time_ns()
 
@@ -99,21 +96,10 @@ class StepProfiler:
         self._is_written = True
 
 
-def counters_of(stats: ShuffleStats) -> dict[str, dict[str, float]]:
-    """Counter tracks of a step: by name, the values of its series."""
-    return {
-        "evenrank/load before": _series(stats.loads_before),
-        "evenrank/load after": _series(stats.loads_after),
-        "evenrank/imbalance": {"before": stats.imbalance_before, "after": stats.imbalance_after},
-    }
-
-
 def add_counters(path: Path, counters: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]]) -> None:
-    """Add counter tracks to a trace that torch has written.
+    """Add counter tracks to a trace that torch has written; the trace is copied once, whatever its size.
 
-    Args:
-        path: of the trace; it is copied once, whatever its size.
-        counters: nanoseconds since 1970, and from then on the values of every track.
+    `counters` are nanoseconds since 1970, and from then on the values of every track.
     """
     with path.open(encoding="utf-8") as trace:
         head = trace.read(_HEAD)

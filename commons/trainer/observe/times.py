@@ -47,17 +47,12 @@ class StepClock:
 class ForwardTimer:
     """Times a module's forward passes in training: wall time on the CPU, CUDA events elsewhere, never waited for.
 
-    Args:
-        module: one without a collective in its forward pass, whose operations are what loads count; None times nothing.
-        device: of this rank.
-
-    Attributes:
-        last_ms: milliseconds of the step that has ended last; None as long as its end is not known, or without it.
+    The module has no collective in its forward pass, and its operations are what loads count; None times nothing.
     """
 
     def __init__(self, module: nn.Module | None, device: torch.device) -> None:
         self._device = device
-        self.last_ms: float | None = None
+        self.last_ms: float | None = None  # of the last step; None as long as its end is not known, or without it
         self._begun: Any = None
         self._is_last_timed = False
         # Of the step that is under way; then of those whose end a device may not have reached.
@@ -73,11 +68,7 @@ class ForwardTimer:
         return bool(self._hooks)
 
     def step(self, stats: ShuffleStats | None) -> None:
-        """End a step.
-
-        Args:
-            stats: of the batch that it trained; None for one that was not balanced, which is not timed.
-        """
+        """End a step; one that was not balanced has no `stats`, and is not timed."""
         passes, self._passes = self._passes, []
         self.last_ms, self._is_last_timed = None, stats is not None and bool(passes)
         if stats is not None and passes:

@@ -16,8 +16,7 @@ _NO_CODE = ("no kernel image", "not compiled for", "invalid device function")
 def driver_problem() -> str | None:
     """Why torch cannot use the GPUs of this machine because of their driver, and the remedy, in one line.
 
-    Returns:
-        None where the driver serves, where there is none, and with a build of torch without CUDA.
+    None where the driver serves, where there is none, and with a build of torch without CUDA.
     """
     if torch.version.cuda is None or torch.cuda.is_available():
         return None
@@ -40,15 +39,9 @@ def driver_problem() -> str | None:
 
 
 def device_problem(device: torch.device) -> str | None:
-    """Why a GPU cannot run what training needs of torch and fbgemm, and the remedy, in one line.
+    """Why a CUDA device cannot run what training needs of torch and fbgemm, and the remedy, in one line; else None.
 
     Runs one small operation of each on the device, and waits for them.
-
-    Args:
-        device: a CUDA device.
-
-    Returns:
-        None where both have code for it.
     """
     for name, packages, operation in (
         ("torch", ("torch",), _run_torch),
