@@ -33,35 +33,16 @@ from commons.trainer.torchrun import torchrun
 class DemoOptions:
     """What a demo trains both ways, and for how long."""
 
-    steps: int = 80
-    """Steps that are measured, each trained both ways; at most one epoch."""
-
-    warmup_steps: int = 4
-    """Steps before them, trained but not measured."""
-
-    batch_size: int = 16
-    """Users per rank and step."""
-
-    max_history_seqlen: int = 1024
-    """The most items of a user; older ones are cut off."""
-
-    num_layers: int = 4
-    """Layers of the model, whose other dimensions are those of ModelArgs."""
-
-    num_users: int = 6040
-    """Users to generate; the default is the number in MovieLens-1M."""
-
-    run_dir: Path = Path("runs/demo")
-    """Folder for the data, the folders of both runs, report.html and report.png."""
-
-    seed: int = 1234
-    """Seed of the data, their order and the weights."""
-
-    device: DeviceType = "auto"
-    """Where ranks run; "auto" takes GPUs if there are two or more, else two CPU ranks."""
-
-    quick: bool = False
-    """A few steps on few users, to see it work; its speed-up means nothing."""
+    steps: int = 80  # steps that are measured, each trained both ways; at most one epoch
+    warmup_steps: int = 4  # steps before them, trained but not measured
+    batch_size: int = 16  # users per rank and step
+    max_history_seqlen: int = 1024  # the most items of a user; older ones are cut off
+    num_layers: int = 4  # layers of the model, whose other dimensions are those of ModelArgs
+    num_users: int = 6040  # users to generate; the default is the number in MovieLens-1M
+    run_dir: Path = Path("runs/demo")  # folder for the data, the folders of both runs, report.html and report.png
+    seed: int = 1234  # seed of the data, their order and the weights
+    device: DeviceType = "auto"  # where ranks run; "auto" takes GPUs if there are two or more, else two CPU ranks
+    quick: bool = False  # a few steps on few users, to see it work; its speed-up means nothing
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "max_history_seqlen", "num_layers", "num_users"):
