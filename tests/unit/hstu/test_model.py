@@ -64,7 +64,8 @@ def test_tokens_are_context_then_items_and_actions_in_turn(features):
     assert sequence.lengths.tolist() == lengths and sequence.num_targets.tolist() == targets
     assert sequence.item_tokens.tolist() == item_tokens
     if with_candidates:
-        chosen = sequence.candidate_tokens(torch.tensor(candidates, dtype=torch.int64), sum(candidates))
+        judged = sequence.last_items(torch.tensor(candidates, dtype=torch.int64), sum(candidates))
+        chosen = sequence.item_tokens[judged]
         assert chosen.tolist() == candidate_tokens
 
     # Every embedding is used once, so its gradient is that of its token.
