@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import signal
 import tempfile
 from collections import Counter
 from unittest import mock
@@ -44,9 +42,7 @@ WAYS = pytest.mark.parametrize("way", [SAMPLER, STAGE, BUDGET], ids=["sampler", 
 
 
 class Noted(HSTURecipe):
-    """Notes the users of every batch that this rank trains, and the learning rates; may end the run as SIGTERM does."""
-
-    killed_at: int | None = None
+    """Notes the users of every batch that this rank trains, and the learning rates."""
 
     def __init__(self, config, device):
         super().__init__(config, device)
@@ -55,8 +51,6 @@ class Noted(HSTURecipe):
 
     def num_tokens(self, batch):
         self.users.append(batch.features["user_id"].values().tolist())
-        if len(self.users) == self.killed_at and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
         return super().num_tokens(batch)
 
     def build_optimizer(self, model):
@@ -65,7 +59,7 @@ class Noted(HSTURecipe):
         return optimizer
 
 
-def train(data, run_dir, *, killed_at=None, dataset=None, batch_size=4, task="ranking", **changes):
+def train(data, run_dir, *, dataset=None, batch_size=4, task="ranking", **changes):
     """Steps, this rank's users of each step, learning rates, and what is said of one run."""
     trainer = {"log_interval": 1, "eval_interval": 100, "sinks": [], "num_epochs": 1} | changes
     negatives = {"num_negatives": 3} if task == "retrieval" else {}
@@ -77,7 +71,6 @@ def train(data, run_dir, *, killed_at=None, dataset=None, batch_size=4, task="ra
         task=task,
     )
     recipe = Noted(config, CPU)
-    recipe.killed_at = killed_at
     with mock.patch.object(TrainLog, "say") as say:
         steps = run_training(recipe).steps
     return steps, recipe.users, recipe.rates, [call.args[0] for call in say.call_args_list]
@@ -107,28 +100,15 @@ def test_every_user_is_trained_once_per_epoch(ranks, data, tmp_path, way):
     ("way", "rows"),
     [
         (SAMPLER | {"batch_size": 1}, ROWS),
-        (BUDGET | {"budget_per_rank": 1.0, "batch_size": 1}, ROWS),
         (BUDGET | {"budget_per_rank": 1.0, "batch_size": 1, "dataset": {"drop_last": True}}, ROWS - 1),
     ],
-    ids=["sampler", "budget", "budget that leaves rows out"],
+    ids=["sampler", "budget that leaves rows out"],
 )
 def test_no_rank_goes_without_a_batch(two_ranks, data, tmp_path, way, rows):
     """Of an odd number of rows, one or none on a rank's step otherwise."""
     result = two_ranks.run(train, data, str(tmp_path / "run"), **way)
     assert users_of(result).total() == len(users_of(result)) == rows
     assert [len(users) for _, users, *_ in result] == [29, 29] and all(all(users) for _, users, *_ in result)
-
-
-def _table(data, run_dir):
-    """Rows of the table at the end of a run, which the first rank prints."""
-    with mock.patch("commons.trainer.observe.train_log.print_summary") as print_summary:
-        train(data, run_dir, num_epochs=None, max_train_iters=1, **STAGE)
-    return [row for call in print_summary.call_args_list for row in call.args[1].items()]
-
-
-def test_the_table_at_the_end_says_how_many_batches_were_balanced_together(two_ranks, data, tmp_path):
-    first, _ = two_ranks.run(_table, data, str(tmp_path / "run"))
-    assert ("balanced together", f"{STAGE['shuffle_window']} batches") in first
 
 
 @WAYS
@@ -204,20 +184,6 @@ def test_a_window_that_another_planner_has_dealt_is_read_again(two_ranks, data, 
     assert "the window is read again, and 16 rows come a second time" in " ".join(rest[0][3])
 
 
-@pytest.mark.parametrize("way", [pytest.param(SAMPLER, marks=pytest.mark.slow), STAGE], ids=["sampler", "stage"])
-def test_sigterm_within_a_window(two_ranks, data, tmp_path, way):
-    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
-    whole = two_ranks.run(train, data, str(tmp_path / "whole"), **way)
-    killed = two_ranks.run(train, data, str(tmp_path / "parts"), killed_at=3, **saving)
-    stopped = killed[0][0]
-    assert stopped == killed[1][0] < 7
-    rest = two_ranks.run(train, data, str(tmp_path / "parts"), **saving, ckpt_load_dir=saving["ckpt_save_dir"])
-    assert [begun + others for (_, begun, *_), (_, others, *_) in zip(killed, rest)] == [
-        users for _, users, *_ in whole
-    ]
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-
-
 def test_a_schedule_in_rows(two_ranks, data, tmp_path):
     """Steps of 8 rows: what is due comes after the step that reaches it; rates are those of a schedule in steps."""
     schedule = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
@@ -288,18 +254,10 @@ def test_negatives_come_with_rows_that_are_read_by_their_work(two_ranks, data, t
 def _errors(data, run_dir):
     """What is said of data and settings that do not go together."""
     said = []
-    for changes in (
-        SAMPLER | {"dataset": {"dataset_name": "random"}},
-        SAMPLER | {"shuffler": ShufflerOptions(max_tokens_per_rank=40)},
-    ):
-        dataset = changes.pop("dataset", {})
-        changes.pop("batch_size", None)
-        name = dataset.pop("dataset_name", "ml-1m")
-        config = TrainConfig(
-            TrainerArgs(4, 4, run_dir=run_dir, **changes), DatasetArgs(name, 24, dataset_path=data, **dataset)
-        )
+    for name, options in (("random", {}), ("ml-1m", {"shuffler": ShufflerOptions(max_tokens_per_rank=40)})):
+        trainer = TrainerArgs(4, 4, run_dir=run_dir, **SAMPLER, **options)
         try:
-            run_training(HSTURecipe(config, CPU))
+            run_training(HSTURecipe(TrainConfig(trainer, DatasetArgs(name, 24, dataset_path=data)), CPU))
         except ValueError as error:
             said.append(str(error))
     return said

@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from benchmarks.raw_data.movielens import generate_movielens
-from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public.movielens import preprocess_movielens
 from commons.distributed import rank_speeds
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.trainer import DatasetArgs, TrainerArgs
@@ -266,27 +263,6 @@ def train_alone(run_dir):
 
 def test_a_run_without_evaluation(two_ranks, tmp_path):
     assert two_ranks.run(train_alone, str(tmp_path)) == [(3, {}, [False])] * 2
-
-
-def users_of(loader):
-    return [user for batch in loader for user in batch.features["user_id"].values().tolist()]
-
-
-def load_users(data):
-    # Every setting that may not reach the evaluation.
-    dataset = DatasetArgs("ml-1m", 20, data, shuffle=True, drop_last=True)
-    return [users_of(each) for each in train_and_eval_loaders(dataset, TrainerArgs(4, 4), CPU)]
-
-
-def test_evaluation_loaders_have_every_user_once(ranks, tmp_path):
-    archive = generate_movielens(tmp_path / "ml-1m", num_users=60, seed=3)
-    data = str(preprocess_movielens(archive.path, tmp_path / "out", test_fraction=0.3, seed=0))
-    results = ranks.run(load_users, data)
-    options = {"batch_size": 4, "max_history_seqlen": 20, "dataset_path": data}
-    alone = [users_of(get_data_loader("ml-1m", split, **options)) for split in ("train", "test")]
-    trained, evaluated = ([user for result in results for user in result[part]] for part in (0, 1))
-    assert len(alone[1]) > 8 and sorted(evaluated) == sorted(alone[1])
-    assert len(set(trained)) == len(trained) and set(trained) <= set(alone[0])
 
 
 def load_unknown():
