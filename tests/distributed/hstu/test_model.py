@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 
 import pytest
 import torch
@@ -65,38 +64,6 @@ def empty_like(batch: HSTUBatch) -> HSTUBatch:
     if batch.num_candidates is not None:
         fields["num_candidates"] = torch.zeros(1, dtype=torch.int64)
     return HSTUBatch(**fields)
-
-
-# -------------------------------------------------------------------------------------------------- exact gradients
-
-
-def averaged_gradients(empty_rank, max_num_candidates):
-    torch.manual_seed(0)
-    model = HSTURankingModel(CONFIG, plain_embeddings=True).double()
-    loss, output = model(share(global_batch(12, 5, max_num_candidates), empty_rank=empty_rank))
-    loss.backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        dist.all_reduce(parameter.grad)
-        gradients[name] = parameter.grad / dist.get_world_size()
-    return gradients, output.num_loss_tokens
-
-
-@pytest.mark.parametrize("max_num_candidates", [0, 5])
-@pytest.mark.parametrize("empty_rank", [None, 1])
-def test_averaged_gradients_equal_one_process_over_the_whole_batch(ranks, empty_rank, max_num_candidates):
-    results = ranks.run(averaged_gradients, empty_rank, max_num_candidates)
-    torch.manual_seed(0)
-    model = HSTURankingModel(CONFIG, plain_embeddings=True).double()
-    loss, output = model(global_batch(12, 5, max_num_candidates))
-    loss.backward()
-    counts = [count for _, count in results]
-    assert sum(counts) == output.num_loss_tokens and len(set(counts)) > 1
-    assert empty_rank is None or counts[empty_rank] == 0
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.abs().max() > 1e-8, name
-        for gradients, _ in results:
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-10)
 
 
 # --------------------------------------------------------------------------------------------------------- sharding
@@ -201,29 +168,6 @@ def test_what_cannot_be_sharded_is_refused(two_ranks):
             "sharding of table 'item' is 'diagonal'",
             "the model has plain embeddings",
         ]
-
-
-def train_with_a_short_table(sharding):
-    config = dataclasses.replace(CONFIG, embedding_dims={"item": 4, "user": 12})
-    try:
-        model = build_distributed_model(HSTURankingModel(config), device=CPU, sharding=sharding)
-    except ValueError as error:
-        return str(error)
-    model(share(global_batch(12, 0)))[0].backward()
-    return None
-
-
-def test_a_rank_without_rows_of_any_table_of_a_width(ranks):
-    """The only table as wide as the layers has three rows."""
-    messages = ranks.run(train_with_a_short_table, "row_wise")
-    if ranks.world_size == 4:
-        expected = r"row_wise tables of width 8 have rows \{'action': 3\}, which leaves one of 4 ranks without any"
-        assert all(re.search(expected, message) for message in messages)
-    else:
-        assert messages == [None] * ranks.world_size
-    assert (
-        ranks.run(train_with_a_short_table, {"action": "table_wise", "item": "row_wise"}) == [None] * ranks.world_size
-    )
 
 
 @pytest.mark.parametrize(("rows", "world_size", "fits"), [(3, 4, False), (4, 4, True), (5, 4, False), (7, 4, True)])

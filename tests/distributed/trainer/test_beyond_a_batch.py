@@ -150,76 +150,16 @@ def test_other_ranks_go_on_with_what_is_left(rank_pools, data, tmp_path, way):
 
 
 # With this seed the plan of the last window lowers the loads, so that its rows are not left as they were loaded.
-@pytest.mark.parametrize(
-    "way", [SAMPLER, STAGE | {"shuffler": ShufflerOptions(slack=0.0), "seed": 7}], ids=["sampler", "stage"]
-)
-def test_rows_of_the_last_window_are_counted_as_they_were_trained(two_ranks, data, tmp_path, way):
-    """Its eleven rows are spread over two steps, where the loader has eight and three."""
-    saving = {"ckpt_save_interval": 1000, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
-    schedule = {"schedule_in": "rows", "num_epochs": None}
-    first = two_ranks.run(train, data, str(tmp_path / "run"), **saving | schedule, max_train_iters=50)
-    trained, again = users_of(first), users_of(first, slice(6, None))
-    assert len(first[0][1]) == 7 and 0 < again.total() < 8
-    (path,) = (tmp_path / "checkpoints").glob("step_*/state.json")
-    progress = json.loads(path.read_text())["progress"]
-    assert (progress["rows"], progress["window_rows"]) == (trained.total(), again.total())
-    rest = two_ranks.run(
-        train, data, str(tmp_path / "rest"), **way | {"batch_size": 3}, ckpt_load_dir=saving["ckpt_save_dir"]
-    )
-    assert trained - again + users_of(rest) == Counter(dict.fromkeys(trained | users_of(rest), 1))
-    assert f"the window is read again, and {again.total()} rows come a second time" in " ".join(rest[0][3])
-
-
-def test_a_window_that_another_planner_has_dealt_is_read_again(two_ranks, data, tmp_path):
-    way = STAGE
-    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
-    first = two_ranks.run(train, data, str(tmp_path / "run"), max_train_iters=5, **saving)
-    path = tmp_path / "checkpoints" / "step_00000005" / "state.json"
-    state = json.loads(path.read_text())
-    state["progress"]["window_of"]["plans"] = "of another planner"
-    del state["digests"], state["digest"]
-    path.write_text(json.dumps(state))
-    rest = two_ranks.run(train, data, str(tmp_path / "rest"), **way, ckpt_load_dir=saving["ckpt_save_dir"])
-    assert users_of(first, slice(3)) + users_of(rest) == Counter(dict.fromkeys(users_of(first) | users_of(rest), 1))
-    assert "the window is read again, and 16 rows come a second time" in " ".join(rest[0][3])
-
-
 def test_a_schedule_in_rows(two_ranks, data, tmp_path):
-    """Steps of 8 rows: what is due comes after the step that reaches it; rates are those of a schedule in steps."""
-    schedule = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
-    two_ranks.run(
-        train,
-        data,
-        str(tmp_path / "rows"),
-        **SAMPLER,
-        schedule_in="rows",
-        num_epochs=None,
-        max_train_iters=50,
-        eval_interval=20,
-        ckpt_save_interval=30,
-        ckpt_save_dir=str(tmp_path / "checkpoints"),
-        optimization=OptimizationArgs(warmup_steps=16, **schedule),
-    )
+    """Steps of 8 rows: what is due comes after the step that reaches it."""
+    schedule = {"schedule_in": "rows", "num_epochs": None, "max_train_iters": 50, "eval_interval": 20}
+    saving = {"ckpt_save_interval": 30, "ckpt_save_dir": str(tmp_path / "checkpoints")}
+    two_ranks.run(train, data, str(tmp_path / "rows"), **SAMPLER, **schedule, **saving)
     assert [line["step"] for line in lines(tmp_path / "rows") if "eval_loss" in line] == [3, 5, 7]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000004", "step_00000007"]
     progress = json.loads((tmp_path / "checkpoints" / "step_00000007" / "state.json").read_text())["progress"]
     assert (progress["rows_in_epoch"], progress["window_steps"], progress["window_of"]["window"]) == (48, 1, 3)
     assert progress["rows"] - 48 == progress["window_rows"] in (5, 6)  # of 11 rows in its two steps
-    rates = [
-        two_ranks.run(
-            train,
-            data,
-            str(tmp_path / name),
-            **SAMPLER,
-            schedule_in=name,
-            num_epochs=None,
-            max_train_iters=6 * of_a_step,
-            optimization=OptimizationArgs(warmup_steps=2 * of_a_step, **schedule),
-            overwrite=True,
-        )[0][2]
-        for name, of_a_step in (("rows", 8), ("steps", 1))
-    ]
-    assert rates[0] == pytest.approx(rates[1], rel=1e-12) and len(rates[0]) == 6
 
 
 def test_a_schedule_in_rows_of_steps_that_differ(rank_pools, data, tmp_path):

@@ -17,9 +17,7 @@ from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, padded_kjt
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.random.dataset import RandomHSTUDataset
 from commons.datasets.samplers.epoch import BatchOrderSampler, ShardedBatchSampler
-from commons.perf_model.measurement import batch_size_of
 from commons.trainer import DatasetArgs, TrainerArgs
-from hstu import HSTUBalancedBatchShuffler
 from hstu.metrics import count_items
 from hstu.model import HSTUConfig, HSTURetrievalModel, RetrievalConfig, RetrievalOutput
 from hstu.model.retrieval import unit
@@ -433,32 +431,15 @@ def test_metrics_that_cannot_be_are_named():
         RetrievalMetrics(Table(torch.eye(4)), "movie", ["HR@1"], temperature=0.1)
 
 
-def measured(length, *, task="ranking", candidates=0, **model):
-    dataset = DatasetArgs("random", length, max_num_candidates=candidates, num_batches=1)
-    return HSTURecipe(TrainConfig(TrainerArgs(3, 3), dataset, ModelArgs(8, 1, 2, 4, **model), task=task), CPU)
-
-
 @pytest.mark.parametrize("num_negatives", [-1, 6])
 def test_the_cost_of_a_retrieval_model_can_be_measured(num_negatives):
-    target = measured(12, task="retrieval", num_negatives=num_negatives)
+    model = ModelArgs(8, 1, 2, 4, num_negatives=num_negatives)
+    config = TrainConfig(TrainerArgs(3, 3), DatasetArgs("random", 12, num_batches=1), model, task="retrieval")
+    target = HSTURecipe(config, CPU)
     batch = target.make_batch([4, 12])
     target.train_step(batch)
     tokens, targets, contextual = target.row_tokens(batch)
     assert tokens.tolist() == [2 + 8, 2 + 24] and targets.tolist() == [0, 0] and contextual is None
-
-
-def test_the_cost_of_a_contextual_mask_is_what_the_shuffler_balances():
-    target = measured(12, candidates=2, contextual_mask=True)
-    batch = target.make_batch([4, 12])
-    target.train_step(batch)
-    rows = target.row_tokens(batch)
-    assert rows.num_targets.tolist() == [4, 4] and rows.num_contextual.tolist() == [2, 2]
-    # The first token sees all 6 or 22 tokens of the history rather than 1, the second all rather than 2.
-    _, _, pairs = batch_size_of(target, batch)
-    causal = target.task.tokens_and_pairs(rows.seqlen, rows.num_targets)[1].sum()
-    assert pairs == int(causal) + (5 + 4) + (21 + 20)
-    shuffler = HSTUBalancedBatchShuffler(8, 2, 4, contextual_mask=True)
-    assert torch.equal(target.task.get_workloads(*rows), shuffler.get_workloads(batch))
 
 
 def test_items_are_counted():
