@@ -110,7 +110,7 @@ def train(
         OptimizerArgs(dense_lr=0.01, sharding=sharding),
     )
     recipe = Odd(config, CPU)
-    vars(recipe).update(loaders or {})
+    vars(recipe).update(loaders)
     is_full = disk_full and dist.get_rank() == 1
     with mock.patch.object(FileSystemWriter, "write_data", fail) if is_full else contextlib.nullcontext():
         return run_training(recipe).steps, recipe
