@@ -64,7 +64,10 @@ def _make_room(args: TrainerArgs) -> str:
     try:
         if args.overwrite:
             _remove_run(folder)
-        if not _holds_run(folder) or _goes_on(folder, args):
+        log = folder / LOG_FILE
+        # One that ended before its first line has left no results.
+        holds_run = (log.is_file() and log.stat().st_size > 0) or (folder / SUMMARY_FILE).is_file()
+        if not holds_run or _goes_on(folder, args):
             return ""
     except OSError as error:
         return f"run_dir is {args.run_dir!r}, which cannot be looked through ({error}): give a folder of yours"
@@ -74,12 +77,6 @@ def _make_room(args: TrainerArgs) -> str:
         "another --trainer.run-dir, remove that run with --trainer.overwrite, or go on with it from its checkpoints, "
         "--trainer.ckpt-load-dir"
     )
-
-
-def _holds_run(folder: Path) -> bool:
-    """Whether a run has left results; one that ended before its first line has not."""
-    log = folder / LOG_FILE
-    return (log.is_file() and log.stat().st_size > 0) or (folder / SUMMARY_FILE).is_file()
 
 
 def _goes_on(folder: Path, args: TrainerArgs) -> bool:

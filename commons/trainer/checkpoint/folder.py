@@ -194,20 +194,17 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
             "another one"
         ) from None
     for path in reversed(list_checkpoints(folder)):
-        if _step_of(path) > step and path not in damaged and _is_whole(path):
-            raise ValueError(
-                f"ckpt_save_dir {folder} holds {path.name}, and this run starts "
-                f"{f'after step {step}' if step else 'from the beginning'}; the checkpoints of two runs would be taken "
-                f"for one another: choose another ckpt_save_dir, or go on with --trainer.ckpt-load-dir {folder}"
-            )
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        read_state(path)
-    except ValueError:
-        return False
-    return True
+        if _step_of(path) <= step or path in damaged:
+            continue
+        try:
+            read_state(path)
+        except ValueError:  # damaged
+            continue
+        raise ValueError(
+            f"ckpt_save_dir {folder} holds {path.name}, and this run starts "
+            f"{f'after step {step}' if step else 'from the beginning'}; the checkpoints of two runs would be taken "
+            f"for one another: choose another ckpt_save_dir, or go on with --trainer.ckpt-load-dir {folder}"
+        )
 
 
 def _digest_of_state(state: Mapping[str, Any]) -> str:

@@ -114,8 +114,13 @@ def load_state(
         raise ValueError(f"{path} cannot be read ({describe_failure(error)}): load another checkpoint") from None
     model.load_state_dict(model_state)
     if tables:
-        model.fused_optimizer.load_state_dict({"state": tables})
-    _load_dense(names, optimizer, {name: state[name] for name in dense})
+        fused: Any = model.fused_optimizer
+        fused.load_state_dict({"state": tables})
+    for key in dense:
+        name, slot = key.removeprefix(_DENSE).rsplit("/", 1)
+        # A step count stays where the optimizer keeps it, on the host.
+        value = state[key] if state[key].dim() == 0 else state[key].to(names[name].device)
+        optimizer.state[names[name]][slot] = value
     return {name.rsplit("/", 1)[1]: state[name] for name in random}
 
 
@@ -136,14 +141,6 @@ def _dense_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     """The optimizer's parameters by the names that the model gives them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _load_dense(names: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    for key, value in state.items():
-        name, slot = key.removeprefix(_DENSE).rsplit("/", 1)
-        parameter = names[name]
-        # A step count stays where the optimizer keeps it, on the host.
-        optimizer.state[parameter][slot] = value if value.dim() == 0 else value.to(parameter.device)
 
 
 def _own_random_state() -> dict[str, torch.Tensor]:

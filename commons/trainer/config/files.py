@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique)
-
-
 _Parser = tuple[str, Callable[[str], Any], tuple[type[Exception], ...]]
 _YAML: _Parser = ("YAML", _parse_yaml, (YAMLError, ValueError, RecursionError))
 _PARSERS: dict[str, _Parser] = {
     ".toml": ("TOML", tomllib.loads, (tomllib.TOMLDecodeError, RecursionError)),
     ".yaml": _YAML,
     ".yml": _YAML,
-    ".json": ("JSON", _parse_json, (ValueError, RecursionError)),
+    ".json": ("JSON", partial(json.loads, object_pairs_hook=_unique), (ValueError, RecursionError)),
 }

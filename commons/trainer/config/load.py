@@ -113,9 +113,10 @@ def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str
             f"no default: add {'it' if is_one else 'them'}"
         ) from None
     except dacite.WrongTypeError as error:
+        hint = error.field_type
+        kind = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         raise ValueError(
-            f"{where}: {error.field_path} is {_SHORT.repr(error.value)}; it must be {_type_name(error.field_type)}: "
-            "correct it"
+            f"{where}: {error.field_path} is {_SHORT.repr(error.value)}; it must be {kind}: correct it"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{where}: {error.args[0] if error.args else error}") from None
@@ -169,10 +170,6 @@ def _values_of(flag: str, flags: list[str]) -> list[str]:
         elif taking:
             values.append(argument)
     return values
-
-
-def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:

@@ -113,6 +113,10 @@ class StepMeter:
         if not step_ms:
             return {}
         sums, total_ms = self._sums.all_reduce(self._device), sum(step_ms)
+        # The mean of every rank, None where it is not known.
+        said = zip(*(stats.rank_speeds for stats in self._stats if stats is not None))
+        known = [[speed for speed in speeds if speed is not None] for speeds in said]
+        speeds = [statistics.fmean(each) if each else None for each in known]
         numbers: dict[str, Any] = {
             "loss": sums.mean_loss,
             "tokens_per_s": sums.tokens / total_ms * 1e3,
@@ -121,7 +125,7 @@ class StepMeter:
             **self._rates(sums.flops, total_ms),
             **self._imbalance(),
             **self._shuffle(step_ms),
-            **self._rank_speeds(),
+            **({"rank_speeds": speeds} if any(speed is not None for speed in speeds) else {}),
         }
         self._details = self._describe(step_ms)
         self._sums, self._stats, self._step_flops = StepSums(), [], []
@@ -196,12 +200,6 @@ class StepMeter:
             mean.add(stats)
             self._mean_stats.add(stats)
         return mean.means()
-
-    def _rank_speeds(self) -> dict[str, list[float | None]]:
-        """Mean speed of every rank since the last line, None where it is not known; nothing where none is."""
-        said = [stats.rank_speeds for stats in self._stats if stats is not None]
-        of_ranks = [[speed for speed in speeds if speed is not None] for speeds in zip(*said)]
-        return {"rank_speeds": [statistics.fmean(each) if each else None for each in of_ranks]} if any(of_ranks) else {}
 
 
 class StatsMean:

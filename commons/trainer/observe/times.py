@@ -39,8 +39,8 @@ class StepClock:
     def take(self) -> list[float]:
         """Milliseconds of the steps since the last call."""
         steps, self._steps = self._steps, []
-        if steps:
-            _wait_for(steps[-1][1])
+        if steps and not isinstance(steps[-1][1], float):
+            steps[-1][1].synchronize()
         return [_milliseconds(begin, end) for begin, end in steps]
 
 
@@ -77,7 +77,10 @@ class ForwardTimer:
     def take(self) -> list[tuple[float, ShuffleStats]]:
         """Milliseconds and stats of the steps since the last call whose end is known."""
         taken = []
-        while self._ended and _has_passed(self._ended[0][0][-1][1]):
+        while self._ended:
+            end = self._ended[0][0][-1][1]
+            if not (isinstance(end, float) or end.query()):  # a GPU that is not there yet is not waited for
+                break
             passes, stats = self._ended.popleft()
             taken.append((sum(_milliseconds(*each) for each in passes), stats))
         if taken and not self._ended and self._is_last_timed:
@@ -107,17 +110,6 @@ def _now(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _has_passed(moment: Any) -> bool:
-    """Whether a moment is over; does not wait for a GPU."""
-    return isinstance(moment, float) or moment.query()
-
-
-def _wait_for(moment: Any) -> None:
-    """Wait until a moment is over."""
-    if not isinstance(moment, float):
-        moment.synchronize()
 
 
 def _milliseconds(begun: Any, ended: Any) -> float:
