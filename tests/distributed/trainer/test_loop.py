@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections import Counter
 from types import SimpleNamespace
@@ -16,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from commons.distributed import rank_speeds
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
-from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.data import train_and_eval_loaders
+from commons.trainer import TrainerArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe import times
 from tests.helpers import models
@@ -218,15 +216,6 @@ def test_a_slow_rank_is_named_within_fifty_steps(two_ranks, tmp_path, pipeline):
 def test_no_batch_on_any_rank(two_ranks, tmp_path):
     for error in two_ranks.run(error_of, run_loop, str(tmp_path), "none", ([0, 0], [1, 1]), False):
         assert error.startswith("ValueError: epoch 0 has no batch on any rank")
-
-
-def load_unknown():
-    train_and_eval_loaders(DatasetArgs("netflix", 5), TrainerArgs(2, 2), CPU)
-
-
-def test_an_unknown_data_set(two_ranks):
-    for error in two_ranks.run(error_of, load_unknown):
-        assert re.search("dataset_name is 'netflix'; known data sets are .*ml-1m, .*random.*: choose", error)
 
 
 def test_operations_are_those_of_the_rows_that_were_trained(ranks, tmp_path):
