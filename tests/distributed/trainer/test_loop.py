@@ -83,7 +83,6 @@ def run_loop(
     pipeline,
     counts,
     balance,
-    shuffle_eval=False,
     linear=torch.nn.Linear,
     by=CubicShuffler,
     sizes=SIZES,
@@ -95,10 +94,7 @@ def run_loop(
     head_of(model).__class__ = StatedHead
     head_of(model).linear.__class__ = linear
     metrics = SeenRows()
-    shufflers = [
-        by() if balance else IdentityBalancedBatchShuffler(),
-        CubicShuffler() if shuffle_eval else IdentityBalancedBatchShuffler(),
-    ]
+    shufflers = [by() if balance else IdentityBalancedBatchShuffler(), IdentityBalancedBatchShuffler()]
     try:
         loop = TrainingLoop(
             trainer,
