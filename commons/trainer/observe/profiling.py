@@ -33,12 +33,7 @@ class StepProfiler:
 
     The trace of rank r is written to `<run_dir>/trace-rank<r>.json`. It has what torch records of the main thread and
     the device, the stage's spans of the other threads, and the loads of the ranks in every step as counter tracks,
-    before and after balancing.
-
-    Args:
-        args: settings.
-        device: of this rank.
-        first_step: steps that a resumed run has behind it.
+    before and after balancing. A resumed run has `first_step` steps behind it.
     """
 
     def __init__(self, args: TrainerArgs, device: torch.device, first_step: int = 0) -> None:
@@ -68,15 +63,16 @@ class StepProfiler:
             self._record_other_threads()
 
     def step(self, stats: ShuffleStats | None) -> None:
-        """Say that a step has ended.
-
-        Args:
-            stats: of the batch that it trained; None for one that was not balanced.
-        """
+        """End a step; `stats` are those of the batch that it trained, None for one that was not balanced."""
         if self._profile is None:
             return
         if stats is not None and self._profile.current_action in _RECORDING:
-            self._counters.append((self._step_began, counters_of(stats)))
+            tracks = {
+                "evenrank/load before": _series(stats.loads_before),
+                "evenrank/load after": _series(stats.loads_after),
+                "evenrank/imbalance": {"before": stats.imbalance_before, "after": stats.imbalance_after},
+            }
+            self._counters.append((self._step_began, tracks))
         self._profile.step()
         self._record_other_threads()
         self._step_began = time.time_ns()
@@ -108,15 +104,6 @@ class StepProfiler:
         self._is_written = True
 
 
-def counters_of(stats: ShuffleStats) -> dict[str, dict[str, float]]:
-    """Counter tracks of a step: by name, the values of its series."""
-    return {
-        "evenrank/load before": _series(stats.loads_before),
-        "evenrank/load after": _series(stats.loads_after),
-        "evenrank/imbalance": {"before": stats.imbalance_before, "after": stats.imbalance_after},
-    }
-
-
 def add_to_trace(
     path: Path,
     counters: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]],
@@ -124,10 +111,8 @@ def add_to_trace(
 ) -> None:
     """Add counter tracks, and spans of threads that torch did not record, to a trace that torch has written.
 
-    Args:
-        path: of the trace; it is copied once, whatever its size.
-        counters: nanoseconds since 1970, and from then on the values of every track.
-        spans: what the threads have done.
+    `counters` are nanoseconds since 1970, and from then on the values of every track. The trace is copied once,
+    whatever its size.
     """
     with path.open(encoding="utf-8") as trace:
         head = trace.read(_HEAD)
