@@ -17,7 +17,6 @@ Examples:
 
 from __future__ import annotations
 
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,10 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import Fit, finish_page, fit_line, heading, interleaved_medians, table
+from benchmarks.report import Fit, Page, fit_line, interleaved_medians, one_rank, rows_table
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import RandomDistribution
@@ -236,31 +234,27 @@ def measure_steps(subject: Subject) -> tuple[Fit, Fit]:
     return fit_line(work, seconds), fit_line(tokens, seconds)
 
 
-def section(subject: Subject) -> list[str]:
-    """Measure a subject; its part of the page."""
+def measured(subject: Subject) -> list[str]:
+    """Measure a subject; the paragraphs of its section."""
     args = subject.args
     fits = dict(zip(("pairs of the mask", "rows × longest²"), measure_shapes(subject)))
     ratio, medians = measure_padding(subject)
     steps = dict(zip(("the shuffler's workloads", "tokens"), measure_steps(subject)))
     subject.shuffler.close()
     fitted = [
-        [what, name, f"{fit.r_squared:.4f}", f"{fit.intercept * 1e3:.1f}"]
+        {"time of": what, "as a line in": name, "R²": fit.r_squared, "fixed, ms": fit.intercept * 1e3}
         for what, of in (("attention", fits), ("training step", steps))
         for name, fit in of.items()
     ]
     own = medians["as they are"]
     return [
-        f"## {subject.title}\n",
         f"{args.num_shapes} batches, uniform and Zipf 1.2: attention of 4 to 64 rows of up to {2 * args.longest:,} "
         f"tokens, {fits['pairs of the mask'].slope * 1e9:.1f} ns per pair; steps of 2 layers on 2 to {args.num_rows} "
-        "rows.\n",
-        table(["time of", "as a line in", "R²", "fixed, ms"], fitted),
-        f"\n{args.num_batches} batches of {args.num_rows} rows, Zipf 1.2 up to {args.longest:,} tokens; rows × "
-        f"longest² is {ratio:.0f} times the pairs that the mask keeps.\n",
-        table(
-            ["rows", "ms", "×"], [[name, f"{value * 1e3:.1f}", f"{value / own:.1f}"] for name, value in medians.items()]
-        ),
-        "",
+        "rows.",
+        rows_table(fitted),
+        f"{args.num_batches} batches of {args.num_rows} rows, Zipf 1.2 up to {args.longest:,} tokens; rows × "
+        f"longest² is {ratio:.0f} times the pairs that the mask keeps.",
+        rows_table([{"rows": name, "ms": value * 1e3, "×": value / own} for name, value in medians.items()]),
     ]
 
 
@@ -269,15 +263,18 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)
     if args.quick:
         args = replace(args, num_shapes=4, num_batches=1, repeats=1, longest=128)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    page = Page(
+        "attention",
+        "Attention over rows of any length",
+        "python -m benchmarks.attention",
+        f"{args.num_heads} heads × {args.head_dim}, float32, CPU time on cores that other programs share, medians of "
+        f"{args.repeats}.",
+    )
+    with one_rank():
         initialize_model_parallel()
-        sections = [line for subject in (HSTU, SIDGR) for line in section(subject(args))]
-        dist.destroy_process_group()
-    head = heading("Attention over rows of any length", "python -m benchmarks.attention")
-    about = f"{args.num_heads} heads × {args.head_dim}, float32, CPU time on cores that other programs share"
-    text = "\n".join([head, f"{about}, medians of {args.repeats}.\n", *sections])
-    finish_page("attention", text, quick=args.quick)
+        for subject in (HSTU, SIDGR):
+            page.section(subject.title, *measured(subject(args)))
+    page.finish(quick=args.quick)
 
 
 if __name__ == "__main__":
