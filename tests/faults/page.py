@@ -73,15 +73,7 @@ def require_markers(page: Path) -> None:
 
 
 def rewrite_page(page: Path, results: Sequence[Result]) -> None:
-    """Replace what is between the markers of a page.
-
-    Args:
-        page: has both markers.
-        results: of all trials.
-
-    Raises:
-        ValueError: the page has no such markers.
-    """
+    """Replace what is between the markers of a page; ValueError if it has none."""
     require_markers(page)
     text = page.read_text()
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]

@@ -38,21 +38,13 @@ class SquareShuffler(BaseTaskBalancedBatchShuffler):
 
 @dataclass(frozen=True)
 class Stream:
-    """Batches of one rank.
+    """Batches of one rank."""
 
-    Attributes:
-        kind: of the batches, one of KINDS.
-        seed: of the stream; the same on all ranks.
-        rank: whose.
-        length: how many batches.
-        dtype: of what a type leaves open, an index of JAGGED_DTYPES; the same on all ranks.
-    """
-
-    kind: str
-    seed: int
-    rank: int
-    length: int
-    dtype: int = 0
+    kind: str  # of the batches, one of KINDS
+    seed: int  # of the stream; the same on all ranks
+    rank: int  # whose
+    length: int  # how many batches
+    dtype: int = 0  # of what a type leaves open, an index of JAGGED_DTYPES; the same on all ranks
 
     def batches(self, first: int = 0) -> Iterator[Any]:
         """The batches from one on."""
