@@ -4,7 +4,8 @@
     python -m benchmarks.hugging_face --quick    # few rows and steps: shows that it runs
 
 Needs `pip install "transformers>=5.23" accelerate`. Costs are those of transformers' own BatchRebalanceSampler, which
-ours is given too: rows × (longest + 0.001 · longest²).
+ours is given too: rows × (longest + 0.001 · longest²). With `--rank-of FOLDER` it is one of two ranks under torchrun,
+which train a tiny Llama by the Trainer with each strategy in turn.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.command_line import from_command_line
 from benchmarks.report import Page, rows_table, run_program
 from commons.datasets import BalancedBatchSampler
 from commons.perf_model.partitioner import padded_groups
 
-BATCH, ACCUMULATED = 8, 4
+BATCH, ACCUMULATED, TRAINED_STEPS = 8, 4, 8
 STRATEGIES = ("group_by_length", "batch_rebalance", "balanced", "balanced, window 4")
 Steps = Iterator[list[list[list[int]]]]  # by step, micro-batch and rank, the rows
 
@@ -102,8 +104,7 @@ def training(rounds: int) -> str:
     """Steps of a tiny Llama on two ranks, by the Trainer itself."""
     with tempfile.TemporaryDirectory() as folder:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        program = ["-m", "benchmarks.hugging_face_trainer", "--folder", folder, "--rounds", str(rounds)]
-        run_program([*torchrun, *program])
+        run_program([*torchrun, "-m", "benchmarks.hugging_face", "--rank-of", folder, "--rounds", str(rounds)])
         found = json.loads(Path(folder, "seconds.json").read_text())
     rows = []
     for name in found[0]:
@@ -118,13 +119,89 @@ def training(rounds: int) -> str:
     return rows_table(rows)
 
 
-def main(ranks: int = 8, quick: bool = False) -> None:
+class _Rows(torch.utils.data.Dataset):
+    """Rows of ones, each with its length."""
+
+    column_names = ("input_ids", "length")
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, at: int | str) -> Any:
+        return self._lengths if at == "length" else {"input_ids": [1] * self._lengths[at]}
+
+
+def _pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    tokens = pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
+    return {"input_ids": tokens, "attention_mask": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
+
+
+def _seconds(folder: Path, strategy: str) -> float:
+    """Of a step, on this rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    from commons.integrations.transformers import balanced
+
+    clock: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            clock.append(time.perf_counter())
+
+        on_train_end = on_train_begin
+
+    lengths = draw("lognormal", 2 * BATCH * ACCUMULATED * TRAINED_STEPS, 0).clip(max=1024).tolist()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=1,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATED,
+        train_sampling_strategy="random" if strategy == "balanced" else strategy,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model=LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)),
+        args=arguments,
+        train_dataset=_Rows(lengths),
+        data_collator=_pad,
+        callbacks=[Clock()],
+    )
+    if strategy == "balanced":
+        balanced(trainer, lengths=lengths, cost=cost_of)
+    trainer.train()
+    began, ended = clock
+    return (ended - began) / TRAINED_STEPS
+
+
+def _train(folder: Path, rounds: int) -> None:
+    """Be one rank, and leave the seconds of a step by round and strategy; the first round is not counted."""
+    torch.set_num_threads(1)
+    found = [{name: _seconds(folder, name) for name in STRATEGIES[:3]} for _ in range(rounds + 1)][1:]
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        (folder / "seconds.json").write_text(json.dumps(found))
+
+
+def main(ranks: int = 8, rounds: int = 5, quick: bool = False, rank_of: Path | None = None) -> None:
     """Plan, train, print, and write benchmarks/results/hugging_face.md.
 
     Args:
         ranks: that are planned for; two are trained.
+        rounds: of training.
         quick: few rows and steps, and no page.
+        rank_of: folder of a training, of which this process is one rank.
     """
+    if rank_of is not None:
+        _train(rank_of, rounds)
+        return
     page = Page(
         "hugging_face",
         "Hugging Face's Trainer",
@@ -137,7 +214,7 @@ def main(ranks: int = 8, quick: bool = False) -> None:
         lengths = draw(name, num_rows, 0)
         planned = rows_table([measure(strategy, lengths, ranks) for strategy in STRATEGIES])
         page.section("", f"{name} lengths, {ranks} ranks:", planned)
-    page.section("", "Trained, two CPU ranks, lognormal lengths:", training(1 if quick else 5), _READING)
+    page.section("", "Trained, two CPU ranks, lognormal lengths:", training(1 if quick else rounds), _READING)
     page.finish(quick=quick)
 
 

@@ -35,7 +35,6 @@ from hstu import HSTUBalancedBatchShuffler
 STAGES: dict[str, tuple[Any, str]] = {
     "plan": (core, "shuffle"),
     "exchange": (shuffle_session.RowExchange, "of"),
-    "stats": (shuffle_session, "stats_of_plan"),
 }
 
 

@@ -44,11 +44,11 @@ _AFTER_A_CLICK = {
 _TABS, _TAB_SHARES = (1, 0, 4, 2, 6), (0.68, 0.20, 0.075, 0.03, 0.015)
 # The columns of a log, in order, from what is drawn of the events.
 _LOG = """
-    SELECT user_id, video_id, strftime(at, '%Y%m%d')::INT AS date, hour(at) * 100 AS hourmin, time_ms,
+    SELECT user_id, video_id, strftime(moment, '%Y%m%d')::INT AS date, hour(moment) * 100 AS hourmin, time_ms,
         is_click::INT, is_like::INT, is_follow::INT, is_comment::INT, is_forward::INT, is_hate::INT, long_view::INT,
         play_time_ms, duration_ms, 0 AS profile_stay_time, 0 AS comment_stay_time,
         is_profile_enter::INT, 0 AS is_rand, tab
-    FROM (SELECT *, make_timestamp((time_ms + 8 * 3_600_000) * 1000) AS at FROM events)
+    FROM (SELECT *, make_timestamp((time_ms + 8 * 3_600_000) * 1000) AS moment FROM events)
 """
 _LOG_HEADER = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"

@@ -28,9 +28,10 @@ from tests.helpers import models
 from tests.helpers.fuzzing import fuzzed
 from tests.helpers.pipelines import PIPELINES
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.square_shuffler import SquareShuffler
 from tests.soak.accounts import row_digests
 from tests.soak.episodes import AnyBatch
-from tests.soak.streams import SquareShuffler, Stream
+from tests.soak.streams import Stream
 
 CPU = torch.device("cpu")
 # Sharded tables take batches of one type.

@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from tests.faults.nursery import Nursery
-from tests.faults.page import require_markers, rewrite_page, screen_table
+from tests.faults.page import require_markers, rewrite_page, table
 from tests.faults.supervisor import Result, run_trial
 from tests.faults.trials import draw, kinds_for
 
@@ -127,11 +126,10 @@ def main() -> int:
     if args.out is not None:
         args.out.write_text("".join(json.dumps(each.to_json()) + "\n" for each in results))
     every = [*args.earlier(), *results]
-    console = Console()
-    console.print(screen_table(every))
+    print(table(every))
     failed = sum(bool(each.problems) for each in results)
     took = time.monotonic() - started
-    console.print(f"{len(results)} trials in {took:.0f} s, {failed} with problems")
+    print(f"{len(results)} trials in {took:.0f} s, {failed} with problems")
     if args.page is not None:
         rewrite_page(args.page, every)
     return 1 if failed else 0

@@ -27,8 +27,9 @@ from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_it
 from tests.helpers import models
 from tests.helpers.cpu_pipelines import CpuStaged, HostStream
 from tests.helpers.pipelines import PIPELINES
+from tests.helpers.square_shuffler import SquareShuffler
 from tests.soak.accounts import Steps, most_steps, require_equal
-from tests.soak.streams import KINDS, SquareShuffler, Stream
+from tests.soak.streams import KINDS, Stream
 
 CPU = torch.device("cpu")
 # TorchRec frees what a digest would read.

@@ -15,10 +15,11 @@ from commons.distributed.channel.store import ask_store
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.square_shuffler import SquareShuffler
 from tests.soak.accounts import Steps, most_steps, require_equal
 from tests.soak.episodes import Episode, Soak, Totals
 from tests.soak.footprint import Footprint
-from tests.soak.streams import SquareShuffler, Stream
+from tests.soak.streams import Stream
 
 # A look at the process takes a garbage collection: one for so many steps, and for so many shufflers.
 _STEPS_PER_LOOK = 100

@@ -13,9 +13,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.sequence_batch.open_batch import batch_rows
-from commons.sequence_batch.torchrec_types import is_keyed_jagged
 from tests.helpers.batches import JAGGED_DTYPES, random_batch
 from tests.helpers.models import make_batch
 
@@ -24,16 +21,6 @@ LONGEST = 40
 # By type: SampleBatch has weights and a dense target, and is what the sharded model trains; RichBatch has labels, bf16
 # images, flags and a second jagged field of any dtype; TorchRec's own Batch cannot state padding.
 KINDS = ("sample", "rich", "hstu", "sid", "torchrec")
-
-
-class SquareShuffler(BaseTaskBalancedBatchShuffler):
-    """A row costs 10 plus the square of its elements; takes batches of every type."""
-
-    def get_workloads(self, batch: Any) -> torch.Tensor:
-        features = batch.sparse_features if isinstance(batch, TorchRecBatch) else batch.features
-        assert is_keyed_jagged(features)
-        lengths = features.lengths().view(len(features.keys()), batch_rows(batch))
-        return lengths.sum(0).to(torch.int64) ** 2 + 10
 
 
 @dataclass(frozen=True)
