@@ -154,7 +154,7 @@ def test_planning_lets_other_threads_run():
 def test_the_version_is_that_of_the_sources_less_their_comments(tmp_path):
     assert hash_of_sources() == core.SOURCES
     copied = Path(shutil.copytree(NATIVE, tmp_path / "native"))
-    header = copied / "bounds.hpp"
+    header = copied / "speeds.hpp"
     header.write_text("// Another comment.\n\n" + header.read_text())
     assert hash_of_sources(copied) == core.SOURCES
     header.write_text(header.read_text().replace("return value / by", "return 1 + value / by"))
