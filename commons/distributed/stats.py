@@ -6,7 +6,7 @@ docs/stats.md is the table of them for readers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,10 @@ class ShuffleStats:
     # float `(num_ranks,)`, load per millisecond of each rank's own work, as it has last been reported
     # (`report_step_time`), for an earlier batch; None where it is not known.
     rank_speeds: tuple[float | None, ...] = ()
+    # int64 `(num_ranks,)`, the work that each rank should get, 1024 for the fastest; with `speeds="measured"` the plans
+    # follow it. Empty with "equal".
+    speeds: tuple[int, ...] = ()
+    speed_saving: float | None = None  # the part of a step that loads by these speeds save; None with "equal"
     step_ms: float | None = None  # the step that trained the batch; None until the training loop has measured it
     # The load that balancing takes away, at the milliseconds per load that the steps of this run have shown; None until
     # the training loop has seen enough of them.
@@ -152,7 +156,7 @@ def stats_of_plan(
     ranks_per_node: int | None = None,
     units_per_ms: int | None = None,
     lookups: np.ndarray | None = None,
-    rank_speeds: tuple[float | None, ...] = (),
+    speeds: Mapping[str, Any] | None = None,
 ) -> tuple[ShuffleStats, ...]:
     """Stats of a plan that is about to be carried out, one for each of its steps, in order.
 
@@ -168,7 +172,7 @@ def stats_of_plan(
         units_per_ms: loads per millisecond, if they are times.
         lookups: int64 `(num_ranks, 2 · steps)`, embedding lookups of each step before, then of each step after; None
             where they are not known.
-        rank_speeds: as in the class.
+        speeds: `rank_speeds`, `speeds` and `speed_saving`, as in the class.
     """
     steps = plan.gathered.steps
     befores, afters = _by_step(plan.loads_before, steps), _by_step(plan.loads_after, steps)
@@ -212,7 +216,7 @@ def stats_of_plan(
             lookups_after=tuple(looked_up[:, steps + index].tolist()),
             lookup_imbalance_before=imbalance(looked_up[:, index]),
             lookup_imbalance_after=imbalance(looked_up[:, steps + index]),
-            rank_speeds=rank_speeds,
+            **(speeds or {}),
         )
         for index in range(steps)
     )
