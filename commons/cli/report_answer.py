@@ -172,6 +172,11 @@ def _balancing(report: RunReport) -> str:
     return "observed" if report.balancing == "observed" else "no"
 
 
+def _speeds(report: RunReport) -> str:
+    observed = setting(report.log.config, "trainer.shuffler.speeds") == "observe"
+    return format_number("{:.1%}", report.gain.speeds) + (" if measured" if observed and report.gain.speeds else "")
+
+
 def _part(name: str) -> _Cell:
     """A cell: a part of a step, and its share."""
 
@@ -211,6 +216,7 @@ _SECTIONS: Mapping[str, Mapping[str, _Cell]] = {
         "  possible": _of("gain", "possible", "{:.2f}×"),
         "speed-up of a step, measured": _of("gain", "step", "{:.2f}×"),
         "  by the calibration": _of("gain", "predicted_step", "{:.2f}×"),
+        "saved by speeds, of a step": _speeds,
         "tokens moved": _if_moved(_of("gain", "token_fraction_moved", "{:.1%}")),
         "kB sent by rank 0 in a step": _if_moved(
             lambda report: format_number("{:,.1f}", (report.gain.bytes_sent or 0) / 1e3)

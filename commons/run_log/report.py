@@ -53,6 +53,7 @@ class Gain:
     bytes_sent: float | None  # of a step, by rank 0
     lookups_before: float | None  # most embedding lookups of a rank ÷ mean − 1, as loaded
     lookups_after: float | None  # the same as trained
+    speeds: float | None  # fraction of a step that loads by the ranks' speeds save, or where observed would save
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ def _gain_of(log: RunLog, balancing: Balancing, step_time: StepTime | None) -> G
         bytes_sent=log.mean("bytes_sent"),
         lookups_before=log.mean("lookup_imbalance_before"),
         lookups_after=log.mean("lookup_imbalance_after"),
+        speeds=log.mean("speed_saving"),
     )
 
 

@@ -27,7 +27,8 @@ from commons.trainer.ranks.collectives import all_reduce
 SNAPSHOTS = ("loads_before", "loads_after", "lookups_before", "lookups_after")
 # Of more ranks than this, lines would be mostly these: every so many lines have them.
 _MANY_RANKS, _EVERY = 256, 10
-PER_RANK = (*SNAPSHOTS, "rank_speeds")
+SPEEDS = ("rank_speeds", "speeds")
+PER_RANK = (*SNAPSHOTS, *SPEEDS)
 # Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
 AVERAGED = [
     field.name for field in dataclasses.fields(ShuffleStats) if field.name not in ("step", "step_ms", *PER_RANK)
@@ -111,7 +112,7 @@ class StepMeter:
     def take(self) -> dict[str, Any]:
         """What the steps since the last call were like, by name; empty without steps. Called on all ranks together.
 
-        Numbers, and where ranks have reported their own work the list `rank_speeds`.
+        Numbers, and where they are known the lists `rank_speeds` and `speeds`.
         """
         step_ms = self._clock.take()
         if not step_ms:
@@ -125,7 +126,7 @@ class StepMeter:
             **self._rates(sums.flops, total_ms),
             **self._imbalance(),
             **self._shuffle(step_ms),
-            **self._rank_speeds(),
+            **self._speeds(),
         }
         self._details = self._describe(step_ms)
         self._sums, self._stats, self._step_flops = StepSums(), [], []
@@ -202,11 +203,15 @@ class StepMeter:
             self._mean_stats.add(stats)
         return mean.means()
 
-    def _rank_speeds(self) -> dict[str, list[float | None]]:
-        """Mean speed of every rank since the last line, None where it is not known; nothing where none is."""
-        said = [stats.rank_speeds for stats in self._stats if stats is not None]
-        of_ranks = [[speed for speed in speeds if speed is not None] for speeds in zip(*said)]
-        return {"rank_speeds": [statistics.fmean(each) if each else None for each in of_ranks]} if any(of_ranks) else {}
+    def _speeds(self) -> dict[str, list[float | None]]:
+        """Mean speeds of every rank since the last line, None where one is not known; nothing where none is."""
+        means = {}
+        for name in SPEEDS:
+            said = [getattr(stats, name) for stats in self._stats if stats is not None]
+            of_ranks = [[speed for speed in speeds if speed is not None] for speeds in zip(*said)]
+            if any(of_ranks):
+                means[name] = [statistics.fmean(each) if each else None for each in of_ranks]
+        return means
 
 
 class StatsMean:
