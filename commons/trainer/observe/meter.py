@@ -1,8 +1,4 @@
-"""What the steps of a run were like: their times, loss, rows, tokens, operations, and the shuffler's numbers.
-
-A StepMeter takes every batch as it is loaded and every step as it ends, and gives the numbers of a line of the log and
-those of the whole run.
-"""
+"""What the steps of a run were like: their times, loss, rows, tokens, operations, and the shuffler's numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ class StepOutput(Protocol):
 
 
 class StepMeter:
-    """Measures the steps of one run.
+    """Measures the steps of one run: takes every batch as it is loaded and every step as it ends.
 
     Rows move between ranks, but the rows of step n are those that all ranks loaded n-th.
 
@@ -110,9 +106,9 @@ class StepMeter:
         self._stats.append(stats)
 
     def take(self) -> dict[str, Any]:
-        """What the steps since the last call were like, by name; empty without steps. Called on all ranks together.
+        """Numbers of the steps since the last call; empty without steps. Called on all ranks together.
 
-        Numbers, and where they are known the lists `rank_speeds` and `speeds`.
+        `rank_speeds` and `speeds`, where they are known, are lists.
         """
         step_ms = self._clock.take()
         if not step_ms:
@@ -139,9 +135,8 @@ class StepMeter:
         """What the numbers of the last `take` describe, for readers of the log; not worth a series.
 
         `ranks` that share the data; `steps`, and `total_ms` of them; `ms_per_load`, where it is known; and of the last
-        step, if it was looked at, `loads_before`, `loads_after`, `lookups_before` and `lookups_after` of every rank:
-        means over steps would hide how uneven they are. Of more than 256 ranks, the first line and every tenth after it
-        have these.
+        step, if it was looked at, `loads_before`, `loads_after`, `lookups_before` and `lookups_after` of every rank. Of
+        more than 256 ranks, the first line and every tenth after it have these.
         """
         return self._details
 
@@ -213,7 +208,6 @@ class StepMeter:
                 means[name] = [statistics.fmean(each) if each else None for each in of_ranks]
         return means
 
-
 class StatsMean:
     """Means of the shuffler's numbers over steps."""
 
@@ -282,9 +276,7 @@ def of_all_ranks(value: float | None, device: torch.device) -> list[float | None
 def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
     """Largest load divided by the mean, minus 1, of every step that had one; called on all ranks together.
 
-    Args:
-        loads: of this rank, one per step; as many on all data-parallel ranks.
-        device: of this rank.
+    `loads` has one of this rank per step; as many on all data-parallel ranks.
     """
     total = torch.tensor(loads, dtype=torch.float64, device=device)
     largest = total.clone()
