@@ -18,6 +18,8 @@ from commons.distributed.channel.store import StoreGather, ask_store
 from commons.perf_model.calibration import Calibration
 
 _UNREADABLE = "unreadable"
+# Seconds between two looks for a peer's speed.
+_PAUSE_SECONDS = 0.002
 
 
 def require_equal_among_peers(calibration: Calibration | None, generation: int, timeout: float) -> None:
@@ -76,15 +78,17 @@ def slowest_of_peers(generation: int, timeout: float, number: int, look: int) ->
     keys = [f"evenrank/speeds/{'_'.join(map(str, peers))}/{generation}/{look % 2}/{rank}" for rank in peers]
     ask_store(lambda store: store.set(keys[peers.index(dist.get_rank())], f"{look} {number}"))
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+    while True:
         if ask_store(lambda store: store.check(keys)):
-            told = [tuple(map(int, text.split())) for text in ask_store(lambda store: store.multi_get(keys))]
-            if all(at == look for at, _ in told):
-                return min(each for _, each in told)
-    raise RuntimeError(
-        f"a rank of the tensor-parallel group {peers} did not tell its speed within {timeout:g} s; all of them must "
-        "shuffle alike: see the log there"
-    )
+            found = [tuple(map(int, text.split())) for text in ask_store(lambda store: store.multi_get(keys))]
+            if all(at == look for at, _ in found):
+                return min(each for _, each in found)
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"a rank of the tensor-parallel group {peers} has not given its speed within {timeout:g} s; all "
+                "of them must shuffle alike: see the log there"
+            )
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _tensor_parallel_ranks() -> list[int]:

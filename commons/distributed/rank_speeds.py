@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from commons.perf_model.loads import SLOW, SLOW_STEPS, median_of_others
-from commons.perf_model.speed_control import FASTEST, SpeedControl
+from commons.perf_model.speed_control import FASTEST, LOOK_STEPS, SpeedControl
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +86,10 @@ class RankSpeeds:
         rank: this one, in the group; the first one warns.
         times: of this rank.
         option: `ShufflerOptions.speeds`.
-        settle: makes a number of this rank, found at the n-th look, the same on its tensor-parallel peers.
+        settle: makes a number of this rank the same on its tensor-parallel peers; counts its calls.
 
     Attributes:
-        to_plan_with: int64 `(num_ranks,)`, what ranks last told of themselves; None before, and unless "measured".
+        to_plan_with: int64 `(num_ranks,)`, as of the latest step; None before, and unless "measured".
     """
 
     def __init__(
@@ -103,20 +103,23 @@ class RankSpeeds:
         self.to_plan_with: np.ndarray | None = None
         self._names, self._rank, self._times, self._option, self._settle = names, rank, times, option, settle
         self._control = None if option == "equal" else SpeedControl(len(names), times.speeds)
-        self._own = FASTEST if self._control is None else int(self._control.speeds[rank])
+        # This rank's speed, as the others know it, and as its latest look has found it.
+        self._own = self._found = FASTEST if self._control is None else int(self._control.speeds[rank])
         self._warns = rank == 0
-        self._awaits_times = self._warns and option == "measured"
-        self._has_looked, self._looks = False, 0
+        self._awaits_times = self._warns and option != "equal"
+        self._steps = 0
         self._ratios: deque[np.ndarray] = deque(maxlen=SLOW_STEPS)
         self._judged = 0
         self._slow: set[int] = set()
         times.is_in_use = True
 
     def report(self) -> tuple[int, int, int]:
-        """What this rank tells the others: nanoseconds and load of its own work, and its speed."""
-        if self._control is not None and self._has_looked:
-            self._has_looked, own = False, int(self._control.speeds[self._rank])
-            self._own = self._settle(own, self._looks) if self._option == "measured" else own
+        """What the others need: nanoseconds and load of this rank's own work, and its speed."""
+        # By the number of steps: tensor-parallel peers wait for one another here, and may look at other steps.
+        if self._steps % LOOK_STEPS == 0:
+            measured = self._option == "measured"
+            self._own = self._settle(self._found, self._steps // LOOK_STEPS) if measured else self._found
+        self._steps += 1
         return *self._times.take(), self._own
 
     def look(self, step: int, busy_ns: np.ndarray, loads: np.ndarray, speeds: np.ndarray) -> dict[str, Any]:
@@ -131,17 +134,17 @@ class RankSpeeds:
         Returns:
             `rank_speeds`, `speeds` and `speed_saving` of ShuffleStats.
         """
-        told: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         if self._control is not None:
             self._control.speeds, self._times.speeds = speeds, speeds.tolist()
             if self._option == "measured":
                 self.to_plan_with = speeds
-            told = {"speeds": tuple(self._times.speeds), "speed_saving": self._control.saving}
-            self._has_looked = self._control.take(busy_ns, loads)
-            self._looks += self._has_looked
+            found = {"speeds": tuple(self._times.speeds), "speed_saving": self._control.saving}
+            if self._control.take(busy_ns, loads):
+                self._found = int(self._control.speeds[self._rank])
         if not busy_ns.any():  # nobody reports
             self._warn_of_silence(step)
-            return {"rank_speeds": (None,) * len(busy_ns), **told}
+            return {"rank_speeds": (None,) * len(busy_ns), **found}
         self._awaits_times = False
         time, load = np.array([busy_ns, loads], dtype=np.float64)
         known = (time > 0) & (load > 0)
@@ -152,14 +155,15 @@ class RankSpeeds:
                 self._judge(step)
         per_ms = np.divide(load * 1e6, time, out=np.zeros_like(load), where=known).tolist()
         per_ms = tuple(speed if is_known else None for speed, is_known in zip(per_ms, known.tolist()))
-        return {"rank_speeds": per_ms, **told}
+        return {"rank_speeds": per_ms, **found}
 
     def _warn_of_silence(self, step: int) -> None:
         if self._awaits_times and step >= _SILENT_STEPS:
             self._awaits_times = False
             logger.warning(
-                "speeds is 'measured' and no rank has reported a time in %d steps, so that speeds stay equal: time a "
-                "rank's own work, and after each step add shuffler.report_step_time(milliseconds, pipeline.last_stats)",
+                "speeds is %r and no rank has reported a time in %d steps, so that speeds stay equal: time a rank's "
+                "own work, and after each step add shuffler.report_step_time(milliseconds, pipeline.last_stats)",
+                self._option,
                 _SILENT_STEPS,
             )
 

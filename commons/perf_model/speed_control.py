@@ -18,7 +18,7 @@ from commons.perf_model.loads import SLOW_STEPS
 
 # The speed of the fastest rank, and the least of any.
 FASTEST, SLOWEST = 1024, 512
-# Steps between two looks; how many of the `SLOW_STEPS` latest a rank may lack; looks whose differences are fitted.
+# Reports between two looks; how many of the `SLOW_STEPS` latest a rank may lack; looks whose differences are fitted.
 LOOK_STEPS, _MOST_UNKNOWN, _LOOKS = 5, 5, 20
 # The difference that two looks in a row must find; a look changes a speed by one part in so many.
 _DIFFERENCE, _CHANGE = 0.10, 20
@@ -44,19 +44,19 @@ class SpeedControl:
         begin = np.asarray(speeds if len(speeds) == num_ranks else [FASTEST] * num_ranks, dtype=np.int64)
         self.speeds = np.clip(begin, SLOWEST, FASTEST)
         self.follows = 1.0
-        self._steps = 0
         self._reports: deque[np.ndarray] = deque(maxlen=SLOW_STEPS)
+        self._num_new = 0  # reports since the last look
         self._sums: deque[np.ndarray] = deque(maxlen=_LOOKS)
         self._found = np.zeros(num_ranks)  # sign of the difference that the last look has found; 0 for none
         self._moves = np.zeros(num_ranks, dtype=bool)
 
     @property
     def saving(self) -> float:
-        """The part of a step that these speeds take away, compared with equal loads."""
+        """The part of the slowest rank's own work that these speeds take away, compared with equal loads."""
         return self.follows * (1.0 - float(self.speeds.min() / self.speeds.mean()))
 
     def take(self, times: np.ndarray, loads: np.ndarray) -> bool:
-        """Take a step's reports; with every `LOOK_STEPS`-th, look at the latest ones.
+        """Take a step's reports; with every `LOOK_STEPS`-th that any rank has made, look at the latest ones.
 
         Args:
             times: `(num_ranks,)`, of each rank's own work, in any unit; 0 where it has not reported any.
@@ -66,12 +66,15 @@ class SpeedControl:
             Whether it has looked.
         """
         known = (times > 0) & (loads > 0)
-        if known.any():
-            self._reports.append(np.where(known, [times, loads], np.nan))
-        self._steps += 1
-        if looks := self._steps % LOOK_STEPS == 0 and len(self._reports) > LOOK_STEPS:
-            self._look()
-        return looks
+        if not known.any():
+            return False
+        self._reports.append(np.where(known, [times, loads], np.nan))
+        self._num_new += 1
+        if self._num_new < LOOK_STEPS or len(self._reports) <= LOOK_STEPS:
+            return False
+        self._look()
+        self._num_new = 0
+        return True
 
     def _look(self) -> None:
         times, loads = np.stack(self._reports, axis=1)  # (steps, num_ranks)
@@ -79,15 +82,13 @@ class SpeedControl:
         if known.sum() < 2:
             return
         times, loads = times[:, known], loads[:, known]
-        self._sums.append(_sums_of_differences(times, loads))
-        count, xx, xy, yy = np.sum(self._sums, axis=0)
-        if len(times) < SLOW_STEPS or count < SLOW_STEPS or not xx > 0:
+        self._sums.append(_sums_of_differences(times, loads, self._num_new))
+        slope, error = _slope(np.concatenate(self._sums, axis=1))
+        if len(times) < SLOW_STEPS or slope is None:
             return
-        slope = xy / xx
-        error = _ERRORS * np.sqrt(max(yy - slope * xy, 0.0) / count / xx)
         target = self.speeds.copy()
         if slope - error > _FOLLOWS:
-            self.follows = min(float(slope), 1.0)
+            self.follows = min(slope, 1.0)
             target[known] = _speeds_to_end_together(times, loads, self.follows)
         elif slope + error < _FOLLOWS:
             target[:] = FASTEST
@@ -96,7 +97,8 @@ class SpeedControl:
     def _move(self, target: np.ndarray) -> None:
         """Change the speeds that are far from their target, and were so at the look before, until they are there."""
         off = target / self.speeds - 1.0
-        found = np.sign(off) * (np.abs(off) > _DIFFERENCE)
+        is_far = (np.abs(off) > _DIFFERENCE) | (target == FASTEST)  # a rank as fast as the fastest gets all of its work
+        found = np.sign(off) * is_far
         self._moves |= (found != 0) & (found == self._found)
         self._found = found
         limit = self.speeds // _CHANGE
@@ -104,20 +106,40 @@ class SpeedControl:
         self._moves &= self.speeds != target
 
 
-def _sums_of_differences(times: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    """Count, Σx², Σxy, Σy² of the latest differences between steps, x of loads and y of times ÷ their rank's median.
+def _sums_of_differences(times: np.ndarray, loads: np.ndarray, latest: int) -> np.ndarray:
+    """float64 `(2, steps)`: of the latest differences between steps Σx² and Σxy over the ranks.
+
+    x are of loads and y of times, each ÷ the median of its rank.
 
     Args:
         times: float64 `(steps, ranks)`, NaN where not known.
         loads: the same.
+        latest: how many differences, as far as there are so many.
     """
-    y, x = (np.diff(each[-LOOK_STEPS - 1 :] / _median(each), axis=0) for each in (times, loads))
-    known = ~np.isnan(y)
-    y, x = y[known], x[known]
-    if known.any():
-        usual = np.abs(y) <= np.abs(x) + 5 * np.median(np.abs(y))  # neither a pause nor a change of speed
-        y, x = y[usual], x[usual]
-    return np.array([len(y), x @ x, x @ y, y @ y])
+    y, x = (np.diff(each[-latest - 1 :] / _median(each), axis=0) for each in (times, loads))
+    far, near = np.abs(y), np.abs(x)
+    # NaN, pauses and changes of speed are left out.
+    usual = far <= near + 5 * np.nanmedian(far) if not np.isnan(far).all() else np.zeros_like(far, dtype=bool)
+    x, y = np.where(usual, x, 0.0), np.where(usual, y, 0.0)
+    return np.array([(x * x).sum(axis=1), (x * y).sum(axis=1)])
+
+
+def _slope(sums: np.ndarray) -> tuple[float | None, float]:
+    """The slope of y over x, and its error: `_ERRORS` standard errors; None while nothing shows it.
+
+    The ranks of a step may be disturbed alike, and neighbouring differences share a step. So the error is that of
+    steps as clusters (Liang and Zeger 1986) with neighbours' products (Newey and West 1987).
+
+    Args:
+        sums: float64 `(2, n)`, of each difference between steps Σx² and Σxy.
+    """
+    xx, xy = sums
+    if len(xx) < SLOW_STEPS or not xx.sum() > 0:
+        return None, np.inf
+    slope = xy.sum() / xx.sum()
+    scores = xy - slope * xx
+    variance = scores @ scores + max(0.0, 2 * scores[1:] @ scores[:-1])
+    return float(slope), float(_ERRORS * np.sqrt(variance) / xx.sum())
 
 
 def _speeds_to_end_together(times: np.ndarray, loads: np.ndarray, follows: float) -> np.ndarray:

@@ -208,6 +208,7 @@ class StepMeter:
                 means[name] = [statistics.fmean(each) if each else None for each in of_ranks]
         return means
 
+
 class StatsMean:
     """Means of the shuffler's numbers over steps."""
 
