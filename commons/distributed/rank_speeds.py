@@ -89,7 +89,7 @@ class RankSpeeds:
         settle: makes a number of this rank the same on its tensor-parallel peers; counts its calls.
 
     Attributes:
-        to_plan_with: int64 `(num_ranks,)`, as of the latest step; None before, and unless "measured".
+        to_plan_with: int64 `(num_ranks,)`, as of the latest step; None for equal ones, and unless "measured".
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class RankSpeeds:
         if self._control is not None:
             self._control.speeds, self._times.speeds = speeds, speeds.tolist()
             if self._option == "measured":
-                self.to_plan_with = speeds
+                self.to_plan_with = None if (speeds == speeds[0]).all() else speeds
             found = {"speeds": tuple(self._times.speeds), "speed_saving": self._control.saving}
             if self._control.take(busy_ns, loads):
                 self._found = int(self._control.speeds[self._rank])
