@@ -172,6 +172,17 @@ def _balancing(report: RunReport) -> str:
     return "observed" if report.balancing == "observed" else "no"
 
 
+def _speeds(report: RunReport) -> str:
+    if not report.gain.speeds:
+        return ""
+    least, more = report.given_less[:1], len(report.given_less) - 1
+    named = "".join(f", rank {each.rank} at {each.speed:.2f}" for each in least) + (
+        f", {more} more" if more > 0 else ""
+    )
+    would = " if measured" if setting(report.log.config, "trainer.shuffler.speeds") == "observe" else ""
+    return f"{report.gain.speeds:.1%}{would}{named}"
+
+
 def _part(name: str) -> _Cell:
     """A cell: a part of a step, and its share."""
 
@@ -211,6 +222,7 @@ _SECTIONS: Mapping[str, Mapping[str, _Cell]] = {
         "  possible": _of("gain", "possible", "{:.2f}×"),
         "speed-up of a step, measured": _of("gain", "step", "{:.2f}×"),
         "  by the calibration": _of("gain", "predicted_step", "{:.2f}×"),
+        "saved by speeds, of own work": _speeds,
         "tokens moved": _if_moved(_of("gain", "token_fraction_moved", "{:.1%}")),
         "kB sent by rank 0 in a step": _if_moved(
             lambda report: format_number("{:,.1f}", (report.gain.bytes_sent or 0) / 1e3)

@@ -8,10 +8,9 @@ earlier batches compute. `finish_shuffle` takes the same batch on its device, ri
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -182,25 +181,41 @@ class BaseTaskBalancedBatchShuffler(ABC):
     def report_step_time(
         self, milliseconds: float, stats: ShuffleStats | None, pg_group: dist.ProcessGroup | None = None
     ) -> None:
-        """Report how long this rank's own work on a batch took, for `rank_speeds` and the warning of a slow rank.
+        """Report how long this rank's own work on a batch took, for `speeds`, `rank_speeds` and warnings of slow ranks.
 
         What counts is a part of the step that waits for no other rank and takes time by the load: the forward pass of
         the dense layers, say, timed by CUDA events that have passed. The time of a whole step shows nothing, since in
         collective training all ranks take as long as the slowest. The report travels with a later batch; ranks may
-        report every step or some, and no plan depends on it.
+        report every step or some.
 
         Args:
-            milliseconds: positive.
+            milliseconds: positive, and less than an hour: any other time is dropped, with one warning.
             stats: of the batch, such as the pipeline's `last_stats` after it was trained; None has no effect.
             pg_group: the group, if not the shuffler's own.
 
         Raises:
-            ValueError: not a positive number.
+            ValueError: not a number.
         """
-        if not (isinstance(milliseconds, numbers.Real) and 0 < milliseconds < math.inf):
+        if not isinstance(milliseconds, numbers.Real):
             raise ValueError(f"milliseconds is {milliseconds!r}; a step takes a positive number of them: correct it")
         if stats is not None:
             self.engine.report_step_time(float(milliseconds), stats, pg_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint should keep of the shuffler: the speeds of the ranks; any rank's will do."""
+        return {"speeds": self.engine.step_times.speeds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the speeds of an earlier run, before the first shuffle; other numbers of ranks begin anew.
+
+        Args:
+            state: of `state_dict`, the same on all ranks.
+
+        Raises:
+            RuntimeError: the shuffler has shuffled.
+            ValueError: speeds that are no integers.
+        """
+        self.engine.step_times.load(state.get("speeds", []))
 
     @property
     def last_stats(self) -> ShuffleStats | None:

@@ -77,6 +77,7 @@ class ShuffleEngine:
 
     Attributes:
         costs: what the shuffler says of rows.
+        step_times: of this rank's own work; the speeds that follow from those of all.
         starters: what may start shuffles.
         read_stats: gives the stats of the batch that was finished last.
         num_cap_exceeded: batches in which no plan could keep the token cap.
@@ -86,7 +87,7 @@ class ShuffleEngine:
         self, shuffler: BaseTaskBalancedBatchShuffler, pg_group: dist.ProcessGroup | None, has_groups: bool
     ) -> None:
         self.costs = RowCosts(shuffler, has_groups)
-        self._step_times = StepTimes()
+        self.step_times = StepTimes()
         self.starters: list[Starter] = []
         self.read_stats: Callable[[], ShuffleStats | None] = no_stats
         self.num_cap_exceeded = 0
@@ -320,7 +321,7 @@ class ShuffleEngine:
     def report_step_time(self, milliseconds: float, stats: ShuffleStats, pg_group: dist.ProcessGroup | None) -> None:
         """See `BaseTaskBalancedBatchShuffler.report_step_time`."""
         group = self._group(pg_group)
-        self._step_times.add(milliseconds, stats.loads_after[0 if group is None else dist.get_rank(group)])
+        self.step_times.add(milliseconds, stats.loads_after[0 if group is None else dist.get_rank(group)])
 
     def _require_open(self) -> None:
         """Raise RuntimeError once the shuffler is closed or aborted."""
@@ -365,7 +366,7 @@ class ShuffleEngine:
                 calibrated=self.costs.calibrated,
                 token_features=self.costs.token_features,
                 has_groups=self.costs.has_groups,
-                step_times=self._step_times,
+                step_times=self.step_times,
                 window=window,
             )
         return session

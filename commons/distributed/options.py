@@ -14,6 +14,8 @@ from commons.perf_model.partitioner import METHODS
 
 Mode = Literal["balance", "observe", "off"]
 Transport = Literal["auto", "all_to_all", "all_gather"]
+Speeds = Literal["equal", "observe", "measured"]
+SPEED_METHODS = ("refined", "lpt")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class ShufflerOptions:
             where no plan keeps it, the one exceeding it least is taken.
         min_gain: when less than this fraction of the largest load would be gained, nobody moves; 0 switches that off.
         calibration: a file of `evenrank calibrate`; workloads are then measured times instead of operations. None: off.
+        speeds: "equal" gives all ranks equal loads, "measured" gives a slow rank less (`report_step_time`), "observe"
+            reports what that would gain.
         timeout: seconds after which a rank that does not take part is reported.
         verify: compare a checksum of every row before and after; for debugging, it waits for the device.
 
@@ -49,6 +53,7 @@ class ShufflerOptions:
     max_tokens_per_rank: int | None = None
     min_gain: float = 0.0
     calibration: str | None = None
+    speeds: Speeds = "equal"
     timeout: float = 600.0
     verify: bool = False
 
@@ -63,6 +68,12 @@ class ShufflerOptions:
         _require_one_of("mode", self.mode, get_args(Mode))
         _require_one_of("partitioner", self.partitioner, sorted(METHODS))
         _require_one_of("transport", self.transport, get_args(Transport))
+        _require_one_of("speeds", self.speeds, get_args(Speeds))
+        if self.speeds == "measured" and self.partitioner not in SPEED_METHODS:
+            raise ValueError(
+                f"speeds is 'measured' and partitioner is {self.partitioner!r}, which makes equal loads; "
+                f"{' and '.join(SPEED_METHODS)} follow speeds: choose one of these, or speeds='equal'"
+            )
         _require_range("slack", self.slack, 0.0, 1.0)
         _require_range("min_gain", self.min_gain, 0.0, 1.0)
         if isinstance(self.timeout, bool) or not (isinstance(self.timeout, (int, float)) and 0 < self.timeout <= 1e9):

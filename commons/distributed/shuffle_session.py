@@ -22,7 +22,7 @@ from commons.distributed.errors import attempt
 from commons.distributed.local_rows import LocalRows, counted_keys, message_of
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
-from commons.distributed.peer_calibration import require_equal_among_peers
+from commons.distributed.peer_calibration import require_equal_among_peers, slowest_of_peers
 from commons.distributed.rank_speeds import RankSpeeds, StepTimes
 from commons.distributed.row_exchange import RowExchange
 from commons.distributed.schema_agreement import agree_on_schema
@@ -54,7 +54,7 @@ class ShuffleSession:
         calibrated: turns workloads into times; None where they are operations.
         token_features: keys that count as tokens; None for all but the labels'.
         has_groups: whether the rows of a batch have groups.
-        step_times: of this rank's own work, which travel with the comparison of plans.
+        step_times: of this rank's own work, which travel with the comparison of plans, and what follows from all.
         window: most batches of a rank that are planned together. Given, rows are exchanged on the host, by the worker
             thread and over the group that it plans with; None: batch by batch, over a group of their own.
     """
@@ -74,7 +74,7 @@ class ShuffleSession:
         self.channel = channel
         self.steps = 0
         self._options, self._shuffler_type, self._window = options, shuffler_type, window
-        self._calibrated, self._token_features, self._step_times = calibrated, token_features, step_times
+        self._calibrated, self._token_features = calibrated, token_features
         self._has_groups = has_groups
         self._units_per_ms = None if calibrated is None else calibrated.units_per_ms
         on_host = window is not None
@@ -87,7 +87,8 @@ class ShuffleSession:
         self._planner: ShufflePlanner | None = None
         self._alike: BatchSchema | None = None  # that of an own batch, which was found to be the agreed one
         self._counted: np.ndarray | None = None  # the keys that count as tokens
-        self._speeds = RankSpeeds(channel.members, warns=channel.rank == 0)
+        settle = functools.partial(slowest_of_peers, channel.generation, options.timeout / 2)
+        self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds, settle)
         self._pins = self._has_warned_of_end = False  # pinned are index arrays, where batches are trained on CUDA
 
     @property
@@ -162,8 +163,8 @@ class ShuffleSession:
             bytes_sent=exchange.bytes_sent,
             ranks_per_node=self._options.ranks_per_node,
             units_per_ms=self._units_per_ms,
-            lookups=reports[:, 2:],
-            rank_speeds=self._speeds.look(step, reports[:, 0], reports[:, 1]),
+            lookups=reports[:, 3:],
+            speeds=self._speeds.look(step * (self._window or 1), *reports[:, :3].T),
         )
         return PreparedShuffle(schema, channel.rank, 0, steps, plan, exchange, describe)
 
@@ -292,7 +293,7 @@ class ShuffleSession:
         """The plan, and this rank's part of it; or an error, such as too little memory."""
         try:
             planner = self._planner = self._planner or self._make_planner(layout)
-            plan = planner.plan_messages(messages, self._capacity)
+            plan = planner.plan_messages(messages, self._capacity, self._speeds.to_plan_with)
             return plan, None if plan is None else RowExchange.of(planner, layout, self.channel.world_size), None
         except Exception as error:
             return None, None, error
@@ -355,13 +356,14 @@ class ShuffleSession:
         """Stop, on all ranks, if one of them has failed or the ranks did not make the same plan.
 
         Returns:
-            int64 `(world_size, 2 + 2 · steps)`, what the stats need of each rank beside the plan: nanoseconds and load
-            of its own work on an earlier batch, and the embedding lookups of each step before and after.
+            int64 `(world_size, 3 + 2 · steps)`, what the stats need of each rank beside the plan: nanoseconds and load
+            of its own work on an earlier batch, its speed, and the embedding lookups of each step before and after.
         """
         before = [each.lookups for each in local] + [0] * (steps - len(local))
         after = [0] * steps if exchange is None else exchange.lookups
-        numbers = [0 if plan is None else plan.digest(), *self._step_times.take(), *before, *after]
-        table = self.channel.agree("comparison of plans", {}, error, numbers, step)
+        report, problem = attempt(self._speeds.report)
+        numbers = [0 if plan is None else plan.digest(), *(report or (0, 0, 0)), *before, *after]
+        table = self.channel.agree("comparison of plans", {}, error or problem, numbers, step)
         digests = table[:, 0]
         if (digests == digests[0]).all():
             return table[:, 1:]

@@ -6,13 +6,13 @@ docs/stats.md is the table of them for readers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from commons.perf_model.loads import imbalance
+from commons.perf_model.loads import imbalance, ranks_of_fastest, times_of
 from commons.perf_model.shuffle_plan import ShufflePlan
 
 
@@ -23,6 +23,9 @@ class ShuffleStats:
     Loads are in operations or, with a calibration, in its unit of time. In mode "observe" `largest_load_after`,
     `imbalance_after`, `optimality_gap` and the savings are those of the plan that was not carried out. A gated step
     saves nothing, and is reported so.
+
+    With `speeds="measured"`, `largest_load_*`, `imbalance_*`, `lower_bound` and the savings are of times: a load counts
+    as what the fastest rank does in the time that its own rank takes for it.
 
     Where a window of batches was planned together, "before" is of the step's place in the window as the batches were
     loaded, "after" of the step that is trained there: other rows, so that only sums over the window compare. Its bound,
@@ -66,6 +69,11 @@ class ShuffleStats:
     # float `(num_ranks,)`, load per millisecond of each rank's own work, as it has last been reported
     # (`report_step_time`), for an earlier batch; None where it is not known.
     rank_speeds: tuple[float | None, ...] = ()
+    # int64 `(num_ranks,)`, the work that each rank should get, 1024 for the fastest, as known with this batch; with
+    # `speeds="measured"` the next plan follows it. Empty with "equal".
+    speeds: tuple[int, ...] = ()
+    # The part of the slowest rank's own work that loads by these speeds take away; None with "equal".
+    speed_saving: float | None = None
     step_ms: float | None = None  # the step that trained the batch; None until the training loop has measured it
     # The load that balancing takes away, at the milliseconds per load that the steps of this run have shown; None until
     # the training loop has seen enough of them.
@@ -74,7 +82,7 @@ class ShuffleStats:
     @property
     def largest_load_trained(self) -> int:
         """Load of the fullest rank as the batch is trained: before balancing where nothing moved."""
-        return max(self.loads_after, default=0)
+        return self.largest_load_before if self.loads_after == self.loads_before else self.largest_load_after
 
     def carried_out(self, wait_ms: float, exchange_ms: float) -> ShuffleStats:
         """The stats with the times of the main thread, which waited for the plan and exchanged rows."""
@@ -106,17 +114,20 @@ class WindowStats:
     wait_ms: float  # how long the pipeline waited for the window
 
     @classmethod
-    def of(cls, number: int, stats: Sequence[ShuffleStats], read_ms: float) -> WindowStats:
+    def of(
+        cls, number: int, stats: Sequence[ShuffleStats], read_ms: float, speeds: np.ndarray | None = None
+    ) -> WindowStats:
         """From the stats of its steps, at least one, before anybody has waited for it.
 
         Args:
             number: of the window.
             stats: of all its steps.
             read_ms: as in the class.
+            speeds: int64 `(num_ranks,)`, that the window was planned with; None for equal ones.
         """
         loads = sum(sum(each.loads_before) for each in stats)
         tokens = sum(each.num_tokens for each in stats)
-        ranks, first = len(stats[0].loads_before), stats[0]
+        ranks, first = ranks_of_fastest(len(stats[0].loads_before), speeds), stats[0]
 
         def over_mean(largest: int) -> float:
             return largest * ranks / loads - 1.0 if loads else 0.0
@@ -152,7 +163,7 @@ def stats_of_plan(
     ranks_per_node: int | None = None,
     units_per_ms: int | None = None,
     lookups: np.ndarray | None = None,
-    rank_speeds: tuple[float | None, ...] = (),
+    speeds: Mapping[str, Any] | None = None,
 ) -> tuple[ShuffleStats, ...]:
     """Stats of a plan that is about to be carried out, one for each of its steps, in order.
 
@@ -168,12 +179,12 @@ def stats_of_plan(
         units_per_ms: loads per millisecond, if they are times.
         lookups: int64 `(num_ranks, 2 · steps)`, embedding lookups of each step before, then of each step after; None
             where they are not known.
-        rank_speeds: as in the class.
+        speeds: `rank_speeds`, `speeds` and `speed_saving`, as in the class.
     """
-    steps = plan.gathered.steps
+    steps, in_force = plan.gathered.steps, plan.speeds
     befores, afters = _by_step(plan.loads_before, steps), _by_step(plan.loads_after, steps)
     told = afters if plan.gated else _by_step(plan.loads_planned, steps)
-    largest_before, largest_told = ([max(loads, default=0) for loads in each] for each in (befores, told))
+    largest_before, largest_told = ([_longest(loads, in_force) for loads in each] for each in (befores, told))
     before, after = sum(largest_before), sum(largest_told)
     looked_up = np.zeros((0, 2 * steps), dtype=np.int64) if lookups is None else lookups
     num_rows, num_tokens, rows_moved, tokens_moved, rows_crossed, tokens_crossed = plan.moved.tolist()
@@ -182,8 +193,8 @@ def stats_of_plan(
         ShuffleStats(
             step=step + index,
             window=steps,
-            imbalance_before=imbalance(befores[index]),
-            imbalance_after=imbalance(told[index]),
+            imbalance_before=imbalance(befores[index], in_force),
+            imbalance_after=imbalance(told[index], in_force),
             largest_load_before=largest_before[index],
             largest_load_after=largest_told[index],
             lower_bound=plan.lower_bound // steps,
@@ -212,10 +223,16 @@ def stats_of_plan(
             lookups_after=tuple(looked_up[:, steps + index].tolist()),
             lookup_imbalance_before=imbalance(looked_up[:, index]),
             lookup_imbalance_after=imbalance(looked_up[:, steps + index]),
-            rank_speeds=rank_speeds,
+            **(speeds or {}),
         )
         for index in range(steps)
     )
+
+
+def _longest(loads: list[int], speeds: np.ndarray | None) -> int:
+    """The largest load; with speeds, the longest time, in loads of the fastest rank."""
+    of_ranks = loads if speeds is None else times_of(np.array(loads, dtype=np.int64), speeds).tolist()
+    return max(of_ranks, default=0)
 
 
 def _by_step(loads: np.ndarray, steps: int) -> list[list[int]]:

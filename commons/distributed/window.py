@@ -190,7 +190,8 @@ def shuffle_window(
     results = attach_global_batches(results, prepared, session.channel.members)
     exchange_ms = (time.perf_counter() - started) * 1e3 / len(results)
     stats = [replace(each, exchange_ms=exchange_ms) for each in prepared.describe()]
-    return ShuffledWindow(results, list(stats), WindowStats.of(step, stats, read_ms))
+    speeds = None if prepared.plan is None else prepared.plan.speeds
+    return ShuffledWindow(results, list(stats), WindowStats.of(step, stats, read_ms, speeds))
 
 
 def _are_pinned(schema: BatchSchema, batches: list[Any]) -> bool:

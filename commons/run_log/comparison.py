@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from commons.run_log.files import flat
-from commons.run_log.reading import RunLog
+from commons.run_log.reading import RunLog, setting
 from commons.run_log.report import RunReport, ratio
 from commons.run_log.standard_error import with_errors
 
@@ -147,6 +147,8 @@ def _compare(base: RunReport, other: RunReport) -> RunComparison:
 
 
 def _largest_trained(report: RunReport) -> float | None:
+    if setting(report.log.config, "trainer.shuffler.speeds") == "measured":
+        return None  # times of ranks, which other runs do not have
     return report.log.mean(f"largest_load_{'after' if report.balancing == 'balanced' else 'before'}")
 
 

@@ -53,6 +53,8 @@ class Gain:
     bytes_sent: float | None  # of a step, by rank 0
     lookups_before: float | None  # most embedding lookups of a rank ÷ mean − 1, as loaded
     lookups_after: float | None  # the same as trained
+    # Fraction of the slowest rank's own work that loads by the ranks' speeds save, or where observed would save.
+    speeds: float | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Background:
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """A slow rank: `speed` is its load per millisecond divided by the median of the others."""
+    """A slow rank, and its speed: load per millisecond ÷ median of the others, or share of the fastest rank's work."""
 
     rank: int
     speed: float
@@ -90,6 +92,7 @@ class RunReport:
     time_fit: TimeFit | None  # None where the log does not know
     background: Background | None  # None without a shuffler that looks at the rows
     slow_ranks: tuple[RankSpeed, ...]  # the slowest first
+    given_less: tuple[RankSpeed, ...]  # ranks with less work than the fastest, by `speeds` at the end, the least first
     loss: float | None  # of the last line
     evaluation: Mapping[str, float]  # the last one; empty for none
 
@@ -113,6 +116,7 @@ class RunReport:
             time_fit=time_fit_of(log, as_loaded=balancing != "balanced"),
             background=_background_of(log, window),
             slow_ranks=_slow_ranks(log),
+            given_less=_given_less(log),
             loss=None if np.isnan(loss) else loss,
             evaluation=log.evaluations[-1][1] if log.evaluations else {},
         )
@@ -125,7 +129,8 @@ class RunReport:
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON, with None for what is not known."""
         content = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "log"}
-        content["slow_ranks"] = [dataclasses.asdict(each) for each in self.slow_ranks]
+        for name in ("slow_ranks", "given_less"):
+            content[name] = [dataclasses.asdict(each) for each in content[name]]
         content["step_time_ms"] = content.pop("step_time")
         for name, value in content.items():
             if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -190,6 +195,7 @@ def _gain_of(log: RunLog, balancing: Balancing, step_time: StepTime | None) -> G
         bytes_sent=log.mean("bytes_sent"),
         lookups_before=log.mean("lookup_imbalance_before"),
         lookups_after=log.mean("lookup_imbalance_after"),
+        speeds=log.mean("speed_saving"),
     )
 
 
@@ -223,6 +229,14 @@ def _slow_ranks(log: RunLog) -> tuple[RankSpeed, ...]:
     often = np.flatnonzero(measured >= SLOW_STEPS)
     slow = [RankSpeed(rank, float(np.nanmedian(relative[:, rank]))) for rank in often.tolist()]
     return tuple(sorted((each for each in slow if each.speed < 1 / SLOW), key=lambda each: each.speed))
+
+
+def _given_less(log: RunLog) -> tuple[RankSpeed, ...]:
+    """Ranks below the fastest, by the last line that has the speeds of plans."""
+    known = [speeds for speeds in log.of_ranks.get("speeds", ()) if speeds is not None]
+    shares = known[-1] / known[-1].max() if known else np.ones(0)
+    less = [RankSpeed(rank, share) for rank, share in enumerate(shares.tolist()) if share < 1]
+    return tuple(sorted(less, key=lambda each: each.speed))
 
 
 def _relative_speeds(speeds: np.ndarray) -> np.ndarray:

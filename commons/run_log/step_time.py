@@ -106,10 +106,11 @@ def time_fit_of(log: RunLog, *, as_loaded: bool) -> TimeFit | None:
         log: of the run.
         as_loaded: whether rows are trained where they were loaded.
     """
-    lines = zip(log.timed, log.of_ranks.get("loads_after", ()), log.of_ranks.get("own_ms", ()))
+    none = (None,) * len(log.step)
+    lines = zip(log.timed, *(log.of_ranks.get(name, none) for name in ("loads_after", "own_ms", "speeds")))
     of_ranks = [
-        np.stack([load, own])
-        for is_timed, load, own in lines
+        np.stack([load if speeds is None else load * speeds.max() / speeds, own])  # of a slow rank, what it takes
+        for is_timed, load, own, speeds in lines
         if is_timed and load is not None and own is not None and len(load) == len(own)
     ]
     if of_ranks:

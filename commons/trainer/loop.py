@@ -133,6 +133,7 @@ class TrainingLoop:
             device=device,
             order=self._data.order(),
             loss_scaler=loss_scaler,
+            shuffler=shuffler,
         )
         self._stop = StopSignal(enabled=self._checkpoints.saves, timeout=args.shuffler.timeout)
         if self._checkpoints.saves:

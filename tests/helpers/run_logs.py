@@ -74,7 +74,7 @@ def make_steps(count=60, ranks=4, rows=8, seed=0, balances=True, speeds=None, si
     return steps
 
 
-LISTS = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds", "own_ms")
+LISTS = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds", "speeds", "own_ms")
 
 
 def line_of(steps, knows_slope=True):

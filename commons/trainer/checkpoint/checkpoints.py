@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.trainer.checkpoint.folder import (
     DIGEST_BYTES,
     STATE_FILE,
@@ -79,6 +80,7 @@ class Checkpointer:
         device: of this rank.
         order: what decides the order of the data, JSON-ready; another one than a checkpoint's is warned of.
         loss_scaler: whose scale is saved and, where the checkpoint has one, loaded; None for no scale.
+        shuffler: whose state is saved and loaded; None for none.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Checkpointer:
         device: torch.device,
         order: Mapping[str, Any] | None = None,
         loss_scaler: LossScaler | None = None,
+        shuffler: BaseTaskBalancedBatchShuffler | None = None,
     ) -> None:
         self.folder = Path(args.ckpt_save_dir)  # to save to
         self.saves = args.ckpt_save_interval > 0  # whether the run saves
@@ -101,7 +104,7 @@ class Checkpointer:
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._device = device
         self._order = dict(order or {})
-        self._loss_scaler = loss_scaler
+        self._loss_scaler, self._shuffler = loss_scaler, shuffler
         self._loaded_from: Path | None = None
         # Found to be damaged when this run wanted to load them; rank 0 keeps them.
         self._damaged: list[Path] = []
@@ -215,6 +218,8 @@ class Checkpointer:
         self._loaded_from = chosen
         if self._loss_scaler is not None and state.get("loss_scaler"):
             self._loss_scaler.load_state_dict(state["loss_scaler"])
+        if self._shuffler is not None:
+            self._shuffler.load_state_dict(state.get("shuffler") or {})
         return TrainProgress(**{"rows": None} | state["progress"])
 
     def _load_from(self, path: Path, digests: Mapping[str, str]) -> str:
@@ -300,6 +305,7 @@ class Checkpointer:
             "fingerprint": self._fingerprint,
             "order": self._order,
             "loss_scaler": None if self._loss_scaler is None else self._loss_scaler.state_dict(),
+            "shuffler": None if self._shuffler is None else self._shuffler.state_dict(),
         }
 
     def _on_rank_0(self, work: Any) -> str:

@@ -23,7 +23,8 @@ from commons.trainer.ranks.collectives import all_reduce
 SNAPSHOTS = ("loads_before", "loads_after", "lookups_before", "lookups_after")
 # Of more ranks than this, lines would be mostly these: every so many lines have them.
 _MANY_RANKS, _EVERY = 256, 10
-PER_RANK = (*SNAPSHOTS, "rank_speeds")
+SPEEDS = ("rank_speeds", "speeds")
+PER_RANK = (*SNAPSHOTS, *SPEEDS)
 # Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
 AVERAGED = [
     field.name for field in dataclasses.fields(ShuffleStats) if field.name not in ("step", "step_ms", *PER_RANK)
@@ -107,16 +108,12 @@ class StepMeter:
     def take(self) -> dict[str, Any]:
         """Numbers of the steps since the last call; empty without steps. Called on all ranks together.
 
-        `rank_speeds`, where ranks have reported their own work, is a list.
+        `rank_speeds` and `speeds`, where they are known, are lists.
         """
         step_ms = self._clock.take()
         if not step_ms:
             return {}
         sums, total_ms = self._sums.all_reduce(self._device), sum(step_ms)
-        # The mean of every rank, None where it is not known.
-        said = zip(*(stats.rank_speeds for stats in self._stats if stats is not None))
-        known = [[speed for speed in speeds if speed is not None] for speeds in said]
-        speeds = [statistics.fmean(each) if each else None for each in known]
         numbers: dict[str, Any] = {
             "loss": sums.mean_loss,
             "tokens_per_s": sums.tokens / total_ms * 1e3,
@@ -125,7 +122,7 @@ class StepMeter:
             **self._rates(sums.flops, total_ms),
             **self._imbalance(),
             **self._shuffle(step_ms),
-            **({"rank_speeds": speeds} if any(speed is not None for speed in speeds) else {}),
+            **self._speeds(),
         }
         self._details = self._describe(step_ms)
         self._sums, self._stats, self._step_flops = StepSums(), [], []
@@ -200,6 +197,16 @@ class StepMeter:
             mean.add(stats)
             self._mean_stats.add(stats)
         return mean.means()
+
+    def _speeds(self) -> dict[str, list[float | None]]:
+        """Mean speeds of every rank since the last line, None where one is not known; nothing where none is."""
+        means = {}
+        for name in SPEEDS:
+            said = [getattr(stats, name) for stats in self._stats if stats is not None]
+            of_ranks = [[speed for speed in speeds if speed is not None] for speeds in zip(*said)]
+            if any(of_ranks):
+                means[name] = [statistics.fmean(each) if each else None for each in of_ranks]
+        return means
 
 
 class StatsMean:

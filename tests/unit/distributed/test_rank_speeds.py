@@ -12,6 +12,15 @@ from commons.distributed.rank_speeds import RankSpeeds, StepTimes, over_explaine
 SLOWER = 1.5
 
 
+def equal(num_ranks, first=0):
+    """Speeds of ranks that are not measured, as the first of them sees them."""
+    return RankSpeeds(range(first, first + num_ranks), 0, StepTimes())
+
+
+def look(speeds, step, busy_ns, loads):
+    return speeds.look(step, np.asarray(busy_ns), np.asarray(loads), np.zeros(len(loads), np.int64))["rank_speeds"]
+
+
 def steps_of(rng, ranks, balanced, steps):
     """Loads of every step, lognormal lengths; shared out evenly, or as they come."""
     for _ in range(steps):
@@ -34,42 +43,42 @@ def named_in(caplog):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_skewed_lengths_alone_name_nobody(caplog, seed, ranks):
-    rng, speeds = np.random.default_rng(seed), RankSpeeds(range(ranks), warns=True)
+    rng, speeds = np.random.default_rng(seed), equal(ranks)
     favoured = rng.uniform(0.3, 3.0, ranks)  # ranks whose users are longer in every step
     for step, loads in enumerate(steps_of(rng, ranks, balanced=False, steps=300)):
         loads = (loads * favoured).astype(np.int64)
-        speeds.look(step, times_of(rng, loads, slow=[]), loads)
+        look(speeds, step, times_of(rng, loads, slow=[]), loads)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("ranks", [2, 4, 64])
 def test_a_slow_rank_is_named_once_and_within_fifty_steps(caplog, seed, ranks):
-    rng, speeds = np.random.default_rng(seed), RankSpeeds(range(100, 100 + ranks), warns=True)
+    rng, speeds = np.random.default_rng(seed), equal(ranks, first=100)
     began, slow = int(rng.integers(0, 60)), int(rng.integers(ranks))
     for step, loads in enumerate(steps_of(rng, ranks, balanced=True, steps=200)):
-        told = speeds.look(step, times_of(rng, loads, slow=[slow] if step >= began else []), loads)
+        told = look(speeds, step, times_of(rng, loads, slow=[slow] if step >= began else []), loads)
     ((rank, at),) = named_in(caplog)
     assert rank == 100 + slow and began <= at < began + 50
     assert told[slow] < 0.9 * np.median([speed for each, speed in enumerate(told) if each != slow])
 
 
 def test_an_episode_ends_and_another_one_is_named_again(caplog):
-    rng, speeds = np.random.default_rng(0), RankSpeeds(range(4), warns=True)
+    rng, speeds = np.random.default_rng(0), equal(4)
     for step, loads in enumerate(steps_of(rng, 4, balanced=True, steps=300)):
-        speeds.look(step, times_of(rng, loads, slow=[2] if step < 100 or step >= 200 else []), loads)
+        look(speeds, step, times_of(rng, loads, slow=[2] if step < 100 or step >= 200 else []), loads)
     assert [rank for rank, _ in named_in(caplog)] == [2, 2]
     assert "rank 2 is slow: at step" in caplog.text and "times what its load explains" in caplog.text
 
 
 def test_who_has_not_said_is_not_known(caplog):
     caplog.set_level(logging.WARNING)
-    speeds = RankSpeeds(range(3), warns=True)
-    assert speeds.look(0, np.zeros(3, np.int64), np.zeros(3, np.int64)) == (None, None, None)
-    assert speeds.look(1, np.array([1_000_000, 0, 4_000_000]), np.array([10, 0, 20])) == (10.0, None, 5.0)
+    speeds = equal(3)
+    assert look(speeds, 0, [0, 0, 0], [0, 0, 0]) == (None, None, None)
+    assert look(speeds, 1, [1_000_000, 0, 4_000_000], [10, 0, 20]) == (10.0, None, 5.0)
     for step in range(2, 60):  # the second rank never says; the third did for a few steps
         known = int(step < 12)
-        speeds.look(step, np.array([1_000_000, 0, 9_000_000 * known]), np.array([10, 0, 10 * known]))
+        look(speeds, step, [1_000_000, 0, 9_000_000 * known], [10, 0, 10 * known])
     assert not caplog.records
 
 
@@ -85,3 +94,95 @@ def test_a_larger_load_explains_a_longer_time():
     time, load = np.array([10.0, 30.0, 12.0]), np.array([1.0, 3.0, 1.0])
     assert over_explained(time, load, np.array([True, True, True])).max() < 1.25
     assert np.isnan(over_explained(time, load, np.array([True, False, True]))).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("milliseconds", [0.0, -1.0, float("nan"), float("inf"), 3.6e6])
+def test_a_time_that_is_none_is_dropped_with_one_warning(caplog, milliseconds):
+    times = StepTimes()
+    times.add(milliseconds, 10)
+    times.add(2.0, 20)
+    times.add(milliseconds, 10)
+    assert times.take() == (2_000_000, 20)
+    (record,) = caplog.records
+    assert f"a step time of {milliseconds} ms is dropped" in record.getMessage()
+
+
+class Group:
+    """Ranks whose numbers are gathered as the shuffler does it, without processes."""
+
+    def __init__(self, num_ranks, option="measured", begin=(), settle=None):
+        self.times = [StepTimes() for _ in range(num_ranks)]
+        for each in self.times:
+            each.load(list(begin))
+        arguments = () if settle is None else (settle,)
+        self.ranks = [RankSpeeds(range(num_ranks), r, t, option, *arguments) for r, t in enumerate(self.times)]
+        self.step = 0
+        self.rng = np.random.default_rng(0)
+
+    def run(self, steps, slow=None, factor=1.5, reports=True):
+        """Steps with loads by the speeds in force; what the first rank's stats have of the last one."""
+        for _ in range(steps):
+            table = np.array([each.report() for each in self.ranks])
+            found = [each.look(self.step, *table.T) for each in self.ranks]
+            speeds = self.ranks[0].to_plan_with
+            shares = np.ones(len(self.ranks)) if speeds is None else speeds / speeds.mean()
+            loads = shares * 1e6 * self.rng.uniform(0.5, 1.5)
+            for rank, (times, load) in enumerate(zip(self.times, loads)):
+                if reports:
+                    times.add(load / 1e5 * (factor if rank == slow else 1.0), round(load))
+            self.step += 1
+            assert all(each == found[0] for each in found)
+        return found[0]
+
+
+def test_a_slow_rank_gets_less_by_the_numbers_that_all_ranks_have():
+    group = Group(4)
+    assert group.run(1)["speeds"] == (1024,) * 4
+    found = group.run(100, slow=2)
+    assert found["speeds"] == (1024, 1024, 683, 1024)  # 1024 ÷ 1.5, since these times have no fixed part
+    assert [each.to_plan_with.tolist() for each in group.ranks] == [list(found["speeds"])] * 4
+    assert found["speed_saving"] == pytest.approx(1 - 1 / (1.5 * np.mean([1, 1, 1 / 1.5, 1])), abs=2e-3)
+    assert group.run(150)["speeds"] == (1024,) * 4 and group.ranks[0].to_plan_with is None
+
+
+def test_observed_speeds_are_found_and_plan_nothing():
+    group = Group(2, "observe")
+    found = group.run(100, slow=1, factor=1.25)
+    assert found["speeds"] == (1024, 819) and found["speed_saving"] == pytest.approx(1 - 0.8 / 0.9, abs=2e-3)
+    assert group.ranks[0].to_plan_with is None
+    assert "speeds" not in Group(2, "equal").run(1)
+
+
+def test_speeds_of_an_earlier_run_are_in_force_from_the_first_table_on():
+    assert Group(2, begin=[1024, 700]).run(1)["speeds"] == (1024, 700)
+    assert Group(3, begin=[1024, 700]).run(1)["speeds"] == (1024,) * 3
+    times = StepTimes()
+    with pytest.raises(ValueError, match="speeds is \\[0.5\\]; they are integers"):
+        times.load([0.5])
+    RankSpeeds(range(2), 0, times, "measured")
+    with pytest.raises(RuntimeError, match="has shuffled"):
+        times.load([1024, 700])
+
+
+def test_peers_are_asked_at_the_same_steps_whatever_ranks_report():
+    calls = []
+
+    def settle(number, count):
+        calls.append((group.step, count))
+        return min(number, 900)
+
+    group = Group(1, settle=settle)
+    group.run(12, reports=False)
+    assert calls == [(0, 0), (5, 1), (10, 2)] and group.run(1)["speeds"] == (900,)
+
+
+@pytest.mark.parametrize("option", ["measured", "observe"])
+def test_a_pipeline_that_reports_no_time_is_warned_of_once(caplog, option):
+    Group(2, option).run(50, reports=False)
+    assert not caplog.records
+    Group(2, option).run(200, reports=False)
+    (record,) = caplog.records  # of the first rank alone
+    assert f"speeds is {option!r} and no rank has reported a time in 50 steps" in record.getMessage()
+    assert "shuffler.report_step_time(milliseconds, pipeline.last_stats)" in record.getMessage()
+    Group(2, "equal").run(60, reports=False)
+    assert len(caplog.records) == 1

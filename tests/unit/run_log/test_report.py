@@ -157,6 +157,34 @@ def test_slow_ranks_are_named_by_the_others(tmp_path):
     assert report_of(tmp_path, make_steps(ranks=2, speeds=[1.0, None])).slow_ranks == ()
 
 
+def test_what_speeds_save_is_shown_with_the_rank_that_is_given_least(tmp_path):
+    steps = [step | {"speed_saving": 0.2, "speeds": [1024, 512, 768, 1024]} for step in make_steps()]
+    report = report_of(tmp_path, steps)
+    assert report.gain.speeds == pytest.approx(0.2)
+    assert [(each.rank, each.speed) for each in report.given_less] == [(1, 0.5), (2, 0.75)]
+    observed = report_of(tmp_path, steps, config=config_of(shuffler={"speeds": "observe"}))
+    shown = "20.0%, rank 1 at 0.50, 1 more", "20.0% if measured, rank 1 at 0.50, 1 more", ""
+    reports = [report, observed, report_of(tmp_path)]
+    rows = {row.label: row.cells for section in ReportAnswer.of(reports).sections() for row in section.rows}
+    assert rows["saved by speeds, of own work"] == shown
+    assert report.to_dict()["given_less"][0] == {"rank": 1, "speed": 0.5}
+
+
+def test_loads_of_a_run_by_speeds_are_not_compared_with_those_of_another(tmp_path):
+    runs = [report_of(tmp_path / each, config=config_of(shuffler={"speeds": each})) for each in ("equal", "measured")]
+    assert [each.work for each in compare_runs([runs[0], *runs])] == [pytest.approx(1.0), None]
+
+
+def test_loads_of_another_speed_are_no_time_that_does_not_follow(tmp_path):
+    speeds = [1024, 512, 1024, 1024]
+    steps = [
+        step | {"speeds": speeds, "own_ms": [load / each for load, each in zip(step["loads_after"], speeds)]}
+        for step in AS_LOADED
+    ]
+    fit = report_of(tmp_path, steps, [1] * len(steps)).time_fit
+    assert fit.of == "ranks" and fit.r_squared == pytest.approx(1.0)
+
+
 def test_a_run_whose_ranks_have_changed(tmp_path):
     later = [step | {"step": step["step"] + 60} for step in make_steps(ranks=2, speeds=[3.0, 1.0])]
     report = report_of(tmp_path, [*make_steps(speeds=[1.0] * 4), *later], [10] * 11)

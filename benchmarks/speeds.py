@@ -1,0 +1,318 @@
+"""What do plans gain that give a slow rank less work, and what do they cost where all ranks are equally fast?
+
+Gloo ranks of one thread train a small HSTU on user-like histories, each pinned to a core as far as there are cores.
+After some steps one rank is limited to half of the processor time it had, by a quota of its control group (cgroup), for
+which this program needs the right to make one; later the limit is lifted. A step is measured from a barrier to a
+barrier, with the shuffler's worker idle at its end, so that gather, planning, exchange and reports are part of it.
+
+Variants, each with a replica of the model, the same batches and its turn in every step: speeds "equal"; "measured"; and
+"known", whose plans follow the limit from the step at which it is set: what is possible.
+
+Then what "measured" costs on equal ranks, how long a look takes at many ranks, and, in simulated times, whether speeds
+oscillate and what they gain at up to 1,024 ranks of which some are slow at random. docs/speeds.md explains the results.
+
+Examples:
+    python -m benchmarks.speeds
+    python -m benchmarks.speeds --quick
+    python -m benchmarks.speeds --ranks 2 --steps 40 --equal-steps 100
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+from tqdm import tqdm
+
+from benchmarks.command_line import from_command_line
+from benchmarks.report import Page, rows_table, run_ranks, with_interval
+from benchmarks.speeds_simulated import looks_table, oscillation_table, simulation_table
+from benchmarks.window_steps import draw_users, make_batch, make_model
+from commons.distributed.options import ShufflerOptions
+from commons.perf_model.speed_control import FASTEST
+from commons.pipeline import balanced
+from commons.trainer.observe.times import ForwardTimer
+from hstu import HSTUBalancedBatchShuffler
+from hstu.model.layer import HSTUEncoder
+
+OPTIONS = {"equal": "equal", "measured": "measured", "known": "equal"}
+SLOW = 1  # the rank that is limited
+SHARE = 0.5  # of its processor time
+PERIOD_US = 10_000
+PHASES = ("before", "limited", "after")
+# Of a phase, the first steps in which speeds change; the rest is settled.
+SETTLING = 90
+PICTURE = Path(__file__).parents[1] / "docs" / "speeds.svg"
+CPU = torch.device("cpu")
+
+
+class Limit:
+    """Limits this process to a part of a core, by a control group of its own."""
+
+    def __init__(self) -> None:
+        root = Path("/sys/fs/cgroup")
+        self._is_first_version = (root / "cpu").is_dir()
+        self._folder = (root / "cpu" if self._is_first_version else root) / f"evenrank-speeds-{os.getpid()}"
+        try:
+            self._folder.mkdir()
+            (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError as error:
+            raise RuntimeError(
+                f"{self._folder} cannot be made ({error}); the quota of a slow rank needs a control group: run this as "
+                "root, or in a container that may make one"
+            ) from None
+
+    def set(self, cores: float | None) -> None:
+        """So many cores; None for no limit."""
+        quota = None if cores is None else round(cores * PERIOD_US)
+        if self._is_first_version:
+            (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (self._folder / "cpu.cfs_quota_us").write_text(str(-1 if quota is None else quota))
+        else:
+            (self._folder / "cpu.max").write_text(f"{'max' if quota is None else quota} {PERIOD_US}")
+
+    def close(self) -> None:
+        """Leave the group and remove it."""
+        (self._folder.parent / "cgroup.procs").write_text(str(os.getpid()))
+        self._folder.rmdir()
+
+
+@contextmanager
+def on_own_core(rank: int) -> Iterator[float]:
+    """Pin this process to a core; gives the part of a core that it has when all ranks work."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    yield min(1.0, len(cores) / dist.get_world_size())
+
+
+class Variant:
+    """A replica of the model in its pipeline."""
+
+    def __init__(self, option: str, users: np.ndarray, rows: int, rank: int) -> None:
+        model, optimizer = make_model(CPU)
+        self.shuffler = HSTUBalancedBatchShuffler(64, 4, 16, 2, options=ShufflerOptions(speeds=option))  # type: ignore[arg-type]
+        self._pipeline: Any = balanced(TrainPipelineBase)(model, optimizer, CPU, batch_shuffler=self.shuffler)
+        encoder = next(module for module in model.modules() if isinstance(module, HSTUEncoder))
+        self._timer = ForwardTimer(encoder, CPU)
+        in_order = np.arange(len(users)).reshape(-1, dist.get_world_size(), rows)[:, rank]
+        self._batches = (make_batch(users[own]) for own in in_order)
+        self.ms: list[float] = []
+        self.speed: list[float] = []  # of the slow rank, as a part of the fastest's
+
+    def step(self) -> None:
+        """Train a batch; measured on all ranks together."""
+        dist.barrier()
+        started = time.perf_counter()
+        self._pipeline.progress(self._batches)
+        stats = self._pipeline.last_stats
+        self._timer.step(stats)
+        for milliseconds, of_batch in self._timer.take():
+            self.shuffler.report_step_time(milliseconds, of_batch)
+        self.shuffler.drain()
+        dist.barrier()
+        self.ms.append((time.perf_counter() - started) * 1e3)
+        self.speed.append(stats.speeds[SLOW] / max(stats.speeds) if stats.speeds else 1.0)
+
+    def plan_with(self, speeds: np.ndarray | None) -> None:
+        """Speeds from here on, whatever times are; of a variant whose speeds are "equal"."""
+        for session in self.shuffler.engine._sessions.values():
+            session._speeds.to_plan_with = speeds
+
+    def close(self) -> None:
+        """End the worker."""
+        self._pipeline.reset()
+        self.shuffler.drain()
+        self.shuffler.close()
+
+
+def train(rank: int, names: tuple[str, ...], rows: int, phases: tuple[int, ...], warmup: int) -> dict[str, Any]:
+    """Steps of every variant on one rank: `phases[0]` of them, then limited, then not.
+
+    Returns:
+        Milliseconds of the steps and the speed of the slow rank, by variant; and the load of the machine.
+    """
+    num_ranks, limited = dist.get_world_size(), slice(warmup + phases[0], warmup + sum(phases[:2]))
+    users = draw_users((warmup + sum(phases) + 4) * num_ranks * rows, seed=num_ranks)
+    variants = {name: Variant(OPTIONS[name], users, rows, rank) for name in names}
+    known = np.full(num_ranks, FASTEST)
+    known[SLOW] *= SHARE
+    load = []
+    with on_own_core(rank) as cores:
+        limit = Limit() if rank == SLOW and len(phases) > 1 else None
+        for step in tqdm(range(warmup + sum(phases)), desc=f"{num_ranks} ranks", disable=rank != 0):
+            if step in (limited.start, limited.stop):
+                if limit is not None:
+                    limit.set(cores * SHARE if step == limited.start else None)
+                if "known" in variants:
+                    variants["known"].plan_with(known if step == limited.start else None)
+            for place in range(len(names)):
+                variants[names[(step + place) % len(names)]].step()
+            if step % 20 == 0:
+                load.append(os.getloadavg()[0])
+        for variant in variants.values():
+            variant.close()
+        if limit is not None:
+            limit.close()
+    return {
+        "ms": {name: variant.ms[warmup:] for name, variant in variants.items()},
+        "speed": {name: variant.speed[warmup:] for name, variant in variants.items()},
+        "load": float(np.mean(load)),
+    }
+
+
+def longest(measured: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """float64 `(steps,)` by variant, milliseconds of the rank that took longest."""
+    return {name: np.max([each["ms"][name] for each in measured], axis=0) for name in measured[0]["ms"]}
+
+
+def slow_rank_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """Median steps by phase, the ratio to "equal", and what is possible."""
+    ms, lines = longest(measured), []
+    skipped = min(SETTLING, steps // 2)
+    ends = np.cumsum([steps, 2 * steps, 2 * steps])
+    parts = {
+        "before": (0, ends[0]),
+        f"limited, first {skipped} steps": (ends[0], ends[0] + skipped),
+        "limited, then": (ends[0] + skipped, ends[1]),
+        f"limit lifted, first {skipped} steps": (ends[1], ends[1] + skipped),
+        "limit lifted, then": (ends[1] + skipped, ends[2]),
+    }
+    for phase, (first, last) in parts.items():
+        of_phase = {name: each[first:last] for name, each in ms.items()}
+        line: dict[str, Any] = {"ranks": len(measured), "": phase}
+        line |= {f"{name}, ms": float(np.median(each)) for name, each in of_phase.items()}
+        for name in ("measured", "known"):
+            ratios = of_phase["equal"] / of_phase[name]
+            line[f"equal ÷ {name}"] = with_interval(
+                lambda chosen, r=ratios: np.median(r[chosen], axis=-1), last - first
+            )[1]
+        line["speed of the limited rank"] = float(np.mean(measured[0]["speed"]["measured"][first:last]))
+        lines.append(line)
+    return lines
+
+
+def draw_picture(cases: dict[int, list[dict[str, Any]]], steps: int) -> None:
+    """Steps and the speed of the slow rank over time, a column for each number of ranks."""
+    colours = {"equal": "tab:red", "measured": "tab:blue", "known": "tab:grey"}
+    with matplotlib.rc_context({"svg.hashsalt": "evenrank", "font.size": 9}):
+        figure = Figure(figsize=(4.6 * len(cases), 4.6), layout="constrained")
+        axes = figure.subplots(2, len(cases), sharex=True, squeeze=False, height_ratios=(2, 1))
+        for column, (num_ranks, measured) in enumerate(cases.items()):
+            above, below = axes[:, column]
+            for name, each in longest(measured).items():
+                label = {"known": "known at once: what is possible"}.get(name, f'speeds "{name}"')
+                above.plot(_smoothed(each), color=colours[name], label=label, linewidth=1.3)
+            below.plot(measured[0]["speed"]["measured"], color=colours["measured"])
+            for axis in (above, below):
+                axis.axvspan(steps, 3 * steps, color="0.9")
+            above.set_ylim(0)
+            above.text(2 * steps, 0, "one rank limited to half", ha="center", va="bottom", color="0.4")
+            below.set_ylim(0.4, 1.05)
+            above.set_title(f"{num_ranks} ranks")
+            below.set_xlabel("step")
+        axes[0, 0].set_ylabel("step, ms (median of 15)")
+        axes[1, 0].set_ylabel("speed of that rank")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def _smoothed(values: np.ndarray, width: int = 15) -> np.ndarray:
+    padded = np.pad(values, width // 2, mode="reflect")
+    return np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=1)
+
+
+def main(
+    ranks: tuple[int, ...] = (2, 4),
+    rows: int = 12,
+    steps: int = 90,
+    equal_steps: int = 300,
+    warmup: int = 5,
+    quick: bool = False,
+) -> None:
+    """Measure and write benchmarks/results/speeds.md and docs/speeds.svg.
+
+    Args:
+        ranks: numbers of ranks that train.
+        rows: of a rank's batch.
+        steps: before a rank is limited; twice as many while it is, and after.
+        equal_steps: steps on ranks that are equally fast.
+        warmup: steps before.
+        quick: few steps and ranks, for a look; writes nothing.
+    """
+    if quick:
+        ranks, steps, equal_steps = ranks[:1], min(steps, 20), min(equal_steps, 20)
+    cores = len(os.sched_getaffinity(0))
+    names = tuple(OPTIONS)
+    phases = (steps, 2 * steps, 2 * steps)
+    cases = {each: run_ranks(train, each, names, rows, phases, warmup, timeout=3600) for each in ranks}
+    on_equal = run_ranks(train, ranks[0], names[:2], rows, (equal_steps,), warmup, timeout=3600)
+    ms = longest(on_equal)
+    ratios = ms["measured"] / ms["equal"]
+    ratio, text = with_interval(lambda chosen: np.median(ratios[chosen], axis=-1), equal_steps)
+    changes = int(np.count_nonzero(np.diff(on_equal[0]["speed"]["measured"])))
+    load = {each: float(measured[0]["load"]) for each, measured in cases.items()}
+    page = Page(
+        "speeds",
+        "Speeds: less work for a slow rank",
+        "python -m benchmarks.speeds",
+        f"Ranks pinned to {cores} cores (gloo). HSTU, hidden 64, 2 layers, 4 heads × 16; {rows} rows per rank, 20 + "
+        "lognormal items, median 130, sigma 1.4, to 2,048. One rank is limited to half of the processor time it had, "
+        f"by a quota per {PERIOD_US // 1000} ms. Load of the machine, the ranks included: "
+        + ", ".join(f"{value:.1f} with {each} ranks" for each, value in load.items())
+        + f", {on_equal[0]['load']:.1f} on equal ranks.",
+    )
+    page.target(
+        f"cost on equal hardware, {ranks[0]} ranks", "≤ 1 % of a step", f"{100 * (ratio - 1):+.2f} %", ratio <= 1.01
+    )
+    oscillation = oscillation_table(200 if quick else 2000)
+    page.target(
+        "changes of speeds, once settled, in 2,000 simulated steps of equal ranks",
+        "0",
+        str(max(row["changes, equal ranks"] for row in oscillation)),
+        not any(row["changes, equal ranks"] for row in oscillation),
+    )
+    page.section(
+        "A rank that becomes slow, and recovers",
+        "Median steps, and the median ratio step by step with its 95 % bootstrap interval. Known: what plans gain that "
+        "follow the limit at once. The picture is in docs/speeds.md.",
+        rows_table([row for measured in cases.values() for row in slow_rank_rows(measured, steps)]),
+    )
+    page.section(
+        "Equal ranks",
+        f"{equal_steps} steps of {ranks[0]} ranks: measured ÷ equal {text}, median step "
+        f"{np.median(ms['equal']):.1f} ms; speeds changed {changes} times.",
+        "What a rank computes for it, in processor time of one thread: reports in, and a look at every fifth.",
+        rows_table(looks_table(quick)),
+    )
+    page.section(
+        "Simulated: does it oscillate?",
+        "Times of 0.2 + 0.8 × load ÷ mean, noise of 3 %, a tail and pauses; lengths vary the load of a step by 15 %. "
+        "Changes of a speed after step 150, where one rank of factor 1.5 is slow from the first step on, and where all "
+        "are equal.",
+        rows_table(oscillation),
+    )
+    page.section(
+        "Simulated: many ranks, some of them slow at random",
+        "Planned by the planner, 32 user-like rows per rank, times as above. Two in a hundred ranks are slower by 1.15 "
+        "to 2 at any time: always the same, or each for 1,500 steps in the mean and then another one. Sum of the "
+        "longest times, as a ratio to speeds that are equal; possible: plans that know every speed at once.",
+        rows_table(simulation_table(quick)),
+    )
+    page.finish(quick=quick)
+    if not quick:
+        draw_picture(cases, steps)
+
+
+if __name__ == "__main__":
+    from_command_line(main, __doc__, {"ranks": 2})

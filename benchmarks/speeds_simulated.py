@@ -1,0 +1,136 @@
+"""Speeds of ranks by simulated times: what a look costs, whether speeds oscillate, what they gain at many ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.planner import COSTS, draw
+from commons.perf_model.partitioner import partition
+from commons.perf_model.speed_control import FASTEST, LOOK_STEPS, SpeedControl
+
+FIXED = 0.2  # of the time of a mean load
+ROWS = 32
+# Steps after which a slow rank has its speed.
+_SETTLED = 150
+# Slow ranks: how many, how long, by which factor.
+_SLOW, _EPISODE, _FACTORS = 0.02, 1500, (1.15, 2.0)
+
+
+def times_by_load(rng: np.random.Generator, factors: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """float64 `(ranks,)`: times that follow loads, with noise, a tail and pauses; shares are of the mean load."""
+    times = factors * (FIXED + (1 - FIXED) * shares) * rng.gamma(1000, 1 / 1000, len(shares))
+    return (times + rng.exponential(0.02, len(shares))) * np.where(rng.random(len(shares)) < 0.002, 3.0, 1.0)
+
+
+def _report(control: SpeedControl, times: np.ndarray, loads: np.ndarray) -> None:
+    control.take(np.rint(times * 1e7).astype(np.int64), np.rint(loads).astype(np.int64))
+
+
+def looks_table(quick: bool) -> list[dict[str, Any]]:
+    """Microseconds of a step that looks, and of the mean step."""
+    lines = []
+    for ranks in (2, 64) if quick else (2, 8, 64, 1024, 4096):
+        rng, control, took = np.random.default_rng(0), SpeedControl(ranks), []
+        for _ in range(40 * LOOK_STEPS):
+            loads = rng.uniform(0.8, 1.2) * np.ones(ranks)
+            times = times_by_load(rng, np.ones(ranks), loads)
+            started = time.thread_time()
+            _report(control, times, loads * 1e9)
+            took.append((time.thread_time() - started) * 1e6)
+        per_look = np.array(took[len(took) // 2 :]).reshape(-1, LOOK_STEPS)
+        lines.append(
+            {
+                "ranks": ranks,
+                "a look, µs": float(np.median(per_look.max(axis=1))),
+                "a step in the mean, µs": float(np.median(per_look.mean(axis=1))),
+            }
+        )
+    return lines
+
+
+def oscillation_table(steps: int) -> list[dict[str, Any]]:
+    """How often speeds change once they have settled, of equal ranks and with one that is always slow."""
+    lines = []
+    for ranks in (2, 8, 64):
+        line: dict[str, Any] = {"ranks": ranks, "steps": steps}
+        for name, factor in (("equal ranks", 1.0), ("a slow rank", 1.5)):
+            rng, control, speeds = np.random.default_rng(ranks), SpeedControl(ranks), []
+            factors = np.where(np.arange(ranks) == 1, factor, 1.0)
+            for _ in range(steps):
+                total = ranks * max(0.2, 1 + 0.15 * rng.standard_normal())
+                shares = total * control.speeds / control.speeds.sum() * rng.uniform(0.99, 1.0, ranks)
+                _report(control, times_by_load(rng, factors, shares), shares * 1e9)
+                speeds.append(control.speeds)
+            changed = np.diff(np.array(speeds)[min(_SETTLED, steps // 2) :], axis=0)
+            line[f"changes, {name}"] = int(np.count_nonzero(changed))
+        line["largest change of the slow rank"] = float(np.abs(changed[:, 1]).max() / FASTEST)
+        lines.append(line)
+    return lines
+
+
+def slow_factors(rng: np.random.Generator, ranks: int, steps: int, *, episodes: bool) -> np.ndarray:
+    """float64 `(steps, ranks)`: how many times as long each rank takes."""
+    factors = np.ones((steps, ranks))
+    number = max(1, round(_SLOW * ranks))
+    if not episodes:
+        factors[:, rng.choice(ranks, number, replace=False)] = rng.uniform(*_FACTORS, number)
+        return factors
+    for _ in range(number):  # one after another in each of so many places
+        step = 0
+        while step < steps:
+            last = step + int(rng.exponential(_EPISODE)) + 1
+            factors[step:last, rng.integers(ranks)] = rng.uniform(*_FACTORS)
+            step = last
+    return factors
+
+
+def simulation_table(quick: bool) -> list[dict[str, Any]]:
+    """What speeds gain, and what is possible."""
+    lines = []
+    sizes = ((8, 200),) if quick else ((8, 2000), (64, 2000), (1024, 800))
+    for ranks, steps in tqdm(sizes, desc="simulated"):
+        for kind in ("always the same ranks", "episodes"):
+            rng = np.random.default_rng(ranks)
+            factors = slow_factors(rng, ranks, steps, episodes=kind == "episodes")
+            lines.append({"ranks": ranks, "steps": steps, "slow": kind} | _simulate(rng, factors))
+    return lines
+
+
+def _ideal(factors: np.ndarray) -> np.ndarray:
+    """int64 `(ranks,)`: the speeds at which all ranks end together, if no rank gets less than half of the most."""
+    together = 1.0 / np.mean(1.0 / factors)
+    shares = 1.0 + (together / factors - 1.0) / (1.0 - FIXED)
+    return np.rint(np.maximum(shares / shares.max(), 0.5) * FASTEST).astype(np.int64)
+
+
+def _simulate(rng: np.random.Generator, factors: np.ndarray) -> dict[str, float]:
+    steps, ranks = factors.shape
+    control, took = SpeedControl(ranks), np.zeros((3, steps))
+    mean = float(COSTS["HSTU"](draw("user-like", 1 << 16, 0)).mean()) * ROWS  # load of a rank
+    gaps = []
+    for step in tqdm(range(steps), desc=f"{ranks} ranks", leave=False):
+        work = COSTS["HSTU"](draw("user-like", ranks * ROWS, step))
+        known = _ideal(factors[step])
+        noise = int(rng.integers(1 << 32))
+        for variant, speeds in enumerate((None, control.speeds, known)):
+            plan = partition(work, ranks, speeds=speeds)
+            shares = plan.loads / mean
+            times = times_by_load(np.random.default_rng(noise), factors[step], shares)
+            took[variant, step] = times.max()
+            if variant == 1:
+                reported = times, plan.loads
+                gaps.append(plan.optimality_gap)
+        _report(control, *reported)
+    equal, measured, possible = took.sum(axis=1)
+    settled = took[:, steps // 2 :].sum(axis=1)
+    return {
+        "equal ÷ measured": equal / measured,
+        "second half": settled[0] / settled[1],
+        "equal ÷ possible": equal / possible,
+        "second half.": settled[0] / settled[2],
+        "largest time ÷ bound − 1": float(np.mean(gaps)),
+    }
