@@ -26,7 +26,7 @@ from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from tests.helpers import models
 from tests.helpers.cpu_pipelines import CpuStaged, HostStream
 from tests.helpers.models import KEYS, SampleBatch, head_of
-from tests.helpers.pipelines import PIPELINES, CubicShuffler
+from tests.helpers.pipelines import PIPELINES, CubicShuffler, steps_of
 
 # One of each way to schedule batches, and the evaluation with a loading thread.
 SCHEDULES = [
@@ -124,11 +124,8 @@ class Run:
         self.moved += bool(self.trainer.last_stats.moved)
 
     def to_the_end(self, source: Source) -> None:
-        while True:
-            try:
-                self.progress(source)
-            except StopIteration:
-                return
+        for _ in steps_of(self.trainer, source):
+            self.moved += bool(self.trainer.last_stats.moved)
 
     @property
     def seen(self) -> list[int]:
@@ -369,11 +366,7 @@ def _shared_with_a_thread():
         evaluator.progress(Source(3, first=20))
     except ValueError as error:
         messages.append(str(error))
-    while True:  # the training is not disturbed
-        try:
-            trainer.progress(training)
-        except StopIteration:
-            break
+    list(steps_of(trainer, training))  # the training is not disturbed
     trainer.detach()
     model.eval()
     evaluation = Source(5, first=20)
@@ -479,11 +472,7 @@ def _runs_dry(mode):
             sizes = [2, 0, 3] if rank == 1 and epoch else [2, 2] if rank == 1 else [3] * 5
             source = (DenseBatch(torch.arange(size) + 100 * step + 1000 * rank) for step, size in enumerate(sizes))
             model.seen.clear()
-            while True:
-                try:
-                    trainer.progress(source)
-                except StopIteration:
-                    break
+            list(steps_of(trainer, source))
             epochs.append([len(ids) for ids in model.seen])
     finally:
         logging.getLogger("commons").removeHandler(handler)
