@@ -20,25 +20,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
+from benchmarks import cost_model
 from benchmarks.attention_on_device import HEADER as ATTENTION_HEADER
 from benchmarks.attention_on_device import attention_table, describe_fit, time_follows_pairs
 from benchmarks.exchange import CONTEXT, make_batch
 from benchmarks.one_of_many_ranks import packed_rows, planned_exchange
-from benchmarks.report import draw_lengths, table
+from benchmarks.report import draw_lengths, rows_table, table
 from commons.distributed.payload import PayloadLayout
-from commons.perf_model.partitioner import partition, partition_grid
 from commons.perf_model.shuffle_plan import plan_shuffle
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from commons.sequence_batch.schema import BatchSchema
-from hstu.model import HSTURankingModel
 from hstu.model.execution import choose_execution
 from hstu.train_config import ModelArgs
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED_GAIN = 1.53  # recsys-examples' balanced shuffler on 16 × H100, the setting of hstu/configs/benchmark.toml
-NUM_IDS = 10_000
 
 
 class PartFailedError(RuntimeError):
@@ -125,16 +122,16 @@ def exchange(device: torch.device) -> str:
     rows = []
     for world_size in (4,) if rehearse else (8, 64):
         for batch_rows, longest in ((8, 64),) if rehearse else ((32, 1024), (32, 4096), (128, 1024)):
-            host_ms, device_ms, sent = _finish_cost(device, world_size, batch_rows, longest, 3 if rehearse else 40)
-            rows.append([world_size, batch_rows, longest, f"{sent / 1e3:.0f}", host_ms, device_ms])
+            cost = _finish_cost(device, world_size, batch_rows, longest, 3 if rehearse else 40)
+            rows.append({"ranks": world_size, "rows": batch_rows, "to": longest} | cost)
     return (
         "Pack, hand over to the collective, unpack; the peers' rows are made up and the collective sends nothing, so "
         "that the wire is not in it. On CUDA a wait of the host for the device would be an error. Medians.\n\n"
-        + table(["ranks", "rows", "to", "sent kB", "host ms", "device ms"], rows)
+        + rows_table(rows)
     )
 
 
-def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int, repeats: int) -> tuple[str, str, int]:
+def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int, repeats: int) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     rank = min(3, world_size - 1)
@@ -169,19 +166,17 @@ def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int,
             torch.cuda.set_sync_debug_mode("default")
         device_ms.append(end())
     dist.destroy_process_group()
-    host_ms = statistics.median(host_seconds[5:]) * 1e3
-    return f"{host_ms:.3f}", f"{statistics.median(device_ms[5:]):.3f}" if on_cuda else "–", sent
+    return {
+        "sent kB": sent / 1e3,
+        "host ms": statistics.median(host_seconds[5:]) * 1e3,
+        "device ms": statistics.median(device_ms[5:]) if on_cuda else "–",
+    }
 
 
 def _events(on_cuda: bool) -> tuple[Callable[[], None], Callable[[], float]]:
-    """What starts and what reads a clock: that of the device, or on the CPU the host's; milliseconds."""
+    """What starts and what reads the device's clock, in milliseconds; on the CPU nothing."""
     if not on_cuda:
-        started = [0.0]
-
-        def start() -> None:
-            started[0] = time.perf_counter()
-
-        return start, lambda: (time.perf_counter() - started[0]) * 1e3
+        return lambda: None, lambda: 0.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def read() -> float:
@@ -291,83 +286,17 @@ def _median(microseconds: Iterable[float]) -> float:
 
 
 def balance(device: torch.device) -> str:
-    """What balancing gains in time: the batches of all ranks, one after the other on this device."""
-    rehearse = device.type == "cpu"
-    ranks, rows, steps, longest = (2, 2, 2, 16) if rehearse else (16, 32, 4, 4096)
-    hidden, layers, heads = (8, 1, 2) if rehearse else (1024, 8, 4)
-    lengths = np.minimum(draw_lengths("zipf", steps * ranks * rows, 0), longest)
-    tokens = len(CONTEXT) + 2 * lengths
-    args = ModelArgs(
-        hidden_size=hidden,
-        num_layers=layers,
-        num_attention_heads=heads,
-        kv_channels=hidden // heads,
-        compute_dtype="bf16",
-    ).on(device)
-    tables = dict.fromkeys([*CONTEXT, "item", "action"], NUM_IDS)
-    torch.manual_seed(0)
-    config = args.ranking_config(max_sequence_length=int(tokens.max()), tables=tables, num_tasks=1)
-    model = HSTURankingModel(config, plain_embeddings=True).to(device)
-    workloads = HSTUAttentionTask(hidden, heads, hidden // heads, layers).get_workloads(tokens)
-    deals = _deals(workloads, ranks, steps)
-
-    def measure(chosen: Sequence[int]) -> float:
-        batch = make_batch(lengths[list(chosen)])
-        batch.features.values().remainder_(NUM_IDS)
-        batch.labels.values().round_()
-        batch = batch.to(device)
-        return _step_ms(model, batch, device, repeats=1)
-
-    measure(range(rows))  # compiles, and fills the allocator
-    lines, before = [], 0.0
-    for name, deal in tqdm(deals.items(), desc="balance"):
-        milliseconds = np.array([[measure(rank) for rank in step] for step in deal])
-        largest, mean = milliseconds.max(axis=1).sum(), milliseconds.mean(axis=1).sum()
-        before = before or largest
-        predicted = np.array([[workloads[list(rank)].sum() for rank in step] for step in deal], dtype=float)
-        of_plan = predicted.max(axis=1).sum() / predicted.mean(axis=1).sum()
-        lines.append(
-            [
-                name,
-                f"{largest / steps:.1f}",
-                f"{mean / steps:.1f}",
-                f"{largest / mean:.3f}",
-                f"{of_plan:.3f}",
-                f"{before / largest:.2f}×",
-            ]
-        )
-    head = ["", "slowest rank, ms", "mean rank, ms", "largest ÷ mean, time", "largest ÷ mean, operations", "faster by"]
-    return (
-        f"{ranks} ranks × {rows} rows, {steps} batches, Zipf 1.2 to {longest}; hidden {hidden}, {layers} layers, bf16: "
-        "forward and backward pass of every rank's batch in turn, without sharded tables, exchange and updates. "
-        f"Published for 16 × H100: {PUBLISHED_GAIN}×.\n\n" + table(head, lines)
+    """How well calibrated costs predict steps here, and what balancing by them gains in time; see `cost_model`."""
+    longest, rows, ranks, mixes, repeats, steps = (
+        (256, 4, 2, 24, 2, 1) if device.type == "cpu" else (4096, 32, 16, 100, 3, 4)
     )
-
-
-def _deals(workloads: np.ndarray, ranks: int, steps: int) -> dict[str, list[list[Sequence[int]]]]:
-    """Rows of every rank in every step, by how they are dealt out."""
-    batches = np.arange(len(workloads)).reshape(steps, ranks, -1)
-    deals: dict[str, list[list[Sequence[int]]]] = {"unbalanced": [list(step) for step in batches]}
-    for method in ("karmarkar_karp", "refined"):
-        deals[method] = []
-        for step in batches.reshape(steps, -1):
-            of_row = partition(workloads[step], ranks, method=method).assignment
-            deals[method].append([step[of_row == rank] for rank in range(ranks)])
-    grid = partition_grid(workloads, ranks, steps)
-    deals[f"window of {steps}"] = [
-        [np.flatnonzero((grid.step == step) & (grid.assignment == rank)) for rank in range(ranks)]
-        for step in range(steps)
-    ]
-    return deals
-
-
-def _step_ms(model: torch.nn.Module, batch: Any, device: torch.device, repeats: int) -> float:
-    """Median milliseconds of a forward and a backward pass."""
-    found = []
-    for _ in range(repeats + 1):
-        model.zero_grad()
-        begin, end = _events(device.type == "cuda")
-        begin()
-        model(batch)[0].backward()
-        found.append(end())
-    return statistics.median(found[1:])
+    sizes = cost_model.Sizes(longest, rows, ranks, mixes, repeats, steps)
+    target = cost_model.hstu_target(sizes, device)
+    calibration, _ = cost_model.fit(target, sizes)
+    replayed = cost_model.replay(target, calibration, "zipf", sizes)
+    return (
+        f"{mixes} mixes fitted; then {ranks} ranks × {rows} rows, {steps} batches, Zipf 1.2 to {longest}: largest "
+        f"÷ mean time of the ranks, every rank's batch in turn. Published for 16 × H100: {PUBLISHED_GAIN}×.\n\n"
+        f"{rows_table([cost_model.fit_row('HSTU', calibration)])}\n\n"
+        f"{rows_table([cost_model.balance_row('HSTU', 'zipf', replayed)])}"
+    )

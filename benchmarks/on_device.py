@@ -13,6 +13,8 @@ Examples:
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,27 +27,22 @@ import torch
 
 from benchmarks import device_parts
 from benchmarks.command_line import from_command_line
-from benchmarks.processes import run_limited
 from benchmarks.report import RESULTS, heading
+from commons.console import print_error
 
 PartName = Literal["warm_up", "cases", "layers", "sanitizer", "exchange", "attention", "step", "balance"]
 TITLE = "On a GPU"
+_ENDED = 124  # what timeout(1) returns for a program that it has ended
 LOGS = Path("runs", "on_device")  # what the parts print, while they run
 
 
 @dataclass(frozen=True)
 class Part:
-    """One section of the page.
-
-    Attributes:
-        title: of the section.
-        seconds: after which it is ended.
-        measure: makes the section's text; on the CPU it is a rehearsal.
-    """
+    """One section of the page."""
 
     title: str
-    seconds: float
-    measure: Callable[[torch.device], str]
+    seconds: float  # after which it is ended
+    measure: Callable[[torch.device], str]  # makes the section's text; on the CPU it is a rehearsal
 
 
 PARTS: dict[PartName, Part] = {
@@ -74,11 +71,7 @@ def main(
     """
     device = torch.device("cpu" if rehearse else "cuda")
     if not rehearse and not torch.cuda.is_available():
-        print(
-            "error: no CUDA device is visible; this is what only a GPU can tell: use --rehearse to run its code on the "
-            "CPU",
-            file=sys.stderr,
-        )
+        print_error("no CUDA device is visible; this is what only a GPU can tell: use --rehearse to run it on the CPU")
         return 2
     sections, failed = [], []
     for name in only:
@@ -111,12 +104,16 @@ def _run(name: PartName, kind: str) -> tuple[str, bool]:
     program = "import sys; from benchmarks.on_device import print_part; sys.exit(print_part(*sys.argv[1:]))"
     started, limit = time.monotonic(), PARTS[name].seconds * (3 if kind == "cpu" else 1)  # whose cores may be shared
     output, log = LOGS / f"{name}.md", LOGS / f"{name}.log"
-    command = [sys.executable, "-c", program, name, kind]
-    status = run_limited(command, limit, output=output, complaints=log, cwd=device_parts.ROOT)
+    # A part that does not end gets SIGTERM, at which torchrun ends its ranks, and SIGKILL a minute later.
+    command = ["timeout", "--kill-after=60", str(limit), sys.executable, "-c", program, name, kind]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w") as out, log.open("w") as err:
+        status = subprocess.run(command, cwd=device_parts.ROOT, stdout=out, stderr=err, check=False).returncode
     text = output.read_text().strip()
-    if status is None:
+    ended = status in (_ENDED, -signal.SIGKILL)
+    if ended:
         text += f"\n\nIt was ended after {limit:.0f} s."
-    if status is None or not text:
+    if ended or not text:
         text += "\n".join(
             ["", "", f"The last lines of `{log}`:", "", "```", *log.read_text().splitlines()[-20:], "```"]
         )
