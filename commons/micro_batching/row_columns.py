@@ -11,7 +11,7 @@ import torch
 
 from commons.dispatch.planning import as_int64_ids
 from commons.perf_model.partitioner import as_int64_workloads
-from commons.sequence_batch.torchrec_types import is_keyed_jagged
+from commons.sequence_batch.jagged import is_keyed_jagged
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,9 @@ from torchrec.streamable import Pipelineable
 
 from commons.sequence_batch.fields import IDENTITY, RowField, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
+from commons.sequence_batch.jagged import new_jagged, new_keyed_jagged
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
 from commons.sequence_batch.rows import select_rows
-from commons.sequence_batch.torchrec_types import new_jagged
 
 B = TypeVar("B", bound="BaseBatch")
 
@@ -277,16 +277,10 @@ def _map_tensors(value: RowField, transform: Callable[[torch.Tensor], torch.Tens
     if isinstance(value, torch.Tensor):
         return transform(value)
     weights = value.weights_or_none()
+    values, lengths = transform(value.values()), transform(value.lengths())
+    weights = None if weights is None else transform(weights)
     if not isinstance(value, KeyedJaggedTensor):
-        own_weights = None if weights is None else transform(weights)
-        return new_jagged(values=transform(value.values()), weights=own_weights, lengths=transform(value.lengths()))
-    return KeyedJaggedTensor(
-        keys=list(value.keys()),
-        values=transform(value.values()),
-        weights=None if weights is None else transform(weights),
-        lengths=transform(value.lengths()),
-        stride=value.stride(),
-        length_per_key=value.length_per_key()
-        if value.lengths().device.type == "cpu"
-        else value.length_per_key_or_none(),
-    )
+        return new_jagged(values, weights, lengths)
+    on_host = value.lengths().device.type == "cpu"
+    per_key = value.length_per_key() if on_host else value.length_per_key_or_none()
+    return new_keyed_jagged(value.keys(), values, weights, lengths, value.stride(), per_key)

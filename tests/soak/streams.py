@@ -14,8 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.sequence_batch.jagged import is_keyed_jagged
 from commons.sequence_batch.open_batch import batch_rows
-from commons.sequence_batch.torchrec_types import is_keyed_jagged
 from tests.helpers.batches import JAGGED_DTYPES, random_batch
 from tests.helpers.models import make_batch
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons.dispatch import Trim, redistribute_balanced
-from commons.sequence_batch import batch_tree, rows
+from commons.sequence_batch import open_batch, rows
 from commons.sequence_batch.rows import Rows, count_rows, select_rows
 from tests.helpers.any_batches import KINDS, as_values, dense, length_of, padded_batch
 from tests.helpers.faults import error_of
@@ -124,7 +124,7 @@ def count_parses():
     mask = torch.arange(5) < torch.full((7, 1), 2)
     batch = {"padded": batch, "mask": mask, "ids": mask * 7}
     parsed = []
-    with mock.patch.object(rows, "parse", lambda value: parsed.append(value) or batch_tree.parse(value)):
+    with mock.patch.object(rows, "parse", lambda value: parsed.append(value) or open_batch.parse(value)):
         moved = redistribute_balanced(batch, [9] * 7, trim=Trim("mask"))
         received = len(set(moved.home.tolist()) - {dist.get_rank()})
         assert [value is batch for value in parsed] == [True] + [False] * received

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from commons.dispatch import redistribute_balanced, scatter_balanced, split_balanced
 from commons.perf_model.partitioner import partition
-from commons.sequence_batch import batch_tree
+from commons.sequence_batch import open_batch
 from commons.sequence_batch.rows import Rows, count_rows, select_rows
 from tests.helpers.any_batches import KINDS, as_values, dense, everything, padded_batch
 
@@ -136,7 +136,7 @@ def test_results_that_do_not_fit():
 
 def test_a_batch_is_parsed_once_per_call():
     batch, parsed = everything([4, 7, 1, 9, 2]), []
-    with mock.patch("commons.sequence_batch.rows.parse", lambda value: parsed.append(value) or batch_tree.parse(value)):
+    with mock.patch("commons.sequence_batch.rows.parse", lambda value: parsed.append(value) or open_batch.parse(value)):
         split_balanced(batch, 2, [4, 7, 1, 9, 2], pad=True)
         scatter_balanced(batch, [4, 7, 1, 9, 2], pad=True)
     assert len(parsed) == 2 and all(value is batch for value in parsed)
