@@ -1,8 +1,8 @@
 """What a batch dataclass is made of: which values hold rows, how many, and which are plain values.
 
-Attributes that `__post_init__` sets beside the fields count as fields; what a cached_property has computed does not, and is
-computed anew. A batch of other rows is made without the constructor, which may change what it is given (labels that
-count from 1, say): these values have been through it.
+Attributes that `__post_init__` sets count as fields; what a cached_property has computed is left out, and computed
+again. A batch of other rows is made without the constructor, which may change its arguments (labels that count from 1,
+say): these values have been through it.
 """
 
 from __future__ import annotations
