@@ -112,18 +112,18 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         )
 
     def global_loss_terms(self, pg_group: Any = None) -> int | None:
-        """What `num_loss_tokens` of the batches of all ranks add up to, where that is known without asking.
+        """The sum of `num_loss_tokens` over all ranks, where it is known without communication.
 
-        It is after a shuffle in which rows have moved, for the step that trains its batches. It is known on all ranks
+        It is after a shuffle in which rows have moved, for the step that trains its batches, and known on all ranks
         alike, as long as they do with their batches what the others do with theirs.
 
         Args:
             pg_group: the ranks that share the loss; default as for `global_mean_loss`.
 
         Returns:
-            None where it is not known: without such a shuffle, with one over another group, with labels, a
-            `batch_size` or an `actual_batch_size` that the batch was given since, and for a subclass that counts in a
-            way of its own.
+            None where it is not known: without such a shuffle, with one over another group, with labels, a `batch_size`
+            or an `actual_batch_size` that the batch was given since, and for a subclass that overrides
+            `num_loss_tokens`.
         """
         known = getattr(self, "_global_batch", None)
         if known is None or type(self).num_loss_tokens is not BaseBatch.num_loss_tokens:
@@ -144,16 +144,10 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         return None if known is None else known.lengths(self, key, pg_group)
 
     def host_lengths(self, *keys: str) -> list[np.ndarray]:
-        """Lengths of keys of `features`, on the host.
+        """Lengths of keys of `features` on the host, for each key int64 `(batch_size,)`, not to be written to.
 
         A batch that came to its device by `to`, by a shuffler or by `index_select` of such a one knows them. Of one
         that was made on its device they are read back, once, together with `host_fields`.
-
-        Args:
-            keys: of `features`.
-
-        Returns:
-            For each key int64 `(batch_size,)`, not to be written to.
 
         Raises:
             KeyError: no such key.

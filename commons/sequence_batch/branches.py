@@ -110,11 +110,7 @@ def rebuild(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: in
 
 
 def describe(kind: BranchKind, value: Any, path: Path) -> list[Any]:
-    """What `build` needs beside the children and the number of rows, as JSON holds it.
-
-    Raises:
-        TypeError: a class that no receiver could find, or make as it was.
-    """
+    """What `build` needs beside the children and the number of rows, as JSON; TypeError as `type_name`."""
     if kind == "tensordict":
         return [kind, list(value.batch_size[1:])]
     if kind == "keyed":
@@ -127,10 +123,9 @@ def describe(kind: BranchKind, value: Any, path: Path) -> list[Any]:
 
 
 def build(described: Sequence[Any], children: dict[Any, Any], rows: int, device: torch.device | None = None) -> Any:
-    """A branch, `described` by `describe`, around children of `rows` rows; the device is that of a TensorDict.
+    """A branch, described by `describe`, around children of `rows` rows; the device is that of a TensorDict.
 
-    Raises:
-        KeyError: a class that no imported module of this process has.
+    KeyError for a class that no imported module of this process has.
     """
     kind, *content = described
     if kind == "tensordict":
@@ -254,7 +249,8 @@ def _factory_name(factory: Any, path: Path) -> str | None:
 
 def _require_only_items(value: Any, path: Path) -> None:
     """Raise TypeError for a mapping or sequence that its items alone do not make again."""
-    made, known = type(value).__name__, {}
+    made = type(value).__name__
+    known: dict[str, Any] = {}
     if isinstance(value, Mapping):
         try:
             empty = type(value)()

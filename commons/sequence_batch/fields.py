@@ -42,7 +42,7 @@ def path_name(path: Path) -> str:
 @functools.cache
 def field_names(batch_type: type) -> tuple[str, ...]:
     """The fields of a dataclass, in the order of declaration; TypeError for another class."""
-    return tuple(item.name for item in dataclasses.fields(batch_type))  # type: ignore[arg-type]
+    return tuple(item.name for item in dataclasses.fields(batch_type))
 
 
 def batch_items(batch: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def batch_items(batch: Any) -> dict[str, Any]:
 
     Left out are fields without a value, names of Python itself, and what a cached_property has computed.
     """
-    items = {name: getattr(batch, name) for name in field_names(type(batch)) if hasattr(batch, name)}
+    items = {name: getattr(batch, name) for name in field_names(batch.__class__) if hasattr(batch, name)}
     others = {
         name: value
         for name, value in getattr(batch, "__dict__", {}).items()
@@ -133,10 +133,9 @@ def require_dataclass(batch: Any) -> None:
 def num_rows_of(name: str, value: RowField) -> int:
     """Rows of one field.
 
-    Raises:
-        ValueError: a tensor that is 0-dimensional, nested or sparse; a KeyedJaggedTensor with variable batch per key,
-            duplicate keys, or lengths that are no multiple of its rows; values, weights and offsets that do not belong
-            together (offsets are looked at on CPU only).
+    ValueError for a tensor that is 0-dimensional, nested or sparse; for a KeyedJaggedTensor with variable batch per
+    key, duplicate keys, or lengths that are no multiple of its rows; and for values, weights and offsets that do not
+    belong together (offsets are looked at on CPU only).
     """
     if isinstance(value, torch.Tensor):
         if value.is_nested or value.layout != torch.strided:

@@ -74,10 +74,7 @@ def permute_segments(
         permute: int32 `(num_output_segments,)`, the input segment of every output segment.
         segment_lengths: int32 or int64 `(num_input_segments,)`, elements per input segment.
         values: `(sum(segment_lengths),)`, any dtype.
-        output_size: number of elements of the result. With it, nothing is read back from the device.
-
-    Returns:
-        `(output_size,)`, the dtype of `values`, in storage of its own.
+        output_size: number of elements of the result; without it, it is read back from the device.
     """
     import fbgemm_gpu.sparse_ops  # noqa: F401  registers torch.ops.fbgemm
 

@@ -72,10 +72,8 @@ LeafFunction: TypeAlias = Callable[[Path, LeafType[Any], list[Any]], Any]
 def parse(value: Any, below_dataclass: bool = False, own: frozenset[str] = frozenset()) -> Node:
     """The tree that a batch is; TypeError and ValueError as `children_of`.
 
-    Args:
-        value: a batch or a part of it.
-        below_dataclass: whether it is part of a dataclass, where lists are plain values.
-        own: dotted names below this value of what is each rank's own; "" for all of it.
+    `below_dataclass` is whether the value is part of a dataclass, where lists are plain values; `own` are dotted names
+    below it of what is each rank's own, "" for all of it.
     """
     if isinstance(value, (str, int, float, bytes, NoneType, Constant)):  # what metadata mostly is
         return Node(value, per_rank="" in own)
@@ -107,9 +105,7 @@ def walk(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
 def open_batch(batch: Any) -> Opened:
     """What of a batch holds rows, its plain values and its branches, each by path and depth first.
 
-    Raises:
-        TypeError: a tensorclass, or Python objects per row in a TensorDict.
-        ValueError: as `children_of`.
+    TypeError for a tensorclass, or Python objects per row in a TensorDict; ValueError as `children_of`.
     """
     opened: Opened = ({}, {}, {})
     leaves, plain, _ = opened
@@ -161,13 +157,10 @@ def value_at(batch: Any, path: Path) -> Any:
 
 
 def replace_rows(batch: B, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> B:
-    """A copy of a batch with other values at some paths, of its branches too; no dataclass runs its constructor.
+    """A copy of a batch, or of a branch, with other values at some paths; no dataclass runs its constructor.
 
-    Args:
-        batch: the batch, or a branch.
-        values: by path.
-        rows: of the copy, padding included, where they are others: then every leaf is among the values.
-        real: how many of these are no padding.
+    Where the copy has another number of `rows`, padding included and `real` of them real, every leaf is among the
+    values.
     """
     made: dict[Any, Any] = {}
     below: dict[Any, dict[Path, Any]] = {}
@@ -190,14 +183,10 @@ def replace_rows(batch: B, values: Mapping[Path, Any], rows: int | None = None, 
 def row_counts(batch: Any, opened: Opened | None = None) -> tuple[int, int]:
     """Rows of a batch with padding, and real ones: `actual_batch_size` where the batch states it, else all.
 
-    Args:
-        batch: the batch.
-        opened: what `open_batch` gives of it, where the caller has it.
-
     Raises:
         TypeError: not a dataclass.
         ValueError: no row field, fields that disagree with one another or with `batch_size`, an `actual_batch_size`
-            outside the batch, or several that differ.
+        outside the batch, or several that differ.
     """
     require_dataclass(batch)
     leaves, _, branches = open_batch(batch) if opened is None else opened
@@ -234,7 +223,7 @@ def real_rows(batch: Any) -> int:
 
 def batch_device(batch: Any) -> torch.device:
     """Device of the batch, taken from its first row field that is no branch, or its first."""
-    declared = (getattr(batch, name, None) for name in field_names(type(batch)))
+    declared = (getattr(batch, name, None) for name in field_names(batch.__class__))
     value = next((value for value in declared if is_row_field(value)), None)
     if value is None:
         value = next((value for _, value in row_fields(batch)), None)
@@ -290,14 +279,9 @@ def stated_counts(name: str, nodes: Iterable[tuple[Path, Node]]) -> dict[Path, i
 
 
 def map_trees(nodes: Sequence[Node], function: LeafFunction, rows: int, real: int, path: Path = ()) -> Node:
-    """A tree like the first one, each leaf made by `function(path, leaf_type, leaves at that path)`.
+    """A tree like the first one, each leaf of `rows` rows made by `function(path, leaf_type, leaves at that path)`.
 
-    Args:
-        nodes: one or more trees; ValueError unless they have one structure and the same metadata.
-        function: makes a leaf of `rows` rows.
-        rows: rows of the result.
-        real: how many of them are no padding.
-        path: where in the batch the trees are.
+    `real` rows of the result are no padding. ValueError unless the trees have one structure and the same metadata.
     """
     first = nodes[0]
     if first.leaf_type is not None:

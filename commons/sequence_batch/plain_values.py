@@ -33,13 +33,9 @@ _REGISTERED: dict[str, type] = {}
 def encode_plain(value: Any, path: Path) -> Any:
     """A value that json.dumps takes.
 
-    Args:
-        value: None, bool, int, float, complex, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a
-            member of an enum, or a list, tuple, namedtuple, dict or OrderedDict of these.
-        path: where in the batch it is, for the error.
-
-    Raises:
-        TypeError: anything else.
+    It may be None, bool, int, float, complex, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a member
+    of an enum, or a list, tuple, namedtuple, dict or OrderedDict of these; TypeError, with its path in the batch, for
+    anything else.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value

@@ -123,7 +123,7 @@ class BatchSchema:
 
         Args:
             batch: the batch.
-            opened: what `open_batch` gives of it, where the caller has it and has counted the rows.
+            opened: of `open_batch`, where the caller has it and has counted the rows.
             known: the schema of an earlier batch, by what it was made of; of a batch like that one, it is the result.
 
         Raises:
@@ -157,6 +157,7 @@ class BatchSchema:
                 *(
                     Branch(path, json.dumps(describe(node.kind, node.value, path)), tuple(node.children))
                     for path, node in branches.items()
+                    if node.kind is not None
                 ),
             ),
         )

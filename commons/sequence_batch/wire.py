@@ -95,16 +95,12 @@ class MessageBuffer:
 
 
 def encode(*batches: Any, extra: Any = None) -> Message:
-    """Turn batches into a message.
-
-    Args:
-        batches: any batches, parsed or not; their numbers of rows may differ.
-        extra: a plain value that travels with them.
+    """Turn batches, parsed or not, and a plain value into a message; numbers of rows may differ.
 
     Raises:
         TypeError: metadata, or a Python object per row, that JSON cannot hold; a class that no receiver could find, or
-            make as it was; a tensor that requires gradients or is no plain one; an array of a subclass such as a masked
-            one.
+        make as it was; a tensor that requires gradients or is no plain one; an array of a subclass such as a masked
+        one.
         ValueError: a KeyedJaggedTensor whose keys differ in their number of rows.
     """
     encoder = _Encoder()
@@ -116,12 +112,8 @@ def encode(*batches: Any, extra: Any = None) -> Message:
 def decode(message: torch.Tensor) -> tuple[list[Any], Any]:
     """The batches and the plain value that `encode` took, every tensor in storage of its own.
 
-    Args:
-        message: uint8 `(nbytes,)`, on the host or on a device. Tensors that lay on the sender's CUDA device go to the
-            current one of this process, the others to the host.
-
-    Raises:
-        KeyError: a class that no imported module of this process has.
+    The message is uint8 `(nbytes,)`, on the host or on a device. Tensors that lay on the sender's CUDA device go to the
+    current one of this process, the others to the host. KeyError for a class that no imported module has.
     """
     length = int.from_bytes(bytes(message[:_LENGTH_BYTES].tolist()), "little")
     header = message[_LENGTH_BYTES : _LENGTH_BYTES + length]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.dispatch.channel import EXCHANGE, DispatchChannel
+from commons.dispatch.exchange import EXCHANGE, DispatchChannel
 from commons.distributed import verification
 from commons.distributed.options import ShufflerOptions
 from commons.trainer.optimize.updates import FiniteLossGuard

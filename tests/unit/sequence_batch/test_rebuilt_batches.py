@@ -216,7 +216,7 @@ def test_a_rank_without_data_holds_the_same_plain_values(value):
         OrderedDict(b=1, a=2),
         torch.Size([2, 3]),
         torch.bfloat16,
-        np.float32(0.1),
+        *(np.float32(0.1), np.int64(-3), np.bool_(True), np.str_("x"), torch.device("cuda", 1)),
         "lone \ud800",
     ],
     ids=repr,
