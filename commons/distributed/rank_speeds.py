@@ -136,6 +136,7 @@ class RankSpeeds:
         """
         found: dict[str, Any] = {}
         if self._control is not None:
+            speeds = np.ascontiguousarray(speeds)  # a column of the table
             self._control.speeds, self._times.speeds = speeds, speeds.tolist()
             if self._option == "measured":
                 self.to_plan_with = None if (speeds == speeds[0]).all() else speeds
