@@ -15,11 +15,29 @@ def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndar
     return totals
 
 
-def imbalance(loads: np.ndarray | list[int]) -> float:
-    """Largest load divided by the mean, minus 1; 0.0 if there is no load."""
+def imbalance(loads: np.ndarray | list[int], speeds: np.ndarray | None = None) -> float:
+    """Largest load divided by the mean, minus 1; 0.0 if there is no load. With speeds, the same of times_of()."""
     of_ranks: list[int] = loads if isinstance(loads, list) else loads.tolist()
     total = sum(of_ranks)
-    return max(of_ranks) * len(of_ranks) / total - 1.0 if total else 0.0
+    largest = max(of_ranks) if speeds is None else int(times_of(np.array(of_ranks, np.int64), speeds).max())
+    return largest * ranks_of_fastest(len(of_ranks), speeds) / total - 1.0 if total else 0.0
+
+
+def times_of(loads: np.ndarray, speeds: np.ndarray | None) -> np.ndarray:
+    """int64 like `loads`, ranks last: what each takes, counted in loads of the fastest rank, rounded up.
+
+    >>> times_of(np.array([6, 5]), np.array([2, 1])).tolist()
+    [6, 10]
+    """
+    if speeds is None:
+        return loads
+    products = loads.astype(object) * int(speeds.max())  # they may have 92 bits
+    return -(-products // speeds.astype(object)).astype(np.int64)
+
+
+def ranks_of_fastest(num_ranks: int, speeds: np.ndarray | None) -> float:
+    """How many ranks as fast as the fastest do what all do in the same time: the number of ranks without speeds."""
+    return num_ranks if speeds is None else int(speeds.sum()) / int(speeds.max())
 
 
 def median_of_others(values: np.ndarray) -> np.ndarray:

@@ -120,6 +120,8 @@ class ShufflePlan:
     # int64 (6, steps), by the step in which a row is trained: rows and their tokens, those that change rank and theirs,
     # those that leave their node and theirs.
     moved: np.ndarray
+    # int64 (num_ranks,), or None for equal ones; with speeds `lower_bound` is of times, see `partition`.
+    speeds: np.ndarray | None = None
 
     @cached_property
     def moves(self) -> np.ndarray:
@@ -166,6 +168,9 @@ class ShufflePlanner:
     the gate, nobody moves, even when counts are unequal. Only a token cap that the present assignment breaks, a group
     that it splits, and a rank that may not be padded and has no row of its own, can move rows at the price of a larger
     load.
+
+    With speeds, a rank takes its load ÷ its speed, and these times count instead of loads: what is lowered, what is
+    gained, the gate, the slack and the bound. They need the method "refined" or "lpt". The loads of a plan stay loads.
 
     The steps of a window come in an order that is drawn from its workloads: the same on every rank and whenever the
     same rows are planned again, and heavy steps are not always first.
@@ -225,6 +230,7 @@ class ShufflePlanner:
         self.exchange: list[int] = []
         self.indices: Any = None
         self._parts, self._allocate = parts, allocate
+        self._speeds: np.ndarray | None = None
         self._room, self._index_room = 1 << 10, 1 << 10  # numbers; they grow with the batches
         self._arguments = core.ShuffleArguments(
             num_ranks=num_ranks,
@@ -248,14 +254,17 @@ class ShufflePlanner:
             has_groups=has_groups,
         )
 
-    def plan(self, gathered: GatheredRows, destination: np.ndarray | None = None) -> ShufflePlan:
+    def plan(
+        self, gathered: GatheredRows, destination: np.ndarray | None = None, speeds: np.ndarray | None = None
+    ) -> ShufflePlan:
         """The plan of rows that are known; or, if that is given, what follows from the place of every row.
 
         Raises:
-            ValueError: workloads or tokens that are negative or sum up to 2^62 or more, no place as destination, or
-                groups of different sizes with `equal_size`.
+            ValueError: workloads or tokens that are negative or sum up to 2^62 or more, no place as destination, groups
+                of different sizes with `equal_size`, or speeds as for `plan_messages`.
         """
         given = self._arguments
+        self._take_speeds(speeds)
         given.messages = given.first = given.destination = None  # those of an earlier call
         arrays = {name: getattr(gathered, name) for name in ("rows", "real_rows", "workloads", "tokens")}
         if len(gathered.first):
@@ -275,22 +284,26 @@ class ShufflePlanner:
         answer = self._answer(gathered)
         return self._read(answer, gathered)
 
-    def plan_messages(self, messages: np.ndarray, capacity: int) -> ShufflePlan | None:
+    def plan_messages(
+        self, messages: np.ndarray, capacity: int, speeds: np.ndarray | None = None
+    ) -> ShufflePlan | None:
         """The plan of the rows that all ranks have told of.
 
         Args:
             messages: int64 `(num_ranks, n)`, the message of every rank.
             capacity: words that a message has room for.
+            speeds: int64 `(num_ranks,)`, positive and below 2^31; equal ones change nothing.
 
         Returns:
             None where `head` says why: ranks at different steps, no rank with a batch, words that did not fit, or
             because no plan was asked for.
 
         Raises:
-            ValueError: messages that are none, workloads whose sum is 2^62 or more, or groups of different sizes with
-                `equal_size`.
+            ValueError: messages that are none, workloads whose sum is 2^62 or more, groups of different sizes with
+                `equal_size`, or speeds of another number, out of their range, or with a method that takes none.
         """
         given = self._arguments
+        self._take_speeds(speeds)
         given.destination, given.capacity = None, capacity
         given.messages, given.stride, given.num_words = _rows_of_words(messages)
         answer = self._answer(None)
@@ -299,6 +312,12 @@ class ShufflePlanner:
             return None
         header = MESSAGE_NUMBERS + BATCH_NUMBERS * given.steps
         return self._read(answer, None, messages[:, header:])
+
+    def _take_speeds(self, speeds: np.ndarray | None) -> None:
+        number = self._arguments.num_ranks
+        if speeds is not None and len(speeds) != number:
+            raise ValueError(f"speeds has {len(speeds)} entries, there are {number} ranks; each has one: match them")
+        self._speeds, self._arguments.speeds = speeds, None if speeds is None else core.address(speeds)
 
     def _answer(self, gathered: GatheredRows | None) -> np.ndarray:
         """Call the core; once more, where the answer or the index array turns out to be larger than any before."""
@@ -355,6 +374,7 @@ class ShufflePlanner:
             loads_after=after,
             result_real_rows=result_rows,
             moved=moved,
+            speeds=self._speeds,
         )
 
 
@@ -365,15 +385,16 @@ def _rows_of_words(words: np.ndarray) -> tuple[int, int, int]:
     return words.__array_interface__["data"][0], words.strides[0] // words.itemsize, words.shape[1]
 
 
-def plan_shuffle(gathered: GatheredRows, **options: Any) -> ShufflePlan:
+def plan_shuffle(gathered: GatheredRows, *, speeds: np.ndarray | None = None, **options: Any) -> ShufflePlan:
     """The plan of one global batch, or of a window of them; never worse than leaving every row where it is.
 
     Args:
         gathered: the rows of all ranks.
+        speeds: int64 `(num_ranks,)`, positive; see `ShufflePlanner`.
         **options: of `ShufflePlanner`: method, equal_size, slack, ranks_per_node, max_tokens, min_gain, carry_out
             and pads.
 
     Raises:
-        ValueError: workloads or tokens that are negative or sum up to 2^62 or more.
+        ValueError: workloads or tokens that are negative or sum up to 2^62 or more, or speeds that cannot be.
     """
-    return ShufflePlanner(gathered.num_ranks, gathered.steps, **options).plan(gathered)
+    return ShufflePlanner(gathered.num_ranks, gathered.steps, **options).plan(gathered, speeds=speeds)

@@ -8,10 +8,11 @@ import numpy as np
 
 from commons.checks import as_count
 from commons.perf_model.partitioner.core import METHODS, PlanArguments, sum_at
-from commons.perf_model.partitioner.inputs import INT64_MAX, as_groups, as_home, as_int64_workloads, as_slack
+from commons.perf_model.partitioner.inputs import INT64_MAX, as_groups, as_home, as_int64_workloads, as_slack, as_speeds
 
 # Rows and cells are counted in 32 bits.
 MOST_CELLS = 2**31 - 1
+METHODS_WITH_SPEEDS = ("refined", "lpt")
 
 
 def checked_arguments(
@@ -29,6 +30,7 @@ def checked_arguments(
     steps: int = 1,
     home_step: Any = None,
     groups: Any = None,
+    speeds: Any = None,
 ) -> PlanArguments:
     """Check everything.
 
@@ -45,6 +47,12 @@ def checked_arguments(
     if method not in METHODS:
         names = ", ".join(METHODS)
         raise ValueError(f"method is {method!r}; it must be one of {names}: choose one of these")
+    of_parts = None if speeds is None else as_speeds(speeds, k, int(weights.sum()), parts_name)
+    if of_parts is not None and method not in METHODS_WITH_SPEEDS:
+        raise ValueError(
+            f"method is {method!r}, speeds are given; it makes equal loads, and {' and '.join(METHODS_WITH_SPEEDS)} "
+            "follow speeds: choose one of these"
+        )
     if max_tokens is not None:
         max_tokens = min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
         if tokens is None:
@@ -65,6 +73,7 @@ def checked_arguments(
         num_steps=num_steps if num_steps > 1 else 0,  # a grid of one step is planned as a batch
         home_step=loaded if num_steps > 1 else None,
         groups=None if groups is None else as_groups(groups, len(weights)),
+        speeds=of_parts,
     )
 
 

@@ -47,12 +47,14 @@ class PlanArguments(ctypes.Structure):
         num_steps: steps of a grid, whose cell of rank `r` and step `s` is `r · num_steps + s`; 0 for no grid.
         home_step: int64 `(n,)`, the step each sample was loaded in, or None.
         groups: int64 `(n,)`, or None; samples with equal numbers stay together.
+        speeds: int64 `(num_parts,)`, or None.
     """
 
     _fields_ = (
         *((name, _POINTER) for name in ("workloads", "tokens", "home", "home_step", "groups")),
         *((name, _INT) for name in ("num_rows", "num_parts", "method", "equal_size", "has_cap", "max_tokens")),
         *((name, _INT) for name in ("ranks_per_node", "num_steps")),
+        ("speeds", _POINTER),
         ("slack", ctypes.c_double),
     )
 
@@ -71,7 +73,9 @@ class PlanArguments(ctypes.Structure):
         num_steps: int = 0,
         home_step: np.ndarray | None = None,
         groups: np.ndarray | None = None,
+        speeds: np.ndarray | None = None,
     ) -> None:
+        self.speeds_of_parts = speeds
         self.arrays = {
             "workloads": workloads,
             "tokens": tokens,
@@ -80,12 +84,13 @@ class PlanArguments(ctypes.Structure):
             "groups": groups,
         }
         given = [array for array in self.arrays.values() if array is not None]
-        if any(len(array) != len(workloads) for array in given):
+        if any(len(array) != len(workloads) for array in given) or (speeds is not None and len(speeds) != num_parts):
             raise ValueError("plan takes checked arguments: sizes do not match")
         super().__init__(
             *(None if array is None else _at(_int64(array)) for array in self.arrays.values()),
             *(len(workloads), num_parts, METHODS.index(method), equal_size),
             *(max_tokens is not None, max_tokens or 0, ranks_per_node, num_steps),
+            None if speeds is None else _at(_int64(speeds)),
             slack,
         )
 
@@ -102,7 +107,7 @@ class ShuffleArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("messages", "rows", "real_rows", "workloads", "tokens", "first", "words")),
-        *((name, _POINTER) for name in ("destination", "parts")),
+        *((name, _POINTER) for name in ("destination", "parts", "speeds")),
         *((name, _INT) for name in ("num_ranks", "steps", "stride", "num_words", "capacity", "num_keys", "num_kept")),
         *((name, _INT) for name in ("num_parts", "rank", "all_gather", "has_plan", "method", "equal_size", "has_cap")),
         *((name, _INT) for name in ("max_tokens", "ranks_per_node", "carry_out", "pads", "has_groups")),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
+from commons.perf_model.loads import ranks_of_fastest, times_of
 from commons.perf_model.partitioner import core
 from commons.perf_model.partitioner.arguments import (
     checked_arguments,
@@ -26,25 +27,32 @@ class Grid:
     step: np.ndarray  # int64 `(n,)`, the step of each sample, in `[0, steps)`
     assignment: np.ndarray  # int64 `(n,)`, the rank of each sample, in `[0, ranks)`
     loads: np.ndarray  # int64 `(steps, ranks)`, the sum of the workloads of each rank in each step
-    lower_bound: int  # no plan of this kind has a smaller sum over the steps of the largest load
+    lower_bound: int  # no plan of this kind has a smaller sum over the steps of the largest load; with speeds, time
+    speeds: np.ndarray | None = None  # int64 `(ranks,)`; None where all ranks are equally fast
 
     def __repr__(self) -> str:
         steps, ranks = self.loads.shape
+        largest = "largest loads" if self.speeds is None else "largest times"
         return (
-            f"Grid({len(self.step)} samples in {steps} steps of {ranks} ranks, largest loads "
+            f"Grid({len(self.step)} samples in {steps} steps of {ranks} ranks, {largest} "
             f"{1 + self.imbalance:.5g} × the mean, {1 + self.optimality_gap:.5g} × the bound)"
         )
 
     @property
     def sum_of_largest(self) -> int:
-        """Sum over the steps of the largest load: what the steps together take."""
-        return int(self.loads.max(axis=1).sum())
+        """Sum over the steps of the largest load, with speeds of the largest time: what the steps together take."""
+        return int(self.times.max(axis=1).sum())
+
+    @property
+    def times(self) -> np.ndarray:
+        """int64 `(steps, ranks)`, as in `Partition`; `loads` without speeds."""
+        return times_of(self.loads, self.speeds)
 
     @property
     def imbalance(self) -> float:
-        """That sum ÷ the sum of the mean loads − 1; 0.0 if there is no load."""
+        """That sum ÷ what it would be if all ranks were done at once − 1; 0.0 if there is no load."""
         total = int(self.loads.sum())
-        return self.sum_of_largest * self.loads.shape[1] / total - 1.0 if total else 0.0
+        return self.sum_of_largest * ranks_of_fastest(self.loads.shape[1], self.speeds) / total - 1.0 if total else 0.0
 
     @property
     def optimality_gap(self) -> float:
@@ -68,6 +76,7 @@ def partition_grid(
     best_effort: bool = False,
     seed: int = 0,
     groups: Any = None,
+    speeds: Any = None,
 ) -> Grid:
     """Deal the samples of several batches to steps and ranks so that the steps together take little.
 
@@ -83,7 +92,7 @@ def partition_grid(
         ranks: number of ranks, at least 1.
         steps: number of steps, at least 1.
         method: "refined" (near-optimal), or "karmarkar_karp", "lpt" or "snake": partitions of that algorithm, sorted
-            by load and cut into steps.
+            by load and cut into steps; with speeds, those of each rank.
         equal_size: ranks have equally many samples in all steps, to within one; otherwise the counts are free, but each
             rank has a sample in each step if there are enough.
         tokens: memory that each sample takes, `(n,)`; for `max_tokens`, and as the cost of moving a sample.
@@ -102,6 +111,8 @@ def partition_grid(
             in the step they were loaded in keep its order.
         groups: integers `(n,)`; samples with equal numbers are trained by one rank in one step, as one sample with the
             sum of their workloads and tokens would be; see `partition`.
+        speeds: positive integers `(ranks,)`, for "refined" and "lpt": a step takes as long as its largest load ÷ speed;
+            see `partition`.
 
     Returns:
         The plan, with its loads and a lower bound that proves how good it is.
@@ -109,7 +120,7 @@ def partition_grid(
     Raises:
         ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
             keeps, with the sample that breaks it alone or by how much the best plan found exceeds it; groups of
-            different sizes with `equal_size`.
+            different sizes with `equal_size`; speeds as for `partition`.
 
     Examples:
         >>> grid = partition_grid([9, 1, 1, 1, 9, 1, 1, 1], 2, 2)  # both nines in one step
@@ -133,12 +144,13 @@ def partition_grid(
         steps=steps,
         home_step=home_step,
         groups=groups,
+        speeds=speeds,
     )
     num_steps = max(1, given.num_steps)
     order = shuffled(num_steps, as_count(seed, "seed", 0))
     if given.num_rows == 0:
         empty = np.empty(0, np.int64)
-        return Grid(empty, empty, np.zeros((num_steps, given.num_parts), np.int64), 0)
+        return Grid(empty, empty, np.zeros((num_steps, given.num_parts), np.int64), 0, given.speeds_of_parts)
     if not best_effort:
         refuse_sample_above_cap(given)
     assignment, loads, bound, most_tokens = core.make_plan(given)
@@ -148,7 +160,7 @@ def partition_grid(
     loads, loaded = loads.reshape(given.num_parts, num_steps), given.arrays["home_step"]
     if loaded is None or not np.array_equal(step, loaded):
         step, loads = np.argsort(order)[step], loads[:, order]
-    return Grid(step, rank, np.ascontiguousarray(loads.T), bound)
+    return Grid(step, rank, np.ascontiguousarray(loads.T), bound, given.speeds_of_parts)
 
 
 def shuffled(number: int, seed: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from commons.perf_model.partitioner import core
 INT64_MAX = 2**63 - 1
 # Most that workloads or tokens may sum up to: loads stay int64 when a slack of 1 doubles them.
 MOST_LOAD = 2**62 - 1
+MOST_SPEED = 2**31 - 1
 
 
 def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | None = None) -> np.ndarray:
@@ -145,6 +146,40 @@ def as_groups(groups: Any, num_rows: int) -> np.ndarray:
     if num_rows and not (array.dtype.kind == "i" or (array.dtype.kind == "u" and int(array.max()) <= INT64_MAX)):
         raise ValueError(f"groups has dtype {array.dtype}; groups are numbered by integers of 64 bits: convert it")
     return np.ascontiguousarray(array, np.int64)
+
+
+def as_speeds(speeds: Any, number: int, total: int, parts_name: str) -> np.ndarray | None:
+    """The speed of each partition as int64 `(k,)`; None if all are equal.
+
+    Args:
+        speeds: positive integers below 2^31: list, array or CPU tensor.
+        number: partitions.
+        total: the sum of the workloads.
+        parts_name: what the partitions are called.
+
+    Raises:
+        ValueError: the wrong length, a value that is no positive integer below 2^31, or workloads so large that what
+            they take on the slowest does not fit 61 bits.
+    """
+    array = _as_array(speeds, "speeds")
+    if array.shape != (number,):
+        raise ValueError(
+            f"speeds has shape {array.shape}, {parts_name} is {number}; each has one speed: pass {number} positive integers"
+        )
+    for index, value in enumerate(values := array.tolist()):
+        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= MOST_SPEED or value != int(value):
+            raise ValueError(
+                f"speeds[{index}] is {value}; a speed is a positive integer below 2^31: scale all of them by one factor "
+                "and round"
+            )
+    slowest, fastest = int(min(values)), int(max(values))
+    if total * fastest // slowest > MOST_LOAD // 2:
+        raise ValueError(
+            f"the workloads sum up to {total}, speeds go from {slowest} to {fastest}; sum × largest ÷ smallest speed must "
+            "be below 2^61: scale the workloads down"
+        )
+    return None if slowest == fastest else array.astype(np.int64)
 
 
 def as_slack(slack: Any) -> float:

@@ -30,6 +30,7 @@ def partition(
     slack: float = 0.0,
     best_effort: bool = False,
     groups: Any = None,
+    speeds: Any = None,
 ) -> Partition:
     """Deal samples to partitions so that the largest load is small.
 
@@ -52,14 +53,20 @@ def partition(
         groups: integers `(n,)`; samples with equal numbers stay together, as one sample with the sum of their workloads
             and tokens would. Such a sample is at home where most of its tokens are. With `equal_size` all groups have
             the same size, and partitions differ by one group at most.
+        speeds: positive integers `(k,)`; a partition takes its load ÷ its speed, and the largest of these times is to
+            be small, also compared with home. Only ratios count, and equal speeds change nothing. For "refined" and
+            "lpt", where the next sample goes to the partition that is done with it first; the other methods make equal
+            loads whatever the speeds, and are refused.
 
     Returns:
-        The plan, with its loads and a lower bound that proves how good it is.
+        The plan, with its loads and a lower bound that proves how good it is. With speeds, times are counted in loads
+        of the fastest partition: load × largest speed ÷ own speed, rounded up.
 
     Raises:
         ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
             keeps, with the sample that breaks it alone or by how much the best plan found exceeds it; groups of
-            different sizes with `equal_size`.
+            different sizes with `equal_size`; speeds that are no positive integers below 2^31, or too far apart for
+            workloads of this size.
 
     Examples:
         >>> plan = partition([7, 5, 4, 4, 3, 1], 2)
@@ -69,6 +76,9 @@ def partition(
         [0, 1, 0, 1, 1, 0]
         >>> partition([7, 5, 4, 4, 3, 1], 2, equal_size=False, groups=[0, 0, 1, 1, 2, 2]).assignment.tolist()
         [0, 0, 1, 1, 1, 1]
+        >>> plan = partition([7, 5, 4, 4, 3, 1], 2, speeds=[2, 1])
+        >>> plan.loads.tolist(), plan.times.tolist(), plan.lower_bound
+        ([16, 8], [16, 16], 16)
     """
     given = checked_arguments(
         workloads,
@@ -81,15 +91,16 @@ def partition(
         ranks_per_node=ranks_per_node,
         slack=slack,
         groups=groups,
+        speeds=speeds,
     )
     if given.num_rows == 0:
-        return Partition(np.empty(0, np.int64), np.zeros(given.num_parts, np.int64), 0)
+        return Partition(np.empty(0, np.int64), np.zeros(given.num_parts, np.int64), 0, given.speeds_of_parts)
     if not best_effort:
         refuse_sample_above_cap(given)
     assignment, loads, bound, most_tokens = core.make_plan(given)
     if not best_effort:
         refuse_plan_above_cap(given, most_tokens)
-    return Partition(assignment, loads, bound)
+    return Partition(assignment, loads, bound, given.speeds_of_parts)
 
 
 def refine(

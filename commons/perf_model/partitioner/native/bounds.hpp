@@ -22,8 +22,6 @@ struct Bound {
   std::optional<Split> split;  // none where the bound is the mean load
 };
 
-inline Weight divide_up(Weight value, Weight by) { return value / by + (value % by != 0); }
-
 // One candidate T of counting_bound(): T = tops = quotient * k + remainder. `sums` are the prefix sums of the weights.
 class Group {
  public:

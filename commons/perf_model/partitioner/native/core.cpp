@@ -67,6 +67,7 @@ struct PlanArguments {
   Weight max_tokens;
   Weight ranks_per_node;
   Weight num_steps;  // 0 for a plan that is no grid
+  const Weight* speeds;  // (num_parts,), or null
   double slack;
 };
 
@@ -84,6 +85,8 @@ evenrank::Request request_of(const PlanArguments& given) {
   require(within(given.workloads, INT64_MAX, evenrank::kMostLoad) && within(given.tokens, INT64_MAX, evenrank::kMostLoad) &&
               within(given.home, given.num_parts - 1, INT64_MAX) && within(given.home_step, given.num_steps - 1, INT64_MAX),
           "plan takes checked arguments: a number is out of its range");
+  require(given.speeds == nullptr || evenrank::are_speeds_of(given.speeds, given.num_parts, given.workloads, given.num_rows),
+          evenrank::kNoSpeeds);
   evenrank::Request request{values_of<evenrank::Weights>(given.workloads, given.num_rows),
                             static_cast<Index>(given.num_parts),
                             static_cast<evenrank::Method>(given.method),
@@ -96,6 +99,7 @@ evenrank::Request request_of(const PlanArguments& given) {
                             static_cast<Index>(std::max<Weight>(given.num_steps, 1)),
                             values_of<evenrank::Indices>(given.home_step, given.num_rows)};
   if (given.has_cap) request.max_tokens = given.max_tokens;
+  request.speeds = values_of<evenrank::Weights>(given.speeds, given.num_parts);
   return request;
 }
 

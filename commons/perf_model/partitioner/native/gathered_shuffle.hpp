@@ -12,6 +12,10 @@ inline void require(bool holds, const char* otherwise) {
   if (!holds) throw std::invalid_argument(otherwise);
 }
 
+constexpr const char* kNoSpeeds =
+    "speeds are not positive integers below 2^31, or all workloads × the largest ÷ the smallest speed are 2^61 or more: "
+    "scale them down";
+
 // How many rows all places have; -1 where a count is negative, or where there are more than a plan can be for, whose sum
 // could overflow.
 inline Weight total_of(const Weight* counts, Weight num_places) {
@@ -61,6 +65,9 @@ class Shuffle {
     require(given.method >= 0 && given.method <= static_cast<Weight>(Method::kSnake) && given.slack >= 0 &&
                 given.slack <= 1 && given.ranks_per_node >= 0 && given.num_keys >= 0 && given.num_kept >= 0,
             "shuffle takes checked arguments: a number is out of its range");
+    const bool follows_speeds = given.method == static_cast<Weight>(Method::kRefined) || given.method == static_cast<Weight>(Method::kLpt);
+    require(follows_speeds || speeds_of(given).empty(),
+            "ranks have different speeds, and the method makes equal loads: take refined or lpt");
     require(given.parts == nullptr || (given.rank >= 0 && given.rank < given.num_ranks), "shuffle: sizes do not match");
     std::fill_n(out, kHeadSize, 0);
   }
@@ -104,6 +111,8 @@ class Shuffle {
     Digest digest;
     for (const Weight* places : {rows, real_rows}) digest.add(places, num_places);
     for (const Weight* of_rows : {workloads, tokens, destination}) digest.add(of_rows, num_rows);
+    const Weights speeds = speeds_of(given_).by_part();
+    digest.add(speeds.data(), static_cast<Weight>(speeds.size()));
     out_[kDigest] = digest.value();
     if (given_.parts) route({rows, real_rows, real_after, destination, table, static_cast<Index>(num_places),
                              given_.num_keys, given_.num_kept - (given_.has_groups != 0), parts(), out_[kSteps], given_.rank, given_.all_gather != 0,
@@ -189,6 +198,7 @@ class Shuffle {
     require(all_within(workloads, num_rows, INT64_MAX, kMostLoad) &&
                 all_within(tokens, num_rows, INT64_MAX, kMostLoad),
             "the sum of the workloads or of the tokens of all ranks is 2^62 or more; it must be below: scale them down");
+    require(given_.speeds == nullptr || are_speeds_of(given_.speeds, given_.num_ranks, workloads, num_rows), kNoSpeeds);
   }
 
   // The group of every row; empty where there are none.

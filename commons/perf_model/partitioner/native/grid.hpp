@@ -27,7 +27,7 @@ constexpr std::array<Tries, 3> kTries = {{{1 << 21, 24}, {1 << 24, 8}, {1 << 27,
 
 struct Candidate {
   Indices cells;       // by sample
-  Weights largest;     // the largest load of each step
+  Weights largest;     // the largest load, with speeds the largest time, of each step
   Weight most_tokens;  // of a cell, or the cap if that is more; 0 without a cap
 
   // The sum over the steps of the largest load: what a plan minimises.
@@ -45,8 +45,10 @@ class GridPlanner {
       : request_(request),
         num_cells_(request.num_parts * request.num_steps),
         limits_(limits_of(request)),
-        problem_(Problem::of(request.workloads, num_cells_, request.equal_size, limits_)),
-        bound_(grid_bound(problem_.weights, request.num_parts, request.num_steps, limits_)) {}
+        speeds_(request.speeds),
+        problem_(Problem::of(request.workloads, num_cells_, request.equal_size, limits_,
+                             Speeds(request.speeds, request.num_steps))),
+        bound_(bound_within(limits_)) {}
 
   // The best of the grid, every batch alone, and the rows as they were loaded; then one in which few rows change rank.
   Plan plan() const {
@@ -56,13 +58,17 @@ class GridPlanner {
     if (!problem_.keeps_limits(chosen.cells)) {
       // Rows as they were loaded, or batches of different sizes: only the bound for free sizes holds for these.
       const Weight num_rows = static_cast<Weight>(problem_.weights.size());
-      total = grid_bound(problem_.weights, request_.num_parts, request_.num_steps, {0, num_rows}).total;
+      total = bound_within({0, num_rows}).total;
     }
     Weights loads = sum_by_rank(chosen.cells, request_.workloads, num_cells_);
     return {std::move(chosen.cells), std::move(loads), total, chosen.most_tokens};
   }
 
  private:
+  GridBound bound_within(const Limits& limits) const {
+    return grid_bound(problem_.weights, request_.num_parts, request_.num_steps, limits, speeds_, problem_.speeds);
+  }
+
   // `best`, or what it does not beat; with a home, a plan near it within the slack.
   Candidate choose(Candidate best) const {
     std::optional<Candidate> loaded = as_loaded();
@@ -93,10 +99,9 @@ class GridPlanner {
 
   Candidate candidate(Indices cells) const {
     const Weights loads = sum_by_rank(cells, request_.workloads, num_cells_);
-    Weights largest(request_.num_steps, 0);
-    for (Index cell = 0; cell < num_cells_; ++cell) {
-      Weight& load = largest[cell % request_.num_steps];
-      load = std::max(load, loads[cell]);
+    Weights largest(request_.num_steps);
+    for (Index step = 0; step < request_.num_steps; ++step) {
+      largest[step] = problem_.speeds.largest_time(loads.data(), loads.size(), step, request_.num_steps);
     }
     Weight most_tokens = 0;
     if (request_.max_tokens) {
@@ -110,13 +115,16 @@ class GridPlanner {
   // `cells`, changed until they keep the cap, if there is one.
   Indices capped(const Problem& problem, Indices cells, Weight target) const {
     if (!request_.max_tokens) return cells;
+    if (problem.base.empty() && !speeds_.empty()) {
+      return under_cap_at_speeds(problem, std::move(cells), target, Cap{request_.tokens, *request_.max_tokens});
+    }
     return under_cap(problem, std::move(cells), target, Cap{request_.tokens, *request_.max_tokens});
   }
 
   // The problem in which one target serves the limits of all steps.
   Problem above(const Weights& largest) const {
     Problem problem = problem_;
-    problem.base = bases_of(largest, num_cells_);
+    problem.base = bases_of(largest, num_cells_, problem_.speeds);
     return problem;
   }
 
@@ -222,12 +230,21 @@ class GridPlanner {
 
   // Even partitions by the algorithm of the request, sorted by load and cut into steps.
   Candidate cut_into_steps() const {
-    const Bound bound = counting_bound(problem_);
+    const Bound bound = bound_of(problem_.weights, num_cells_, limits_, problem_.speeds);
     Indices cells = problem_.by_sample(by_method(request_.method, problem_, bound));
     cells = capped(problem_, std::move(cells), near(bound.load));
+    const Weights loads = sum_by_rank(cells, request_.workloads, num_cells_);
     Indices ranked = range(num_cells_);
-    rank_by_load(sum_by_rank(cells, request_.workloads, num_cells_), ranked);
     Indices place(num_cells_);
+    if (!speeds_.empty()) {  // the cells of a rank, which are equally fast, go to the steps
+      for (Index first = 0; first < num_cells_; first += request_.num_steps) {
+        const auto begin = ranked.begin() + first;
+        std::sort(begin, begin + request_.num_steps, ByLoad{loads});
+        for (Index step = 0; step < request_.num_steps; ++step) place[begin[step]] = first + step;
+      }
+      return candidate(take(place, cells));
+    }
+    rank_by_load(loads, ranked);
     for (Index at = 0; at < num_cells_; ++at) {
       place[ranked[at]] = at % request_.num_parts * request_.num_steps + at / request_.num_parts;
     }
@@ -261,7 +278,7 @@ class GridPlanner {
   bool is_below_batches(Weight total) const {
     for (const Indices& rows : rows_of_batches()) {
       const Problem batch = Problem::of(take(request_.workloads, rows), request_.num_parts, false);
-      total -= counting_bound(batch).load;
+      total -= bound_of(batch.weights, batch.num_parts, batch.limits, speeds_).load;
     }
     return total < 0;
   }
@@ -339,6 +356,7 @@ class GridPlanner {
   const Request& request_;
   Index num_cells_;
   Limits limits_;
+  Speeds speeds_;  // of the ranks
   Problem problem_;
   GridBound bound_;
   mutable std::optional<Candidate> alone_;  // batches_alone(), once it is known

@@ -42,16 +42,23 @@ inline Weights level_loads(const Weights& weights, Weight num_ranks, Weight num_
 // smallest over all r is a lower bound of P_i. For every i the steps after the first i hold what the i * W * max_count
 // heaviest rows leave over, so the sum is at least P_i + ceil(rest / W). The best over all i counts; i = 0 is the mean
 // load, i = T the last P_i.
-inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num_steps, const Limits& limits) {
+//
+// With speeds, W is the sum of the speeds ÷ the largest: what all ranks together hold within a time of 1; and M_1 is at
+// least the bound of all cells with their speeds. Loads are at most times, so all else stays true.
+inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num_steps, const Limits& limits,
+                            const Speeds& of_ranks = {}, const Speeds& of_cells = {}) {
+  const auto share = [&](Weight load) {
+    return of_ranks.empty() ? divide_up(load, num_ranks) : of_ranks.mean_time(load);
+  };
   const Weight num_rows = static_cast<Weight>(weights.size());
   Weights sums(num_rows + 1, 0);
   std::partial_sum(weights.begin(), weights.end(), sums.begin() + 1);
   const Weight total = sums.back();
-  Weight reached = counting_bound(weights, static_cast<Index>(num_ranks * num_steps), limits).load;
-  GridBound bound{std::max(reached, divide_up(total, num_ranks)), {reached}};
+  Weight reached = bound_of(weights, static_cast<Index>(num_ranks * num_steps), limits, of_cells).load;
+  GridBound bound{std::max(reached, share(total)), {reached}};
   for (Weight step = 1; step < num_steps; ++step) {
     const Weight most_rows = std::min(step * num_ranks * limits.max_count, num_rows);
-    bound.total = std::max(bound.total, reached + divide_up(total - sums[most_rows], num_ranks));
+    bound.total = std::max(bound.total, reached + share(total - sums[most_rows]));
     // L_i: one cell has q + 1 rows, of which the lightest possible end with `last`.
     Weight least = 0;
     for (Weight q = 0, last = most_rows; last < num_rows; ++q, last += (num_steps - step) * num_ranks) {
@@ -68,12 +75,12 @@ inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num
     Weight most = 0;
     for (Weight above = most_rows + 1; above - most > 1;) {
       const Weight middle = most + (above - most) / 2;
-      (divide_up(before(middle), num_ranks) <= reached ? most : above) = middle;
+      (share(before(middle)) <= reached ? most : above) = middle;
     }
     Weight together = kMax;
     Weight chosen = 0;
     for (Weight rows = most; rows <= most_rows; ++rows) {
-      const Weight loaded = std::max(divide_up(before(rows), num_ranks), reached);
+      const Weight loaded = std::max(share(before(rows)), reached);
       if (loaded >= together) break;
       if (loaded + load(rows) < together) {
         together = loaded + load(rows);
@@ -84,7 +91,7 @@ inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num
     bound.largest.push_back(chosen);
   }
   bound.total = std::max(bound.total, reached);
-  if (num_steps == 1) return bound;
+  if (num_steps == 1 || !of_ranks.empty()) return bound;
   const LevelBound level = LevelBounds(weights, sums, num_ranks, num_steps, limits).best(bound.total);
   if (level.total > bound.total) {
     bound.total = level.total;

@@ -1,7 +1,7 @@
 // A lower bound of a grid for many heavy rows of about equal weight, of which one step is full only in part.
 #pragma once
 
-#include "bounds.hpp"
+#include "speed_bound.hpp"
 
 namespace evenrank {
 

@@ -47,6 +47,7 @@ struct Home {
   Weights sizes;  // tokens of each row; their sum is below 2^60, so that costs fit into an int64
   Index ranks_per_node;
   Index steps = 1;  // partitions per rank, between which rows move at no cost
+  bool alike = true;  // whether all ranks are equally fast, so that they can exchange all their rows
 
   Place place_of(Index part) const { return Place::of(part, steps, ranks_per_node); }
   Weight cost_at(Index row, const Place& place) const { return place.cost(parts[row]) * sizes[row]; }
@@ -227,7 +228,7 @@ inline Indices even_counts(const Problem& problem, Weight limit, const Home& hom
   const Index num_parts = problem.num_parts;
   const Limits& limits = problem.limits;
   const Indices counts = count_per_part(home.parts, num_parts);
-  Weights loads = sum_by_rank(home.parts, weights, num_parts);
+  Weights loads = problem.loads(home.parts);
   Indices quota(num_parts);
   Weight surplus = -static_cast<Weight>(weights.size());
   for (Index part = 0; part < num_parts; ++part) {
@@ -287,8 +288,10 @@ inline Indices even_counts(const Problem& problem, Weight limit, const Home& hom
 
 // Names the partitions of a finished plan so that many tokens are at home: the largest saving first. Returns for each
 // of `rows` one of `names`; `parts` is its partition in the plan, from 0 to names.size() - 1. With several partitions
-// per rank, only those of one step exchange their names: names[part] says whose step it is.
+// per rank, only those of one step exchange their names: names[part] says whose step it is. With ranks of different
+// speeds none does.
 inline Indices relabel(const Indices& parts, const Indices& rows, const Indices& names, const Home& home) {
+  if (!home.alike) return take(names, parts);
   const Weight num_names = static_cast<Weight>(names.size());
   const Index steps = home.steps;
   Index last = *std::max_element(names.begin(), names.end()) / steps;

@@ -305,7 +305,7 @@ inline std::optional<Indices> near_ranks_of_many(const Request& request, const P
 
 // A plan within 1 + slack of the bound that leaves many rows at home; by sample. None where no such plan is found, or
 // is better sought otherwise: a slack below what plans are refined to, or a home above the cap.
-inline std::optional<LoadedParts> near_home_of_many(const Request& request, const Problem& problem, Weight bound) {
+inline std::optional<LoadedParts> near_home_of_many(const Request& request, Problem& problem, Weight bound) {
   const Index num_parts = request.num_parts;
   Weight limit = with_slack(bound, request.slack);
   if (request.home.empty() || limit < near(bound)) return std::nullopt;
@@ -314,10 +314,11 @@ inline std::optional<LoadedParts> near_home_of_many(const Request& request, cons
   };
   if (above_cap(request.home)) return std::nullopt;
   Weights loads = sum_by_rank(request.home, request.workloads, num_parts);
-  const Weight home_load = largest_of(loads);
+  const Weight home_load = problem.speeds.largest_time(loads.data(), loads.size());
   const bool even = problem.keeps_limits(request.home);
   if (home_load <= bound || (even && home_load <= limit)) return LoadedParts{request.home, std::move(loads)};
   limit = std::min(limit, home_load - 1);
+  problem.aim(limit);
   const Weights sizes = sizes_of(request);
   const auto by_row = [&] { return home_by_row(request, problem.order, sizes); };
   Indices start = request.home;
@@ -327,7 +328,10 @@ inline std::optional<LoadedParts> near_home_of_many(const Request& request, cons
   }
   LoadedParts lowered = HeaviestLowered(problem, request, std::move(start), sizes, limit, num_parts).run();
   const Index above = num_above(lowered.loads, limit);
-  if (above == 0) return lowered;
+  if (above == 0) {
+    if (!problem.base.empty()) lowered.loads = sum_by_rank(lowered.parts, request.workloads, num_parts);
+    return lowered;
+  }
   const std::optional<Cap> cap = request.cap_by_row(problem.order);
   const Cap* const kept = pointer_to(cap);
   const Home home = by_row();

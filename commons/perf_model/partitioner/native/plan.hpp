@@ -5,15 +5,10 @@
 
 #include "differencing.hpp"
 #include "locality.hpp"
-#include "refinement.hpp"
+#include "speed_plan.hpp"
 
 namespace evenrank {
 
-// Swaps stop this near the lower bound: one part in ten thousand is far below what a step time can show.
-constexpr Weight kTolerance = 10'000;
-// Up to this many rows times partitions, a second start is worth its time, and so are the n merges of k sums that
-// Karmarkar-Karp takes with free sizes.
-constexpr Weight kFew = 1 << 16;
 // While tokens are lowered, loads may rise by 2^-8 of the largest, if that is not enough by more; at last by any
 // amount.
 constexpr std::array<int, 7> kLoadRoom = {8, 6, 5, 4, 3, 2, 1};
@@ -42,12 +37,13 @@ struct Request {
   double slack;                      // balance given up for staying home, as a fraction
   Index num_steps = 1;  // of a grid: its partitions are ranks, and the cell of rank r, step s is r * num_steps + s
   Indices home_step{};  // the step each sample was loaded in; empty if it is not known
+  Weights speeds{};     // of the partitions, of a grid of the ranks; empty if all are equally fast
 
   // The same request for some samples alone.
   Request of_rows(const Indices& rows) const {
     const auto some = [&](const auto& values) { return values.empty() ? values : take(values, rows); };
     return {some(workloads), num_parts,      method, equal_size, some(tokens),   max_tokens,
-            some(home),      ranks_per_node, slack,  num_steps,  some(home_step)};
+            some(home),      ranks_per_node, slack,  num_steps,  some(home_step), speeds};
   }
   // The cap on tokens by row, in the order of a problem; none if there is no limit.
   std::optional<Cap> cap_by_row(const Indices& order) const {
@@ -67,18 +63,16 @@ inline Weights sizes_of(const Request& request) {
 }
 
 inline Home home_by_row(const Request& request, const Indices& order, const Weights& sizes) {
-  return {take(request.home, order), take(sizes, order), request.ranks_per_node, request.num_steps};
+  return {take(request.home, order), take(sizes, order), request.ranks_per_node, request.num_steps,
+          Speeds(request.speeds).empty()};
 }
 
 struct Plan {
   Indices assignment;  // the partition (of a grid: the cell) of each sample
   Weights loads;       // sum of workloads per partition
-  Weight bound;        // lower bound of the largest load of such a plan; of a grid, of the sum over the steps
+  Weight bound;        // lower bound of the largest time of such a plan; of a grid, of the sum over the steps
   Weight most_tokens;  // max_tokens, or what the fullest partition holds if that is more; 0 without a cap
 };
-
-// The largest load at which a plan is good enough, given a lower bound of it.
-inline Weight near(Weight bound) { return bound + bound / kTolerance; }
 
 // The better of several starts, then swaps until the largest load is at most `target`. LPT alone, if it is at most
 // `bound`.
@@ -102,7 +96,7 @@ inline Indices refined_to(const Problem& problem, Weight bound, Weight target, c
   if (split && largest > target) {
     if (std::optional<Indices> parts = split_start(problem, *split)) add(std::move(*parts));
   }
-  const bool few = static_cast<Weight>(problem.weights.size()) * problem.num_parts <= kFew;
+  const bool few = is_few(problem);
   if (problem.equal_size || few) add(differencing(problem.weights, problem.num_parts, problem.equal_size));
   std::stable_sort(starts.begin(), starts.end(), [](const Start& a, const Start& b) { return a.load < b.load; });
   Indices best = refine(problem, std::move(starts[0].parts), target);
@@ -147,6 +141,17 @@ inline Indices under_cap(const Problem& problem, Indices assignment, Weight targ
   const Cap by_row{take(cap.weights, problem.order), std::max(reached, cap.limit)};
   parts = take(tokens.by_sample(parts), problem.order);
   return problem.by_sample(refine(problem, std::move(parts), target, &by_row));
+}
+
+// The same for partitions of different speeds, whose time is brought near the bound.
+inline Indices under_cap_at_speeds(Problem problem, Indices assignment, Weight bound, const Cap& cap) {
+  const auto time = [&] { return problem.time(take(assignment, problem.order)); };
+  problem.aim(std::max(near(bound), time()));
+  assignment = under_cap(problem, std::move(assignment), near(bound), cap);
+  const Weight reached = largest_load(cap.weights, assignment, problem.num_parts);
+  const Cap by_row{take(cap.weights, problem.order), std::max(reached, cap.limit)};
+  const int targets = is_few(problem) ? kTargetsOfFew : kTargets;
+  return problem.by_sample(lower_time(problem, take(assignment, problem.order), bound, targets, &by_row));
 }
 
 // Whether the plan keeps the cap, if there is one.
@@ -197,7 +202,8 @@ inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices pa
 // Brings tokens under the cap by swaps, first with few tokens moved, then whatever moves. By row.
 inline Indices repair_tokens(const Problem& problem, const Indices& parts, const Home& home, const Cap& cap) {
   const Problem tokens = Problem::of(cap.weights, problem.num_parts, problem.equal_size, problem.limits);
-  const Home by_tokens{take(home.parts, tokens.order), take(home.sizes, tokens.order), home.ranks_per_node, home.steps};
+  const Home by_tokens{take(home.parts, tokens.order), take(home.sizes, tokens.order), home.ranks_per_node, home.steps,
+                       home.alike};
   Indices repaired = repair(tokens, take(parts, tokens.order), cap.limit, by_tokens);
   return tokens.by_sample(refine(tokens, std::move(repaired), cap.limit));
 }
@@ -235,10 +241,10 @@ inline Indices near_home(const Problem& problem, const Indices& plan, Indices st
 //
 // Never worse than home: if `assignment` does not lower the largest load of a home that keeps the cap, the result is
 // home itself, whatever its counts. `assignment` keeps the cap unless home alone does.
-inline Indices keep_rows_home(const Problem& problem, Indices assignment, const Request& request, const Cap* cap) {
+inline Indices keep_rows_home(Problem& problem, Indices assignment, const Request& request, const Cap* cap) {
   const Index num_parts = problem.num_parts;
-  const Weight best_load = problem.largest(take(assignment, problem.order));
-  const Weight home_load = problem.largest(take(request.home, problem.order));
+  const Weight best_load = problem.time(take(assignment, problem.order));
+  const Weight home_load = problem.time(take(request.home, problem.order));
   Weight load_limit = with_slack(best_load, request.slack);
   const bool even = problem.keeps_limits(request.home);
   if (keeps(cap, request.home, num_parts)) {
@@ -246,6 +252,7 @@ inline Indices keep_rows_home(const Problem& problem, Indices assignment, const 
     if (no_gain || (even && home_load <= load_limit)) return request.home;
     load_limit = std::min(load_limit, home_load - 1);
   }
+  problem.aim(load_limit);
   const Home home = home_by_row(request, problem.order, sizes_of(request));
   Cap by_row;
   if (cap != nullptr) by_row = {take(cap->weights, problem.order), cap->limit};
@@ -256,15 +263,16 @@ inline Indices keep_rows_home(const Problem& problem, Indices assignment, const 
 
 // The partition of each row by one of the algorithms. Their order in Method is that of METHODS in core.py.
 inline Indices by_method(Method method, const Problem& problem, const Bound& bound) {
+  const bool has_speeds = !problem.speeds.empty();
   switch (method) {
     case Method::kKarmarkarKarp:
       return differencing(problem.weights, problem.num_parts, problem.equal_size);
     case Method::kLpt:
-      return lpt(problem);
+      return has_speeds ? lpt_at_speeds(problem) : lpt(problem);
     case Method::kSnake:
       return snake(static_cast<Index>(problem.weights.size()), problem.num_parts);
     default:
-      return refined(problem, bound);
+      return has_speeds ? refined_at_speeds(problem, bound.load) : refined(problem, bound);
   }
 }
 

@@ -7,17 +7,14 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdint>
-#include <numeric>
 #include <optional>
 #include <utility>
-#include <vector>
+
+#include "speeds.hpp"
 
 namespace evenrank {
 
-using Weight = std::int64_t;
 using Index = std::int32_t;
-using Weights = std::vector<Weight>;
 using Indices = std::vector<Index>;
 
 constexpr Weight kMax = INT64_MAX;
@@ -165,13 +162,14 @@ struct Problem {
   bool equal_size;  // whether sizes of partitions differ by one at most
   Limits limits;    // the same as fewest and most rows, unless a caller gave others
   Weights base{};   // the load of each partition before it has any rows; empty if all begin with nothing
+  Speeds speeds{};  // of the partitions; loads, the largest too, do not count them, but for the base that aim() gives
 
   static Problem of(const Weights& workloads, Index num_parts, bool equal_size,
-                    const std::optional<Limits>& limits = std::nullopt) {
+                    const std::optional<Limits>& limits = std::nullopt, Speeds speeds = {}) {
     Indices order = descending(workloads);
     Weights weights = take(workloads, order);
     const Limits kept = limits ? *limits : Limits::of(static_cast<Weight>(weights.size()), num_parts, equal_size);
-    return {std::move(weights), std::move(order), num_parts, equal_size, kept};
+    return {std::move(weights), std::move(order), num_parts, equal_size, kept, {}, std::move(speeds)};
   }
 
   // Turns values by row into values by sample.
@@ -185,6 +183,17 @@ struct Problem {
   // Load of every partition, by row, and of the heaviest.
   Weights loads(const Indices& parts) const { return sum_by_rank(parts, weights, num_parts, base); }
   Weight largest(const Indices& parts) const { return largest_load(weights, parts, num_parts, base); }
+  // What the slowest partition takes; the largest load, if all are equally fast.
+  Weight time(const Indices& parts) const {
+    if (speeds.empty()) return largest(parts);
+    const Weights loads = sum_by_rank(parts, weights, num_parts);
+    return speeds.largest_time(loads.data(), loads.size());
+  }
+  // Makes a load of `target`, with its base, a time of `target`.
+  Problem& aim(Weight target) {
+    if (!speeds.empty()) base = speeds.bases(target);
+    return *this;
+  }
   // Load of every partition before it has any rows.
   Weights first_loads() const { return base.empty() ? Weights(num_parts, 0) : base; }
   // Whether the sizes of partitions, by row or by sample, are within the limits.

@@ -5,11 +5,19 @@
 
 namespace evenrank {
 
+// Swaps stop this near the lower bound: one part in ten thousand is far below what a step time can show.
+constexpr Weight kTolerance = 10'000;
+// Up to this many rows times partitions, a second start is worth its time, and so are the n merges of k sums that
+// Karmarkar-Karp takes with free sizes.
+constexpr Weight kFew = 1 << 16;
 // Give up when this many rounds have not taken a quarter off what is left above the target.
 constexpr int kPatience = 16;
 // Rows looked at on either side of the best difference. A cap rules many of them out, so then it is more.
 constexpr Weight kReach = 1;
 constexpr Weight kReachWithCap = 16;
+
+// The largest load at which a plan is good enough, given a lower bound of it.
+inline Weight near(Weight bound) { return bound + bound / kTolerance; }
 
 // Carries out the best swap of `heavy` with its share of the others; returns whether there was one.
 //

@@ -19,6 +19,15 @@ inline bool all_within(const Weight* values, Weight size, Weight largest, Weight
   return within && sum <= static_cast<unsigned __int128>(largest_sum);
 }
 
+// Whether speeds lie in [1, kMostSpeed], and all loads together take less than 2^61 on the slowest: so a base and the load
+// on it are an int64 too.
+inline bool are_speeds_of(const Weight* speeds, Weight size, const Weight* loads, Weight num_loads) {
+  const auto [slowest, fastest] = std::minmax_element(speeds, speeds + size);
+  if (size == 0 || *slowest < 1 || *fastest > kMostSpeed) return false;
+  const auto sum = std::accumulate(loads, loads + num_loads, static_cast<__int128>(0));
+  return sum * *fastest / *slowest < kMostLoad / 2;
+}
+
 // What moves, by the step in which it is trained. A place is rank * steps + step: `home` is the place of each row, and
 // `destination` the place that trains it. counts (6, steps): rows and their tokens, those that change rank and theirs,
 // those that leave their node and theirs. rows_at (num_places,): rows where they are, and then where they are trained.

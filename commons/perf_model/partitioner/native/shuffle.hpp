@@ -21,6 +21,7 @@ struct ShuffleArguments {
   const Weight* words;        // (num_ranks, stride), or null
   const Weight* destination;  // (num_rows,), a plan that has been made; or null
   const Weight* parts;        // (num_parts, 3), of the payload; or null for no exchange
+  const Weight* speeds;       // (num_ranks,), or null
   Weight num_ranks;
   Weight steps;  // with messages, the most batches of a rank
   Weight stride;
@@ -43,6 +44,11 @@ struct ShuffleArguments {
   double slack;
   double min_gain;
 };
+
+// The speeds of the ranks, each for `steps` places; none if all are equally fast.
+inline Speeds speeds_of(const ShuffleArguments& given, Weight steps = 1) {
+  return given.speeds ? Speeds({given.speeds, given.speeds + given.num_ranks}, steps) : Speeds();
+}
 
 // The rows of all ranks, by row.
 struct PlacedRows {
@@ -80,7 +86,8 @@ inline Weights shuffled(Weight size, std::uint64_t seed) {
 class ShufflePlanner {
  public:
   ShufflePlanner(const PlacedRows& rows, const ShuffleArguments& options)
-      : rows_(rows), options_(options), groups_(RowGroups::of(rows.groups, rows.num_rows)) {
+      : rows_(rows), options_(options), groups_(RowGroups::of(rows.groups, rows.num_rows)),
+        speeds_(speeds_of(options, rows.steps)) {
     if (groups_ && options.equal_size) groups_->require_equal_sizes();
     splits_ = groups_ && !groups_->are_together(rows.home);
   }
@@ -157,6 +164,7 @@ class ShufflePlanner {
                     static_cast<Index>(std::min<Weight>(near_home ? ranks_per_node : rows_.num_ranks(), rows_.num_ranks())),
                     near_home ? options_.slack : 0.0,
                     static_cast<Index>(rows_.steps)};
+    request.speeds = speeds_of(options_).by_part();
     if (!near_home) return request;
     request.home.reserve(rows_.num_rows);
     request.home_step.reserve(rows_.num_rows);
@@ -195,13 +203,11 @@ class ShufflePlanner {
     return plan;
   }
 
-  // Sum over the steps of the largest load.
+  // Sum over the steps of what the slowest rank takes.
   Weight time_of(const Weight* loads) const {
     Weight time = 0;
     for (Weight step = 0; step < rows_.steps; ++step) {
-      Weight largest = 0;
-      for (Weight place = step; place < rows_.num_places; place += rows_.steps) largest = std::max(largest, loads[place]);
-      time += largest;
+      time += speeds_.largest_time(loads, rows_.num_places, step, rows_.steps);
     }
     return time;
   }
@@ -223,6 +229,7 @@ class ShufflePlanner {
   const PlacedRows& rows_;
   const ShuffleArguments& options_;
   const std::optional<RowGroups> groups_;
+  const Speeds speeds_;  // of the places
   bool splits_;  // whether a group has rows in several places
 };
 

@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "bounds.hpp"
+#include "speed_bound.hpp"
 
 namespace evenrank {
 

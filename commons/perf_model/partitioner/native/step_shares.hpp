@@ -39,11 +39,15 @@ inline Weights with_room(Weights largest, Weight most) {
   return largest;
 }
 
-// What every cell begins with: the difference between the largest limit and that of its step.
-inline Weights bases_of(const Weights& largest, Index num_cells) {
+// What every cell begins with: the difference between the largest limit and that of its step, or what the cell may hold
+// within it.
+inline Weights bases_of(const Weights& largest, Index num_cells, const Speeds& speeds) {
   const Weight most = largest_of(largest);
   Weights bases(num_cells);
-  for (Index cell = 0; cell < num_cells; ++cell) bases[cell] = most - largest[cell % largest.size()];
+  for (Index cell = 0; cell < num_cells; ++cell) {
+    const Weight time = largest[cell % largest.size()];
+    bases[cell] = most - (speeds.empty() ? time : speeds.limit(time, cell));
+  }
   return bases;
 }
 
@@ -54,7 +58,7 @@ inline bool has_places(const Problem& problem, const Weights& largest) {
   const auto end = std::partition_point(problem.weights.begin(), problem.weights.end(), is_large);
   const Index num_cells = problem.num_parts;
   const Problem large{{problem.weights.begin(), end}, {}, num_cells, false, {0, problem.limits.max_count},
-                      bases_of(largest, num_cells)};
+                      bases_of(largest, num_cells, problem.speeds)};
   return large.weights.empty() || excess_of(large.loads(lpt(large)), limit) / num_cells <= limit / kMisplaced;
 }
 

@@ -7,13 +7,14 @@ namespace evenrank {
 
 // Plans as if rows were nowhere, then brings tokens under the cap and rows home; by sample. Where the plan
 // does not keep the cap, its most tokens, or those of home if they are less, are the cap for bringing rows home.
-inline Indices plan_freely(const Request& request, const Problem& problem, const Bound& bound) {
+inline Indices plan_freely(const Request& request, Problem& problem, const Bound& bound) {
   const Index num_parts = request.num_parts;
   Indices assignment = problem.by_sample(by_method(request.method, problem, bound));
   Cap cap;
   if (request.max_tokens) {
     cap = {request.tokens, *request.max_tokens};
-    assignment = under_cap(problem, std::move(assignment), near(bound.load), cap);
+    assignment = problem.speeds.empty() ? under_cap(problem, std::move(assignment), near(bound.load), cap)
+                                        : under_cap_at_speeds(problem, std::move(assignment), bound.load, cap);
     Weight reached = largest_load(cap.weights, assignment, num_parts);
     if (!request.home.empty()) reached = std::min(reached, largest_load(cap.weights, request.home, num_parts));
     cap.limit = std::max(cap.limit, reached);
@@ -26,8 +27,9 @@ inline Indices plan_freely(const Request& request, const Problem& problem, const
 // (many_parts.hpp): it takes a time that grows with the rows that have to move, not with all rows.
 inline Plan make_plan(const Request& request) {
   const Index num_parts = request.num_parts;
-  const Problem problem = Problem::of(request.workloads, num_parts, request.equal_size);
-  Bound bound = counting_bound(problem);
+  Problem problem =
+      Problem::of(request.workloads, num_parts, request.equal_size, std::nullopt, Speeds(request.speeds));
+  Bound bound = bound_of(problem.weights, num_parts, problem.limits, problem.speeds);
   std::optional<LoadedParts> planned;
   if (request.method == Method::kRefined && num_parts >= kMany) {
     planned = near_home_of_many(request, problem, bound.load);
@@ -40,7 +42,7 @@ inline Plan make_plan(const Request& request) {
   if (!request.home.empty() && !problem.keeps_limits(planned->parts)) {
     // Home won over equal sizes, so only the bound for free sizes holds for it.
     const Limits free = Limits::of(static_cast<Weight>(problem.weights.size()), num_parts, false);
-    bound = counting_bound(problem.weights, num_parts, free);
+    bound = bound_of(problem.weights, num_parts, free, problem.speeds);
   }
   Plan plan{std::move(planned->parts), std::move(planned->loads), bound.load, 0};
   if (request.max_tokens) {
