@@ -19,8 +19,10 @@ def imbalance(loads: np.ndarray | list[int], speeds: np.ndarray | None = None) -
     """Largest load divided by the mean, minus 1; 0.0 if there is no load. With speeds, the same of times_of()."""
     of_ranks: list[int] = loads if isinstance(loads, list) else loads.tolist()
     total = sum(of_ranks)
+    if not total:
+        return 0.0
     largest = max(of_ranks) if speeds is None else int(times_of(np.array(of_ranks, np.int64), speeds).max())
-    return largest * ranks_of_fastest(len(of_ranks), speeds) / total - 1.0 if total else 0.0
+    return largest * ranks_of_fastest(len(of_ranks), speeds) / total - 1.0
 
 
 def times_of(loads: np.ndarray, speeds: np.ndarray | None) -> np.ndarray:
