@@ -234,9 +234,9 @@ def _smoothed(values: np.ndarray, width: int = 15) -> np.ndarray:
 
 def main(
     ranks: tuple[int, ...] = (2, 4),
-    rows: int = 12,
-    steps: int = 90,
-    equal_steps: int = 300,
+    rows: int = 6,
+    steps: int = 60,
+    equal_steps: int = 200,
     warmup: int = 5,
     quick: bool = False,
 ) -> None:
@@ -305,7 +305,7 @@ def main(
     page.section(
         "Simulated: many ranks, some of them slow at random",
         "Planned by the planner, 32 user-like rows per rank, times as above. Two in a hundred ranks are slower by 1.15 "
-        "to 2 at any time: always the same, or each for 1,500 steps in the mean and then another one. Sum of the "
+        "to 2 at any time: always the same, or each for 500 steps in the mean and then another one. Sum of the "
         "longest times, as a ratio to speeds that are equal; possible: plans that know every speed at once.",
         rows_table(simulation_table(quick)),
     )

@@ -17,7 +17,7 @@ ROWS = 32
 # Steps after which a slow rank has its speed.
 _SETTLED = 150
 # Slow ranks: how many, how long, by which factor.
-_SLOW, _EPISODE, _FACTORS = 0.02, 1500, (1.15, 2.0)
+_SLOW, _EPISODE, _FACTORS = 0.02, 500, (1.15, 2.0)
 
 
 def times_by_load(rng: np.random.Generator, factors: np.ndarray, shares: np.ndarray) -> np.ndarray:
@@ -91,7 +91,7 @@ def slow_factors(rng: np.random.Generator, ranks: int, steps: int, *, episodes: 
 def simulation_table(quick: bool) -> list[dict[str, Any]]:
     """What speeds gain, and what is possible."""
     lines = []
-    sizes = ((8, 200),) if quick else ((8, 2000), (64, 2000), (1024, 800))
+    sizes = ((8, 200),) if quick else ((8, 1000), (64, 1000), (1024, 300))
     for ranks, steps in tqdm(sizes, desc="simulated"):
         for kind in ("always the same ranks", "episodes"):
             rng = np.random.default_rng(ranks)
