@@ -273,7 +273,10 @@ def main(
         + f", {on_equal[0]['load']:.1f} on equal ranks.",
     )
     page.target(
-        f"cost on equal hardware, {ranks[0]} ranks", "≤ 1 % of a step", f"{100 * (ratio - 1):+.2f} %", ratio <= 1.01
+        f"cost on equal hardware, {ranks[0]} ranks",
+        "≤ 1 % of a step",
+        f"{100 * (ratio - 1):+.2f} %, ratio {text}",
+        float(text.rpartition("–")[2].rstrip(")")) <= 1.01,
     )
     oscillation = oscillation_table(200 if quick else 2000)
     page.target(
