@@ -211,6 +211,8 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ("docs/observe.md", "Sinks", 0): Shell(more={"hstu.train": SMALLER}, files=("runs/scraped/log.jsonl",)),
     ("docs/observe.md", "Sinks", 1): Python(given.a_step_was_balanced, given.its_stats_are_in_the_file),
     ("docs/observe.md", "A slow rank", 0): Python(given.a_step_was_timed, given.speeds_are_known),
+    ("docs/speeds.md", "Less work for a slow rank", 0): Python(dict, given.speeds_are_measured),
+    ("docs/speeds.md", "Less work for a slow rank", 1): Python(given.a_step_was_timed, given.speeds_are_known),
     ("docs/simulate.md", "What balancing would gain, from lengths alone", 0): Shell(
         more=FEWER_STEPS, shows=r"64 ranks × 32 rows[\s\S]*constant cost[\s\S]*--trainer\.shuffle-window"
     ),

@@ -231,6 +231,13 @@ def speeds_are_known(names: dict[str, Any]) -> None:
     assert names["shuffler"].last_stats.rank_speeds == (2.0, 1.0)
 
 
+def speeds_are_measured(names: dict[str, Any]) -> None:
+    """Stats have them from the first batch on."""
+    with contextlib.closing(names["shuffler"]) as shuffler:
+        shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
+        assert shuffler.last_stats.speeds == (1024, 1024) and shuffler.last_stats.speed_saving == 0.0
+
+
 class _RowsShuffler(evenrank.BaseTaskBalancedBatchShuffler):
     """A row is a row."""
 
