@@ -109,7 +109,7 @@ def time_fit_of(log: RunLog, *, as_loaded: bool) -> TimeFit | None:
     none = (None,) * len(log.step)
     lines = zip(log.timed, *(log.of_ranks.get(name, none) for name in ("loads_after", "own_ms", "speeds")))
     of_ranks = [
-        np.stack([load if speeds is None else load * speeds.max() / speeds, own])  # of a slow rank, what it takes
+        np.stack([load if speeds is None or not speeds.size else load * speeds.max() / speeds, own])  # what it takes
         for is_timed, load, own, speeds in lines
         if is_timed and load is not None and own is not None and len(load) == len(own)
     ]
