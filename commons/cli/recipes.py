@@ -59,15 +59,7 @@ def _model_of(config: Path) -> str:
 
 
 def choose_device(name: str, threads: int) -> torch.device:
-    """The device that a subcommand runs on: "auto" takes a GPU where there is one.
-
-    Args:
-        name: "auto", "cpu" or "cuda".
-        threads: threads of a process on the CPU.
-
-    Raises:
-        ValueError: "cuda" without a GPU, or threads below 1.
-    """
+    """The device for "auto", "cpu" or "cuda": "auto" is a GPU where there is one; threads are those on the CPU."""
     if threads < 1:
         raise ValueError(f"threads is {threads}; ranks on the CPU have at least one: give 1 or more")
     if name == "cuda" and not torch.cuda.is_available():

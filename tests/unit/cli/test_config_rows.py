@@ -25,7 +25,6 @@ from commons.datasets.random.dataset import user_like_dataset
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model import measurement
 from commons.perf_model.task_estimator import SelfAttentionTask
-from commons.user_package import import_user_module
 from tests.helpers.calibrations import make_calibration
 from tests.helpers.movielens import write_zip
 from tests.helpers.training_configs import CONFIG
@@ -107,12 +106,6 @@ def simulated(mine, capsys, *flags):
     return {each["ranks"]: each for each in answer["ranks"]}, " ".join(answer["notes"])
 
 
-def test_a_package_of_the_working_directory(mine, capsys):
-    assert main(["simulate", *mine, "--ranks", "2", "--steps", "3"]) == 0, capsys.readouterr().err
-    printed, _ = said(capsys)
-    assert "2 ranks × 4 rows, 3 steps" in printed and "each batch" in printed and "There are" not in printed
-
-
 def test_data_that_are_too_short_are_not_repeated(mine, capsys):
     by_ranks, notes = simulated(mine, capsys, "--ranks", "2", "4", "8", "--steps", "3")
     assert [(ranks, each["steps"]) for ranks, each in by_ranks.items()] == [(2, 3), (4, 1)]
@@ -147,16 +140,6 @@ def test_windows_are_beside_one_another(mine, tmp_path, capsys):
     for window in ("0", "5"):
         assert main(["simulate", *mine, "--ranks", "2", "--steps", "4", "--window", window]) == 2
         assert f"window is ({window},) and steps is 4" in said(capsys)[1]
-
-
-def test_nothing_of_the_working_directory_hides_what_is_installed(mine, tmp_path, monkeypatch):
-    (tmp_path / "colorsys.py").write_text("raise RuntimeError\n")
-    (tmp_path / "lonely_module_of_mine.py").write_text("import colorsys\n")
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    assert import_user_module("lonely_module_of_mine").colorsys.rgb_to_hls
-    with pytest.raises(ModuleNotFoundError, match="no_module_anywhere"):
-        import_user_module("no_module_anywhere")
-    del sys.modules["lonely_module_of_mine"]
 
 
 @pytest.mark.parametrize(
