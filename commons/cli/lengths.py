@@ -30,8 +30,7 @@ _DISTRIBUTIONS = "zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA or lognormal:MED
 _HISTOGRAM = ["length", "count"]
 _TYPES = (".parquet", ".csv", ".npy", ".jsonl")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
-# A float64 counts no further.
-_LARGEST_FLOAT = 2.0**53
+_LARGEST_FLOAT = 2.0**53  # a float64 counts no further
 # Numbers identify rows, or date them, if so many of so many differ and half of them are above _LARGE, ...
 _DISTINCT, _LARGE, _FEWEST_ROWS = 0.9, 100_000, 32
 # ... or if so many rows have each of as many consecutive numbers once.
@@ -87,7 +86,6 @@ def find_lengths(
     Raises:
         FileNotFoundError: no such file.
         ValueError: an unknown distribution, file type or column, or lengths that are no counts.
-
     """
     if not source:
         raise ValueError(f"lengths is ''; it names a file or a distribution: {_DISTRIBUTIONS}")
@@ -276,11 +274,12 @@ def _read_csv(path: Path, first: str, column: str | None, of_events: bool) -> _P
     if unnamed:
         names = _HISTOGRAM if len(names) == len(_HISTOGRAM) else [f"column {i + 1}" for i in range(len(names))]
     wanted = _wanted(path, names, column)
+    # Users as they are written: 7 and 007 are two of them.
+    users = dict.fromkeys(wanted, pa.string()) if of_events else None
     file_format = pyarrow.dataset.CsvFileFormat(
         pyarrow.csv.ParseOptions(delimiter=delimiter),
         read_options=pyarrow.csv.ReadOptions(column_names=names, skip_rows=0 if unnamed else 1),
-        # Users as they are written: 7 and 007 are two of them.
-        convert_options=pyarrow.csv.ConvertOptions(dict.fromkeys(wanted, pa.string()) if of_events else None),
+        convert_options=pyarrow.csv.ConvertOptions(column_types=users),
     )
     return _read_table(path, file_format, column or (None if len(wanted) > 1 else wanted[0]), of_events, not unnamed)
 

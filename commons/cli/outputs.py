@@ -66,7 +66,6 @@ def require_answer_outputs(html: Path | None, figure: Path | None, inputs: Mappi
     Raises:
         ValueError: a file type of neither a page nor a picture, or one of the inputs, as for `require_output`.
         OSError: one cannot be written.
-
     """
     if html is not None and html.suffix not in (".html", ".htm"):
         raise ValueError(f"html is {str(html)!r}; a page is an .html file: give it that ending")

@@ -18,11 +18,26 @@ from commons.run_log.standard_error import with_errors
 
 # Settings that change neither the model nor its data: how it is balanced, and what is written where.
 _FREE = (
-    *("trainer.enable_balanced_shuffler", "trainer.shuffle_eval", "trainer.shuffler.*", "trainer.shuffle_window"),
-    *("trainer.balance_*", "trainer.budget_per_rank", "trainer.single_rank_load", "shuffler_type", "imports"),
-    *("trainer.run_dir", "trainer.overwrite", "trainer.ckpt_*", "trainer.log_interval", "trainer.eval_interval"),
-    *("trainer.max_train_iters", "trainer.num_epochs", "trainer.sinks", "trainer.sink_options.*", "trainer.profile*"),
+    "trainer.enable_balanced_shuffler",
+    "trainer.shuffle_eval",
+    "trainer.shuffler.*",
+    "trainer.shuffle_window",
+    "trainer.balance_*",
+    "trainer.budget_per_rank",
+    "trainer.single_rank_load",
+    "trainer.run_dir",
+    "trainer.overwrite",
+    "trainer.ckpt_*",
+    "trainer.log_interval",
+    "trainer.eval_interval",
+    "trainer.max_train_iters",
+    "trainer.num_epochs",
+    "trainer.sinks",
+    "trainer.sink_options.*",
+    "trainer.profile*",
     "trainer.peak_tflops",
+    "shuffler_type",
+    "imports",
 )
 # Settings that a note names.
 _MOST_NAMED = 4

@@ -35,6 +35,12 @@ def test_preprocess(tmp_path, capsys):
     assert printed.err == ""
 
 
+def test_published_data_are_not_called_generated(tmp_path, capsys):
+    source = write_zip(tmp_path / "ml-1m.zip")
+    assert main(["preprocess", "ml-1m", "--source", str(source), "--output", str(tmp_path)]) == 0
+    assert "generated" not in capsys.readouterr().out
+
+
 def test_help_lists_the_commands(monkeypatch, capsys):
     monkeypatch.setattr("importlib.import_module", None)  # the list needs none of their libraries
     assert main(["--help"]) == 0
@@ -175,6 +181,15 @@ def test_a_closed_pipe_is_no_error(monkeypatch, capsys, arguments):
             status = stop.code
         assert status == 1
     assert capsys.readouterr().err == ""
+
+
+def test_no_color_in_help(monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for value, colored in (("1", False), ("", True)):
+        monkeypatch.setenv("NO_COLOR", value)
+        assert main(["doctor", "--help"]) == 0
+        assert ("\x1b[" in capsys.readouterr().out) == colored
 
 
 def test_no_color(monkeypatch, capsys):

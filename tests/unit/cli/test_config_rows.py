@@ -25,6 +25,7 @@ from commons.datasets.random.dataset import user_like_dataset
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model import measurement
 from commons.perf_model.task_estimator import SelfAttentionTask
+from commons.user_package import import_user_module
 from tests.helpers.calibrations import make_calibration
 from tests.helpers.movielens import write_zip
 from tests.helpers.training_configs import CONFIG
@@ -140,6 +141,16 @@ def test_windows_are_beside_one_another(mine, tmp_path, capsys):
     for window in ("0", "5"):
         assert main(["simulate", *mine, "--ranks", "2", "--steps", "4", "--window", window]) == 2
         assert f"window is ({window},) and steps is 4" in said(capsys)[1]
+
+
+def test_nothing_of_the_working_directory_hides_what_is_installed(mine, tmp_path, monkeypatch):
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError\n")
+    (tmp_path / "lonely_module_of_mine.py").write_text("import colorsys\n")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert import_user_module("lonely_module_of_mine").colorsys.rgb_to_hls
+    with pytest.raises(ModuleNotFoundError, match="no_module_anywhere"):
+        import_user_module("no_module_anywhere")
+    del sys.modules["lonely_module_of_mine"]
 
 
 @pytest.mark.parametrize(

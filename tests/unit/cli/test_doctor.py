@@ -123,6 +123,7 @@ def test_packages_that_do_not_fit(versions, capsys, change, status, parts):
             "1.8.0",
             ("note 2.14.1, built without CUDA; evenrank is made for 2.11 to 2.13", '"torch==2.13.*"'),
         ),
+        ("2.10.0", "1.5.0", ("torch note 2.10.0", '"torchrec==1.8.*"')),
     ],
 )
 def test_releases_that_belong_together(versions, monkeypatch, capsys, number, release, parts):

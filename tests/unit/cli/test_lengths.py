@@ -93,12 +93,14 @@ MISTAKES = [
         "column 'user' of a.csv holds text, such as 'a' in row 1",
     ),
     (["--lengths", "empty.csv"], "empty.csv is empty"),
+    (["--lengths", "header.csv"], "header.csv has no row"),
     (["--lengths", "broken.jsonl"], "broken.jsonl cannot be read (JSON parse error"),
     (
         ["--lengths", "later.jsonl", "--column", "n"],
         "later.jsonl cannot be read (JSON parse error: Column(/n) changed from number to string in row 2)",
     ),
     (["--lengths", "negative.csv"], "holds -4 in row 2; a length is an integer of at least 0"),
+    (["--lengths", "fraction.csv"], "holds 2.5 in row 2"),
     (["--lengths", "nan.npy"], "holds nan in row 1"),
     (["--lengths", "null.parquet"], "has no value in row 2"),
     (["--lengths", "no.parquet"], "no.parquet cannot be read"),
@@ -134,7 +136,7 @@ MISTAKES = [
 def wrong(here):
     write(here / "a.csv", "user,n\na,5\n")
     write(here / "a.txt", "5\n")
-    for name, text in {"empty.csv": "", "header.csv": "n\n", "empty.jsonl": "", "broken.jsonl": "{\n"}.items():
+    for name, text in {"empty.csv": "", "header.csv": "n\n", "broken.jsonl": "{\n"}.items():
         write(here / name, text)
     write(here / "later.jsonl", '{"n": 1}\n{"n": "x"}\n')
     write(here / "negative.csv", "n\n3\n-4\n")
@@ -181,6 +183,8 @@ FILES = [
     ),
     ("twice.csv", b"n,n\n1,2\n", "twice.csv has 2 columns 'n': give them different names", "n"),
     ("deep.jsonl", b"[" * 100_000 + b"\n", "deep.jsonl begins with '[[[["),
+    ("nested.jsonl", b'{"n": 1}\n{"n": ' + b"[" * 100_000 + b"\n", "nested.jsonl cannot be read"),
+    ("minus.jsonl", b'\xef\xbb\xbf{"n": 3}\n{"n": -4}\n', "holds -4 in row 2"),
 ]
 
 

@@ -39,6 +39,20 @@ def test_a_page_of_lengths_is_one_file_with_all_of_the_answer(tmp_path, monkeypa
     assert f"evenrank {shlex.join(LENGTHS)} --html gain.html --figure gain.png" in words
 
 
+def test_a_page_of_a_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG.format(candidates=3))
+    argv = ["simulate", "--config", "run.toml", "--ranks", "2", "4", "--steps", "3", "--window", "3"]
+    assert main([*argv, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert main([*argv, "--html", "gain.html", "--figure", "gain.svg"]) == 0
+    _, words = read_page(tmp_path / "gain.html")
+    for each in answer["ranks"]:
+        assert [way["window"] for way in each["ways"]] == [1, 1, 3] and each["advice"]["text"] in words
+        for way in each["ways"][1:]:
+            assert way["possible_speed_up"] >= way["speed_up"] >= 1 and f"{way['speed_up']:.2f}×" in words
+
+
 def test_one_number_of_ranks_and_even_lengths(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     np.save("even.npy", np.full(64, 7))
@@ -161,17 +175,3 @@ def test_lines_that_hide_others_are_marked(tmp_path, monkeypatch):
     for name in ("refined (≈ Karmarkar-Karp)", "window of 2 (≈ Karmarkar-Karp)", "refined (≈ as loaded)"):
         assert name in pictures
     assert text.count("(= as loaded)</th>") == 2 * 4  # two tables, in which four ways deal rows as loaded
-
-
-def test_a_page_of_a_config(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(CONFIG.format(candidates=3))
-    argv = ["simulate", "--config", "run.toml", "--ranks", "2", "4", "--steps", "3", "--window", "3"]
-    assert main([*argv, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert main([*argv, "--html", "gain.html", "--figure", "gain.svg"]) == 0
-    _, words = read_page(tmp_path / "gain.html")
-    for each in answer["ranks"]:
-        assert [way["window"] for way in each["ways"]] == [1, 1, 3] and each["advice"]["text"] in words
-        for way in each["ways"][1:]:
-            assert way["possible_speed_up"] >= way["speed_up"] >= 1 and f"{way['speed_up']:.2f}×" in words

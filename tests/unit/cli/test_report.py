@@ -63,6 +63,17 @@ def test_runs_beside_each_other(runs, capsys):
     assert f"{beside[0]['rows_per_s']:.2f}×" in printed
 
 
+def test_notes_say_what_is_missing(runs, capsys):
+    (runs / "b" / "summary.json").unlink()
+    (runs / "b" / "config.json").unlink()
+    with (runs / "b" / "log.jsonl").open("a") as log:
+        log.write('{"schema": 1, "st')
+    assert main(["report", "runs/b"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for note in ("the last line of the log is not whole", "no readable config.json", "no readable summary.json"):
+        assert f"runs/b: {note}" in printed
+
+
 @pytest.mark.parametrize("names", [["runs/a"], ["runs/b"], ["runs/a", "runs/b"]])
 def test_a_page_and_pictures(runs, capsys, names):
     assert main(["report", *names, "--html", "r.html", "--figure", "r.png"]) == 0
@@ -139,6 +150,17 @@ def test_axes_of_even_ranks_and_equal_losses_can_be_read(tmp_path):
                 assert axes.get_ylim() == (0, 0.01) and "0.4%" in ticks
 
 
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_the_table_fits_the_columns_of_the_terminal(runs, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["report", "runs/a", "runs/b"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= columns
+    # Sentences fill the lines they have.
+    assert max(map(len, printed.splitlines())) > min(columns, 130) - 25
+    assert "speed-up of the slowest rank" in printed and "1.2" in printed
+
+
 def test_a_name_is_no_markup(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name = "[red]$x_1$ <b> & runs"
@@ -146,6 +168,13 @@ def test_a_name_is_no_markup(tmp_path, monkeypatch, capsys):
     assert main(["report", name, "--html", "r.html", "--figure", "r.svg"]) == 0
     assert name in capsys.readouterr().out
     assert name in read_page(tmp_path / "r.html")[1] and "$x_1$ &lt;b&gt;" in (tmp_path / "r.svg").read_text()
+
+
+def test_a_metric_is_no_markup(tmp_path, capsys):
+    lines = lines_of(make_steps(), [5] * 11)
+    folder = write_run(tmp_path / "run", [*lines[:3], {"schema": 1, "step": 15, "eval_[/b]x": 0.25}, *lines[3:]])
+    assert main(["report", str(folder)]) == 0
+    assert "eval [/b]x" in capsys.readouterr().out
 
 
 def test_names_that_matplotlib_would_leave_out_or_has_no_letters_for(tmp_path, monkeypatch, recwarn):
@@ -227,10 +256,3 @@ assert not {"torch", "scipy", "matplotlib", "jinja2", "pandas"} & set(sys.module
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=runs.parent, env=environment
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_a_metric_is_no_markup(tmp_path, capsys):
-    lines = lines_of(make_steps(), [5] * 11)
-    folder = write_run(tmp_path / "run", [*lines[:3], {"schema": 1, "step": 15, "eval_[/b]x": 0.25}, *lines[3:]])
-    assert main(["report", str(folder)]) == 0
-    assert "eval [/b]x" in capsys.readouterr().out
