@@ -59,7 +59,10 @@ def _model_of(config: Path) -> str:
 
 
 def choose_device(name: str, threads: int) -> torch.device:
-    """The device for "auto", "cpu" or "cuda": "auto" is a GPU where there is one; threads are those on the CPU."""
+    """The device for "auto" (a GPU where there is one), "cpu" or "cuda"; `threads` are those on the CPU.
+
+    ValueError for "cuda" without a GPU, or for less than one thread.
+    """
     if threads < 1:
         raise ValueError(f"threads is {threads}; ranks on the CPU have at least one: give 1 or more")
     if name == "cuda" and not torch.cuda.is_available():
