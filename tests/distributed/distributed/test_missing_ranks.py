@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.dispatch.channel import EXCHANGE, DispatchChannel
+from commons.dispatch.exchange import EXCHANGE, DispatchChannel
 from commons.distributed import verification
 from commons.distributed.channel.absence import FailedChannel
 from commons.distributed.channel.agree import ControlChannel
