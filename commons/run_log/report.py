@@ -233,7 +233,7 @@ def _slow_ranks(log: RunLog) -> tuple[RankSpeed, ...]:
 
 def _given_less(log: RunLog) -> tuple[RankSpeed, ...]:
     """Ranks below the fastest, by the last line that has the speeds of plans."""
-    known = [speeds for speeds in log.of_ranks.get("speeds", ()) if speeds is not None and speeds.size]
+    known = [speeds for speeds in log.of_ranks.get("speeds", ()) if speeds is not None and len(speeds)]
     shares = known[-1] / known[-1].max() if known else np.ones(0)
     less = [RankSpeed(rank, share) for rank, share in enumerate(shares.tolist()) if share < 1]
     return tuple(sorted(less, key=lambda each: each.speed))

@@ -99,7 +99,7 @@ def time_fit_of(log: RunLog, *, as_loaded: bool) -> TimeFit | None:
     none = (None,) * len(log.step)
     lines = zip(log.timed, *(log.of_ranks.get(name, none) for name in ("loads_after", "own_ms", "speeds")))
     of_ranks = [
-        np.stack([load if speeds is None or not speeds.size else load * speeds.max() / speeds, own])  # what it takes
+        np.stack([_in_time(load, speeds), own])
         for is_timed, load, own, speeds in lines
         if is_timed and load is not None and own is not None and len(load) == len(own)
     ]
@@ -134,3 +134,8 @@ def _varies(loads: np.ndarray) -> bool:
 def _r_squared(loads: np.ndarray, times: np.ndarray) -> float:
     """The part of the variance of times that a rising line explains."""
     return max(0.0, float(np.corrcoef(loads, times)[0, 1])) ** 2 if np.ptp(times) else 0.0
+
+
+def _in_time(loads: np.ndarray, speeds: np.ndarray | None) -> np.ndarray:
+    """Loads as the fastest rank would have them in the same time; they themselves without speeds."""
+    return loads if speeds is None or len(speeds) != len(loads) else loads * speeds.max() / speeds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from contextlib import closing
 
 import numpy as np
@@ -209,6 +210,45 @@ def test_windows_are_planned_with_the_same_speeds(two_ranks):
     assert loads[4:, SLOW].sum() / loads[4:].sum() == pytest.approx(0.4, rel=0.03)
     equal, _, _ = two_ranks.run(_windows, "equal", 1.5)[0]
     assert equal[4:, SLOW].sum() / equal[4:].sum() == pytest.approx(0.5, rel=0.03)
+
+
+def _reported_windows():
+    """Rows in all, and the last speeds, of windows whose steps are reported."""
+    with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
+        batches = windowed_iter((my_batch(step, [8] * 4, max_length=20) for step in range(180)), shuffler, 2)
+        rows = 0
+        for batch in batches:
+            rows += batch.actual_batch_size
+            stats = batches.take_stats()
+            report(shuffler, stats, 1.5 if dist.get_rank() == SLOW else 1.0)
+        return rows, stats.speeds
+
+
+def test_windows_find_speeds_by_their_own_reports(two_ranks):
+    (rows, speeds), (more, same) = two_ranks.run(_reported_windows)
+    assert rows + more == 180 * 16 and speeds == same == (1024, 683)
+
+
+def _silent():
+    """Warnings of this rank in 60 steps of which no time is reported."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("commons.distributed.rank_speeds")
+    logger.addHandler(handler)
+    try:
+        with closing(SquareShuffler(ShufflerOptions(speeds="measured"))) as shuffler:
+            for step in range(60):
+                shuffler.shuffle(my_batch(step, [4] * 4))
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_a_loop_that_reports_no_time_is_warned_once(two_ranks):
+    (warning,), nothing = two_ranks.run(_silent)
+    assert "no rank has reported a time in 50 steps" in warning and "\n" not in warning and not nothing
+    assert "after each step add shuffler.report_step_time(milliseconds, pipeline.last_stats)" in warning
 
 
 def _tensor_parallel(factors):
