@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from benchmarks.plain_karmarkar_karp import plain_karmarkar_karp
-from benchmarks.report import Page, milliseconds, rows_table, share
+from benchmarks.report import Page, interleaved_medians, milliseconds, rows_table, share
 from commons.perf_model.partitioner import core, partition
 
 COSTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -236,6 +236,48 @@ def measure_memory(page: Page, seeds: int, repeats: int, quick: bool) -> None:
     page.target("tokens ≤ 1.03 × mean where no sample dominates", "≤ 1 % more load", reached, all(met))
 
 
+def measure_speeds(page: Page, seeds: int, repeats: int, quick: bool) -> None:
+    """Balance and time of plans for ranks of different speeds, beside plans without."""
+    body, gaps, ratios = [], [], []
+    shapes = ((8, 32), (64, 32)) if quick else TIMED
+    for (num_parts, rows), lengths in tqdm(list(itertools.product(shapes, LENGTHS)), desc="speeds"):
+        for equal_size in (True, False):
+            found = []
+            for seed in range(seeds):
+                workloads = COSTS["HSTU"](draw(lengths, num_parts * rows, seed))
+                speeds = np.random.default_rng(seed).integers(500, 1001, num_parts)
+                plans = partial(partition, workloads, num_parts, equal_size=equal_size)
+                calls = {"without": plans, "with": partial(plans, speeds=speeds)}
+                times = interleaved_medians(calls, max(3, repeats // 10) if num_parts > 64 else repeats, show=False)
+                plan = calls["with"]()
+                found.append((plan.optimality_gap, times["with"] * 1e3, times["with"] / times["without"]))
+            of_seeds = np.array(found)
+            gap, (_, taken, ratio) = of_seeds[:, 0].max(), np.median(of_seeds, axis=0)
+            gaps.append(gap)
+            ratios.append(ratio)
+            body.append(
+                {
+                    "ranks × rows": f"{num_parts} × {rows}",
+                    "counts": "equal" if equal_size else "free",
+                    "lengths": lengths,
+                    "time ÷ bound, worst": f"{1 + gap:.5f}",
+                    "ms": f"{taken:.3f}",
+                    "÷ ms without speeds": f"{ratio:.2f}",
+                }
+            )
+    page.section(
+        "Ranks of different speeds",
+        f"Speeds are drawn between 0.5 and 1, anew in each of {seeds} seeds; cost HSTU. Time is load ÷ speed of the "
+        "slowest rank. Plans with and without speeds are made in turn.",
+        rows_table(body),
+    )
+    met = [gap <= 0.002 for gap in gaps]
+    page.target("largest load ÷ speed", "≤ 1.002 × bound", f"worst {1 + max(gaps):.5f}, {share(met)} cases", all(met))
+    met = [ratio <= 1.3 for ratio in ratios]
+    reached = f"worst {max(ratios):.2f}, {share(met)} cases"
+    page.target("time of a plan with speeds", "≤ 1.3 × that without", reached, all(met))
+
+
 def main(seeds: int = 5, repeats: int = 50, quick: bool = False) -> None:
     """Measure and write benchmarks/results/planner.md.
 
@@ -259,6 +301,7 @@ def main(seeds: int = 5, repeats: int = 50, quick: bool = False) -> None:
     measure_peers(page, repeats, quick)
     measure_home(page, seeds, repeats, quick)
     measure_memory(page, seeds, repeats, quick)
+    measure_speeds(page, seeds, repeats, quick)
     page.finish(quick=quick)
 
 

@@ -204,14 +204,10 @@ def _print(findings: list[Finding]) -> None:
 
 
 class Packages:
-    """Looks at packages, one after another, and knows which of them are missing when others need them.
-
-    Attributes:
-        torch: the module; None before it was looked at, and where it cannot be imported.
-    """
+    """Looks at packages, one after another, and knows which of them are missing when others need them."""
 
     def __init__(self) -> None:
-        self.torch: Any = None
+        self.torch: Any = None  # the module, where it can be imported
         self._absent: set[str] = set()
 
     def look(self) -> Iterator[Finding]:

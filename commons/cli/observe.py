@@ -88,11 +88,7 @@ class ObservedRows(Source):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a script and record it, or report on a record.
-
-    Returns:
-        Exit status: that of the script; 2 for a mistake, which is one line on stderr.
-    """
+    """Run a script and record it, or report on a record; returns the script's status, or 2 for a mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, script = _split(arguments)
     try:
@@ -139,11 +135,9 @@ def _observe(options: Observe, script: list[str]) -> int:
     if rank == 0:
         reported = _report(options, world_size)
         status = status or reported
-    return status if isinstance(status, int) else 0 if status is None else _print_and_fail(status)
-
-
-def _print_and_fail(message: Any) -> int:
-    print_error(str(message))
+    if status is None or isinstance(status, int):
+        return status or 0
+    print_error(str(status))
     return 1
 
 
@@ -254,12 +248,7 @@ def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[Loade
 
 
 def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, str]:
-    """Milliseconds of a step by its largest load, where the recorded ones follow it; and what to say of that.
-
-    Args:
-        rows: of all steps.
-        seconds: `(steps,)`, NaN where not known.
-    """
+    """Milliseconds of a step by its largest load, where the recorded seconds follow it; and what to say of that."""
     largest = rows.as_loaded.loads.max(axis=1).astype(np.float64)
     kept = np.isfinite(seconds) & (seconds <= _STALLED * np.nanmedian(seconds)) if np.isfinite(seconds).any() else None
     if kept is None or np.count_nonzero(kept) < _FEWEST_STEPS:
@@ -275,9 +264,8 @@ def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, s
             f"Step times do not follow the largest loads (they explain {explained:.0%} of their variance): ratios are "
             "those of loads, and --task may say better what a row costs."
         )
-    return StepCost(
-        float(slope), max(0.0, float(fixed))
-    ), f"The largest loads explain {explained:.0%} of the step times' variance."
+    note = f"The largest loads explain {explained:.0%} of the step times' variance."
+    return StepCost(float(slope), max(0.0, float(fixed))), note
 
 
 def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost | None, note: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from commons.cli.pictures import Picture
 
 
+SUFFIXES = (".png", ".svg", ".pdf")  # of pictures
 # The command that runs, as it was typed.
 command_line: ContextVar[str] = ContextVar("command_line", default="evenrank")
 
@@ -60,26 +61,16 @@ def require_output(
 
 
 def require_answer_outputs(html: Path | None, figure: Path | None, inputs: Mapping[str, Path | None]) -> None:
-    """Raise unless the page and the pictures of an answer can be written, before any work is done for it.
-
-    Args:
-        html: `--html`; None for no page.
-        figure: `--figure`; None for no pictures.
-        inputs: what the command reads, by what names it on the command line.
+    """Raise unless the page and the pictures of an answer, where they have a path, can be written.
 
     Raises:
-        ValueError: a file type of neither a page nor a picture, or one of the inputs.
+        ValueError: a file type of neither a page nor a picture, or one of the inputs, as for `require_output`.
         OSError: one cannot be written.
     """
-    # Imported here, in both functions: they take a second, and a table needs none of it.
-    if html is not None:
-        from commons.cli.page import require_page
-
-        require_page(html)
-    if figure is not None:
-        from commons.cli.pictures import require_picture
-
-        require_picture(figure)
+    if html is not None and html.suffix not in (".html", ".htm"):
+        raise ValueError(f"html is {str(html)!r}; a page is an .html file: give it that ending")
+    if figure is not None and figure.suffix not in SUFFIXES:
+        raise ValueError(f"figure is {str(figure)!r}; pictures are {', '.join(SUFFIXES)}: choose one of these endings")
     for option, output in (("--html", html), ("--figure", figure)):
         if output is not None:
             require_output(output, option=option, inputs=inputs)
@@ -93,18 +84,8 @@ def write_answer_outputs(
     *,
     quiet: bool,
 ) -> None:
-    """Write the page and the pictures that have a path.
-
-    Args:
-        html: `--html`; None for no page.
-        figure: `--figure`; None for no pictures.
-        page: makes the page.
-        pictures: makes the pictures.
-        quiet: say nothing of it, as beside JSON.
-
-    Raises:
-        OSError: one cannot be written.
-    """
+    """Write the page and the pictures that have a path, and say so, but not beside JSON, where this is `quiet`."""
+    # Imported here: what draws takes a second, and a table needs none of it.
     if html is not None:
         from commons.cli.page import write_page
 

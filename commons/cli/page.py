@@ -51,20 +51,8 @@ class Page:
     command: str  # how it was made
 
 
-def require_page(path: Path) -> None:
-    """Raise ValueError unless the file's type is html."""
-    if path.suffix not in (".html", ".htm"):
-        raise ValueError(f"html is {str(path)!r}; a page is an .html file: give it that ending")
-
-
 def write_page(page: Page, path: Path) -> None:
-    """Write a page, whole or not at all.
-
-    Raises:
-        ValueError: a file type other than .html.
-        OSError: the file cannot be written.
-    """
-    require_page(path)
+    """Write a page, whole or not at all; OSError where it cannot be written."""
     names = (f"p{number}" for number in itertools.count())
 
     def element(picture: Picture) -> Markup:

@@ -24,8 +24,6 @@ from numpy.typing import ArrayLike
 
 from commons.whole_folder import whole_file
 
-SUFFIXES = (".png", ".svg", ".pdf")
-
 # Told apart by all kinds of colour vision (after Okabe and Ito, Color Universal Design, 2008), darkened and lightened
 # until each has a contrast of 4.5 to 1 to the surface, which text needs (WCAG 2.2, 1.4.3).
 THEMES: Mapping[str, Mapping[str, str]] = {
@@ -74,12 +72,6 @@ class Picture:
     height: int = 300  # in pixels
 
 
-def require_picture(path: Path) -> None:
-    """Raise ValueError unless the file's type is png, svg or pdf."""
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"figure is {str(path)!r}; pictures are {', '.join(SUFFIXES)}: choose one of these endings")
-
-
 def whole_steps(axes: Axes) -> None:
     """Let the axis of steps have whole numbers alone; there is no step 2.5."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
@@ -93,17 +85,7 @@ def legend_above(axes: Axes) -> None:
 
 
 def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
-    """Write pictures into one file, two in a row.
-
-    Args:
-        pictures: at least one.
-        path: ends in .png, .svg or .pdf.
-
-    Raises:
-        ValueError: another file type.
-        OSError: the file cannot be written.
-    """
-    require_picture(path)
+    """Write pictures, at least one, into one .png, .svg or .pdf, two in a row; OSError where it cannot be written."""
     columns = min(2, len(pictures))
     rows = [pictures[first : first + columns] for first in range(0, len(pictures), columns)]
     heights = [max(picture.height for picture in row) + 40 for row in rows]
@@ -122,12 +104,7 @@ def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
 
 
 def svg_of(picture: Picture, name: str) -> str:
-    """A picture as an element of a page, without its title.
-
-    Args:
-        picture: the picture.
-        name: prefix of the names of its parts, different for every element of a page.
-    """
+    """A picture as an element of a page, without its title; `name` begins the names of its parts, on a page once."""
     written = io.StringIO()
     with _drawing(_style(name, "none")):
         size = (WIDTH / _PIXELS_PER_INCH, picture.height / _PIXELS_PER_INCH)
@@ -155,27 +132,18 @@ def _style(salt: str, surface: str) -> dict[Any, Any]:
     """Settings of matplotlib; of equal salt and content are equal names within an SVG."""
     ink, muted = COLORS["ink"], COLORS["muted"]
     return {
-        "font.size": _TEXT,
+        **dict.fromkeys(("font.size", "legend.fontsize"), _TEXT),
         "figure.titlesize": _TEXT + 1,
         "svg.fonttype": "none",
         "svg.hashsalt": salt,
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "axes.edgecolor": muted,
-        "axes.facecolor": surface,
-        "figure.facecolor": surface,
-        "xtick.color": muted,
-        "ytick.color": muted,
-        "xtick.labelcolor": ink,
-        "ytick.labelcolor": ink,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), ink),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), muted),
+        **dict.fromkeys(("axes.facecolor", "figure.facecolor"), surface),
         "grid.color": COLORS["grid"],
         "axes.grid": True,
         "axes.grid.axis": "y",
         "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-        "legend.fontsize": _TEXT,
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         "lines.linewidth": 1.8,
     }
 
@@ -196,8 +164,7 @@ def _as_element(svg: str) -> str:
 def marked_lines(lines: Mapping[str, ArrayLike]) -> dict[str, str]:
     """Names of lines; one that looks like an earlier one, which it hides, has that one's name in brackets.
 
-    Args:
-        lines: values by name, as a picture shows them: less than 1 % of its height apart they look the same.
+    They look the same if they are less than 1 % of the picture's height apart.
 
     >>> marked_lines({"refined": [1.2, 1.5], "free counts": [1.2, 1.501], "window": [1.3, 1.5]})
     {'refined': 'refined', 'free counts': 'free counts (≈ refined)', 'window': 'window'}

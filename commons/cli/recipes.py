@@ -59,14 +59,9 @@ def _model_of(config: Path) -> str:
 
 
 def choose_device(name: str, threads: int) -> torch.device:
-    """The device that a subcommand runs on: "auto" takes a GPU where there is one.
+    """The device for "auto" (a GPU where there is one), "cpu" or "cuda"; `threads` are those on the CPU.
 
-    Args:
-        name: "auto", "cpu" or "cuda".
-        threads: threads of a process on the CPU.
-
-    Raises:
-        ValueError: "cuda" without a GPU, or threads below 1.
+    ValueError for "cuda" without a GPU, or for less than one thread.
     """
     if threads < 1:
         raise ValueError(f"threads is {threads}; ranks on the CPU have at least one: give 1 or more")

@@ -28,12 +28,7 @@ _TERMS = (
 
 
 def page_of(answer: ReportAnswer, command: str) -> Page:
-    """The report as a page.
-
-    Args:
-        answer: the report.
-        command: how it was made, for the page's end.
-    """
+    """The report as a page, which ends with the command that made it."""
     reports, advice = answer.reports, answer.advice()
     rows: list[tuple[str, ...]] = []
     for title, of_section in answer.sections():

@@ -98,11 +98,7 @@ class Answer:
         return lines
 
     def advice(self, result: Comparison | None = None) -> Advice:
-        """One sentence for a number of ranks: the least change that gains, and a further one that pays.
-
-        Args:
-            result: of that number; None for the largest.
-        """
+        """One sentence for a number of ranks, or the largest: the least change that gains, and one more that pays."""
         result = result or self.comparisons[-1]
         ways = [way for way in result.ways[1:] if way.name != _NEVER_ADVISED]
         budget = next((way for way in ways if way.budget is not None), None)
@@ -118,8 +114,7 @@ class Answer:
         what, changes, options, code = _how(advised)
         possible = result.possible(advised)
         of = f"{result.equal:.2f}× with equal ranks" if possible is None else f"{possible:.2f}× possible"
-        parts = [f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}× of {of}"]
-        parts.append(f", {self.source.of_what}")
+        parts = [f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}× of {of}, {self.source.of_what}"]
         if advised is not ways[0]:
             parts.append(f" ({result.speed_up(ways[0]):.2f}× batch by batch, with equal counts)")
         parts.append(changes)
@@ -177,17 +172,10 @@ class Answer:
 def simulate(
     source: Source, ranks: Sequence[int], windows: Sequence[int], steps: int, link_gbps: float | None = None
 ) -> Answer:
-    """Deal the rows of a source in every way, for every number of ranks.
+    """Deal the rows of a source in every way, for every number of ranks, of at least 2.
 
-    Args:
-        source: of the rows.
-        ranks: numbers of ranks, at least 2 each.
-        windows: batches of every rank that are planned together; 1 is always among the ways.
-        steps: steps to look at; fewer where the source has fewer rows.
-        link_gbps: as in Answer.
-
-    Raises:
-        ValueError: rows that are none, or too few for a step.
+    `windows` are batches of every rank that are planned together; 1 is always among the ways. There are fewer steps
+    where the source has fewer rows; ValueError where they are too few for a step.
     """
     notes, comparisons = [], []
     for num_ranks in sorted(set(ranks)):

@@ -31,12 +31,7 @@ _HOW_TO_READ = (
 
 
 def page_of(answer: Answer, command: str) -> Page:
-    """The answer as a page.
-
-    Args:
-        answer: what was simulated.
-        command: how, for the page's end.
-    """
+    """The answer as a page, which ends with the command that made it."""
     advice, largest = answer.advice(), answer.comparisons[-1]
     tables = tuple(_table(answer, result) for result in answer.comparisons)
     slacks = ", ".join(f"{slack:.0%}" for slack in answer.slacks)

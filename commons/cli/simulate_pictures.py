@@ -135,13 +135,9 @@ def _bands(answer: Answer) -> Callable[[Axes], None]:
 
 
 def band_edges(tokens: np.ndarray) -> np.ndarray:
-    """Where bands of lengths begin, and one past the last: integers that rise by a factor, or one by one.
+    """Where bands of lengths begin, and one past the last: int64 `(bands + 1,)`, strictly rising, at most 14 bands.
 
-    Args:
-        tokens: int64 `(n,)`, at least one.
-
-    Returns:
-        int64 `(bands + 1,)`, strictly rising, at most 14 bands; every token is in `[edges[0], edges[-1])`.
+    Every one of the tokens, int64 `(n,)`, is in `[edges[0], edges[-1])`.
 
     >>> band_edges(np.array([3, 4, 6])).tolist()
     [3, 4, 5, 6, 7]

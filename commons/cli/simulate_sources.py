@@ -59,11 +59,7 @@ class Source(ABC):
 
 
 def compare(source: Source, num_ranks: int, steps: int, windows: Sequence[int]) -> Comparison:
-    """Deal the rows of a number of ranks in every way.
-
-    Raises:
-        ValueError: rows without work, or with more than a plan can count.
-    """
+    """Deal the rows of a number of ranks in every way; ValueError without work, or with more than a plan counts."""
     rows = source.load(num_ranks, steps)
     longer = [window for window in windows if 1 < window <= steps]
     if not rows.workloads.any():
@@ -179,17 +175,9 @@ class ConfigRows(Source):
 
     @classmethod
     def read(cls, config: Path, model: str | None, shuffler: ShufflerOptions, num_batches: int) -> ConfigRows:
-        """Read the first batches of a training run.
+        """Read the first batches of a training run, fewer where the data end; arguments and errors as `load_recipe`.
 
-        Args:
-            config: the training config.
-            model: package of the model; None for that of ours which trains on the config's data.
-            shuffler: how batches are balanced.
-            num_batches: to read; fewer where the data end.
-
-        Raises:
-            FileNotFoundError: no config, or no calibration.
-            ValueError: a config or a calibration that does not fit.
+        `shuffler` says how batches are balanced; its calibration may not be found, or not fit, either.
         """
         # Imported here: it needs TorchRec, and lengths alone do not.
         import torch

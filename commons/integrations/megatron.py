@@ -50,7 +50,7 @@ def balanced_scheduler(base: type) -> type:
 
         def get_groups_and_subsamples(self, sample_id_seqlens: list[tuple[int, int]]) -> list[list[list[int]]]:
             """Ids of the sequences of each micro-batch and each rank; ranks of one context-parallel group alike."""
-            return deal_sequences(
+            dealt = deal_sequences(
                 sample_id_seqlens,
                 dp_size=self.dp_size,
                 cp_size=self.cp_size,
@@ -58,8 +58,21 @@ def balanced_scheduler(base: type) -> type:
                 divisor=self.microbatch_group_size_per_vp_stage or 1,
                 task=self._task,
             )
+            _require_few(dealt, getattr(self, "max_num_seqs", None))
+            return dealt
 
     return BalancedScheduler
+
+
+def _require_few(dealt: list[list[list[int]]], max_num_seqs: int | None) -> None:
+    """Raise ValueError where a micro-batch has more sequences than newer releases allow it."""
+    most = max(len(ids) for micro_batch in dealt for ids in micro_batch)
+    if max_num_seqs is not None and most > max_num_seqs:
+        raise ValueError(
+            f"a micro-batch has {most} sequences, thd_max_packed_sequences leaves room for {max_num_seqs}; short "
+            "sequences are packed by their tokens alone: raise thd_max_packed_sequences or lower "
+            "max_seqlen_per_dp_cp_rank"
+        )
 
 
 def task_of(config: Any) -> SelfAttentionTask:

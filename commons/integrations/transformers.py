@@ -79,7 +79,9 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
             "beforehand: use a map-style data set"
         )
     stock = type(trainer).get_train_dataloader(trainer)  # with its collator, columns and workers
-    pads = not _is_padding_free(trainer.data_collator) if padded is None else padded
+    collator = trainer.data_collator
+    is_flat = getattr(collator, "padding_free", False) or type(collator).__name__ == "DataCollatorWithFlattening"
+    pads = not is_flat if padded is None else padded
     if pads:
         _require_counted_loss(trainer)
     tokens = as_int64_workloads(_lengths(trainer) if lengths is None else lengths, "lengths", len(dataset))
@@ -96,14 +98,8 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
     )
     _require_lengths(trainer, tokens, next(sampler.items(0, EPOCH_START), []))
     kept = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "worker_init_fn", "prefetch_factor")
-    options = {name: getattr(stock, name) for name in kept}
-    return _EpochLoader(
-        stock.dataset, batch_sampler=sampler, multiprocessing_context=stock.multiprocessing_context, **options
-    )
-
-
-def _is_padding_free(collator: Any) -> bool:
-    return bool(getattr(collator, "padding_free", False)) or type(collator).__name__ == "DataCollatorWithFlattening"
+    options = {name: getattr(stock, name) for name in (*kept, "multiprocessing_context")}
+    return _EpochLoader(stock.dataset, batch_sampler=sampler, **options)
 
 
 def _require_counted_loss(trainer: Trainer) -> None:
@@ -118,8 +114,7 @@ def _require_counted_loss(trainer: Trainer) -> None:
 
 
 def _input_name(trainer: Trainer) -> str:
-    names = getattr(trainer.processing_class, "model_input_names", None)
-    return names[0] if names else "input_ids"
+    return (getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"])[0]
 
 
 def _lengths(trainer: Trainer) -> list[int]:
@@ -133,8 +128,7 @@ def _lengths(trainer: Trainer) -> list[int]:
             "pass lengths="
         )
     rows = dataset[name] if name in columns else (row[name] for row in dataset)
-    show = trainer.args.process_index == 0
-    with progress_bar("counting tokens", len(dataset), " rows", show=show) as bar:
+    with progress_bar("counting tokens", len(dataset), " rows", show=trainer.args.process_index == 0) as bar:
         return [bar.update() or len(row) for row in rows]
 
 

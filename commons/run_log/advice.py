@@ -22,12 +22,7 @@ _LONGER = "a window (--trainer.shuffle-window 2) or more rows per step lift that
 
 
 def advice_of(report: RunReport, beside: RunComparison | None = None) -> str:
-    """What to make of it, in one sentence.
-
-    Args:
-        report: the run.
-        beside: it beside a run that nobody balanced; None without one.
-    """
+    """What to make of a run, and of it beside one that nobody balanced, in one sentence."""
     measured = ""
     if beside is not None and beside.compares and beside.rows_per_s is not None and beside.rows_per_s > 1:
         measured = f"it trains {beside.rows_per_s:.2f}× the rows per second of {beside.base}"
@@ -54,13 +49,7 @@ def warning_of(report: RunReport) -> str:
 
 
 def verdict_on(beside: RunComparison, base: RunReport, report: RunReport) -> str:
-    """How much faster a run is than the first one, and where that is not what its own steps say; "" if not known.
-
-    Args:
-        beside: the run beside the first.
-        base: the first.
-        report: the run.
-    """
+    """How much faster a run is than the first one, and where that is not what its own steps say; "" if not known."""
     if beside.rows_per_s is None:
         return ""
     speed = f"{beside.run} trains {beside.rows_per_s:.2f}× the rows per second of {beside.base}"
@@ -77,11 +66,7 @@ def verdict_on(beside: RunComparison, base: RunReport, report: RunReport) -> str
 
 
 def headline_of(beside: Sequence[RunComparison]) -> str:
-    """All runs compared in one sentence, the fastest first.
-
-    Args:
-        beside: as `best_first` gives them.
-    """
+    """All runs compared in one sentence, the fastest first, as `best_first` gives them."""
     compared = [each for each in beside if each.compares]
     if not compared:
         return "The runs differ in more than balancing, or do not know their speed: none is compared with another."

@@ -19,13 +19,7 @@ LOG_SCHEMA = 1
 
 
 def write_summary(path: Path, summary: Mapping[str, Any], *, trained: bool) -> None:
-    """Write what came out of a run.
-
-    Args:
-        path: of the file.
-        summary: JSON-ready.
-        trained: False for a part of the run that trained no step, which keeps the numbers of the parts before.
-    """
+    """Write what came out of a run, JSON-ready; a part that trained no step keeps the numbers of the parts before."""
     content: dict[str, Any] = {}
     if not trained and path.is_file():
         with contextlib.suppress(ValueError):

@@ -47,9 +47,7 @@ class RunLog:
     def mean(self, values: str | np.ndarray, lines: np.ndarray | None = None) -> float | None:
         """Mean over the steps of those lines that know; None where none does.
 
-        Args:
-            values: name of a column, or float64 `(lines,)`, NaN for a line that does not know.
-            lines: bool `(lines,)`, which to look at; None for all.
+        `values` are a column's name, or float64 `(lines,)`, NaN where not known; `lines` are those to look at, bool.
         """
         values = self.column(values) if isinstance(values, str) else values
         known = np.isfinite(values * self.steps) & (True if lines is None else lines)
@@ -91,13 +89,7 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunLog]:
-    """The logs of the runs in some folders, in that order.
-
-    Raises:
-        ValueError: a folder that has no log, or is given twice; a log that is none of this release.
-        FileNotFoundError: no such folder.
-        OSError: a log cannot be read.
-    """
+    """The logs of the runs in some folders, in that order; errors as `read_log`, and ValueError for one given twice."""
     places = [folder.resolve() for folder in folders]
     for number, folder in enumerate(folders):
         if places[number] in places[:number]:

@@ -34,12 +34,7 @@ def shown_with_error(value: float, error: float | None, pattern: str = "{:.4f}")
 def error_of_mean(total: float, squares: float, count: float) -> float:
     """Standard error of the mean of independent values: √((mean of squares − mean²) ÷ count); NaN for no values.
 
-    For values of 0 and 1, such as the hits of HR@K, this is √(p(1 − p) ÷ n).
-
-    Args:
-        total: their sum.
-        squares: the sum of their squares.
-        count: their number.
+    `total` is their sum, `squares` that of their squares. For 0 and 1, as the hits of HR@K, it is √(p(1 − p) ÷ n).
 
     >>> error_of_mean(7, 7, 100) == (0.07 * 0.93 / 100) ** 0.5
     True

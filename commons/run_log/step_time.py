@@ -48,12 +48,7 @@ class StepTime:
 
 
 def step_time_of(log: RunLog, *, as_loaded: bool) -> StepTime | None:
-    """Of the lines whose times count; None without times.
-
-    Args:
-        log: of the run.
-        as_loaded: whether rows are trained where they were loaded.
-    """
+    """Of the lines whose times count; None without times. `as_loaded`: rows are trained where they were loaded."""
     lines, before, planned = log.timed, log.column("largest_load_before"), log.column("largest_load_after")
     total = log.mean(log.mean_step_ms, lines)
     if total is None:
@@ -100,12 +95,7 @@ class TimeFit:
 
 
 def time_fit_of(log: RunLog, *, as_loaded: bool) -> TimeFit | None:
-    """The fit of the lines whose times count; None where they are too few, or the loads vary too little.
-
-    Args:
-        log: of the run.
-        as_loaded: whether rows are trained where they were loaded.
-    """
+    """The fit of the lines whose times count; None where they are too few, or the loads vary too little."""
     none = (None,) * len(log.step)
     lines = zip(log.timed, *(log.of_ranks.get(name, none) for name in ("loads_after", "own_ms", "speeds")))
     of_ranks = [

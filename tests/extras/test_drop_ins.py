@@ -121,15 +121,17 @@ def test_verl_s_ranks_make_as_many(two_ranks):
 @pytest.mark.extra("areal")
 def test_areal_s_own_caller(monkeypatch):
     from areal.api.cli_args import MicroBatchSpec
-    from areal.utils import data
+    from areal.utils import data, seqpack
 
-    from evenrank.integrations.areal import get_allocate_fn
+    from evenrank.integrations import areal as ours
 
     for algorithm in ("ffd", "kk"):
         spec = MicroBatchSpec(n_mbs=2, max_tokens_per_mb=1024, packing_algorithm=algorithm)
         of_areal = data.allocate_balanced_mbs(spec, LENGTHS)
         with monkeypatch.context() as patched:
-            patched.setattr(data, "get_allocate_fn", get_allocate_fn)
+            for name in ("ffd_allocate", "kk_allocate"):
+                patched.setattr(seqpack, name, getattr(ours, name))
+            assert data.get_allocate_fn(algorithm) is getattr(ours, f"{algorithm}_allocate")
             groups = data.allocate_balanced_mbs(spec, LENGTHS)
         assert sorted(row for group in groups for row in group) == list(range(48)) and len(groups) <= len(of_areal)
         assert max(sum(LENGTHS[row] for row in group) for group in groups) <= 1024

@@ -218,12 +218,29 @@ def _shuffle(draws: Draws, number: int) -> Answer:
     yield planner.plan(gathered, plan.destination).moved
 
 
+def _speeds(draws: Draws, number: int) -> Answer:
+    """Plans, grids and shuffles for ranks of different speeds."""
+    parts, steps = draws.choice([2, 3, 5, 8, 33]), draws.choice([2, 3, 4])
+    kind, rows = draws.choice(KINDS[:-1]), draws.integer(1, draws.choice([12, 40, 150]) + 1)
+    lengths, speeds = draws.lengths(kind, rows), draws.integers(1, draws.choice([3, 1000]), parts) + 1
+    at_once = _options(draws, lengths, parts, parts) | {"method": draws.choice(["refined", "refined", "lpt"])}
+    plan = partition(_cost(draws, kind, lengths), parts, speeds=speeds, **at_once)
+    yield from (plan.assignment, plan.loads, plan.times, plan.lower_bound)
+    in_steps = _options(draws, lengths, parts, parts * steps) | {"method": draws.choice(["refined", "refined", "lpt"])}
+    yield from _planned_grid(_cost(draws, kind, lengths), parts, steps, seed=number, speeds=speeds, **in_steps)
+    gathered = _gathered(draws)
+    of_ranks = draws.integers(1, 1000, gathered.num_ranks)
+    shuffled = plan_shuffle(gathered, speeds=of_ranks, slack=draws.choice(SLACKS), min_gain=draws.choice([0.0, 0.02]))
+    yield from (shuffled.destination, shuffled.lower_bound, shuffled.gated, shuffled.loads_after, shuffled.digest())
+
+
 GROUPS: dict[str, tuple[Callable[[Draws, int], Answer], int]] = {
     "plan": (_plan, 3000),
     "grid": (_grid, 1500),
     "routes": (_routes, 1000),
     "table": (_table, 500),
     "shuffle": (_shuffle, 1000),
+    "speeds": (_speeds, 600),
     "large": (_large, 126),
     "large_grid": (_large_grid, 63),
 }

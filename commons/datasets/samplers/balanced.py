@@ -50,6 +50,8 @@ class BalancedBatchSampler(PlannedSampler):
             cheapest possible. `batch_size` is the mean number of rows. Not with `max_tokens`.
         groups: integers `(num_rows,)`; rows with equal numbers come in one batch. All groups have the same number of
             rows, of which `batch_size` is a multiple. Not with `padded`.
+        speeds: positive integers `(num_ranks,)`, for ranks on devices of different kinds: a slow one gets as many rows,
+            and lighter ones. Only ratios count, see `partition`. Not with `padded`.
 
     Raises:
         ValueError: an argument out of its range or of another length, a row or group that breaks `max_tokens` alone,
@@ -77,6 +79,7 @@ class BalancedBatchSampler(PlannedSampler):
         max_tokens: int | None = None,
         padded: bool = False,
         groups: Any = None,
+        speeds: Any = None,
     ) -> None:
         super().__init__(
             workloads,
@@ -89,6 +92,7 @@ class BalancedBatchSampler(PlannedSampler):
             drop_last=drop_last,
             padded=padded,
             groups=groups,
+            speeds=speeds,
         )
         self._batch_size = as_count(batch_size, "batch_size", 1)
         self._window = as_count(window, "window", 1)
@@ -184,6 +188,7 @@ class BalancedBatchSampler(PlannedSampler):
             best_effort=True,
             seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),
             groups=None if self._groups is None else self._groups[rows],
+            speeds=self._speeds,
         )
         self._warn_above_cap(rows, grid.step * self._num_ranks + grid.assignment, steps * self._num_ranks)
         for step in range(steps):

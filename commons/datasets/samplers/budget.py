@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ class BudgetBatchSampler(PlannedSampler):
             the budget is for that. Rows of like cost of a step then come together. Not with `max_tokens`.
         groups: integers `(num_rows,)`; rows with equal numbers come in one batch, and count as one row with the sum of
             their workloads and tokens. With `max_rows` all groups have the same number of rows. Not with `padded`.
+        speeds: positive integers `(num_ranks,)`, for ranks on devices of different kinds: the budget is that of the
+            fastest, and a rank of half its speed has half of it. Not with `padded`.
 
     Raises:
         ValueError: an argument out of its range or of another length, a budget below every row, a row or group that
@@ -83,6 +86,7 @@ class BudgetBatchSampler(PlannedSampler):
         drop_last: bool = False,
         padded: bool = False,
         groups: Any = None,
+        speeds: Any = None,
     ) -> None:
         super().__init__(
             workloads,
@@ -95,6 +99,7 @@ class BudgetBatchSampler(PlannedSampler):
             drop_last=drop_last,
             padded=padded,
             groups=groups,
+            speeds=speeds,
         )
         self._has_exceeded = False
         self._limits = _Limits(
@@ -103,6 +108,7 @@ class BudgetBatchSampler(PlannedSampler):
             self._max_tokens,
             self._most_groups(max_rows),
             self._padded,
+            self._speeds,
         )
         self._require_budget()
 
@@ -252,6 +258,18 @@ class _Limits:
     max_tokens: int | None  # most tokens of a rank; None for any number
     max_rows: int | None  # most rows of a rank; None for any number
     padded: bool = False  # whether a rank's rows cost their number times the heaviest
+    speeds: np.ndarray | None = None  # int64 `(num_ranks,)`; None where all ranks are equally fast
+
+    @cached_property
+    def fastest_first(self) -> np.ndarray:
+        """int64 `(num_ranks,)`, the ranks, those of one speed in order."""
+        return np.arange(self.num_ranks) if self.speeds is None else np.argsort(-self.speeds, kind="stable")
+
+    @cached_property
+    def budgets(self) -> np.ndarray:
+        """int64 `(num_ranks,)`, by rank: all of the budget, or the part that its speed is of the largest."""
+        speeds = [1] * self.num_ranks if self.speeds is None else self.speeds.tolist()
+        return np.array([self.budget * speed // max(speeds) for speed in speeds], np.int64)
 
     def deal_longest(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
         """The ranks of the first rows, as many as the planner can deal.
@@ -288,7 +306,12 @@ class _Limits:
         if self.padded:
             return padded_groups(workloads, num_groups=self.num_ranks)
         return partition(
-            workloads, self.num_ranks, tokens=tokens, max_tokens=self.max_tokens, best_effort=True
+            workloads,
+            self.num_ranks,
+            tokens=tokens,
+            max_tokens=self.max_tokens,
+            best_effort=True,
+            speeds=self.speeds,
         ).assignment
 
     def _most_rows(self, workloads: np.ndarray) -> int:
@@ -303,21 +326,29 @@ class _Limits:
     def _deal(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray | None:
         """The ranks of some rows; None if the planner finds no way to keep the limits."""
         if len(workloads) <= self.num_ranks:
-            return np.arange(len(workloads))
+            return self._one_each(workloads, self.fastest_first)
         alone = np.flatnonzero(workloads > self.budget)
         shared = np.flatnonzero(workloads <= self.budget)
-        parts = self._deal_shared(
-            workloads[shared], None if tokens is None else tokens[shared], self.num_ranks - len(alone)
-        )
+        others = self.fastest_first[len(alone) :]
+        parts = self._deal_shared(workloads[shared], None if tokens is None else tokens[shared], others)
         if parts is None:
             return None
         ranks = np.empty(len(workloads), np.int64)
-        ranks[alone], ranks[shared] = np.arange(len(alone)), len(alone) + parts
+        ranks[alone], ranks[shared] = self._one_each(workloads[alone], self.fastest_first), others[parts]
         return ranks
 
-    def _deal_shared(self, workloads: np.ndarray, tokens: np.ndarray | None, num_parts: int) -> np.ndarray | None:
+    def _one_each(self, workloads: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """Of these ranks, one for every row: the fastest for the heaviest; without speeds, in order."""
+        found = np.empty(len(workloads), np.int64)
+        heaviest = np.arange(len(workloads)) if self.speeds is None else np.argsort(-workloads, kind="stable")
+        found[heaviest] = ranks[: len(workloads)]
+        return found
+
+    def _deal_shared(self, workloads: np.ndarray, tokens: np.ndarray | None, ranks: np.ndarray) -> np.ndarray | None:
+        """Which of these ranks each row goes to, by its index among them."""
+        num_parts = len(ranks)
         if len(workloads) <= num_parts:
-            return np.arange(len(workloads))
+            return self._one_each(workloads, np.arange(num_parts))
         if self.padded:
             return self._deal_padded(workloads, num_parts)
         sizes, cap = tokens, self.max_tokens
@@ -325,15 +356,22 @@ class _Limits:
             sizes, cap = np.ones_like(workloads), self.max_rows
         for equal_size in (False, True):  # of equal sizes none is above the cap on rows
             parts = partition(
-                workloads, num_parts, equal_size=equal_size, tokens=sizes, max_tokens=cap, best_effort=True
+                workloads,
+                num_parts,
+                equal_size=equal_size,
+                tokens=sizes,
+                max_tokens=cap,
+                best_effort=True,
+                speeds=None if self.speeds is None else self.speeds[ranks],
             ).assignment
             _fill_empty(parts, workloads, num_parts)
-            limits = [(workloads, self.budget)]
-            if tokens is not None and self.max_tokens is not None:
-                limits.append((tokens, self.max_tokens))
-            if any(int(sum_by_rank(parts, values, num_parts).max()) > limit for values, limit in limits):
+            counts, loads = np.bincount(parts, minlength=num_parts), sum_by_rank(parts, workloads, num_parts)
+            if ((loads > self.budgets[ranks]) & (counts > 1)).any():
                 return None
-            if self.max_rows is None or int(np.bincount(parts).max()) <= self.max_rows:
+            most = 0 if tokens is None else int(sum_by_rank(parts, tokens, num_parts).max())
+            if self.max_tokens is not None and most > self.max_tokens:
+                return None
+            if self.max_rows is None or int(counts.max()) <= self.max_rows:
                 return parts
         return None
 

@@ -20,7 +20,7 @@ from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.arguments import refuse_above_cap
 from commons.perf_model.partitioner.core import SOURCES
-from commons.perf_model.partitioner.inputs import INT64_MAX, as_groups
+from commons.perf_model.partitioner.inputs import INT64_MAX, as_groups, as_speeds
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         drop_last: leave rows at the end of the order out that do not make a step.
         padded: a batch costs its number of rows times its heaviest row, see `padded_groups`.
         groups: integers `(num_rows,)`; rows with equal numbers are in one batch; None: a row is a group.
+        speeds: positive integers `(num_ranks,)`; None for ranks that are equally fast.
 
     Raises:
         ValueError: an argument out of its range or of another length, a row or group that breaks `max_tokens` alone,
@@ -71,6 +72,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         drop_last: bool,
         padded: bool,
         groups: Any,
+        speeds: Any,
     ) -> None:
         super().__init__(shuffle=shuffle, seed=as_count(seed, "seed", 0))
         self._workloads = as_int64_workloads(workloads)
@@ -83,6 +85,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         self._max_tokens = None if max_tokens is None else min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
         self._drop_last, self._padded = bool(drop_last), bool(padded)
         self._groups = None if groups is None else as_groups(groups, len(self._workloads))
+        self._speeds = None if speeds is None else as_speeds(speeds, self._num_ranks, 0, "num_ranks")
         # Rows of every group; 0 where groups differ.
         self._group_size = 1 if self._groups is None else _size_of_all(self._groups)
         self._require_rows_below_cap()
@@ -101,6 +104,10 @@ class PlannedSampler(EpochSampler[list[int]]):
             raise ValueError(
                 "groups are given, padded is True; padded batches are made of rows of like cost, which tears groups "
                 "apart: leave out one of them"
+            )
+        if self._padded and self._speeds is not None:
+            raise ValueError(
+                "speeds are given, padded is True; padded batches are made equally costly: leave out one of them"
             )
         if self._max_tokens is None:
             return
@@ -218,6 +225,7 @@ class PlannedSampler(EpochSampler[list[int]]):
             "workloads": self._digest,
             "max_tokens": self._max_tokens,
             "padded": self._padded,
+            "speeds": None if self._speeds is None else self._speeds.tolist(),
             "plans": SOURCES,
         }
 

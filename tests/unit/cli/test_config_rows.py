@@ -107,12 +107,6 @@ def simulated(mine, capsys, *flags):
     return {each["ranks"]: each for each in answer["ranks"]}, " ".join(answer["notes"])
 
 
-def test_a_package_of_the_working_directory(mine, capsys):
-    assert main(["simulate", *mine, "--ranks", "2", "--steps", "3"]) == 0, capsys.readouterr().err
-    printed, _ = said(capsys)
-    assert "2 ranks × 4 rows, 3 steps" in printed and "each batch" in printed and "There are" not in printed
-
-
 def test_data_that_are_too_short_are_not_repeated(mine, capsys):
     by_ranks, notes = simulated(mine, capsys, "--ranks", "2", "4", "8", "--steps", "3")
     assert [(ranks, each["steps"]) for ranks, each in by_ranks.items()] == [(2, 3), (4, 1)]

@@ -82,8 +82,6 @@ MISTAKES = [
     (["--lengths", ""], "lengths is ''; it names a file or a distribution"),
     (["--lengths", "uniform"], "distributions are zipf:EXPONENT:LONGEST"),
     (["--lengths", "normal:3:4"], "neither a file nor a known distribution"),
-    (["--lengths", "zipf:1.2"], "neither a file nor a known distribution"),
-    (["--lengths", "zipf:nan:3"], "neither a file nor a known distribution"),
     (["--lengths", "zipf:0.9:4096"], "an exponent above 1"),
     (["--lengths", "zipf:1.2:0.5"], "a whole number of items"),
     (["--lengths", "lognormal:-1:1"], "a median is positive"),
@@ -96,7 +94,6 @@ MISTAKES = [
     ),
     (["--lengths", "empty.csv"], "empty.csv is empty"),
     (["--lengths", "header.csv"], "header.csv has no row"),
-    (["--lengths", "empty.jsonl"], "empty.jsonl is empty"),
     (["--lengths", "broken.jsonl"], "broken.jsonl cannot be read (JSON parse error"),
     (
         ["--lengths", "later.jsonl", "--column", "n"],
@@ -125,8 +122,6 @@ MISTAKES = [
     (["--lengths", "zipf:1.2:9", "--link-gbps", "-1"], "link_gbps is -1"),
     (["--lengths", "zipf:1.2:9", "--task", "tokens", "--peak-tflops", "9"], "tokens are no operations"),
     (["--lengths", "zipf:1.2:9", "--window", "64", "--steps", "8"], "window is (64,) and steps is 8"),
-    (["--lengths", "zipf:1.2:9", "--figure", "a.gif"], "choose one of these endings"),
-    (["--lengths", "zipf:1.2:9", "--html", "a.pdf"], "a page is an .html file"),
     (
         ["--lengths", "huge.csv"],
         "can cost more than 2**63 operations, which no plan counts: check the",
@@ -141,7 +136,7 @@ MISTAKES = [
 def wrong(here):
     write(here / "a.csv", "user,n\na,5\n")
     write(here / "a.txt", "5\n")
-    for name, text in {"empty.csv": "", "header.csv": "n\n", "empty.jsonl": "", "broken.jsonl": "{\n"}.items():
+    for name, text in {"empty.csv": "", "header.csv": "n\n", "broken.jsonl": "{\n"}.items():
         write(here / name, text)
     write(here / "later.jsonl", '{"n": 1}\n{"n": "x"}\n')
     write(here / "negative.csv", "n\n3\n-4\n")
@@ -175,7 +170,6 @@ FILES = [
     ("zipped.csv", b"\x1f\x8b\x08\x00", "zipped.csv is compressed: unpack it"),
     ("excel.csv", "n\n3\n".encode("utf-16"), "excel.csv is no text in UTF-8: convert it"),
     ("a.csv.gz", b"", "a.csv.gz is none of .parquet, .csv, .npy, .jsonl and no folder of parquet files: unpack it"),
-    ("a.json", b"[3]", "a.json is none of .parquet"),
     ("text.parquet", b"n\n3\n", "text.parquet cannot be read"),
     ("many.csv", b"length,count\n3,9223372036854775807\n4,9\n", "add up to 9223372036854775816; there are fewer"),
     ("minus.csv", b"length,count\n5,-1\n", "holds -1 in row 1; a count is an integer of at least 0"),
@@ -183,20 +177,11 @@ FILES = [
     ("words.jsonl", b"hello\n", "words.jsonl begins with 'hello'; a line is a length, or an object"),
     ("half.jsonl", b'{"n": 3}\n\n{"n":\n', "half.jsonl cannot be read (JSON parse error: Invalid value. in row 2)"),
     (
-        "mixed.jsonl",
-        b'{"n": 3}\n4\n',
-        "mixed.jsonl cannot be read (JSON parse error: Column() changed from object",
-    ),
-    (
         "list.jsonl",
         b'{"n": [3]}\n{"n": 4}\n',
         "list.jsonl cannot be read (JSON parse error: Column(/n) changed from array to number in row 2)",
     ),
-    ("text.jsonl", b'{"n": "5"}\n', "holds text, such as '5' in row 1"),
     ("twice.csv", b"n,n\n1,2\n", "twice.csv has 2 columns 'n': give them different names", "n"),
-    ("less.jsonl", b'{"n": 3}\n\n{"m": 4}\n', "less.jsonl has the columns n, m; lengths are one of them"),
-    ("score.csv", b"n\n1_000\n2_000\n", "holds text, such as '1_000' in row 1"),
-    ("arabic.csv", "n\n١٢\n".encode(), "holds text, such as '١٢' in row 1"),
     ("deep.jsonl", b"[" * 100_000 + b"\n", "deep.jsonl begins with '[[[["),
     ("nested.jsonl", b'{"n": 1}\n{"n": ' + b"[" * 100_000 + b"\n", "nested.jsonl cannot be read"),
     ("minus.jsonl", b'\xef\xbb\xbf{"n": 3}\n{"n": -4}\n', "holds -4 in row 2"),
@@ -284,10 +269,7 @@ def test_mistakes_are_one_line(wrong, capsys, arguments, message):
 
 # A file, the column, and what is said of numbers that identify something and measure nothing.
 IDENTIFIERS = [
-    ("user_id.csv", "user_id,n\n1,5\n1,7\n2,9\n", "user_id", "--group-by user_id"),
-    ("item.csv", "itemId,n\n1,5\n1,7\n2,9\n", "itemId", "--group-by itemId"),
     ("only.csv", "ID\n1\n2\n3\n", None, "--group-by ID"),
-    ("plain.csv", "userid,n\n1,5\n", "userid", "--group-by userid"),
     ("spaced.csv", "user id,n\n1,5\n", "user id", "--group-by 'user id'"),
     ("user.jsonl", '{"user_id": 3}\n{"user_id": 3}\n', "user_id", "--group-by user_id"),
     ("time.csv", "time\n" + "".join(f"{1_700_000_000 + 37 * i}\n" for i in range(64)), "time", "a value of its own"),

@@ -78,14 +78,6 @@ def test_a_page_that_cannot_be_written_is_refused_before_any_work(tmp_path, monk
     assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1
 
 
-def test_what_is_read_is_not_overwritten(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    np.save("lengths.npy", np.arange(1, 65))
-    (tmp_path / "page.html").symlink_to("lengths.npy")
-    assert main(["simulate", "--lengths", "lengths.npy", "--ranks", "2", "--html", "page.html"]) == 2
-    assert "no command overwrites what it reads" in capsys.readouterr().err
-
-
 def drawn(axes):
     axes.plot([0, 1], [1, 2], color=COLORS["after"], label="a < b & c")
     axes.legend()

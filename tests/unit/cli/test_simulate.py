@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from commons.cli.main import main
-from commons.cli.simulate import LengthOptions
-from commons.cli.simulate_answer import simulate
 from commons.datasets.samplers.epoch import ShardedBatchSampler
 from commons.perf_model.partitioner import partition
 from commons.perf_model.task_estimator import HSTUAttentionTask
@@ -63,18 +61,6 @@ def test_figures_are_those_of_the_rows(histories, capsys):
     assert answer["lengths"]["tokens"]["max"] == tokens.max()
 
 
-def test_sorted_rows_are_dealt_as_the_loader_deals_them(tmp_path, monkeypatch, capsys):
-    """Sorted lengths: in contiguous blocks one rank would have all long rows; dealt in turn, ranks are nearly even."""
-    monkeypatch.chdir(tmp_path)
-    np.save("lengths.npy", np.sort(np.random.default_rng(0).integers(1, 4000, 512)))
-    flags = ["--lengths", "lengths.npy", "--in-order", "--ranks", "4", "--batch-size", "32", "--task", "tokens"]
-    answer = asked(capsys, *flags, "--steps", "4", "--window", "2")
-    loads = as_loaded(np.load("lengths.npy"), 4, 32).sum(2)
-    possible = loads.max(1).sum() / loads.mean(1).sum()
-    assert answer["ranks"][0]["speed_up_of_equal_ranks"] == pytest.approx(possible) and possible < 1.01
-    assert "leave it off" in answer["advice"]["text"]
-
-
 def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, capsys):
     answer = asked(capsys, *FLAGS, "--ranks", "8", "4")
     assert [of_ranks["ranks"] for of_ranks in answer["ranks"]] == [4, 8]
@@ -121,12 +107,6 @@ def test_one_sample_that_dominates_is_named_with_what_lifts_it(tmp_path, monkeyp
     assert "up to 1.01×; it cannot be split, and costs less than 2 %" in answer["notes"][-1]
     answer = asked(capsys, *FLAGS, *flags, "--max-length", "64")
     assert not answer["notes"] and "leave it off" in answer["advice"]["text"] and answer["advice"]["options"] == ""
-
-
-def test_batch_by_batch_is_advised_where_windows_gain_no_more(tmp_path, capsys):
-    answer = simulate(LengthOptions().read("zipf:1.2:4096"), (16,), (2, 4), 16)
-    assert answer.advice().options == "--trainer.enable-balanced-shuffler"
-    assert answer.source.num_rows is None and not answer.notes
 
 
 def test_the_table_says_it_all(histories, capsys):

@@ -19,6 +19,7 @@ from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.perf_model.partitioner import padded_groups
 
 WORK = st.lists(st.integers(0, 50), max_size=70)
+SPEEDS = st.none() | st.lists(st.integers(1, 9), min_size=4, max_size=4)  # of as many ranks as there are
 
 
 def user_like(num_rows: int, seed: int = 0) -> np.ndarray:
@@ -54,9 +55,12 @@ def rows_of(steps):
     shuffle=st.booleans(),
     drop_last=st.booleans(),
     padded=st.booleans(),
+    speeds=SPEEDS,
     data=st.data(),
 )
-def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle, drop_last, padded, data):
+def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle, drop_last, padded, speeds, data):
+    speeds = None if padded else speeds
+
     def make(ranks, window=window):
         return [
             BalancedBatchSampler(
@@ -68,6 +72,7 @@ def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle
                 shuffle=shuffle,
                 drop_last=drop_last,
                 padded=padded,
+                speeds=speeds and speeds[:ranks],
                 seed=3,
             )
             for rank in range(ranks)
@@ -139,11 +144,14 @@ def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle
     shuffle=st.booleans(),
     drop_last=st.booleans(),
     padded=st.booleans(),
+    speeds=SPEEDS,
     data=st.data(),
 )
 @settings(max_examples=100)
-def test_budget_epochs_and_places(work, budget, num_ranks, max_rows, max_tokens, shuffle, drop_last, padded, data):
-    tokens = [value % 10 for value in work]
+def test_budget_epochs_and_places(
+    work, budget, num_ranks, max_rows, max_tokens, shuffle, drop_last, padded, speeds, data
+):
+    tokens, speeds = [value % 10 for value in work], None if padded else speeds
     max_tokens = None if padded else max_tokens
     limits = {"max_rows": max_rows, "max_tokens": max_tokens, "tokens": tokens, "shuffle": shuffle, "padded": padded}
 
@@ -153,7 +161,14 @@ def test_budget_epochs_and_places(work, budget, num_ranks, max_rows, max_tokens,
     def make(ranks):
         return [
             BudgetBatchSampler(
-                work, budget_per_rank=budget, num_ranks=ranks, rank=rank, drop_last=drop_last, seed=5, **limits
+                work,
+                budget_per_rank=budget,
+                num_ranks=ranks,
+                rank=rank,
+                drop_last=drop_last,
+                seed=5,
+                speeds=speeds and speeds[:ranks],
+                **limits,
             )
             for rank in range(ranks)
         ]
@@ -171,14 +186,15 @@ def test_budget_epochs_and_places(work, budget, num_ranks, max_rows, max_tokens,
         assert list(sampler.step_rows(1, EPOCH_START)) == counts
     order = samplers[0].order(len(work), 1).tolist()
     done, above = 0, 0
+    own_speeds = speeds[:num_ranks] if speeds else [1] * num_ranks
     for step, size in zip(steps, counts):
         assert sorted(row for batch in step for row in batch) == sorted(order[done : done + size])
         done += size
         keeps = all(
-            (cost_of(batch) <= budget or len(batch) == 1)
+            (cost_of(batch) * max(own_speeds) <= budget * speed or len(batch) == 1)
             and len(batch) <= (max_rows or len(batch))
             and (max_tokens is None or sum(tokens[row] for row in batch) <= max_tokens)
-            for batch in step
+            for batch, speed in zip(step, own_speeds)
         )
         above += not keeps
         assert keeps or (done == len(work) and size < 2 * num_ranks and not drop_last)
@@ -219,6 +235,25 @@ def test_a_window_evens_the_steps_and_a_budget_their_tokens():
     constant = figures(BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=num_ranks, rank=0).plan(0))
     assert eight[0] < 1.01 < 1.2 < one[0] and constant[0] < 1.01
     assert constant[1] < 1.15 < min(one[1], eight[1])
+
+
+def test_slow_ranks_get_less_work():
+    """On mixed devices, steps come within a hundredth of what all ranks' speeds allow, where equal work waits."""
+    work, speeds = cost(user_like(8 * 16 * 40)), [10, 10, 10, 10, 6, 6, 6, 6]
+
+    def share(sampler):
+        """What the steps take ÷ what they would take if all ranks were always busy."""
+        loads = np.array([np.bincount(step.ranks, work[step.rows], 8) for step in sampler.plan(0)])
+        return (loads / speeds).max(axis=1).sum() * sum(speeds) / loads.sum()
+
+    def balanced(**options):
+        return share(BalancedBatchSampler(work, 16, num_ranks=8, rank=0, window=8, **options))
+
+    def budget(**options):
+        return share(BudgetBatchSampler(work, budget_per_rank=int(work.mean() * 60), num_ranks=8, rank=0, **options))
+
+    assert balanced(speeds=speeds) < 1.01 < 1.25 < balanced()
+    assert budget(speeds=speeds) < 1.01 < 1.25 < budget()
 
 
 def test_padded_batches_cost_less_than_batches_of_equal_work():
@@ -383,6 +418,9 @@ def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
             {"max_tokens": 4, "padded": True},
             "max_tokens is 4, padded is True; the tokens of a padded batch are its rows",
         ),
+        ({"speeds": [1]}, r"speeds has shape \(1,\), num_ranks is 2; each has one speed: pass 2 positive integers"),
+        ({"speeds": [1, 0]}, r"speeds\[1\] is 0; a speed is a positive integer below 2\^31"),
+        ({"speeds": [1, 2], "padded": True}, "speeds are given, padded is True; .*: leave out one of them"),
         ({"max_tokens": 4, "tokens": [1, 5, 2]}, "row 1 alone has 5 tokens, max_tokens is 4; no plan can keep that"),
     ],
 )

@@ -195,6 +195,16 @@ def test_megatron_s_scheduler(tokens, dp_size, cp_size, interleaves):
     assert sum(map(max, loads)) >= costs.sum() / dp_size
 
 
+def test_megatron_s_most_sequences_of_a_micro_batch():
+    scheduler = megatron.balanced_scheduler(InOrder)(80, 1, 2, None)
+    sequences = [(number, 10) for number in range(12)]
+    scheduler.max_num_seqs = 6  # newer releases have it
+    assert [list(map(len, each)) for each in scheduler.run(sequences, config=CONFIG)] == [[6, 6]]
+    scheduler.max_num_seqs = 5
+    with pytest.raises(ValueError, match="has 6 sequences, thd_max_packed_sequences leaves room for 5; .*: raise thd"):
+        scheduler.run(sequences, config=CONFIG)
+
+
 def test_megatron_without_packed_sequences_is_refused(monkeypatch):
     from megatron.core.datasets import data_schedule
 
