@@ -17,18 +17,15 @@ Examples:
 
 from __future__ import annotations
 
-import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import Fit, finish_page, fit_line, heading, interleaved_medians, table
+from benchmarks.report import Fit, Page, fit_line, interleaved_medians, one_rank, rows_table
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import RandomDistribution
@@ -59,8 +56,12 @@ class Args:
     quick: bool = False  # few batches, to see it run; no page is written
 
 
-class Subject(ABC):
-    """An attention and a small model that has it."""
+class Subject:
+    """An attention and a small model that has it.
+
+    A subclass attends with what it plans for a batch, says what weights a whole matrix of scores `(rows, heads, length,
+    length)` has, of which `ahead` is what the mask drops, and makes batches for the model and counts their tokens.
+    """
 
     title: str
     model: torch.nn.Module
@@ -70,22 +71,6 @@ class Subject(ABC):
         self.args, self.width, self.longest = args, args.num_heads * args.head_dim, args.longest
         self.generator = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
-
-    @abstractmethod
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """What is measured, with what it plans for a batch."""
-
-    @abstractmethod
-    def weigh(self, scores: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        """Weights from whole matrices of scores `(rows, heads, length, length)`; `ahead` is what the mask drops."""
-
-    @abstractmethod
-    def batch(self, num_rows: int, histories: RandomDistribution) -> Any:
-        """A batch for the model."""
-
-    @abstractmethod
-    def tokens(self, batch: Any) -> int:
-        """Its tokens."""
 
 
 class HSTU(Subject):
@@ -181,20 +166,25 @@ def attention_pass(subject: Subject, lengths: torch.Tensor, *, dense: bool = Fal
     return run
 
 
-def measure_shapes(subject: Subject) -> tuple[Fit, Fit]:
+def fitted(subject: Subject, passes: list[Callable[[], None]], **measures: list[float]) -> list[Fit]:
+    """Seconds of every pass, in turn, as a line in each measure of its size."""
+    seconds = interleaved_medians({str(at): run for at, run in enumerate(passes)}, subject.args.repeats)
+    return [fit_line(measure, list(seconds.values())) for measure in measures.values()]
+
+
+def measure_shapes(subject: Subject) -> list[Fit]:
     """Attention of batches of very different shapes, fitted to the pairs kept and to rows × longest²."""
-    args, variants, pairs, padded = subject.args, {}, [], []
+    args, passes, pairs, padded = subject.args, [], [], []
     for index in range(args.num_shapes):
         num_rows, longest = (
             int(torch.randint(low, high, (), generator=subject.generator))
             for low, high in ((4, 65), (64, 2 * args.longest))
         )
         lengths = draw_lengths(subject, num_rows, longest, zipf=index % 2 == 1)
-        variants[str(index)] = attention_pass(subject, lengths)
+        passes.append(attention_pass(subject, lengths))
         pairs.append(float((lengths * (lengths + 1) // 2).sum()))
         padded.append(float(num_rows * int(lengths.max()) ** 2))
-    seconds = list(interleaved_medians(variants, args.repeats).values())
-    return fit_line(pairs, seconds), fit_line(padded, seconds)
+    return fitted(subject, passes, pairs=pairs, padded=padded)
 
 
 def measure_padding(subject: Subject) -> tuple[float, dict[str, float]]:
@@ -216,9 +206,9 @@ def measure_padding(subject: Subject) -> tuple[float, dict[str, float]]:
     return sum(args.num_rows * int(lengths.max()) ** 2 for lengths in batches) / kept, medians
 
 
-def measure_steps(subject: Subject) -> tuple[Fit, Fit]:
+def measure_steps(subject: Subject) -> list[Fit]:
     """Training steps on batches of many sizes, fitted to the shuffler's workloads and to the tokens."""
-    args, variants, work, tokens = subject.args, {}, [], []
+    args, passes, work, tokens = subject.args, [], [], []
     for index in range(args.num_shapes):
         most = int(torch.randint(32, args.longest + 1, (), generator=subject.generator))
         num_rows = int(torch.randint(2, args.num_rows + 1, (), generator=subject.generator))
@@ -229,38 +219,33 @@ def measure_steps(subject: Subject) -> tuple[Fit, Fit]:
             subject.model(batch)[0].backward()
             subject.model.zero_grad()
 
-        variants[str(index)] = run
+        passes.append(run)
         work.append(float(subject.shuffler.get_workloads(batch).sum()))
         tokens.append(float(subject.tokens(batch)))
-    seconds = list(interleaved_medians(variants, args.repeats).values())
-    return fit_line(work, seconds), fit_line(tokens, seconds)
+    return fitted(subject, passes, work=work, tokens=tokens)
 
 
-def section(subject: Subject) -> list[str]:
-    """Measure a subject; its part of the page."""
+def measured(subject: Subject) -> list[str]:
+    """Measure a subject; the paragraphs of its section."""
     args = subject.args
     fits = dict(zip(("pairs of the mask", "rows × longest²"), measure_shapes(subject)))
     ratio, medians = measure_padding(subject)
     steps = dict(zip(("the shuffler's workloads", "tokens"), measure_steps(subject)))
     subject.shuffler.close()
-    fitted = [
-        [what, name, f"{fit.r_squared:.4f}", f"{fit.intercept * 1e3:.1f}"]
+    rows = [
+        {"time of": what, "as a line in": name, "R²": fit.r_squared, "fixed, ms": fit.intercept * 1e3}
         for what, of in (("attention", fits), ("training step", steps))
         for name, fit in of.items()
     ]
     own = medians["as they are"]
     return [
-        f"## {subject.title}\n",
         f"{args.num_shapes} batches, uniform and Zipf 1.2: attention of 4 to 64 rows of up to {2 * args.longest:,} "
         f"tokens, {fits['pairs of the mask'].slope * 1e9:.1f} ns per pair; steps of 2 layers on 2 to {args.num_rows} "
-        "rows.\n",
-        table(["time of", "as a line in", "R²", "fixed, ms"], fitted),
-        f"\n{args.num_batches} batches of {args.num_rows} rows, Zipf 1.2 up to {args.longest:,} tokens; rows × "
-        f"longest² is {ratio:.0f} times the pairs that the mask keeps.\n",
-        table(
-            ["rows", "ms", "×"], [[name, f"{value * 1e3:.1f}", f"{value / own:.1f}"] for name, value in medians.items()]
-        ),
-        "",
+        "rows.",
+        rows_table(rows),
+        f"{args.num_batches} batches of {args.num_rows} rows, Zipf 1.2 up to {args.longest:,} tokens; rows × "
+        f"longest² is {ratio:.0f} times the pairs that the mask keeps.",
+        rows_table([{"rows": name, "ms": value * 1e3, "×": value / own} for name, value in medians.items()]),
     ]
 
 
@@ -269,15 +254,18 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)
     if args.quick:
         args = replace(args, num_shapes=4, num_batches=1, repeats=1, longest=128)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    page = Page(
+        "attention",
+        "Attention over rows of any length",
+        "python -m benchmarks.attention",
+        f"{args.num_heads} heads × {args.head_dim}, float32, CPU time on cores that other programs share, medians of "
+        f"{args.repeats}.",
+    )
+    with one_rank():
         initialize_model_parallel()
-        sections = [line for subject in (HSTU, SIDGR) for line in section(subject(args))]
-        dist.destroy_process_group()
-    head = heading("Attention over rows of any length", "python -m benchmarks.attention")
-    about = f"{args.num_heads} heads × {args.head_dim}, float32, CPU time on cores that other programs share"
-    text = "\n".join([head, f"{about}, medians of {args.repeats}.\n", *sections])
-    finish_page("attention", text, quick=args.quick)
+        for subject in (HSTU, SIDGR):
+            page.section(subject.title, *measured(subject(args)))
+    page.finish(quick=args.quick)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,15 @@ Examples:
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import finish_page, heading, table
+from benchmarks.report import Page, one_rank, rows_table
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from commons.datasets.sids.map import SIDMap
 from commons.datasets.sids.random import random_sid_map
@@ -85,7 +84,7 @@ def measure(model: SIDGRModel, batch: GPTSIDBatch, use_cache: bool) -> tuple[flo
     return time.perf_counter() - started, found.leaves, found.log_probs
 
 
-def measure_history(args: Args, model: SIDGRModel, sid_map: SIDMap, history: int) -> list[str]:
+def measure_history(args: Args, model: SIDGRModel, sid_map: SIDMap, history: int) -> dict[str, Any]:
     """One row of the table."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     difference, same = 0.0, []
@@ -98,48 +97,36 @@ def measure_history(args: Args, model: SIDGRModel, sid_map: SIDMap, history: int
             for use_cache in (True, False):
                 seconds[use_cache].append(results[use_cache][0])
     ratio = statistics.median(slow / fast for fast, slow in zip(seconds[True], seconds[False]))
-    return [
-        str(history),
-        f"{statistics.median(seconds[True]) * 1e3:.0f}",
-        f"{statistics.median(seconds[False]) * 1e3:.0f}",
-        f"{ratio:.1f}×",
-        f"{difference:.0e}",
-        f"{statistics.mean(same):.1%}",
-    ]
+    return {
+        "items per history": history,
+        "with cache, ms": statistics.median(seconds[True]) * 1e3,
+        "without, ms": statistics.median(seconds[False]) * 1e3,
+        "faster (median of batches)": f"{ratio:.1f}×",
+        "largest difference of a log-probability": f"{difference:.0e}",
+        "same items at the same places": f"{statistics.mean(same):.1%}",
+    }
 
 
 def main(args: Args) -> None:
     """Measure, print and write the report."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        initialize_model_parallel()
-        histories = args.histories[:1] if args.quick else args.histories
-        if args.quick:
-            args = Args(**{**vars(args), "repeats": 2, "num_rows": 4})
-        sid_map = random_sid_map(NUM_ITEMS, CODEBOOK_SIZES)
-        model = make_model(args, sid_map, max(histories))
-        rows = [measure_history(args, model, sid_map, history) for history in tqdm(histories, desc="histories")]
-        dist.destroy_process_group()
-    columns = [
-        "items per history",
-        "with cache, ms",
-        "without, ms",
-        "faster (median of batches)",
-        "largest difference of a log-probability",
-        "same items at the same places",
-    ]
-    page = "\n".join(
-        [
-            heading("Beam search with and without a key/value cache", "python -m benchmarks.beam_search"),
-            f"{args.num_rows} users, beams of {args.beam_width}, {NUM_ITEMS:,} items of four codes, codebooks of 500; "
-            f"hidden {args.hidden_size}, {args.num_layers} layers, {args.num_attention_heads} heads, float32; one "
-            f"thread, medians of {args.repeats} batches, both ways in turn. A history has four tokens per item, and "
-            "BOS.\n",
-            table(columns, rows),
-        ]
+    if args.quick:
+        args = replace(args, repeats=2, num_rows=4, histories=args.histories[:1])
+    page = Page(
+        "beam_search",
+        "Beam search with and without a key/value cache",
+        "python -m benchmarks.beam_search",
+        f"{args.num_rows} users, beams of {args.beam_width}, {NUM_ITEMS:,} items of four codes, codebooks of 500; "
+        f"hidden {args.hidden_size}, {args.num_layers} layers, {args.num_attention_heads} heads, float32; one thread, "
+        f"medians of {args.repeats} batches, both ways in turn. A history has four tokens per item, and BOS.",
     )
-    finish_page("beam_search", page, quick=args.quick)
+    with one_rank():
+        initialize_model_parallel()
+        sid_map = random_sid_map(NUM_ITEMS, CODEBOOK_SIZES)
+        model = make_model(args, sid_map, max(args.histories))
+        histories = tqdm(args.histories, desc="histories")
+        page.section("", rows_table([measure_history(args, model, sid_map, history) for history in histories]))
+    page.finish(quick=args.quick)
 
 
 if __name__ == "__main__":

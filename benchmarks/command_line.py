@@ -8,7 +8,7 @@ import functools
 import inspect
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -77,13 +77,9 @@ def _require_in_range(name: str, value: Any, at_least: Mapping[str, int]) -> Non
     least = at_least.get(name, 0 if from_zero else 1)
     if value == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{option} is cuda; no CUDA device is visible: use cpu, if only to run the code")
-    for each in _each(value):
+    for each in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(each, int) and not isinstance(each, bool):
             require_at_least(option, each, least)
-
-
-def _each(value: Any) -> Iterator[Any]:
-    yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
 def _refuse(message: str) -> None:

@@ -30,7 +30,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import RESULTS, draw_lengths, heading, table, write_page
+from benchmarks.report import RESULTS, Page, draw_lengths, rows_table
 from commons.cli.recipes import choose_device
 from commons.perf_model.calibration import CalibratedTask, Calibration, describe_device
 from commons.perf_model.calibration_fit import StepMeasurement, fit_calibration
@@ -195,56 +195,29 @@ def draw_fit(fitted: dict[str, tuple[Calibration, list[StepMeasurement]]], name:
         figure.savefig(RESULTS / f"{name}.png", dpi=120)
 
 
-def page(
-    fitted: dict[str, Any], replayed: dict[tuple[str, str], Any], sizes: Sizes, command: str, hardware: str
-) -> str:
-    fits = []
-    for model, (calibration, _) in fitted.items():
-        quality = calibration.quality
-        fits.append(
-            [
-                model,
-                f"{quality.r2:.4f}",
-                f"{quality.held_out_r2:.4f}",
-                f"{quality.held_out_mean_error:.1%}",
-                f"{quality.held_out_worst_error:.1%}",
-                f"{quality.flops_mean_error:.1%}",
-            ]
-        )
-    balance = []
-    for (model, lengths), found in replayed.items():
-        largest = {plan: sum(step[0] for step in found[plan]) for plan in PLANS}
-        spread = {plan: statistics.mean(step[0] / step[1] for step in found[plan]) for plan in PLANS}
-        possible = largest["as loaded"] / sum(step[1] for step in found["as loaded"])
-        balance.append(
-            [model, lengths]
-            + [f"{spread[plan]:.3f}" for plan in PLANS]
-            + [f"{largest['as loaded'] / largest[plan]:.2f}×" for plan in PLANS[1:]]
-            + [f"{possible:.2f}×"]
-        )
-    text = [
-        heading("Cost model", command),
-        f"Device: {hardware}. {sizes.mixes} batch mixes of up to {2 * sizes.rows} rows of up to {sizes.longest} items, "
-        f"each the median of {sizes.repeats}; every fourth is held out of the fit.\n",
-        table(
-            ["model", "R²", "R² held out", "mean error held out", "worst", "mean error by operations alone"],
-            fits,
-        ),
-        "\nTarget: R² of at least 0.98 and a mean error of at most 5 % on what is held out. Short steps count as much "
-        "as long ones, and are where the error is: attention runs in blocks of similar rows, whose number no term "
-        "counts.\n",
-        f"\n![predicted against measured](cost_model{'_cuda' if 'cuda' in command else ''}.png)\n",
-        f"Balance in time: {sizes.ranks} ranks of {sizes.rows} rows, {sizes.steps} steps, every rank's batch replayed "
-        "on this device one after another (median of three). Largest ÷ mean time of the ranks, and the speed-up of the "
-        "slowest rank that follows; the published gain on 16 H100 is 1.53×.\n",
-        table(
-            ["model", "lengths", *[f"{plan}" for plan in PLANS]]
-            + [f"speed-up {plan}" for plan in PLANS[1:]]
-            + ["possible"],
-            balance,
-        ),
-    ]
-    return "\n".join(text)
+def fit_row(model: str, calibration: Calibration) -> dict[str, Any]:
+    """How well a calibration predicts."""
+    quality = calibration.quality
+    return {
+        "model": model,
+        "R²": quality.r2,
+        "R² held out": quality.held_out_r2,
+        "mean error held out": f"{quality.held_out_mean_error:.1%}",
+        "worst": f"{quality.held_out_worst_error:.1%}",
+        "mean error by operations alone": f"{quality.flops_mean_error:.1%}",
+    }
+
+
+def balance_row(model: str, lengths: str, found: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    """How even the ranks of every plan are."""
+    largest = {plan: sum(step[0] for step in found[plan]) for plan in PLANS}
+    return {
+        "model": model,
+        "lengths": lengths,
+        **{plan: statistics.mean(step[0] / step[1] for step in found[plan]) for plan in PLANS},
+        **{f"speed-up {plan}": largest["as loaded"] / largest[plan] for plan in PLANS[1:]},
+        "possible": largest["as loaded"] / sum(step[1] for step in found["as loaded"]),
+    }
 
 
 def main(
@@ -266,20 +239,38 @@ def main(
     where = choose_device(device, threads=1)
     longest = longest or (4096 if where.type == "cuda" else 256)
     sizes = Sizes(longest, rows, ranks, *((40, 2, 2) if quick else (200, 5, 12)))
-    fitted, replayed = {}, {}
+    fitted, replayed = {}, []
     for model, make in TARGETS.items():
         target = make(sizes, where)
         fitted[model] = fit(target, sizes)
         for lengths in LENGTHS[:1] if quick else LENGTHS:
-            replayed[model, lengths] = replay(target, fitted[model][0], lengths, sizes)
+            replayed.append(balance_row(model, lengths, replay(target, fitted[model][0], lengths, sizes)))
     on_cuda = where.type == "cuda"
-    command = "python -m benchmarks.cost_model" + (f" --device cuda --ranks {ranks} --rows {rows}" if on_cuda else "")
-    text = page(fitted, replayed, sizes, command, describe_device(where).name)
-    print(text)
+    name, options = (
+        ("cost_model_cuda", f" --device cuda --ranks {ranks} --rows {rows}") if on_cuda else ("cost_model", "")
+    )
+    page = Page(
+        name,
+        "Cost model",
+        f"python -m benchmarks.cost_model{options}",
+        f"Device: {describe_device(where).name}. {sizes.mixes} batch mixes of up to {2 * rows} rows of up to {longest} "
+        f"items, each the median of {sizes.repeats}; every fourth is held out of the fit.",
+    )
+    page.section(
+        "",
+        rows_table([fit_row(model, calibration) for model, (calibration, _) in fitted.items()]),
+        "Target: R² of at least 0.98 and a mean error of at most 5 % on what is held out. Short steps count as much "
+        "as long ones, and are where the error is: attention runs in blocks of similar rows, whose number no term "
+        "counts.",
+        f"![predicted against measured]({name}.png)",
+        f"Balance in time: {ranks} ranks of {rows} rows, {sizes.steps} steps, every rank's batch replayed on this "
+        "device one after another (median of three). Largest ÷ mean time of the ranks, and the speed-up of the slowest "
+        "rank that follows; the published gain on 16 H100 is 1.53×.",
+        rows_table(replayed),
+    )
+    page.finish(quick=quick)
     if not quick:
-        name = "cost_model_cuda" if on_cuda else "cost_model"
         draw_fit(fitted, name)
-        print(write_page(name, text))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ Examples:
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from typing import Any
 
@@ -22,7 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from benchmarks.exchange import make_batch
-from benchmarks.report import draw_lengths, finish_page, heading, run_ranks, table
+from benchmarks.report import Page, draw_lengths, mean_of, rows_table, run_ranks
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced
 from commons.perf_model.partitioner import partition
 from commons.perf_model.task_estimator import SelfAttentionTask
@@ -31,6 +33,7 @@ from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 TASK = SelfAttentionTask(hidden_size=1024, num_heads=16, head_dim=64, num_layers=24)
 TRIM = Trim("attention_mask", fields=["input_ids", "logprobs"])
+LENGTHS = "lognormal"
 CASES = {
     "padded text, trimmed": ("padded", TRIM),
     "padded text": ("padded", None),
@@ -104,7 +107,7 @@ def redistribute_on_real_ranks(rank: int, rows: int, repeats: int) -> Any:
     measured = []
     for step in range(repeats):
         counts = [rows // 2] + [rows + rows // (2 * (dist.get_world_size() - 1))] * (dist.get_world_size() - 1)
-        lengths = draw_lengths("lognormal", sum(counts), step)
+        lengths = draw_lengths(LENGTHS, sum(counts), step)
         own = np.split(lengths, np.cumsum(counts)[:-1])[rank]
         batch = make("ragged", own)
         moved = redistribute_balanced(batch, TASK.get_workloads(own))
@@ -117,14 +120,30 @@ def redistribute_on_real_ranks(rank: int, rows: int, repeats: int) -> Any:
         received, moved_bytes, whole = totals.tolist()
         before, after = moved.loads_before.double(), moved.loads_after.double()
         measured.append(
-            [
-                received / moved_bytes,
-                moved_bytes / whole,
-                float(before.max() / before.mean()),
-                float(after.max() / after.mean()),
-            ]
+            {
+                "received ÷ moved rows": received / moved_bytes,
+                "moved ÷ all bytes": moved_bytes / whole,
+                "largest ÷ mean load before": float(before.max() / before.mean()),
+                "after": float(after.max() / after.mean()),
+            }
         )
-    return measured
+    return mean_of(measured)
+
+
+def _scattered(world_size: int, name: str, rows: int, repeats: int) -> dict[str, Any]:
+    runs = run_ranks(on_real_ranks, world_size, *CASES[name], LENGTHS, rows, repeats)
+    steps = [step for rank in runs[1:] for step in rank]
+    mean, own = mean_of(steps), runs[0]
+    return {
+        "ranks": world_size,
+        "batch": name,
+        "received ÷ share, worst": max(step["ratio"] for step in steps),
+        "received kB": mean["received"] / 1e3,
+        "broadcast kB": mean["whole"] / 1e3,
+        "scatter ms": statistics.median(step["scatter"] for step in own),
+        "broadcast ms": statistics.median(step["broadcast"] for step in own),
+        "largest ÷ mean load": 1 + mean["imbalance"],
+    }
 
 
 def main(rows: int = 64, repeats: int = 20, quick: bool = False) -> None:
@@ -135,67 +154,28 @@ def main(rows: int = 64, repeats: int = 20, quick: bool = False) -> None:
         repeats: steps per case.
         quick: fewer cases, for a look; writes nothing.
     """
-    repeats = 3 if quick else repeats
-    sizes = (2,) if quick else (2, 4)
-    lengths_name = "lognormal"
-    scatter_rows = []
-    for world_size in tqdm(sizes, desc="scatter"):
-        for name, (kind, trim) in CASES.items():
-            runs = run_ranks(on_real_ranks, world_size, kind, trim, lengths_name, rows, repeats)
-            steps = [step for rank in runs[1:] for step in rank]
-            scatter_rows.append(
-                [
-                    world_size,
-                    name,
-                    f"{max(step['ratio'] for step in steps):.4f}",
-                    f"{np.mean([step['received'] for step in steps]) / 1e3:.0f}",
-                    f"{np.mean([step['whole'] for step in steps]) / 1e3:.0f}",
-                    f"{np.median([step['scatter'] for step in runs[0]]):.1f}",
-                    f"{np.median([step['broadcast'] for step in runs[0]]):.1f}",
-                    f"{1 + np.mean([step['imbalance'] for step in steps]):.4f}",
-                ]
-            )
-    moved_rows = []
-    for world_size in tqdm(sizes, desc="redistribute"):
-        ratio, moved, before, after = np.mean(
-            run_ranks(redistribute_on_real_ranks, world_size, rows, repeats)[0], axis=0
-        )
-        moved_rows.append([world_size, f"{ratio:.4f}", f"{moved:.3f}", f"{before:.3f}", f"{after:.4f}"])
-    page = "\n".join(
-        [
-            heading("Dispatch: bytes and time", "python -m benchmarks.dispatch"),
-            f"{rows} rows per rank, {lengths_name} lengths of mean 512, {repeats} steps. The target for received ÷",
-            "share is at most 1.05. Time is that of rank 0, from the call to the end on all ranks; on two cores the",
-            "times of four ranks say little.\n",
-            "## scatter_balanced\n",
-            table(
-                [
-                    "ranks",
-                    "batch",
-                    "received ÷ share, worst",
-                    "received kB",
-                    "broadcast kB",
-                    "scatter ms",
-                    "broadcast ms",
-                    "largest ÷ mean load",
-                ],
-                scatter_rows,
-            ),
-            "\n## redistribute_balanced\n",
-            "Rank 0 has half as many rows as the others bring on average; ragged text.\n",
-            table(
-                [
-                    "ranks",
-                    "received ÷ moved rows",
-                    "moved ÷ all bytes",
-                    "largest ÷ mean load before",
-                    "after",
-                ],
-                moved_rows,
-            ),
-        ]
+    repeats, sizes = (3, (2,)) if quick else (repeats, (2, 4))
+    page = Page(
+        "dispatch",
+        "Dispatch: bytes and time",
+        "python -m benchmarks.dispatch",
+        f"{rows} rows per rank, {LENGTHS} lengths of mean 512, {repeats} steps. The target for received ÷ share is at "
+        "most 1.05. Time is that of rank 0, from the call to the end on all ranks; on two cores the times of four "
+        "ranks say little.",
     )
-    finish_page("dispatch", page, quick=quick)
+    cases = tqdm(list(itertools.product(sizes, CASES)), desc="scatter")
+    page.section("scatter_balanced", rows_table([_scattered(*case, rows, repeats) for case in cases]))
+    page.section(
+        "redistribute_balanced",
+        "Rank 0 has half as many rows as the others bring on average; ragged text.",
+        rows_table(
+            [
+                {"ranks": size} | run_ranks(redistribute_on_real_ranks, size, rows, repeats)[0]
+                for size in tqdm(sizes, desc="redistribute")
+            ]
+        ),
+    )
+    page.finish(quick=quick)
 
 
 if __name__ == "__main__":

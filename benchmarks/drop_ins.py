@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import heading, table, write_page
+from benchmarks.report import Page, rows_table
 
 CAP, ROWS = 8192, 256
 Groups = list[list[int]]
@@ -97,54 +96,51 @@ def of_torchtitan() -> dict[str, Callable[[list[int]], Groups]]:
     return {"theirs": rows(Batcher._assign_training_samples_to_rows), "ours": rows(assign_training_samples_to_rows)}
 
 
-@dataclass
-class DropIns:
-    """Compare groups of rows."""
-
-    seeds: int = 40
-    """Batches of rows."""
-
-    quick: bool = False
-    """Few batches, and no page."""
-
-    def run(self) -> None:
-        """Group, print, and write benchmarks/results/drop_ins.md."""
-        pairs = {
-            "verl `rearrange_micro_batches`": of_verl(),
-            'AReaL `get_allocate_fn("ffd")`': of_areal("ffd"),
-            'AReaL `get_allocate_fn("kk")`': of_areal("kk"),
-            "torchtitan `_assign_training_samples_to_rows`": of_torchtitan(),
-        }
-        rows = [[name, *self._compare(functions)] for name, functions in pairs.items()]
-        head = ("function", "groups, theirs", "ours", "largest load ÷ mean, theirs", "ours", "ms, theirs", "ours")
-        page = table(head, rows)
-        print(page)
-        if not self.quick:
-            write_page("drop_ins", "\n\n".join([_head(self.seeds), page, _READING]))
-
-    def _compare(self, functions: dict[str, Callable[[list[int]], Groups]]) -> list[str]:
-        found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in functions}
-        for seed in range(2 if self.quick else self.seeds):
-            lengths = draw(seed)
-            for name, function in functions.items():
-                started = time.perf_counter()
-                groups = function(lengths)
-                seconds = time.perf_counter() - started
-                loads = [sum(lengths[row] for row in group) for group in groups]
-                found[name].append((len(groups), max(loads) * len(loads) / sum(loads), seconds * 1e3))
-        columns = [list(zip(*found[name])) for name in ("theirs", "ours")]
-        return [
-            *(f"{sum(each[0])}" for each in columns),
-            *(f"{statistics.fmean(each[1]):.3f}" for each in columns),
-            *(f"{statistics.median(each[2]):.2f}" for each in columns),
-        ]
+def compare(functions: dict[str, Callable[[list[int]], Groups]], seeds: int) -> dict[str, Any]:
+    """Groups, their evenness and the time of both functions."""
+    found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in functions}
+    for seed in range(seeds):
+        lengths = draw(seed)
+        for name, function in functions.items():
+            started = time.perf_counter()
+            groups = function(lengths)
+            seconds = time.perf_counter() - started
+            loads = [sum(lengths[row] for row in group) for group in groups]
+            found[name].append((len(groups), max(loads) * len(loads) / sum(loads), seconds * 1e3))
+    return {
+        f"{what}, {name}": summed(column)
+        for what, index, summed in (
+            ("groups", 0, sum),
+            ("largest load ÷ mean", 1, statistics.fmean),
+            ("ms", 2, statistics.median),
+        )
+        for name, column in ((name, [each[index] for each in found[name]]) for name in ("theirs", "ours"))
+    }
 
 
-def _head(seeds: int) -> str:
-    return heading("Functions of other frameworks", "python -m benchmarks.drop_ins") + (
-        f"\n{seeds} batches of {ROWS} rollouts, lognormal with a median of 400 tokens, up to 4,096; at most {CAP:,} "
-        "tokens a group."
+def main(seeds: int = 40, quick: bool = False) -> None:
+    """Group, print, and write benchmarks/results/drop_ins.md.
+
+    Args:
+        seeds: batches of rows.
+        quick: few batches, and no page.
+    """
+    pairs = {
+        "verl `rearrange_micro_batches`": of_verl(),
+        'AReaL `get_allocate_fn("ffd")`': of_areal("ffd"),
+        'AReaL `get_allocate_fn("kk")`': of_areal("kk"),
+        "torchtitan `_assign_training_samples_to_rows`": of_torchtitan(),
+    }
+    page = Page(
+        "drop_ins",
+        "Functions of other frameworks",
+        "python -m benchmarks.drop_ins",
+        f"{seeds} batches of {ROWS} rollouts, lognormal with a median of 400 tokens, up to 4,096; at most {CAP:,} "
+        "tokens a group.",
     )
+    rows = [{"function": name} | compare(functions, 2 if quick else seeds) for name, functions in pairs.items()]
+    page.section("", rows_table(rows), _READING)
+    page.finish(quick=quick)
 
 
 _READING = (
@@ -154,4 +150,4 @@ _READING = (
 )
 
 if __name__ == "__main__":
-    from_command_line(DropIns, __doc__).run()
+    from_command_line(main, __doc__)

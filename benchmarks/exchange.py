@@ -34,7 +34,7 @@ from benchmarks.one_of_many_ranks import (
     tell_of_all_ranks,
     words_of_rows,
 )
-from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
+from benchmarks.report import Page, draw_lengths, mean_of, rows_table, run_ranks
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import WORD_BYTES, PayloadLayout
@@ -88,7 +88,7 @@ def on_real_ranks(rank: int, lengths_name: str, rows: int, transport: str, repea
     return measured
 
 
-def by_arithmetic(lengths_name: str, world_size: int, rows: int, seed: int) -> dict[str, float]:
+def by_arithmetic(world_size: int, lengths_name: str, rows: int, seed: int) -> dict[str, float]:
     """Bytes of one shuffle over `world_size` ranks, from the plan."""
     lengths = draw_lengths(lengths_name, world_size * rows, seed)
     layout = PayloadLayout.of(BatchSchema.of(make_batch(lengths[:1])))
@@ -109,26 +109,23 @@ def by_arithmetic(lengths_name: str, world_size: int, rows: int, seed: int) -> d
     busiest = int(sent.argmax())
     exchange = planned_exchange(plan.gathered, plan.destination, layout, busiest)
     everything = row_bytes.sum() / world_size * (world_size - 1)
+    moved = row_bytes[plan.moves & (plan.gathered.home == busiest)].sum()
     return {
-        "mean sent": sent.mean(),
-        "busiest": exchange.bytes_sent,
-        "moved rows": float(row_bytes[plan.moves & (plan.gathered.home == busiest)].sum()),
-        "all-gather of all": everything,
-        "ratio": everything / max(sent.mean(), 1),
-        "tokens moved": float(plan.gathered.tokens[plan.moves].sum() / plan.gathered.tokens.sum()),
-        "imbalance": float(plan.loads_after.max() / plan.loads_after.mean()),
+        "sent kB, mean rank": sent.mean() / 1e3,
+        "busiest rank": exchange.bytes_sent / 1e3,
+        "its bytes ÷ its moved rows": exchange.bytes_sent / max(moved, 1),
+        "gathering everything, kB": everything / 1e3,
+        "fewer bytes, ×": everything / max(sent.mean(), 1),
+        "tokens moved": plan.gathered.tokens[plan.moves].sum() / plan.gathered.tokens.sum(),
+        "largest ÷ mean load": plan.loads_after.max() / plan.loads_after.mean(),
     }
 
 
-def beside_a_launching_thread(world_size: int, rows: int, keys: int, rounds: int) -> dict[str, float]:
+def beside_a_launching_thread(world_size: int, rows: int, keys: int, rounds: int) -> dict[str, Any]:
     """What a thread that launches small operations loses while the worker prepares one shuffle; medians, ms.
 
     Each round launches alone, beside as much hashing, beside a shuffle, and alone again. Losses are differences to the
-    mean of the first and the last. Hashing is native and holds no GIL: what it costs is cores and memory that both
-    threads use, the floor of this measure. "lock" is the loss beside a shuffle less that beside hashing, round by
-    round. Where other programs share the machine even that is noise, so "held" follows from as many shuffles in a row
-    that nobody launches beside: the worker's CPU time for one, queue and future included, less that within the calls of
-    the core that release the GIL.
+    mean of the first and the last; the page says what each column means.
     """
     tensor = torch.zeros(4)
 
@@ -168,18 +165,19 @@ def beside_a_launching_thread(world_size: int, rows: int, keys: int, rounds: int
             prepared = handle.prepared()
             alone = (first + launch()) / 2
             assert prepared.plan is not None and prepared.plan.num_moved
-            found["alone"].append(alone)
-            found["hashing"].append(beside_hashing - alone)
-            found["shuffle"].append(beside - alone)
-            found["lock"].append(beside - beside_hashing)
+            found[f"{LAUNCHES} operations alone, ms"].append(alone)
+            found["lost beside hashing as long"].append(beside_hashing - alone)
+            found["lost beside one shuffle"].append(beside - alone)
+            found["difference"].append(beside - beside_hashing)
         for _ in range(rounds):
             native_seconds.clear()
             before = worker.submit(time.thread_time).result()
             shuffler.start_shuffle(batches[0]).prepared()
             held = worker.submit(time.thread_time).result() - before - sum(native_seconds)
-            found["held"].append(held * 1e3)
-    quarters = np.quantile(found["lock"], [0.25, 0.75])
-    return {name: float(np.median(values)) for name, values in found.items()} | dict(zip(("low", "high"), quarters))
+            found["GIL held by the worker"].append(held * 1e3)
+    low, high = np.quantile(found["difference"], [0.25, 0.75])
+    medians: dict[str, Any] = {name: float(np.median(values)) for name, values in found.items()}
+    return medians | {"difference": f"{medians['difference']:.2f} ({low:.2f} to {high:.2f})"}
 
 
 @contextmanager
@@ -201,6 +199,16 @@ def without_gil() -> Iterator[list[float]]:
         yield seconds
 
 
+def _real_row(world_size: int, kind: str, rows: int, repeats: int) -> dict[str, Any]:
+    kilobytes, milliseconds = {}, {}
+    for transport in ("all_to_all", "all_gather"):
+        run = run_ranks(on_real_ranks, world_size, kind, rows, transport, repeats)
+        name = transport.replace("_", "-")
+        kilobytes[f"{name} kB"] = float(np.mean([step["bytes"] for each in run for step in each])) / 1e3
+        milliseconds[f"{name} ms"] = float(np.median([step["ms"] for each in run for step in each]))
+    return {"ranks": world_size, "lengths": kind} | kilobytes | milliseconds
+
+
 def main(rows: int = 32, repeats: int = 30, quick: bool = False) -> None:
     """Measure and write benchmarks/results/exchange.md.
 
@@ -212,111 +220,48 @@ def main(rows: int = 32, repeats: int = 30, quick: bool = False) -> None:
     torch.set_num_threads(1)
     kinds = ["lognormal"] if quick else ["zipf", "lognormal", "user-like"]
     repeats = 5 if quick else repeats
-    real_rows = []
-    for world_size in tqdm((2,) if quick else (2, 4), desc="real ranks"):
-        for kind in kinds:
-            runs = {
-                transport: run_ranks(on_real_ranks, world_size, kind, rows, transport, repeats)
-                for transport in ("all_to_all", "all_gather")
-            }
-            kilobytes, milliseconds = {}, {}
-            for name, run in runs.items():
-                kilobytes[name] = np.mean([step["bytes"] for each in run for step in each]) / 1e3
-                milliseconds[name] = np.median([step["ms"] for each in run for step in each])
-            real_rows.append(
-                [
-                    world_size,
-                    kind,
-                    f"{kilobytes['all_to_all']:.0f}",
-                    f"{kilobytes['all_gather']:.0f}",
-                    f"{milliseconds['all_to_all']:.2f}",
-                    f"{milliseconds['all_gather']:.2f}",
-                ]
-            )
-    planned_rows = []
-    for world_size in tqdm((8,) if quick else (8, 64, 256, 1024), desc="by arithmetic"):
-        for kind in kinds:
-            cases = [by_arithmetic(kind, world_size, rows, seed) for seed in range(3)]
-            mean = {key: float(np.mean([case[key] for case in cases])) for key in cases[0]}
-            planned_rows.append(
-                [
-                    world_size,
-                    kind,
-                    f"{mean['mean sent'] / 1e3:.0f}",
-                    f"{mean['busiest'] / 1e3:.0f}",
-                    f"{mean['busiest'] / max(mean['moved rows'], 1):.3f}",
-                    f"{mean['all-gather of all'] / 1e3:.0f}",
-                    f"{mean['ratio']:.0f}×",
-                    f"{mean['tokens moved']:.3f}",
-                    f"{mean['imbalance']:.4f}",
-                ]
-            )
-    launching_rows = []
-    for world_size, keys in tqdm([(8, 3)] if quick else product((8, 64), (3, 102)), desc="launching thread"):
-        lost = beside_a_launching_thread(world_size, rows, keys, 10 * repeats)
-        launching_rows.append(
+    real = list(product((2,) if quick else (2, 4), kinds))
+    planned = list(product((8,) if quick else (8, 64, 256, 1024), kinds))
+    launching = [(8, 3)] if quick else list(product((8, 64), (3, 102)))
+    page = Page(
+        "exchange",
+        "Exchange: bytes, time and what it costs beside",
+        "python -m benchmarks.exchange",
+        f"{rows} samples per rank; five contextual features, items, actions and a label per item; slack 1 %.",
+    )
+    page.section(
+        "On real gloo ranks",
+        "Bytes sent per rank (both transports send moved rows alone; all-gather sends them to everyone). Time of "
+        "`finish_shuffle` on the host, the plan being ready; median over ranks and steps.",
+        rows_table([_real_row(*case, rows, repeats) for case in tqdm(real, desc="real ranks")]),
+    )
+    page.section(
+        "By the plan's arithmetic",
+        "All-to-all, nodes of 8, mean of 3 seeds. The reference gathers every row of every rank on every rank.",
+        rows_table(
             [
-                world_size,
-                keys,
-                f"{lost['alone']:.2f}",
-                f"{lost['hashing']:.2f}",
-                f"{lost['shuffle']:.2f}",
-                f"{lost['lock']:.2f} ({lost['low']:.2f} to {lost['high']:.2f})",
-                f"{lost['held']:.2f}",
+                {"ranks": size, "lengths": kind} | mean_of([by_arithmetic(size, kind, rows, seed) for seed in range(3)])
+                for size, kind in tqdm(planned, desc="by arithmetic")
             ]
-        )
-    launching = table(
-        [
-            "ranks",
-            "keys",
-            f"{LAUNCHES} operations alone, ms",
-            "lost beside hashing as long",
-            "lost beside one shuffle",
-            "difference",
-            "GIL held by the worker",
-        ],
-        launching_rows,
+        ),
     )
-    real = table(["ranks", "lengths", "all-to-all kB", "all-gather kB", "all-to-all ms", "all-gather ms"], real_rows)
-    planned = table(
-        [
-            "ranks",
-            "lengths",
-            "sent kB, mean rank",
-            "busiest rank",
-            "its bytes ÷ its moved rows",
-            "gathering everything, kB",
-            "fewer bytes",
-            "tokens moved",
-            "largest ÷ mean load",
-        ],
-        planned_rows,
+    page.section(
+        "Beside the launching thread",
+        f"One rank's worker gathers, plans and prepares a shuffle ({rows} rows per rank, keys and labels, Zipf; the "
+        "messages of the other ranks come from a list) while another thread launches small operations on the CPU. What "
+        "it loses beside hashing, which is native and holds no GIL, is cores and memory that both use, the floor of "
+        "this measure; what it loses beyond that, round by round, is the GIL. The last column needs no idle machine: "
+        "the worker's CPU time for a shuffle that nobody launches beside, queue and future included, less that within "
+        "the core's calls that release the GIL. Medians, middle half in brackets, ms. The goals are 0.1 ms at 8 ranks "
+        "and 0.2 ms at 64.",
+        rows_table(
+            [
+                {"ranks": size, "keys": keys} | beside_a_launching_thread(size, rows, keys, 10 * repeats)
+                for size, keys in tqdm(launching, desc="launching thread")
+            ]
+        ),
     )
-    page = "\n".join(
-        [
-            heading("Exchange: bytes, time and what it costs beside", "python -m benchmarks.exchange"),
-            f"{rows} samples per rank; five contextual features, items, actions and a label per item; slack 1 %.",
-            "\n## On real gloo ranks\n",
-            "Bytes sent per rank (both transports send moved rows alone; all-gather sends them to everyone). Time of",
-            "`finish_shuffle` on the host, the plan being ready; median over ranks and steps.\n",
-            real,
-            "\n## By the plan's arithmetic\n",
-            "All-to-all, nodes of 8, mean of 3 seeds. The reference gathers every row of every rank on every rank.\n",
-            planned,
-            "\n## Beside the launching thread\n",
-            f"One rank's worker gathers, plans and prepares a shuffle ({rows} rows per rank, keys and labels, Zipf;",
-            "the messages of the other ranks come from a list) while another thread launches small operations on the",
-            "CPU. What it loses beside hashing, which is native and holds no GIL, is cores and memory that both use,",
-            "the floor of this measure; what it loses beyond that, round by round, is the GIL. The last column needs",
-            "no idle machine: the worker's CPU time for a shuffle that nobody launches beside, queue and future",
-            "included, less that within the core's calls that release the GIL. Medians, middle half in brackets, ms.",
-            "The goals are 0.1 ms at 8 ranks and 0.2 ms at 64.\n",
-            launching,
-        ]
-    )
-    print(page)
-    if not quick:
-        print(f"\nwritten to {write_page('exchange', page)}")
+    page.finish(quick=quick)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python -m benchmarks.hugging_face --quick    # few rows and steps: shows that it runs
 
 Needs `pip install "transformers>=5.23" accelerate`. Costs are those of transformers' own BatchRebalanceSampler, which
-ours is given too: rows × (longest + 0.001 · longest²).
+ours is given too: rows × (longest + 0.001 · longest²). With `--rank-of FOLDER` it is one of two ranks under torchrun,
+which train a tiny Llama by the Trainer with each strategy in turn.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import heading, table, write_page
+from benchmarks.report import Page, rows_table, run_program
 from commons.datasets import BalancedBatchSampler
 from commons.perf_model.partitioner import padded_groups
 
-BATCH, ACCUMULATED = 8, 4
+BATCH, ACCUMULATED, TRAINED_STEPS = 8, 4, 8
 STRATEGIES = ("group_by_length", "batch_rebalance", "balanced", "balanced, window 4")
 Steps = Iterator[list[list[list[int]]]]  # by step, micro-batch and rank, the rows
 
@@ -72,18 +73,8 @@ def steps_of(strategy: str, lengths: np.ndarray, ranks: int) -> Steps:
         yield micro_batches
 
 
-@dataclass(frozen=True)
-class Planned:
-    """How even the steps of one strategy are; means over the steps."""
-
-    peak: float  # the costliest micro-batch ÷ that of the best groups of the step's rows
-    imbalance: float  # what ranks wait for in the micro-batches ÷ the mean of the ranks
-    slowest: float  # what ranks wait for in the micro-batches ÷ the same of ours, for the same rows in each step
-    milliseconds: float  # of planning, per step, of one rank
-
-
-def measure(strategy: str, lengths: np.ndarray, ranks: int) -> Planned:
-    """Plan an epoch and look at it."""
+def measure(strategy: str, lengths: np.ndarray, ranks: int) -> dict[str, Any]:
+    """Plan an epoch; the page says what each column means."""
     costs = cost_of(lengths)
     list(steps_of(strategy, lengths[: 4 * ranks * BATCH * ACCUMULATED], ranks))  # imports, and warms up
     started = time.perf_counter()
@@ -100,71 +91,131 @@ def measure(strategy: str, lengths: np.ndarray, ranks: int) -> Planned:
         slowest += sum(map(max, work))
         ours += int(best.max(axis=1).sum())
         means += sum(statistics.fmean(batches) for batches in work)
-    return Planned(statistics.fmean(peaks), slowest / means, slowest / ours, took * 1e3)
+    return {
+        "strategy": strategy,
+        "peak ÷ optimum": statistics.fmean(peaks),
+        "max ÷ mean": slowest / means,
+        "padded work of the slowest ÷ ours": slowest / ours,
+        "planning, ms per step": took * 1e3,
+    }
 
 
-@dataclass
-class HuggingFace:
-    """Compare strategies of dealing rows."""
-
-    ranks: int = 8
-    """Ranks that are planned for; two are trained."""
-
-    quick: bool = False
-    """Few rows and steps, and no page."""
-
-    def run(self) -> None:
-        """Plan, train, print, and write benchmarks/results/hugging_face.md."""
-        per_step = self.ranks * BATCH * ACCUMULATED
-        pages = [self._plans(name, per_step * (8 if self.quick else 40)) for name in ("lognormal", "cut")]
-        pages.append(self._training())
-        print("\n\n".join(pages))
-        if not self.quick:
-            write_page("hugging_face", "\n\n".join([_head(self.ranks), *pages, _READING]))
-
-    def _plans(self, name: str, num_rows: int) -> str:
-        lengths = draw(name, num_rows, 0)
-        found = {strategy: measure(strategy, lengths, self.ranks) for strategy in STRATEGIES}
-        rows = [
-            [strategy, *(f"{value:.3f}" for value in (each.peak, each.imbalance, each.slowest, each.milliseconds))]
-            for strategy, each in found.items()
-        ]
-        head = (
-            "strategy",
-            "peak ÷ optimum",
-            "max ÷ mean",
-            "padded work of the slowest ÷ ours",
-            "planning, ms per step",
+def training(rounds: int) -> str:
+    """Steps of a tiny Llama on two ranks, by the Trainer itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        run_program([*torchrun, "-m", "benchmarks.hugging_face", "--rank-of", folder, "--rounds", str(rounds)])
+        found = json.loads(Path(folder, "seconds.json").read_text())
+    rows = []
+    for name in found[0]:
+        ratios = sorted(each[name] / each["balanced"] for each in found)
+        rows.append(
+            {
+                "strategy": name,
+                "ms per step": statistics.median(each[name] for each in found) * 1e3,
+                "÷ ours": f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+            }
         )
-        return f"{name} lengths, {self.ranks} ranks:\n\n{table(head, rows)}"
-
-    def _training(self) -> str:
-        """Steps of a tiny Llama on two ranks, by the Trainer itself."""
-        with tempfile.TemporaryDirectory() as folder:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-            program = ["-m", "benchmarks.hugging_face_trainer", "--folder", folder]
-            command = [*torchrun, *program, "--rounds", "1" if self.quick else "5"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
-            rounds = json.loads(Path(folder, "seconds.json").read_text())
-        names = list(rounds[0])
-        ratios = {name: sorted(each[name] / each["balanced"] for each in rounds) for name in names}
-        rows = [
-            [
-                *(name, f"{statistics.median(each[name] for each in rounds) * 1e3:.0f}"),
-                f"{statistics.median(ratios[name]):.2f} ({ratios[name][0]:.2f} to {ratios[name][-1]:.2f})",
-            ]
-            for name in names
-        ]
-        return f"Trained, two CPU ranks, lognormal lengths:\n\n{table(('strategy', 'ms per step', '÷ ours'), rows)}"
+    return rows_table(rows)
 
 
-def _head(ranks: int) -> str:
-    return heading("Hugging Face's Trainer", "python -m benchmarks.hugging_face") + (
-        f"\nPadded micro-batches: {ranks} ranks × {ACCUMULATED} accumulated micro-batches of {BATCH} rows on average, "
-        "an epoch of 40 steps. Costs as transformers' BatchRebalanceSampler counts them, for all of them."
+class _Rows(torch.utils.data.Dataset):
+    """Rows of ones, each with its length."""
+
+    column_names = ("input_ids", "length")
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, at: int | str) -> Any:
+        return self._lengths if at == "length" else {"input_ids": [1] * self._lengths[at]}
+
+
+def _pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    tokens = pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
+    return {"input_ids": tokens, "attention_mask": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
+
+
+def _seconds(folder: Path, strategy: str) -> float:
+    """Of a step, on this rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    from commons.integrations.transformers import balanced
+
+    clock: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            clock.append(time.perf_counter())
+
+        on_train_end = on_train_begin
+
+    lengths = draw("lognormal", 2 * BATCH * ACCUMULATED * TRAINED_STEPS, 0).clip(max=1024).tolist()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=1,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATED,
+        train_sampling_strategy="random" if strategy == "balanced" else strategy,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
     )
+    trainer = Trainer(
+        model=LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)),
+        args=arguments,
+        train_dataset=_Rows(lengths),
+        data_collator=_pad,
+        callbacks=[Clock()],
+    )
+    if strategy == "balanced":
+        balanced(trainer, lengths=lengths, cost=cost_of)
+    trainer.train()
+    began, ended = clock
+    return (ended - began) / TRAINED_STEPS
+
+
+def _train(folder: Path, rounds: int) -> None:
+    """Be one rank, and leave the seconds of a step by round and strategy; the first round is not counted."""
+    torch.set_num_threads(1)
+    found = [{name: _seconds(folder, name) for name in STRATEGIES[:3]} for _ in range(rounds + 1)][1:]
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        (folder / "seconds.json").write_text(json.dumps(found))
+
+
+def main(ranks: int = 8, rounds: int = 5, quick: bool = False, rank_of: Path | None = None) -> None:
+    """Plan, train, print, and write benchmarks/results/hugging_face.md.
+
+    Args:
+        ranks: that are planned for; two are trained.
+        rounds: of training.
+        quick: few rows and steps, and no page.
+        rank_of: folder of a training, of which this process is one rank.
+    """
+    if rank_of is not None:
+        _train(rank_of, rounds)
+        return
+    page = Page(
+        "hugging_face",
+        "Hugging Face's Trainer",
+        "python -m benchmarks.hugging_face",
+        f"Padded micro-batches: {ranks} ranks × {ACCUMULATED} accumulated micro-batches of {BATCH} rows on average, "
+        "an epoch of 40 steps. Costs as transformers' BatchRebalanceSampler counts them, for all of them.",
+    )
+    for name in ("lognormal", "cut"):
+        num_rows = ranks * BATCH * ACCUMULATED * (8 if quick else 40)
+        lengths = draw(name, num_rows, 0)
+        planned = rows_table([measure(strategy, lengths, ranks) for strategy in STRATEGIES])
+        page.section("", f"{name} lengths, {ranks} ranks:", planned)
+    page.section("", "Trained, two CPU ranks, lognormal lengths:", training(1 if quick else rounds), _READING)
+    page.finish(quick=quick)
 
 
 _READING = (
@@ -176,4 +227,4 @@ _READING = (
 
 
 if __name__ == "__main__":
-    from_command_line(HuggingFace, __doc__).run()
+    from_command_line(main, __doc__)

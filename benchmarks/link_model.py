@@ -27,29 +27,17 @@ _GBIT = 1e9 / 8
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Times of messages; see the module for where the defaults come from.
+    """Times of messages; see the module for where the defaults come from."""
 
-    Attributes:
-        ranks_per_host: ranks that share a host and its link.
-        hop_us: microseconds of a message from one host to another, over TCP.
-        host_hop_us: the same within a host.
-        connection_gbit: gigabits per second of one TCP connection between hosts.
-        link_gbit: of all TCP connections of a host together.
-        host_gbit: of one TCP connection within a host.
-        rows_gbyte: gigabytes per second that one rank can exchange with other hosts' ranks.
-        rows_us: microseconds of an exchange of rows, however small.
-        peer_us: microseconds for each rank that rows go to.
-    """
-
-    ranks_per_host: int = 8
-    hop_us: float = 40.0
-    host_hop_us: float = 20.0
-    connection_gbit: float = 10.0
-    link_gbit: float = 100.0
-    host_gbit: float = 24.0
-    rows_gbyte: float = 50.0
-    rows_us: float = 20.0
-    peer_us: float = 2.0
+    ranks_per_host: int = 8  # ranks that share a host and its link
+    hop_us: float = 40.0  # microseconds of a message from one host to another, over TCP
+    host_hop_us: float = 20.0  # the same within a host
+    connection_gbit: float = 10.0  # gigabits per second of one TCP connection between hosts
+    link_gbit: float = 100.0  # of all TCP connections of a host together
+    host_gbit: float = 24.0  # of one TCP connection within a host
+    rows_gbyte: float = 50.0  # gigabytes per second that one rank can exchange with other hosts' ranks
+    rows_us: float = 20.0  # microseconds of an exchange of rows, however small
+    peer_us: float = 2.0  # microseconds for each rank that rows go to
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -84,13 +72,7 @@ class LinkModel:
         return max(path, (ranks - 1) * slowest) * 1e3
 
     def gather_ms(self, ranks: int, message: float, shape: tuple[int, int] | None) -> float:
-        """Milliseconds of a gather: one ring, or with `shape` (rows, columns) a ring in each row, then in each column.
-
-        Args:
-            ranks: all ranks.
-            message: bytes that each of them brings.
-            shape: of the grid; None for one ring.
-        """
+        """Milliseconds of a gather: one ring, or by `shape` (rows, columns) a ring in each row, then in each column."""
         if shape is None:
             return self.ring_ms(ranks, message)
         rows, columns = shape
@@ -113,8 +95,8 @@ class LinkModel:
         """Milliseconds of an all-to-all: that of the rank with most bytes to send or to receive.
 
         Args:
-            sent: bytes that each rank sends to other ranks.
-            received: bytes that each rank receives from them.
+            sent: bytes that each rank sends to others; `received` likewise.
+            received: see `sent`.
             peers: most ranks that one rank sends to or receives from.
         """
         largest = float(max(sent.max(initial=0), received.max(initial=0)))

@@ -12,16 +12,18 @@ do in a second on a core of its own: assembling a batch and handing it over, the
 from __future__ import annotations
 
 import gc
+import itertools
 import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import heading, table, write_page
+from benchmarks.report import Page, rows_table
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.generated_ratings import generate_ratings
 
@@ -29,8 +31,8 @@ _TARGET = 20_000
 _MAX_HISTORY = 2_400  # longer than any
 
 
-def measure(folder: Path, batch_size: int, num_workers: int, epochs: int) -> tuple[float, float, float, float]:
-    """Sequences a second of the first epoch and, as a median, of the later ones; a CPU second; and items a sequence."""
+def measure(folder: Path, batch_size: int, num_workers: int, epochs: int) -> dict[str, Any]:
+    """Sequences a second of the first epoch and, as a median, of the later ones."""
     loader = get_data_loader(
         "ml-1m",
         dataset_path=folder,
@@ -53,7 +55,15 @@ def measure(folder: Path, batch_size: int, num_workers: int, epochs: int) -> tup
         loader._iterator = None  # workers end with their iterator, and their time is counted then
         gc.collect()
     used = _cpu_seconds(num_workers) - used
-    return rates[0], float(np.median(rates[1:])), total / used, items / sequences
+    return {
+        "batch": batch_size,
+        "workers": num_workers or "none",
+        "mean length": items / sequences,
+        "first epoch, seq/s": rates[0],
+        "later epochs, seq/s": float(np.median(rates[1:])),
+        "seq per CPU second": total / used,
+        "M items per CPU second": total / used * items / sequences / 1e6,
+    }
 
 
 def _cpu_seconds(num_workers: int) -> float:
@@ -69,46 +79,23 @@ def main(quick: bool = False) -> None:
         quick: a few users, no results page.
     """
     torch.set_num_threads(1)
-    rows = []
+    users = 600 if quick else 12_000
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        users = 600 if quick else 12_000
         generate_ratings(folder, num_users=users, test_fraction=0.0, show_progress=True)
-        for batch_size in (32, 256):
-            for num_workers in (0, 1, 2):
-                first, later, by_cpu, mean = measure(folder, batch_size, num_workers, 2 if quick else 5)
-                rows.append(
-                    [
-                        batch_size,
-                        num_workers or "none",
-                        f"{mean:.1f}",
-                        f"{first:,.0f}",
-                        f"{later:,.0f}",
-                        f"{by_cpu:,.0f}",
-                        f"{by_cpu * mean / 1e6:.1f} M",
-                    ]
-                )
-                print(rows[-1], flush=True)
-    head = [
-        "batch",
-        "workers",
-        "mean length",
-        "first epoch, seq/s",
-        "later epochs, seq/s",
-        "seq per CPU second",
-        "items per CPU second",
-    ]
-    result = table(head, rows)
-    print(result)
-    if quick:
-        return
-    page = heading("Loader", "python -m benchmarks.loader").replace("one thread per rank", "one thread per process")
-    page += (
-        f"\nTarget: at least {_TARGET:,} sequences/s per worker at mean length 165. {users:,} generated users; later "
+        cases = itertools.product((32, 256), (0, 1, 2))
+        rows = [measure(folder, *case, 2 if quick else 5) for case in cases]
+    page = Page(
+        "loader",
+        "Loader",
+        "python -m benchmarks.loader",
+        f"Target: at least {_TARGET:,} sequences/s per worker at mean length 165. {users:,} generated users; later "
         "epochs are a median of five. The main process and its workers share the two cores: what a worker does with a "
-        "core of its own is the number per CPU second.\n\n" + result + "\n"
+        "core of its own is the number per CPU second.",
+        threads="; one thread per process",
     )
-    print(write_page("loader", page))
+    page.section("", rows_table(rows))
+    page.finish(quick=quick)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def packed_rows(
     kept: np.ndarray | None = None,
     steps: int = 1,
 ) -> GatheredRows:
-    """Rows that are known, with what ranks would have packed of their lengths `(N, num_keys)`.
+    """What was gathered of rows with lengths int64 `(N, num_keys)`.
 
     Args:
         rows: as in `GatheredRows`, and so are the next three.

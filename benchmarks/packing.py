@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmarks.command_line import from_command_line
 from benchmarks.plain_first_fit import plain_first_fit
 from benchmarks.planner import draw
-from benchmarks.report import Page, interleaved_medians, table
+from benchmarks.report import Page, interleaved_medians, rows_table, share
 from commons.micro_batching import ffd_allocate, kk_allocate, packing_metrics, refined_allocate
 
 ROWS = (64, 256, 1024)
@@ -60,24 +60,16 @@ def draw_values(name: str, count: int, seed: int) -> list[int]:
 
 @dataclass
 class Case:
-    """One batch, packed by all algorithms.
-
-    `metrics` and `milliseconds` are by algorithm; `fewest` is the bound, raised to the divisor.
-    """
+    """One batch, packed by all algorithms."""
 
     num_rows: int
     lengths: str
     capacity: int
     divisor: int
     seed: int
-    fewest: int
-    metrics: dict[str, dict[str, Any]]
-    milliseconds: dict[str, float]
-
-    @property
-    def cell(self) -> tuple[int, str, int, int]:
-        """What the seeds have in common."""
-        return self.num_rows, self.lengths, self.capacity, self.divisor
+    fewest: int  # the bound, raised to the divisor
+    metrics: dict[str, dict[str, Any]]  # by algorithm
+    milliseconds: dict[str, float]  # by algorithm
 
     def groups(self, name: str) -> int:
         """Groups that an algorithm took."""
@@ -88,12 +80,12 @@ def pack(num_rows: int, lengths: str, factor: int, divisor: int, seed: int, repe
     """Pack one batch by all algorithms; checks every packing."""
     values = draw_values(lengths, num_rows, seed)
     capacity = factor * max(values)
+    calls = {name: partial(allocate, values, capacity, 1, divisor) for name, allocate in ALGORITHMS.items()}
     metrics: dict[str, dict[str, Any]] = {}
-    for name, allocate in ALGORITHMS.items():
-        groups = allocate(values, capacity, 1, divisor)
+    for name, call in calls.items():
+        groups = call()
         metrics[name] = packing_metrics(values, groups, capacity)
         assert metrics[name]["max_load"] <= capacity and len(groups) % divisor == 0 and all(groups)
-    calls = {name: partial(allocate, values, capacity, 1, divisor) for name, allocate in ALGORITHMS.items()}
     fewest = -(-metrics["refined"]["lower_bound"] // divisor) * divisor
     return Case(num_rows, lengths, factor, divisor, seed, fewest, metrics, _in_turn(calls, repeats))
 
@@ -109,109 +101,89 @@ def mean_median(values: Iterable[float]) -> str:
     return f"{np.mean(values):.4f} / {np.median(values):.4f}"
 
 
+def _spreads(cases: list[Case], prefix: str = "") -> dict[str, str]:
+    return {
+        f"{prefix}{name}": mean_median(case.metrics[name]["imbalance_ratio"] for case in cases) for name in ALGORITHMS
+    }
+
+
 def report_groups(page: Page, cases: list[Case]) -> None:
-    """Groups, spread and utilisation by lengths and capacity."""
+    """Groups, spread and utilisation by lengths and capacity; spread by divisor; every case above the bound."""
     body = []
     for lengths, capacity in itertools.product(LENGTHS, CAPACITIES):
         some = [case for case in cases if (case.lengths, case.capacity) == (lengths, capacity)]
         bound = sum(case.fewest for case in some)
-        row: list[Any] = [lengths, f"{capacity} ×", bound]
-        row += [sum(case.groups(name) for case in some) - bound for name in ALGORITHMS]
-        row += [mean_median(case.metrics[name]["imbalance_ratio"] for case in some) for name in ALGORITHMS]
-        row += [f"{np.mean([case.metrics[name]['utilization'] for case in some]):.4f}" for name in ALGORITHMS]
-        body.append(row)
-    columns = [f"+ {name}" for name in ALGORITHMS]
-    columns += [f"spread, {name}" for name in ALGORITHMS]
-    columns += [f"used, {name}" for name in ALGORITHMS]
+        used = {name: float(np.mean([case.metrics[name]["utilization"] for case in some])) for name in ALGORITHMS}
+        body.append(
+            {"lengths": lengths, "capacity": f"{capacity} ×", "bound": bound}
+            | {f"+ {name}": sum(case.groups(name) for case in some) - bound for name in ALGORITHMS}
+            | _spreads(some, "spread, ")
+            | {f"used, {name}": value for name, value in used.items()}
+        )
     page.section(
         "Groups, spread, utilisation",
         f"All row counts {ROWS}, divisors {DIVISORS} and seeds together. Groups: at the bound in all, and by how many "
         "more each algorithm takes. Spread: (largest − smallest load) ÷ mean, mean / median; where one row fills a "
         "group by itself, no packing makes it small. Used: values ÷ (groups · capacity).",
-        table(["lengths", "capacity", "bound", *columns], body),
+        rows_table(body),
     )
-    body = [
-        [
-            divisor,
-            *(
-                mean_median(case.metrics[name]["imbalance_ratio"] for case in cases if case.divisor == divisor)
-                for name in ALGORITHMS
-            ),
-        ]
-        for divisor in DIVISORS
+    by_divisor = {divisor: [case for case in cases if case.divisor == divisor] for divisor in DIVISORS}
+    body = [{"divisor": divisor} | _spreads(some) for divisor, some in by_divisor.items()]
+    page.section("Spread by divisor", "Mean / median over all other cases.", rows_table(body))
+    missed = [
+        {"rows": case.num_rows, "lengths": case.lengths, "capacity": f"{case.capacity} ×", "divisor": case.divisor}
+        | {"seed": case.seed, "bound": case.fewest}
+        | {name: case.groups(name) for name in ALGORITHMS}
+        | {"room used at the bound": case.metrics["refined"]["utilization"] * case.groups("refined") / case.fewest}
+        for case in cases
+        if case.groups("refined") > case.fewest
     ]
-    page.section("Spread by divisor", "Mean / median over all other cases.", table(["divisor", *ALGORITHMS], body))
-    fewer = [case.groups("refined") <= min(case.groups(name) for name in ALGORITHMS) for case in cases]
-    page.target("groups, refined against all others", "never more", f"{sum(fewer)} of {len(fewer)} cases", all(fewer))
-    reached = {name: [case.groups(name) == case.fewest for case in cases] for name in ALGORITHMS}
-    share = sum(reached["refined"]) / len(cases)
-    others = ", ".join(f"{name} {sum(met) / len(met):.1%}" for name, met in reached.items() if name != "refined")
-    page.target(
-        "cases at the L2 bound, refined",
-        "≥ 99 %",
-        f"{sum(reached['refined'])} of {len(cases)}, {share:.2%} ({others})",
-        share >= 0.99,
-    )
-
-
-def report_misses(page: Page, cases: list[Case]) -> None:
-    """Every case above the bound."""
-    missed = [case for case in cases if case.groups("refined") > case.fewest]
-    body = [
-        [
-            case.num_rows,
-            case.lengths,
-            f"{case.capacity} ×",
-            case.divisor,
-            case.seed,
-            case.fewest,
-            *(case.groups(name) for name in ALGORITHMS),
-            f"{case.metrics['refined']['utilization'] * case.groups('refined') / case.fewest:.2%}",
-        ]
-        for case in missed
-    ]
-    head = ["rows", "lengths", "capacity", "divisor", "seed", "bound", *ALGORITHMS, "room used at the bound"]
     page.section(
         "Above the bound",
         "Cases in which refined takes more groups than the bound. Whether the bound can be met there is not known: it "
         "would leave no more room than the last column says.",
-        table(head, body) if body else "None.",
+        rows_table(missed) if missed else "None.",
     )
+    fewer = [case.groups("refined") <= min(case.groups(name) for name in ALGORITHMS) for case in cases]
+    page.target("groups, refined against all others", "never more", f"{share(fewer)} cases", all(fewer))
+    reached = {name: [case.groups(name) == case.fewest for case in cases] for name in ALGORITHMS}
+    others = ", ".join(f"{name} {np.mean(met):.1%}" for name, met in reached.items() if name != "refined")
+    met = float(np.mean(reached["refined"]))
+    said = f"{share(reached['refined'])}, {met:.2%} ({others})"
+    page.target("cases at the L2 bound, refined", "≥ 99 %", said, met >= 0.99)
 
 
 def report_time(page: Page, cases: list[Case]) -> None:
     """Milliseconds by rows and lengths."""
-    cells: dict[tuple[int, str, int, int], list[Case]] = {}
-    for case in cases:
-        cells.setdefault(case.cell, []).append(case)
-    medians = {
-        cell: {name: statistics.median(case.milliseconds[name] for case in some) for name in ALGORITHMS}
-        for cell, some in cells.items()
-    }
     body = []
     for num_rows, lengths in itertools.product(ROWS, LENGTHS):
-        some = [times for cell, times in medians.items() if cell[:2] == (num_rows, lengths)]
+        some = [case for case in cases if (case.num_rows, case.lengths) == (num_rows, lengths)]
         if not some:
             continue
-        ratios = [times["plain"] / times["refined"] for times in some]
-        row = [num_rows, lengths, *(f"{statistics.median(each[name] for each in some):.4f}" for name in ALGORITHMS)]
-        slowest = max(case.milliseconds["refined"] for case in cases if case.cell[:2] == (num_rows, lengths))
-        body.append([*row, f"{min(ratios):.1f}–{max(ratios):.1f}×", f"{slowest:.3f}"])
+        cells: dict[tuple[int, int], list[dict[str, float]]] = {}
+        for case in some:
+            cells.setdefault((case.capacity, case.divisor), []).append(case.milliseconds)
+        medians = [{name: statistics.median(ms[name] for ms in each) for name in ALGORITHMS} for each in cells.values()]
+        ratios = [times["plain"] / times["refined"] for times in medians]
+        body.append(
+            {"rows": num_rows, "lengths": lengths}
+            | {name: statistics.median(times[name] for times in medians) for name in ALGORITHMS}
+            | {"plain ÷ refined": f"{min(ratios):.1f}–{max(ratios):.1f}×"}
+            | {"slowest refined": max(case.milliseconds["refined"] for case in some)}
+        )
     page.section(
         "Time",
         "Milliseconds from a Python list to a list of lists, checks included: median over capacities and divisors of "
         "the medians over seeds. Then how many times faster refined is than plain first fit, from the worst to the "
         "best of these cells, and the slowest single case of refined.",
-        table(["rows", "lengths", *ALGORITHMS, "plain ÷ refined", "slowest refined"], body),
+        rows_table(body),
     )
     large = [case.milliseconds["refined"] for case in cases if case.num_rows == 1024]
     if large:
-        page.target(
-            "time, refined, 1024 rows",
-            "median ≤ 4 ms, slowest ≤ 30 ms",
-            f"median {statistics.median(large):.3f} ms, slowest case {max(large):.3f} ms",
-            statistics.median(large) <= 4 and max(large) <= 30,
-        )
+        median, slowest = statistics.median(large), max(large)
+        reached = f"median {median:.3f} ms, slowest case {slowest:.3f} ms"
+        met = median <= 4 and slowest <= 30
+        page.target("time, refined, 1024 rows", "median ≤ 4 ms, slowest ≤ 30 ms", reached, met)
 
 
 def measure_published(page: Page, steps: int) -> None:
@@ -230,33 +202,28 @@ def measure_published(page: Page, steps: int) -> None:
                 if key != "group_sums":
                     sums.setdefault(name, {}).setdefault(key, []).append(value)
     means = {name: {key: float(np.mean(values)) for key, values in each.items()} for name, each in sums.items()}
-    body = []
-    for key in means["ffd"]:
-        row: list[Any] = [key, *(f"{means[name][key]:.6g}" for name in ALGORITHMS)]
-        for name in ("kk", "refined"):
-            change = 100 * (means[name][key] / means["ffd"][key] - 1) if means["ffd"][key] else 0.0
-            row.append(f"{change:+.2f} %")
-        body.append([*row, f"{PUBLISHED[key]:+.2f} %" if key in PUBLISHED else ""])
+
+    def change(name: str, key: str) -> float:
+        return 100 * (means[name][key] / means["ffd"][key] - 1) if means["ffd"][key] else 0.0
+
+    body = [
+        {"": key, **{name: f"{means[name][key]:.6g}" for name in ALGORITHMS}}
+        | {f"{name} to ffd": f"{change(name, key):+.2f} %" for name in ("kk", "refined")}
+        | {"published, kk to ffd": f"{PUBLISHED[key]:+.2f} %" if key in PUBLISHED else ""}
+        for key in means["ffd"]
+    ]
     page.section(
         "Karmarkar-Karp against first fit, as published",
         f"{steps} steps of {PUBLISHED_ROWS} rows, 80 % near 128 and 20 % near 1024 tokens, {PUBLISHED_CAPACITY} tokens "
         "per micro-batch; means over the steps. Published are changes from first fit to Karmarkar-Karp on GSM8K, where "
         "the first fit was one that takes the group with the fewest rows.",
-        table(["", *ALGORITHMS, "kk to ffd", "refined to ffd", "published, kk to ffd"], body),
+        rows_table(body),
     )
-    changes = {key: 100 * (means["refined"][key] / means["ffd"][key] - 1) for key in ("spread", "max_load")}
-    page.target(
-        "bimodal, spread, refined to ffd",
-        "≤ −97.84 %, as published",
-        f"{changes['spread']:.2f} %",
-        changes["spread"] <= PUBLISHED["spread"],
-    )
-    page.target(
-        "bimodal, largest load, refined to ffd",
-        "about −4.27 %, as published (−3 to −6)",
-        f"{changes['max_load']:.2f} %",
-        -6 <= changes["max_load"] <= -3,
-    )
+    spread, largest = change("refined", "spread"), change("refined", "max_load")
+    met = spread <= PUBLISHED["spread"]
+    page.target("bimodal, spread, refined to ffd", "≤ −97.84 %, as published", f"{spread:.2f} %", met)
+    goal = "about −4.27 %, as published (−3 to −6)"
+    page.target("bimodal, largest load, refined to ffd", goal, f"{largest:.2f} %", -6 <= largest <= -3)
 
 
 def measure_equal_sizes(page: Page, seeds: int) -> None:
@@ -272,13 +239,15 @@ def measure_equal_sizes(page: Page, seeds: int) -> None:
                 packed = ALGORITHMS[name](values, capacity * max(values), equal_size=True)
                 groups[name] += len(packed)
                 spreads[name].append(packing_metrics(values, packed, capacity * max(values))["imbalance_ratio"])
-        body.append([lengths, f"{capacity} ×", *groups.values(), *(mean_median(spreads[name]) for name in names)])
+        of_groups = {name: groups[name] for name in names}
+        of_spreads = {f"spread, {name}": mean_median(spreads[name]) for name in names}
+        body.append({"lengths": lengths, "capacity": f"{capacity} ×"} | of_groups | of_spreads)
     page.section(
         "Equal sizes",
         f"256 rows, `equal_size=True`, divisor 1, {seeds} seeds: groups in all, and spread ÷ mean load, mean / median. "
         "First fit fills its first groups with the heaviest rows, so it takes many more groups than a method that "
         "balances; it is not the one to take here.",
-        table(["lengths", "capacity", *names, *(f"spread, {name}" for name in names)], body),
+        rows_table(body),
     )
 
 
@@ -308,7 +277,6 @@ def main(seeds: int = 10, repeats: int = 7, quick: bool = False) -> None:
     ]
     report_groups(page, cases)
     report_time(page, cases)
-    report_misses(page, cases)
     measure_published(page, 20 if quick else 100)
     measure_equal_sizes(page, seeds)
     page.finish(quick=quick)

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from benchmarks.exchange import CONTEXT, make_batch
-from benchmarks.report import draw_lengths, heading, run_ranks, table, write_page
+from benchmarks.report import Page, draw_lengths, rows_table, run_ranks, with_interval
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.shuffle_handle import ShuffleHandle
@@ -160,13 +160,6 @@ def record_trace(trainer: Any, source: Iterator[Any], path: Path | None) -> None
         profile.export_chrome_trace(str(path))
 
 
-def median_with_interval(values: np.ndarray) -> tuple[float, float, float]:
-    """Median and its 95 % bootstrap interval."""
-    rng = np.random.default_rng(0)
-    resampled = np.median(rng.choice(values, (2000, len(values))), axis=1)
-    return float(np.median(values)), *map(float, np.percentile(resampled, [2.5, 97.5]))
-
-
 def main(
     rows: int = 32,
     steps: int = 40,
@@ -189,70 +182,59 @@ def main(
     """
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
-    pipelines = CUDA_PIPELINES if device == "cuda" else PIPELINES
+    pipelines = ["native"] if quick else list(CUDA_PIPELINES if device == "cuda" else PIPELINES)
     step_rows, hidden_rows = [], []
-    for pipeline in ("native",) if quick else pipelines:
-        for lengths_name in ("uniform", "zipf"):
-            case = (pipeline, lengths_name, rows, 8 if quick else steps, warmup, device, trace)
-            measured = run_ranks(measure, ranks, *case, timeout=1800, device=device)
-            times = {name: np.max([each["times"][name] for each in measured], axis=0) for name in VARIANTS}
-            stock = times["stock"]
-            cells = [pipeline, lengths_name, f"{np.median(stock):.1f}"]
-            for variant in VARIANTS[1:]:
-                middle, low, high = median_with_interval(times[variant] / stock)
-                cells.append(f"{middle:.3f} ({low:.3f}–{high:.3f})")
-            step_rows.append(cells)
-            wait = np.concatenate([each["wait"] for each in measured])
-            work = np.concatenate([each["work"] for each in measured])
-            before, after = np.mean(measured[0]["imbalance"], axis=0) + 1
-            hidden_rows.append(
-                [
-                    pipeline,
-                    lengths_name,
-                    f"{np.median(work):.2f}",
-                    f"{np.median(wait):.3f}",
-                    f"{np.percentile(wait, 95):.3f}",
-                    f"{100 * (1 - wait.sum() / work.sum()):.1f} %",
-                    f"{np.median(np.concatenate([each['exchange'] for each in measured])):.2f}",
-                    f"{before:.3f} → {after:.3f}",
-                    f"{100 * measured[0]['moved']:.0f} %",
-                ]
-            )
-    arguments = f" --device cuda --ranks {ranks}" if device == "cuda" else ""
-    hardware = (
-        f"{torch.cuda.get_device_name()}, one per rank (NCCL)." if device == "cuda" else "Ranks on the CPU (gloo)."
+    for pipeline, lengths_name in itertools.product(pipelines, ("uniform", "zipf")):
+        arguments = (pipeline, lengths_name, rows, 8 if quick else steps, warmup, device, trace)
+        measured = run_ranks(measure, ranks, *arguments, timeout=1800, device=device)
+        times = {name: np.max([each["times"][name] for each in measured], axis=0) for name in VARIANTS}
+        case = {"pipeline": pipeline, "lengths": lengths_name}
+        step_rows.append(
+            case
+            | {"stock ms": float(np.median(times["stock"]))}
+            | {variant: _median(times[variant] / times["stock"]) for variant in VARIANTS[1:]}
+        )
+        wait, work, exchange = (
+            np.concatenate([each[name] for each in measured]) for name in ("wait", "work", "exchange")
+        )
+        before, after = np.mean(measured[0]["imbalance"], axis=0) + 1
+        hidden_rows.append(
+            case
+            | {
+                "gather + plan ms": float(np.median(work)),
+                "wait ms, median": float(np.median(wait)),
+                "wait ms, 95th": float(np.percentile(wait, 95)),
+                "hidden": f"{1 - wait.sum() / work.sum():.1%}",
+                "exchange ms": float(np.median(exchange)),
+                "largest ÷ mean load": f"{before:.3f} → {after:.3f}",
+                "steps that move rows": f"{measured[0]['moved']:.0%}",
+            }
+        )
+    on_cuda = device == "cuda"
+    hardware = f"{torch.cuda.get_device_name()}, one per rank (NCCL)." if on_cuda else "Ranks on the CPU (gloo)."
+    page = Page(
+        "pipeline_overhead_cuda" if on_cuda else "pipeline_overhead",
+        "Pipelines: what the stage costs",
+        "python -m benchmarks.pipeline_overhead" + (f" --device cuda --ranks {ranks}" if on_cuda else ""),
+        f"{hardware} HSTU, hidden 64, 2 layers, 4 heads × 16; {rows} users per rank, {ranks} ranks, {steps} steps; "
+        "`min_gain` 3 %. Uniform: 120 to 135 items. Zipf: 1.2, to 256 items.",
     )
-    page = "\n".join(
-        [
-            heading("Pipelines: what the stage costs", "python -m benchmarks.pipeline_overhead" + arguments),
-            f"{hardware} HSTU, hidden 64, 2 layers, 4 heads × 16; {rows} users per rank, {ranks} ranks, {steps} steps; "
-            "`min_gain` 3 %.",
-            "Uniform: 120 to 135 items. Zipf: 1.2, to 256 items.",
-            "\n## Step time, as a ratio to the stock pipeline\n",
-            "Median of the ratio step by step, and its 95 % bootstrap interval. Below 1: faster than stock.\n",
-            table(["pipeline", "lengths", "stock ms", *VARIANTS[1:]], step_rows),
-            "\n## How much of gather and plan is hidden (two-phase)\n",
-            table(
-                [
-                    "pipeline",
-                    "lengths",
-                    "gather + plan ms",
-                    "wait ms, median",
-                    "wait ms, 95th",
-                    "hidden",
-                    "exchange ms",
-                    "largest ÷ mean load",
-                    "steps that move rows",
-                ],
-                hidden_rows,
-            ),
-            "\nA step ends when the worker is idle: on the CPU its work is part of the two-phase column even where it",
-            "is hidden from the main thread.",
-        ]
+    page.section(
+        "Step time, as a ratio to the stock pipeline",
+        "Median of the ratio step by step, and its 95 % bootstrap interval. Below 1: faster than stock.",
+        rows_table(step_rows),
     )
-    print(page)
-    if not quick:
-        print(f"\nwritten to {write_page('pipeline_overhead' + ('_cuda' if device == 'cuda' else ''), page)}")
+    page.section(
+        "How much of gather and plan is hidden (two-phase)",
+        rows_table(hidden_rows),
+        "A step ends when the worker is idle: on the CPU its work is part of the two-phase column even where it is "
+        "hidden from the main thread.",
+    )
+    page.finish(quick=quick)
+
+
+def _median(ratios: np.ndarray) -> str:
+    return with_interval(lambda chosen: np.median(ratios[chosen], axis=-1), len(ratios))[1]
 
 
 if __name__ == "__main__":

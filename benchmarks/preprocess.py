@@ -23,7 +23,7 @@ import tyro
 
 from benchmarks.command_line import from_command_line
 from benchmarks.raw_data import GENERATORS
-from benchmarks.report import heading, table, write_page
+from benchmarks.report import Page, rows_table
 
 _SIZE = tyro.conf.create_mutex_group(required=False)
 _TARGET_ROWS, _TARGET_GIB = 1e6, 2.0
@@ -79,29 +79,28 @@ def main(quick: Annotated[bool, _SIZE] = False, large: Annotated[bool, _SIZE] = 
             source = folder / archive
             GENERATORS[name](source, show_progress=True, **({"num_users": _QUICK_USERS[name]} if quick else {}))
             repeats = 1 if quick or name in _LARGE else 3
-            count, found, seconds, shards, num_bytes, peak = measure(name, source, folder, repeats)
-            kind = "zip" if archive.endswith(".zip") else "folder"
+            count, users, seconds, shards, num_bytes, peak = measure(name, source, folder, repeats)
             rows.append(
-                [
-                    f"{name} ({kind})",
-                    f"{found:,}",
-                    f"{count:,}",
-                    f"{seconds:.1f} s",
-                    f"{count / seconds / 1e6:.2f} M/s",
-                    f"{peak / 2**30:.2f} GiB",
-                    f"{shards} shards, {num_bytes / 2**20:,.0f} MiB",
-                ]
+                {
+                    "generated data": f"{name} ({'zip' if archive.endswith('.zip') else 'folder'})",
+                    "users": f"{users:,}",
+                    "rows": f"{count:,}",
+                    "seconds": seconds,
+                    "M rows/s": count / seconds / 1e6,
+                    "peak memory, GiB": peak / 2**30,
+                    "result": f"{shards} shards, {num_bytes / 2**20:,.0f} MiB",
+                }
             )
-    result = table(["generated data", "users", "rows", "time", "rows", "peak memory", "result"], rows)
-    print(result)
-    if not large:
-        return
-    page = heading("Preprocessing", "python -m benchmarks.preprocess --large").replace("; one thread per rank", "")
-    page += (
-        f"\nTarget: at least {_TARGET_ROWS / 1e6:.0f} M rows/s on two cores and at most {_TARGET_GIB:.0f} GB at 20 M "
-        "rows. The fastest of three runs, each a process of its own (one run of KuaiRand-27K).\n\n" + result + "\n"
+    page = Page(
+        "preprocess",
+        "Preprocessing",
+        "python -m benchmarks.preprocess --large",
+        f"Target: at least {_TARGET_ROWS / 1e6:.0f} M rows/s on two cores and at most {_TARGET_GIB:.0f} GB at 20 M "
+        "rows. The fastest of three runs, each a process of its own (one run of KuaiRand-27K).",
+        threads="",
     )
-    print(write_page("preprocess", page))
+    page.section("", rows_table(rows))
+    page.finish(quick=not large)
 
 
 if __name__ == "__main__":

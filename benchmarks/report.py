@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,22 @@ def _rank_main(
     dist.destroy_process_group()
 
 
+def run_program(command: Sequence[str]) -> None:
+    """Run a program; an error has the end of what it printed there."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """This process as the only rank of a gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
 def interleaved_medians(
     variants: Mapping[str, Callable[[], Any]],
     repeats: int,
@@ -106,6 +124,18 @@ def milliseconds(call: Callable[[], Any], repeats: int, *, clock: Callable[[], f
     return interleaved_medians({"": call}, repeats, clock=clock, show=False)[""] * 1e3
 
 
+def with_interval(statistic: Callable[[np.ndarray], Any], count: int) -> tuple[float, str]:
+    """A statistic of `count` observations, and its text with the 95 % bootstrap interval.
+
+    Args:
+        statistic: takes the numbers of observations, int64 `(…, count)`, and returns `(…)`.
+        count: observations.
+    """
+    low, high = np.percentile(statistic(np.random.default_rng(0).integers(0, count, (2000, count))), [2.5, 97.5])
+    value = float(statistic(np.arange(count)))
+    return value, f"{value:.3f} ({low:.3f}–{high:.3f})"
+
+
 @dataclass(frozen=True)
 class Fit:
     """A least-squares line of time on a measure of work."""
@@ -129,19 +159,29 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines)
 
 
-def heading(title: str, command: str) -> str:
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table of rows that name their columns; a dot behind a name tells columns of one heading apart."""
+    return table([name.rstrip(".") for name in rows[0]], [[_cell(value) for value in row.values()] for row in rows])
+
+
+def _cell(value: Any) -> str:
+    """A value of a table; numbers near 1, most of them ratios, have more decimals than others."""
+    if not isinstance(value, float):
+        return str(value)
+    size = abs(value)
+    return f"{value:,.{4 if size < 2 else 2 if size < 10 else 1 if size < 100 else 0}f}"
+
+
+def mean_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean of every column."""
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
+def heading(title: str, command: str, threads: str = "; one thread per rank") -> str:
     """The head of a results page: title, date, command, machine and versions."""
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; one thread per rank"
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}{threads}"
     return f"# {title}\n\n{datetime.date.today().isoformat()} · `{command}` · {machine} · {versions}\n"
-
-
-def write_page(name: str, text: str) -> Path:
-    """Write a results page and return its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.md"
-    path.write_text(text.rstrip() + "\n")
-    return path
 
 
 def share(values: Iterable[bool]) -> str:
@@ -151,10 +191,12 @@ def share(values: Iterable[bool]) -> str:
 
 
 class Page:
-    """A results page: sections, and a table of targets on top."""
+    """A results page: what was measured, targets if there are any, and sections."""
 
-    def __init__(self, name: str, title: str, command: str, about: str) -> None:
-        self._name, self._head = name, f"{heading(title, command)}\n{about}"
+    def __init__(
+        self, name: str, title: str, command: str, about: str, *, threads: str = "; one thread per rank"
+    ) -> None:
+        self._name, self._head = name, f"{heading(title, command, threads)}\n{about}"
         self._targets: list[list[str]] = []
         self._sections: list[str] = []
 
@@ -163,17 +205,15 @@ class Page:
         self._targets.append([what, target, reached, "yes" if met else "**no**"])
 
     def section(self, title: str, *paragraphs: str) -> None:
-        """Add a section."""
-        self._sections.append("\n\n".join([f"## {title}", *paragraphs]))
+        """Add a section; one without a title has its paragraphs alone."""
+        self._sections.append("\n\n".join([f"## {title}", *paragraphs] if title else paragraphs))
 
     def finish(self, *, quick: bool) -> None:
-        """Print the page and, unless it is a quick look, write it."""
-        summary = table(["", "target", "reached", "met"], self._targets)
-        finish_page(self._name, "\n\n".join([self._head, "## Targets", summary, *self._sections]), quick=quick)
-
-
-def finish_page(name: str, text: str, *, quick: bool) -> None:
-    """Print a results page and, unless it is a quick look, write it."""
-    print(text)
-    if not quick:
-        print(f"\nwritten to {write_page(name, text)}", file=sys.stderr)
+        """Print the page and, unless it is a quick look, write it to benchmarks/results."""
+        summary = ["## Targets", table(["", "target", "reached", "met"], self._targets)] if self._targets else []
+        text = "\n\n".join([self._head, *summary, *self._sections])
+        print(text)
+        if not quick:
+            path = RESULTS / f"{self._name}.md"
+            path.write_text(text.rstrip() + "\n")
+            print(f"\nwritten to {path}", file=sys.stderr)

@@ -13,7 +13,6 @@ Examples:
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from benchmarks.planner import COSTS, NODE, draw
-from benchmarks.report import Page, milliseconds, share, table
+from benchmarks.report import Page, milliseconds, rows_table, share
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.perf_model.partitioner import Grid, partition, partition_grid
 
@@ -58,20 +57,12 @@ TIMED = tuple(Case(lengths, ranks, 32, ()) for ranks in (64, 1024) for lengths i
 
 
 class Batches(NamedTuple):
-    """Rows of `steps` batches in the order in which they are loaded.
-
-    Attributes:
-        tokens: int64 `(n,)`.
-        workloads: int64 `(n,)`, cost HSTU.
-        home: int64 `(n,)`, the rank that loads each row.
-        home_step: int64 `(n,)`, the batch it is in.
-        ranks, steps: how many.
-    """
+    """Rows of `steps` batches in the order in which they are loaded; arrays are int64 `(n,)`."""
 
     tokens: np.ndarray
-    workloads: np.ndarray
-    home: np.ndarray
-    home_step: np.ndarray
+    workloads: np.ndarray  # cost HSTU
+    home: np.ndarray  # the rank that loads each row
+    home_step: np.ndarray  # the batch it is in
     ranks: int
     steps: int
 
@@ -113,9 +104,9 @@ def measure_balance(page: Page, seeds: int, quick: bool) -> None:
     gaps: list[float] = []
     for case in tqdm([case for case in CASES if case.ranks == 64 or not quick], desc="balance"):
         drawn = [Batches.draw(case, max(WINDOWS), seed) for seed in range(seeds)]
-        row = [case.lengths, f"{case.ranks} × {case.rows}"]
-        row += [f"{np.mean([each.as_loaded() for each in drawn]):.2f}"]
-        row += [f"{np.mean([each.each_alone() for each in drawn]):.2f}"]
+        row = {"lengths": case.lengths, "ranks × rows": f"{case.ranks} × {case.rows}"}
+        row["as loaded"] = f"{np.mean([each.as_loaded() for each in drawn]):.2f}"
+        row["each batch"] = f"{np.mean([each.each_alone() for each in drawn]):.2f}"
         for window, goal in zip(WINDOWS, case.goals, strict=True):
             found = []
             for seed in range(seeds):
@@ -124,7 +115,7 @@ def measure_balance(page: Page, seeds: int, quick: bool) -> None:
                 found.append((batches.over_mean(grid.sum_of_largest), grid.optimality_gap))
             mean, gap = np.mean([total for total, _ in found]), max(gap for _, gap in found)
             gaps += [gap for _, gap in found]
-            row.append(f"{mean:.3f} / {1 + gap:.4f}")
+            row[f"window of {window}"] = f"{mean:.3f} / {1 + gap:.4f}"
             page.target(f"{case}, window of {window}", f"≤ {goal}", f"{mean:.3f}", bool(round(float(mean), 3) <= goal))
         body.append(row)
     page.section(
@@ -132,7 +123,7 @@ def measure_balance(page: Page, seeds: int, quick: bool) -> None:
         f"Sum over the steps of the largest load ÷ the mean, mean of {seeds} seeds, equal counts; for windows also the "
         "same sum ÷ its lower bound, worst seed. The optimum lies between the bound and the plan. "
         f"{share(gap <= 0.002 for gap in gaps)} windows are within two thousandths of the bound.",
-        table(["lengths", "ranks × rows", "as loaded", "each batch", *[f"window of {each}" for each in WINDOWS]], body),
+        rows_table(body),
     )
 
 
@@ -144,19 +135,20 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
         batches = Batches.draw(case, window, 0)
         few = repeats if case.ranks == 64 else max(3, repeats // 10)
         free = cpu_milliseconds(partial(partition_grid, batches.workloads, case.ranks, window), few)
-        times = [free, cpu_milliseconds(batches.plan, few), cpu_milliseconds(batches.plan_near_home, max(3, few // 4))]
-        body.append([f"{case}", window, *[f"{value:.2f}" for value in times]])
+        known, near = cpu_milliseconds(batches.plan, few), cpu_milliseconds(batches.plan_near_home, max(3, few // 4))
+        times = {"rows alone": free, "with batches": known, "near home": near}
+        body.append({"lengths, ranks × rows": str(case), "window": window} | times)
         if case.lengths == "user-like" and window == 8:
             limit = 3.0 if case.ranks == 64 else 80.0
             page.target(f"planning, {case}, window of 8", f"≤ {limit} ms", f"{free:.2f} ms", free <= limit)
         if case.ranks == 64 and window == 8:
-            page.target(f"planning near home, {case}, window of 8", "≤ 30 ms", f"{times[2]:.1f} ms", times[2] <= 30)
+            page.target(f"planning near home, {case}, window of 8", "≤ 30 ms", f"{near:.1f} ms", near <= 30)
     page.section(
         "Speed",
         "Milliseconds of CPU per plan of a whole window, `partition_grid()` from Python with all checks, one thread, "
         "the interpreter lock released: rows alone; with the batch of each, which adds every batch's own plan where "
         "the bound does not spare it; near home.",
-        table(["lengths, ranks × rows", "window", "rows alone", "with batches", "near home"], body),
+        rows_table(body),
     )
 
 
@@ -165,25 +157,29 @@ def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
     body = []
     cases = [*CASES[:2], Case("lognormal", 64, 32, ()), Case("zipf", 64, 32, ()), *([] if quick else [CASES[2]])]
     for case, window in tqdm(list(itertools.product(cases, (1, *WINDOWS))), desc="traffic"):
-        moved, crossed, must, extra = [], [], [], []
+        found = []
         for seed in range(seeds if case.ranks == 64 else 1):
             batches = Batches.draw(case, window, seed)
             grid, total = batches.plan_near_home(), float(batches.tokens.sum())
-            moved.append(batches.tokens[grid.assignment != batches.home].sum() / total)
-            crossed.append(batches.tokens[grid.assignment // NODE != batches.home // NODE].sum() / total)
+            moved, crossed = grid.assignment != batches.home, grid.assignment // NODE != batches.home // NODE
             # Whatever a rank has loaded above the sum of the largest loads has to leave it.
             loaded = np.bincount(batches.home, weights=batches.workloads, minlength=case.ranks)
-            must.append((loaded - grid.sum_of_largest).clip(min=0).sum() / loaded.sum())
-            extra.append(batches.over_mean(grid.sum_of_largest))
-        medians = [f"{statistics.median(map(float, each)):.3f}" for each in (moved, crossed, must, extra)]
-        body.append([f"{case}", window, *medians])
-    head = ["lengths, ranks × rows", "window", "tokens that change rank", "node", "load that must", "sum ÷ mean"]
+            found.append(
+                {
+                    "tokens that change rank": batches.tokens[moved].sum() / total,
+                    "node": batches.tokens[crossed].sum() / total,
+                    "load that must": (loaded - grid.sum_of_largest).clip(min=0).sum() / loaded.sum(),
+                    "sum ÷ mean": batches.over_mean(grid.sum_of_largest),
+                }
+            )
+        medians = {name: float(np.median([each[name] for each in found])) for name in found[0]}
+        body.append({"lengths, ranks × rows": str(case), "window": window} | medians)
     page.section(
         "Rows kept on their rank",
         f"Slack 1 %, nodes of {NODE}, shares, median of {seeds} seeds (one at 1024 ranks). A row may go to any step of "
         "its rank at no cost. A window of 1 is what `partition` moves. Where a window has no room left, as with few "
         "rows per rank, most rows move for the last percent; a larger slack keeps more of them.",
-        table(head, body),
+        rows_table(body),
     )
 
 
@@ -203,9 +199,8 @@ def measure_samplers(page: Page, quick: bool) -> None:
         f"budget of {rows} average rows": BudgetBatchSampler(work, budget_per_rank=average, **shared),
     }
     as_loaded = np.arange(len(tokens)).reshape(-1, ranks, rows)
-    body = [
-        ["as loaded", *_spreads([(tokens[each].sum(1), work[each].sum(1), ranks * rows) for each in as_loaded]), "–"]
-    ]
+    loaded = [(tokens[each].sum(1), work[each].sum(1), ranks * rows) for each in as_loaded]
+    body = [{"": "as loaded"} | _spreads(loaded) | {"ms per step": "–"}]
     for name, sampler in tqdm(samplers.items(), desc="samplers"):
         started = time.process_time()
         steps = list(sampler.plan(0))
@@ -214,26 +209,26 @@ def measure_samplers(page: Page, quick: bool) -> None:
             (*(np.bincount(ranks_of, each[chosen], ranks) for each in (tokens, work)), len(chosen))
             for chosen, ranks_of in steps[:-1]  # the last one has what is left
         ]
-        body.append([name, *_spreads(found), f"{per_step:.1f}"])
+        body.append({"": name} | _spreads(found) | {"ms per step": f"{per_step:.1f}"})
     page.section(
         "Samplers: balance and memory",
         f"What each rank reads in a step, user-like lengths, {ranks} ranks, {rows} rows per rank where the number is "
         "fixed: the sum over the steps of the largest load ÷ the mean; the fullest rank of any step ÷ the mean, in "
         "tokens, by which memory grows; rows of a step, over all ranks. Rows above a budget have a rank to themselves "
         "and make their steps longer. Milliseconds of CPU per step for the plan.",
-        table(["", "sum ÷ mean", "most tokens ÷ mean", "rows of a step", "ms per step"], body),
+        rows_table(body),
     )
 
 
-def _spreads(steps: list[tuple[np.ndarray, np.ndarray, int]]) -> list[str]:
+def _spreads(steps: list[tuple[np.ndarray, np.ndarray, int]]) -> dict[str, str]:
     """From tokens and loads of every rank, and the rows, of each step: balance, peak tokens, rows."""
     tokens, loads = (np.array([step[index] for step in steps], dtype=np.float64) for index in (0, 1))
     rows = [step[2] for step in steps]
-    return [
-        f"{loads.max(axis=1).sum() / loads.mean(axis=1).sum():.3f}",
-        f"{tokens.max() / tokens.mean():.2f}",
-        f"{min(rows):,} to {max(rows):,}" if min(rows) < max(rows) else f"{rows[0]:,}",
-    ]
+    return {
+        "sum ÷ mean": f"{loads.max(axis=1).sum() / loads.mean(axis=1).sum():.3f}",
+        "most tokens ÷ mean": f"{tokens.max() / tokens.mean():.2f}",
+        "rows of a step": f"{min(rows):,} to {max(rows):,}" if min(rows) < max(rows) else f"{rows[0]:,}",
+    }
 
 
 def main(seeds: int = 5, repeats: int = 30, quick: bool = False) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -25,7 +24,7 @@ import duckdb
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import heading, table, write_page
+from benchmarks.report import Page, rows_table, run_program
 
 _WHEEL, _RATINGS = "recbole==1.2.1", "recbole/dataset_example/ml-100k/ml-100k.inter"
 _COLUMNS = {"user": "user", "item": "movie", "time": "time", "actions": "rating >= 4"}
@@ -53,76 +52,79 @@ class Learned:
     steps: int
 
 
-@dataclass
-class WindowLearning:
-    """Train HSTU in every mode of balancing, and compare what it has learnt."""
+def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: bool = False) -> None:
+    """Train HSTU in every mode of balancing, and compare what it has learnt; write results/window_learning.md.
 
-    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    """Of weights, dropout, the order of the data and the held-out users."""
-
-    ranks: int = 2
-    """Ranks on this machine."""
-
-    quick: bool = False
-    """One seed and 20 steps, and no page."""
-
-    def run(self) -> None:
-        """Train, print, and write benchmarks/results/window_learning.md."""
-        seeds = self.seeds[:1] if self.quick else self.seeds
-        with tempfile.TemporaryDirectory() as folder:
-            data = {seed: _prepare(Path(folder), seed) for seed in seeds}
-            runs = list(itertools.product(_TASKS, seeds, _MODES))  # interleaved: the machine may drift
-            found = {
-                (task, seed, mode): self._train(Path(folder), data[seed], task, seed, mode)
-                for task, seed, mode in tqdm(runs, "runs", disable=None)
-            }
-        rows = [
-            _row(task, mode, [(found[task, seed, mode], found[task, seed, "as loaded"]) for seed in seeds])
-            for task in _TASKS
-            for mode in _MODES
-        ]
-        head = ("task", "mode", "metric", "mean", "difference to as loaded", "load above mean", "steps")
-        text = table(head, rows)
-        print(text)
-        if not self.quick:
-            write_page("window_learning", "\n".join((self._head(), text, "", _READING)))
-
-    def _train(self, folder: Path, data: Path, task: str, seed: int, mode: str) -> Learned:
-        name, _, epochs = _TASKS[task]
-        run_dir = folder / f"{task}-{seed}-{mode}"
-        options = {
-            "dataset.dataset-name": "parquet",
-            "dataset.dataset-path": data,
-            "trainer.run-dir": run_dir,
-            "trainer.seed": seed,
-            "trainer.train-batch-size": 8,
-            "trainer.num-epochs": epochs,
-            "trainer.eval-interval": 1_000_000,
-            **({"dataset.num-tasks": 1, "model.prediction-head-arch": [64, 1]} if task == "ranking" else {}),
-            **({"trainer.max-train-iters": 20} if self.quick else {}),
+    Args:
+        seeds: of weights, dropout, the order of the data and the held-out users.
+        ranks: ranks on this machine.
+        quick: one seed and 20 steps, and no page.
+    """
+    page = Page(
+        "window_learning",
+        "Learning from balanced batches",
+        "python -m benchmarks.window_learning",
+        "HSTU (hstu/configs/ranking.toml and retrieval.toml) on MovieLens-100K: 943 users, 100,000 ratings, of a user "
+        f"at most the last 256. {ranks} gloo ranks × 8 users, {len(seeds)} seeds, each with a fifth of the users held "
+        "out, all of them evaluated at the end.",
+    )
+    seeds = seeds[:1] if quick else seeds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = {seed: _prepare(folder, seed) for seed in seeds}
+        runs = list(itertools.product(_TASKS, seeds, _MODES))  # interleaved: the machine may drift
+        found = {
+            (task, seed, mode): _train(folder, data[seed], task, seed, mode, ranks, quick)
+            for task, seed, mode in tqdm(runs, "runs", disable=None)
         }
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
-        command += ["-m", "hstu.train", "--config", f"hstu/configs/{task}.toml", *_columns()]
-        for option, value in options.items():
-            command += [f"--{option}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-        _run(command + _MODES[mode])
-        loads = "imbalance_before" if mode == "as loaded" else "imbalance_after"
-        summary = json.loads((run_dir / "summary.json").read_text())
-        return Learned(summary["metrics"][f"eval_{name}"], summary["shuffle"][loads], summary["steps"])
-
-    def _head(self) -> str:
-        return heading("Learning from balanced batches", "python -m benchmarks.window_learning") + (
-            "\nHSTU (hstu/configs/ranking.toml and retrieval.toml) on MovieLens-100K: 943 users, 100,000 ratings, of a "
-            f"user at most the last 256. {self.ranks} gloo ranks × 8 users, {len(self.seeds)} seeds, each with a fifth "
-            "of the users held out, all of them evaluated at the end.\n"
+    rows = []
+    for task, mode in itertools.product(_TASKS, _MODES):
+        own = [found[task, seed, mode] for seed in seeds]
+        differences = [each.metric - found[task, seed, "as loaded"].metric for each, seed in zip(own, seeds)]
+        rows.append(
+            {
+                "task": task,
+                "mode": mode,
+                "metric": _TASKS[task][1],
+                "mean": _mean_and_error([each.metric for each in own]),
+                "difference to as loaded": "" if mode == "as loaded" else _mean_and_error(differences),
+                "load above mean": f"{statistics.fmean(each.imbalance for each in own):.2%}",
+                "steps": f"{statistics.fmean(each.steps for each in own):.0f}",
+            }
         )
+    page.section("", rows_table(rows), _READING)
+    page.finish(quick=quick)
+
+
+def _train(folder: Path, data: Path, task: str, seed: int, mode: str, ranks: int, quick: bool) -> Learned:
+    name, _, epochs = _TASKS[task]
+    run_dir = folder / f"{task}-{seed}-{mode}"
+    options = {
+        "dataset.dataset-name": "parquet",
+        "dataset.dataset-path": data,
+        "trainer.run-dir": run_dir,
+        "trainer.seed": seed,
+        "trainer.train-batch-size": 8,
+        "trainer.num-epochs": epochs,
+        "trainer.eval-interval": 1_000_000,
+        **({"dataset.num-tasks": 1, "model.prediction-head-arch": [64, 1]} if task == "ranking" else {}),
+        **({"trainer.max-train-iters": 20} if quick else {}),
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += ["-m", "hstu.train", "--config", f"hstu/configs/{task}.toml", *_columns()]
+    for option, value in options.items():
+        command += [f"--{option}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    run_program(command + _MODES[mode])
+    loads = "imbalance_before" if mode == "as loaded" else "imbalance_after"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return Learned(summary["metrics"][f"eval_{name}"], summary["shuffle"][loads], summary["steps"])
 
 
 def _prepare(folder: Path, seed: int) -> Path:
     """The ratings as a data set, of whose users `seed` holds out a fifth."""
     events = folder / "ratings.parquet"
     if not events.exists():
-        _run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), _WHEEL])
+        run_program([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), _WHEEL])
         with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
             wheel.extract(_RATINGS, folder)
         names = ["user", "movie", "rating", "time"]
@@ -131,29 +133,12 @@ def _prepare(folder: Path, seed: int) -> Path:
     output = folder / f"data-{seed}"
     program = [sys.executable, "-c", "from commons.cli.main import main; main()", "preprocess", "parquet"]
     split = ["--test-fraction", "0.2", "--seed", str(seed)]
-    _run([*program, "--source", str(events), "--output", str(output), *split, *_columns("")])
+    run_program([*program, "--source", str(events), "--output", str(output), *split, *_columns("")])
     return output
 
 
 def _columns(section: str = "dataset.") -> list[str]:
     return [text for name, column in _COLUMNS.items() for text in (f"--{section}columns.{name}", column)]
-
-
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
-
-
-def _row(task: str, mode: str, pairs: Sequence[tuple[Learned, Learned]]) -> list[str]:
-    """A line of the table, from what each seed learned in this mode and as loaded."""
-    differences = _mean_and_error([each.metric - loaded.metric for each, loaded in pairs])
-    return [
-        *(task, mode, _TASKS[task][1], _mean_and_error([each.metric for each, _ in pairs])),
-        "" if mode == "as loaded" else differences,
-        f"{statistics.fmean(each.imbalance for each, _ in pairs):.2%}",
-        f"{statistics.fmean(each.steps for each, _ in pairs):.0f}",
-    ]
 
 
 def _mean_and_error(values: Sequence[float]) -> str:
@@ -170,4 +155,4 @@ _READING = (
 
 
 if __name__ == "__main__":
-    from_command_line(WindowLearning, __doc__).run()
+    from_command_line(main, __doc__)

@@ -36,7 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import finish_page, heading, run_ranks, table
+from benchmarks.report import Page, rows_table, run_ranks, with_interval
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.perf_model.task_estimator import HSTUAttentionTask
@@ -252,55 +252,36 @@ def predicted_ms(sizes: np.ndarray, cost: np.ndarray, cores: int) -> float:
     return float((np.diff(work, axis=0, prepend=0.0) * left[:, None]).sum() + sizes.shape[1] * cost[_FIXED])
 
 
-def ratio_with_interval(
-    base: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
-) -> tuple[float, float, float]:
-    """Ratio of the rows per millisecond of two variants, and its 95 % bootstrap interval over the rounds.
-
-    Args:
-        base: rows and milliseconds of every round.
-        other: the same.
-    """
-    chosen = np.random.default_rng(0).integers(0, len(base[0]), (2000, len(base[0])))
-
-    def rate(of: tuple[np.ndarray, np.ndarray], rounds: Any) -> Any:
-        return of[0][rounds].sum(axis=-1) / of[1][rounds].sum(axis=-1)
-
-    whole = slice(None)
-    low, high = np.percentile(rate(other, chosen) / rate(base, chosen), [2.5, 97.5])
-    return float(rate(other, whole) / rate(base, whole)), float(low), float(high)
-
-
-def report_case(measured: list[dict[str, Any]], cores: int) -> list[list[str]]:
+def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, Any]]:
     """The lines of the table for one number of ranks and rows."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     cost = np.mean([each["cost"] for each in measured], axis=0)
     flops = np.array([_task().forward_flops(1, 0), _task().forward_flops(0, 1)], dtype=np.float64)
     base: dict[str, Any] = {}
     for name in VARIANTS:
         sizes = np.array([each["sizes"][name] for each in measured])
         num_rows, loads = float(sizes[..., _ROWS].sum()), sizes[..., _TOKENS:] @ flops
-        ms = np.max([each["ms"][name] for each in measured], axis=0)
+        ms, rows = np.max([each["ms"][name] for each in measured], axis=0), np.array(measured[0]["rows"][name])
         rates = {
-            "rounds": (np.array(measured[0]["rows"][name], dtype=np.float64), ms),
+            "rounds": lambda chosen, ms=ms, rows=rows: rows[chosen].sum(axis=-1) / ms[chosen].sum(axis=-1),
             "predicted": num_rows / predicted_ms(sizes, cost, cores),
             "processor": num_rows / np.max([each["processor_ms"][name] for each in measured], axis=0).sum(),
             "predicted alone": num_rows / predicted_ms(sizes, cost, len(measured)),
         }
         base = base or rates
-        ratio, low, high = ratio_with_interval(base["rounds"], rates["rounds"])
+        ratio, text = with_interval(lambda chosen: rates["rounds"](chosen) / base["rounds"](chosen), len(ms))  # noqa: B023
         predicted, processor, alone = (rates[key] / base[key] for key in ("predicted", "processor", "predicted alone"))
         lines.append(
-            [
-                name,
-                f"{num_rows / sizes.shape[1]:.1f}",
-                f"{ms.sum() / sizes.shape[1]:.0f}",
-                f"{loads.max(axis=0).sum() / loads.mean(axis=0).sum():.3f}",
-                "1" if name == "as loaded" else f"{ratio:.3f} ({low:.3f}–{high:.3f})",
-                f"{predicted:.3f} ({100 * (ratio / predicted - 1):+.1f} %)",
-                f"{processor:.3f}",
-                f"{alone:.3f} ({100 * (processor / alone - 1):+.1f} %)",
-            ]
+            {
+                "variant": name,
+                "rows per step": num_rows / sizes.shape[1],
+                "step ms": float(ms.sum()) / sizes.shape[1],
+                "largest ÷ mean": float(loads.max(axis=0).sum() / loads.mean(axis=0).sum()),
+                "ratio": "1" if name == "as loaded" else text,
+                "predicted": f"{predicted:.3f} ({100 * (ratio / predicted - 1):+.1f} %)",
+                "ratio, a core each": processor,
+                "predicted, a core each": f"{alone:.3f} ({100 * (processor / alone - 1):+.1f} %)",
+            }
         )
     return lines
 
@@ -315,45 +296,37 @@ def main(rounds: int = 16, warmup: int = 1, repeats: int = 3, quick: bool = Fals
         quick: the smallest case and few rounds, for a look; writes nothing.
     """
     cores, rounds = len(os.sched_getaffinity(0)), 3 if quick else rounds
-    cases = [(2, 4)] if quick else [(2, 4), (2, 8), (4, 4), (4, 8)]
     lines, waits = [], []
-    for num_ranks, rows in cases:
+    for num_ranks, rows in [(2, 4)] if quick else [(2, 4), (2, 8), (4, 4), (4, 8)]:
         measured = run_ranks(measure, num_ranks, rows, rounds, warmup, repeats, timeout=3600)
-        lines += [[f"{num_ranks} × {rows}", *line] for line in report_case(measured, cores)]
+        case = {"ranks × rows": f"{num_ranks} × {rows}"}
+        lines += [case | line for line in report_case(measured, cores)]
         of_windows = np.concatenate([each["waits"] for each in measured])
-        waits.append([f"{num_ranks} × {rows}", f"{np.median(of_windows):.3f}", f"{np.percentile(of_windows, 95):.3f}"])
-    page = "\n".join(
-        [
-            heading("Windows: measured steps", "python -m benchmarks.window_steps"),
-            f"Ranks on {cores} cores (gloo). HSTU, hidden 64, 2 layers, 4 heads × 16; histories of 20 + lognormal",
-            f"items, median 130, sigma 1.4, to {LONGEST}; windows of {WINDOW};",
-            f"{rounds} rounds of {ROUND} steps, the variants in turn.\n",
-            "Rows per second as a ratio to batches as they are loaded, with the 95 % bootstrap interval over rounds,",
-            "and what the loads predict, from a cost fitted to steps of equal ranks; in brackets, how far the measured",
-            "is from it. Largest ÷ mean: sums over the steps, of operations. More ranks than cores share these, so",
-            "that less of an uneven load shows; the last two columns are for a core each, by the processor time of the",
-            "costliest rank.\n",
-            table(
-                [
-                    "ranks × rows",
-                    "variant",
-                    "rows per step",
-                    "step ms",
-                    "largest ÷ mean",
-                    "ratio",
-                    "predicted",
-                    "ratio, a core each",
-                    "predicted, a core each",
-                ],
-                lines,
-            ),
-            "\n## How long the pipeline waited for a window\n",
-            table(["ranks × rows", "ms, median", "ms, 95th percentile"], waits),
-            "\nSteps of the budget hold as many rows as fit the heaviest row's cost on every rank: they are fewer and",
-            "fuller, and pay their fixed costs less often.",
-        ]
+        median, high = np.percentile(of_windows, [50, 95])
+        waits.append(case | {"ms, median": float(median), "ms, 95th percentile": float(high)})
+    page = Page(
+        "window_steps",
+        "Windows: measured steps",
+        "python -m benchmarks.window_steps",
+        f"Ranks on {cores} cores (gloo). HSTU, hidden 64, 2 layers, 4 heads × 16; histories of 20 + lognormal items, "
+        f"median 130, sigma 1.4, to {LONGEST}; windows of {WINDOW}; {rounds} rounds of {ROUND} steps, the variants in "
+        "turn.",
     )
-    finish_page("window_steps", page, quick=quick)
+    page.section(
+        "",
+        "Rows per second as a ratio to batches as they are loaded, with the 95 % bootstrap interval over rounds, and "
+        "what the loads predict, from a cost fitted to steps of equal ranks; in brackets, how far the measured is from "
+        "it. Largest ÷ mean: sums over the steps, of operations. More ranks than cores share these, so that less of an "
+        "uneven load shows; the last two columns are for a core each, by the processor time of the costliest rank.",
+        rows_table(lines),
+    )
+    page.section(
+        "How long the pipeline waited for a window",
+        rows_table(waits),
+        "Steps of the budget hold as many rows as fit the heaviest row's cost on every rank: they are fewer and "
+        "fuller, and pay their fixed costs less often.",
+    )
+    page.finish(quick=quick)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,31 +57,16 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         options: ShufflerOptions | None = None,
         pg_group: dist.ProcessGroup | None = None,
     ) -> None:
-        reject_options_as(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_layers=num_layers,
-            causal=causal,
-            action_interleaved=action_interleaved,
-            contextual_mask=contextual_mask,
-            target_group_size=target_group_size,
-            value_dim=value_dim,
-            concat_ux=concat_ux,
-            token_feature_names=token_feature_names,
-        )
+        dimensions: dict[str, Any] = {
+            **{"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim, "num_layers": num_layers},
+            **{"causal": causal, "target_group_size": target_group_size},
+            **{"value_dim": value_dim, "concat_ux": concat_ux},
+        }
+        masks = {"action_interleaved": action_interleaved, "contextual_mask": contextual_mask}
+        reject_options_as(**dimensions, **masks, token_feature_names=token_feature_names)
         if token_feature_names is not None:
             token_feature_names = require_names("token_feature_names", token_feature_names)
-        self.task = HSTUAttentionTask(
-            hidden_size,
-            num_heads,
-            head_dim,
-            num_layers,
-            causal=causal,
-            target_group_size=target_group_size,
-            value_dim=value_dim,
-            concat_ux=concat_ux,
-        )
+        self.task = HSTUAttentionTask(**dimensions)
         self.action_interleaved = action_interleaved
         self.contextual_mask = contextual_mask
         self.token_feature_names = token_feature_names
@@ -100,15 +86,10 @@ def workload_lengths(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Arguments of `AttentionTask.get_workloads`, on the batch's device; nothing is read back from it.
 
-    Args:
-        batch: the batch.
-        action_interleaved: whether items and actions are tokens of their own.
-        contextual_mask: whether contextual tokens see all of the history.
-
     Returns:
-        int64 `(batch_size,)`: tokens that the model computes.
-        int64 `(batch_size,)`: how many of them, at the end, belong to candidates.
-        int64 `(batch_size,)`: how many of them, at the front, see all but the candidates; None without that mask.
+        int64 `(batch_size,)`: tokens that the model computes. int64 `(batch_size,)`: how many of them, at the end,
+        belong to candidates. int64 `(batch_size,)`: how many of them, at the front, see all but the candidates; None
+        without `contextual_mask`.
     """
     seqlen, num_targets = batch.sequence_lengths(action_interleaved)
     return seqlen, num_targets, batch.contextual_lengths() if contextual_mask else None

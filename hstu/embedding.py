@@ -31,8 +31,7 @@ class HSTUEmbedding(nn.Module):
 
         Args:
             tables: rows by feature name; a feature's table has its name.
-            widths: of the tables, by feature name. TorchRec's collections have one width each, so there is one for each
-                width, which names it.
+            widths: of the tables, by feature name; there is one collection for each width.
             second_features: by table, another feature that is looked up in it.
             device: where the tables are made; "meta" leaves that to sharding, which then initialises the shards.
             plain: use tables that know nothing of TorchRec, for one process and for other dtypes than float32, in which
@@ -63,12 +62,8 @@ class HSTUEmbedding(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> list[dict[str, JaggedTensor]]:
         """Embeddings by feature name, one dictionary for every width.
 
-        Args:
-            features: integer ids; all features that have a table, others are left out.
-
-        Returns:
-            For every feature, in one of them, a JaggedTensor with values `(num_ids, width)` and lengths
-            `(batch_size,)`.
+        `features` are integer ids; those without a table are left out. Every feature is, in one of the dictionaries, a
+        JaggedTensor with values `(num_ids, width)` and lengths `(batch_size,)`.
         """
         return [collection(features) for collection in self.collections.values()]
 

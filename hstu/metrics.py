@@ -63,17 +63,20 @@ class RankingMetrics:
         for task, metric in enumerate(self._auc):
             metric.update(scores[:, task], output.labels[:, task].long())
         if self._popularity is not None:
-            popularity = self._popularity[_items_of(output).long()]
+            if output.items is None:
+                raise ValueError(
+                    "the output has no items; the AUC of their popularity needs them: give RankingOutput.items"
+                )
+            popularity = self._popularity[output.items.long()]
             for task, metric in enumerate(self._popularity_auc):
                 metric.update(popularity, output.labels[:, task].long())
 
     def compute(self) -> dict[str, float]:
         """AUC by task, `{"auc_task_0": …, "auc_task_0_se": …, "popularity_auc_task_0": …}`: a collective call.
 
-        Returns:
-            A number between 0 and 1 per task, and its standard error, the same on every rank; NaN where all
-            predictions, or none at all, have the same label: then no pair can be ranked right or wrong. NaN also where
-            a prediction is no number, and for the error of a task with a single prediction of a label.
+        A number between 0 and 1 per task, and its standard error, the same on every rank. NaN where all predictions, or
+        none at all, have the same label, or a prediction is no number; the error also with a single prediction of a
+        label.
         """
         found: dict[str, float] = {}
         for kind, metrics in (("auc", self._auc), ("popularity_auc", self._popularity_auc)):
@@ -93,17 +96,11 @@ class RankingMetrics:
             )
 
 
-def _items_of(output: RankingOutput) -> torch.Tensor:
-    if output.items is None:
-        raise ValueError("the output has no items; the AUC of their popularity needs them: give RankingOutput.items")
-    return output.items
-
-
 def _places_in_order(logits: torch.Tensor) -> torch.Tensor:
     """Where logits stand among all float32 numbers: float64 in [0, 1), which metrics take for probabilities.
 
-    The order, ties included, is exactly that of the logits in float32; a sigmoid would make equal what is far from
-    zero. The bits of a positive float32, read as an integer, rise with it, and those of a negative one fall.
+    The order, ties included, is exactly that of the logits; a sigmoid would make equal what is far from zero. The bits
+    of a positive float32, read as an integer, rise with it, and those of a negative one fall.
     """
     bits = logits.float().contiguous().view(torch.int32).long()
     place = torch.where(bits < 0, -(2**31) - bits, bits)  # −0 and 0 are both at 0
@@ -126,14 +123,7 @@ def auc_standard_error(scores: torch.Tensor, is_positive: torch.Tensor) -> torch
 
     A positive's placement is the share of negatives that it scores above, a negative's the share of positives that
     score above it, ties counted half. The variance of the AUC is the sample variance of the positives' placements ÷
-    their number, plus the same of the negatives.
-
-    Args:
-        scores: `(n,)`.
-        is_positive: bool `(n,)`, some True and some False.
-
-    Returns:
-        NaN with a single positive, or a single negative.
+    their number, plus the same of the negatives. NaN with a single positive, or a single negative.
     """
     positives, negatives = scores[is_positive], scores[~is_positive]
     among_all = _midranks(scores)
@@ -163,14 +153,8 @@ def count_items(
 ) -> torch.Tensor:
     """Occurrences of every item in the histories of all ranks: a collective call.
 
-    Args:
-        batches: host batches of this rank; read to the end.
-        num_items: ids lie in `[0, num_items)`.
-        device: where ranks exchange tensors.
-        pg_group: the ranks; the shuffler's default if not given.
-
-    Returns:
-        int64 `(num_items,)` on the host, the same on every rank.
+    `batches` are this rank's, on the host, and read to the end; ids lie in `[0, num_items)`; ranks exchange tensors on
+    `device`. Returns int64 `(num_items,)` on the host, the same on every rank.
     """
     counts = torch.zeros(num_items, dtype=torch.int64)
     for batch in batches:

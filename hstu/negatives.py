@@ -26,19 +26,9 @@ RowKey = int | Sequence[int]
 
 
 def draw_negatives(rows: np.ndarray, num_negatives: int, num_items: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Uniform ids for rows of a data set, with repetitions.
+    """Uniform ids in `[0, num_items)` for rows of a data set, with repetitions: int64 `(num_rows, num_negatives)`.
 
-    Number k of a row is `splitmix64` of a state that seed, epoch, row and k determine.
-
-    Args:
-        rows: int64 `(num_rows,)`, which rows of the data set.
-        num_negatives: ids per row.
-        num_items: ids lie in `[0, num_items)`.
-        seed: of the run.
-        epoch: another epoch draws other ids.
-
-    Returns:
-        int64 `(num_rows, num_negatives)`.
+    Number k of a row is `splitmix64` of a state that seed, epoch, row and k determine. `rows` are int64 `(num_rows,)`.
 
     >>> draw_negatives(np.array([7, 8]), 3, 100, seed=0, epoch=0).shape
     (2, 3)
@@ -51,12 +41,9 @@ def draw_negatives(rows: np.ndarray, num_negatives: int, num_items: int, *, seed
 
 
 def with_negatives(batch: HSTUBatch, feature_name: str, negatives: torch.Tensor) -> HSTUBatch:
-    """A batch whose real rows have one more feature.
+    """A host batch whose real rows have one more feature, `RetrievalConfig.negatives_feature_name`.
 
-    Args:
-        batch: a host batch.
-        feature_name: key of the new feature, see `RetrievalConfig.negatives_feature_name`.
-        negatives: integers `(real rows, num_negatives)`; padding rows get none.
+    `negatives` are integers `(real rows, num_negatives)`; padding rows get none.
     """
     features, num_negatives = batch.features, negatives.shape[1]
     lengths = torch.zeros(batch.batch_size, dtype=features.lengths().dtype)

@@ -27,11 +27,8 @@ Split = Literal["train", "test"]
 class Objective(ABC):
     """What a model is trained to predict, with the settings of the model for it.
 
-    Args:
-        model: settings of the model.
-        dataset: settings of the data.
-        data: the data set: vocabulary sizes, the longest sequence, and names of features.
-        tables: rows by feature name, where they are others than the vocabulary sizes.
+    `data` is the data set: vocabulary sizes, the longest sequence, names of features. `tables` are rows by feature
+    name, where they are others than the vocabulary sizes.
     """
 
     config: SequenceModelConfig
@@ -59,11 +56,8 @@ class Objective(ABC):
     ) -> Metrics:
         """What evaluations measure.
 
-        Args:
-            model: as it is trained.
-            names: of metrics, where the objective has a choice.
-            popularity: occurrences `(num_items,)` of every item in training, to compare with; None for no comparison.
-            device: of this rank.
+        `names` are of metrics, where the objective has a choice. `popularity` are occurrences `(num_items,)` of every
+        item in training, to compare with; None for no comparison.
         """
 
 

@@ -120,7 +120,7 @@ class HSTURecipe(Recipe):
         """Dimensions of the layers. Times and negatives come with a row, but are no tokens of it."""
         model, tokens = self.config.model, list(self.objective.config.embedding_tables)
         of_hstu = {"contextual_mask": model.contextual_mask, "token_feature_names": tokens}
-        return {"hstu": model.cost_dimensions | of_hstu, "tokens": {"feature_names": tokens}}
+        return {"hstu": asdict(self.task) | of_hstu, "tokens": {"feature_names": tokens}}
 
     def single_process_model(self) -> nn.Module:
         """See Recipe."""

@@ -41,11 +41,7 @@ _SCORE_STEP = 2.0**-24
 
 
 def parse_metric(name: str, num_items: int) -> TopKMetric:
-    """Read the name of a metric.
-
-    Args:
-        name: such as "NDCG@10" or "HR@10".
-        num_items: items that there are.
+    """Read the name of a metric, such as "NDCG@10"; there are `num_items` items.
 
     Raises:
         ValueError: an unknown metric, or one that looks at more items than there are.
@@ -139,7 +135,7 @@ class RetrievalMetrics:
     def _find(self, queries: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rank of the true items and loss, both float64 `(num_users,)`."""
         rows = self._own_rows()
-        true = self._sum_over_ranks(self._true_scores(rows, queries, targets))
+        true = self._over_ranks(self._true_scores(rows, queries, targets))
         worse, log_total = torch.zeros_like(true), torch.full_like(true, -torch.inf)
         size = max(1, _MAX_SCORES // targets.numel())
         for first, weight in rows:
@@ -151,8 +147,8 @@ class RetrievalMetrics:
                 is_other = ids != targets[:, None]
                 worse += (((scores < true[:, None]) | is_behind) & is_other).sum(1)
                 log_total = torch.logaddexp(log_total, (scores / self._temperature).logsumexp(1))
-        largest = self._max_over_ranks(log_total.clone())
-        worse, total = self._sum_over_ranks(torch.stack([worse, (log_total - largest).exp()]))
+        largest = self._over_ranks(log_total.clone(), dist.ReduceOp.MAX)
+        worse, total = self._over_ranks(torch.stack([worse, (log_total - largest).exp()]))
         # Not worse, rather than better: a score that is no number is behind all items, and never a hit.
         ranks = self._num_items - worse + true.isnan()
         return ranks, total.log() + largest - true / self._temperature
@@ -169,14 +165,9 @@ class RetrievalMetrics:
     def _scores(self, queries: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return _rounded(queries @ unit(weight.double()).t())
 
-    def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+    def _over_ranks(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         if self._group is not None:
-            dist.all_reduce(values, group=self._group)
-        return values
-
-    def _max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        if self._group is not None:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(values, op, group=self._group)
         return values
 
     def _own_rows(self) -> list[TableRows]:

@@ -64,14 +64,9 @@ def build_distributed_model(
 
 
 def require_rows_on_all_ranks(config: SequenceModelConfig, row_wise: Sequence[str], world_size: int) -> None:
-    """Raise ValueError where the row-wise tables of one width are all too short for the ranks.
+    """Raise ValueError where the `row_wise` tables of one width are all too short for the ranks.
 
     TorchRec looks them up together. On CPU fbgemm takes a rank's share without any rows for one on a GPU.
-
-    Args:
-        config: of the model.
-        row_wise: names of the tables whose rows are dealt out; unknown ones are left to others.
-        world_size: ranks.
     """
     rows_by_width: dict[int, dict[str, int]] = {}
     for table in row_wise:

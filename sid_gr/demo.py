@@ -42,23 +42,12 @@ TITLE = "SID-GR on generated data with MovieLens-1M's format and lengths"
 class DemoOptions(demo.DemoOptions):
     """What the demo trains, and for how long."""
 
-    steps: int = 240
-    """Steps that are measured, each trained both ways; at most one epoch."""
-
-    batch_size: int = 8
-    """Users per rank and step."""
-
-    max_history_seqlen: int = 512
-    """The most ratings of a user; older ones are cut off."""
-
-    num_layers: int = 2
-    """Layers of the model, whose other dimensions are those of ModelArgs."""
-
-    codebook_sizes: tuple[int, ...] = (64, 64, 64)
-    """Codes of each hierarchy."""
-
-    run_dir: Path = Path("runs/demo-sid")
-    """Folder for the data, the folders of both runs, report.html and report.png."""
+    steps: int = 240  # steps that are measured, each trained both ways; at most one epoch
+    batch_size: int = 8  # users per rank and step
+    max_history_seqlen: int = 512  # the most ratings of a user; older ones are cut off
+    num_layers: int = 2  # layers of the model, whose other dimensions are those of ModelArgs
+    codebook_sizes: tuple[int, ...] = (64, 64, 64)  # codes of each hierarchy
+    run_dir: Path = Path("runs/demo-sid")  # folder for the data, the folders of both runs, report.html and report.png
 
     @property
     def map_path(self) -> Path:

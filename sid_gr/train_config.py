@@ -9,7 +9,7 @@ import tyro
 
 from commons.checks import require_at_least
 from commons.datasets.random.distribution import RANDOM_DATASETS
-from commons.datasets.sids.builders import DEFAULT_HISTORY_COLUMN
+from commons.datasets.sids.histories import DEFAULT_HISTORY_COLUMN
 from commons.datasets.sids.map import SIDMap
 from commons.datasets.sids.random import random_sid_map
 from commons.trainer import DatasetArgs, TrainerArgs
@@ -24,17 +24,12 @@ from sid_gr.model.config import HeadKind, SIDGRConfig
 class SIDArgs:
     """Semantic IDs of the items."""
 
-    map_path: str | None = None
-    """The map from items to SIDs, .parquet or .npy; random data need none."""
-
+    map_path: str | None = None  # the map from items to SIDs, .parquet or .npy; random data need none
+    # Codes of each hierarchy, the first one coarsest; those of the map.
     codebook_sizes: tuple[int, ...] = (500, 500, 500, 500)
-    """Codes of each hierarchy, the first one coarsest; those of the map."""
-
+    # List column of item ids in a parquet file of your own, data set "sid".
     history_column: str = DEFAULT_HISTORY_COLUMN
-    """List column of item ids in a parquet file of your own, data set "sid"."""
-
-    num_random_items: int = 10_000
-    """Items of random data without a map."""
+    num_random_items: int = 10_000  # items of random data without a map
 
     def __post_init__(self) -> None:
         require_at_least("num_random_items", self.num_random_items, 1)
@@ -60,32 +55,16 @@ class SIDArgs:
 class ModelArgs:
     """Dimensions of the model; the codebooks and the longest row follow from the data."""
 
-    hidden_size: int = 64
-    """Width of a token between layers, and of every embedding."""
-
-    num_layers: int = 4
-    """Transformer layers."""
-
-    num_attention_heads: int = 4
-    """Attention heads per layer."""
-
-    kv_channels: int | None = None
-    """Width of a head; hidden_size ÷ num_attention_heads if not given."""
-
-    ffn_hidden_size: int | None = None
-    """Width of the feed-forward block; 4 · hidden_size if not given."""
-
-    heads: HeadKind = "separate"
-    """A matrix for every hierarchy, or one for all."""
-
-    dropout: float = 0.0
-    """Probability with which an element of a block's output is dropped in training."""
-
-    init_method_std: float = 0.02
-    """Standard deviation of initial weights."""
-
+    hidden_size: int = 64  # width of a token between layers, and of every embedding
+    num_layers: int = 4  # transformer layers
+    num_attention_heads: int = 4  # attention heads per layer
+    kv_channels: int | None = None  # width of a head; hidden_size ÷ num_attention_heads if not given
+    ffn_hidden_size: int | None = None  # width of the feed-forward block; 4 · hidden_size if not given
+    heads: HeadKind = "separate"  # a matrix for every hierarchy, or one for all
+    dropout: float = 0.0  # probability with which an element of a block's output is dropped in training
+    init_method_std: float = 0.02  # standard deviation of initial weights
+    # Ranks that share one decoder; a divisor of the ranks and of the attention heads.
     tensor_model_parallel_size: int = 1
-    """Ranks that share one decoder; a divisor of the ranks and of the attention heads."""
 
     def decoder_config(self, *, codebook_sizes: tuple[int, ...], max_items: int) -> SIDGRConfig:
         """The model's own config.
@@ -104,27 +83,16 @@ class TrainConfig:
     evaluation the last item is.
     """
 
-    trainer: TrainerArgs
-    """How the model is trained."""
-
-    dataset: DatasetArgs
-    """What it is trained on."""
-
-    sid: SIDArgs = field(default_factory=SIDArgs)
-    """Semantic IDs of its items."""
-
-    model: ModelArgs = field(default_factory=ModelArgs)
-    """The model."""
-
-    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
-    """What trains it."""
-
+    trainer: TrainerArgs  # how the model is trained
+    dataset: DatasetArgs  # what it is trained on
+    sid: SIDArgs = field(default_factory=SIDArgs)  # semantic IDs of its items
+    model: ModelArgs = field(default_factory=ModelArgs)  # the model
+    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)  # what trains it
+    # Name of a batch shuffler, used with trainer.enable_balanced_shuffler; one of your own is registered by `imports`
+    # or by the entry point of an installed package.
     shuffler_type: str = "sid_gr"
-    """Name of a batch shuffler, used with trainer.enable_balanced_shuffler; one of your own is registered by `imports`
-    or by the entry point of an installed package."""
-
+    # Modules to import first on every rank, installed or in the working directory, such as one with a shuffler.
     imports: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
-    """Modules to import first on every rank, installed or in the working directory, such as one with a shuffler."""
 
     def __post_init__(self) -> None:
         require_shuffler(self.shuffler_type, self.imports)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import os
+import shutil
 import tarfile
 import tempfile
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from commons.datasets.public.raw_files import GENERATED_MARK
 
-# Fixed, so that the same contents give the same bytes.
-_TIME = 946_684_800
+_TIME = 946_684_800  # of every file, so that the same contents give the same bytes
 _MOST_USERS = 99_999_999
 
 
@@ -34,29 +33,32 @@ class GeneratedArchive:
         return self.num_interactions / self.num_users
 
 
-def readme(name: str, url: str, num_users: int, num_interactions: int, seed: int) -> str:
-    """What an archive says of itself; its first words are what the preprocessor knows generated data by."""
-    return (
-        f"{GENERATED_MARK}: this is not {name}.\n\nThe files have the format of {name} ({url}), and the lengths its\n"
-        "statistics. Users, items and feedback were drawn at random; none of them is real.\n\n"
-        f"users: {num_users}\ninteractions: {num_interactions}\nseed: {seed}\n"
-    )
-
-
-@contextlib.contextmanager
-def generated_archive(output: Path, top: str, *, num_users: int, seed: int) -> Iterator[Path]:
-    """The folder to write files into; they become an archive when the block ends without an error.
+def write_archive(
+    output: str | Path,
+    top: str,
+    url: str,
+    readme: str,
+    write: Callable[[Path, np.random.Generator], np.ndarray],
+    *,
+    num_users: int,
+    seed: int,
+) -> GeneratedArchive:
+    """Write files and pack them; the archive appears when it is complete.
 
     Args:
         output: a path that ends in `.zip` or `.tar.gz` becomes such a file, any other a folder.
         top: the folder that holds everything in a zip or tar file, such as "ml-20m".
-        num_users: that are to be drawn.
-        seed: of what is drawn.
+        url: of the published data.
+        readme: name of the file that says that the data are generated; the preprocessor knows them by its first words.
+        write: writes the files into a folder with a source of randomness; returns the length of every user's history.
+        num_users: to be drawn.
+        seed: of what is drawn; the same seed gives the same files.
 
     Raises:
         FileExistsError: something is at `output`.
         ValueError: `num_users` below 1 or above 99,999,999, or a negative seed.
     """
+    output = Path(output)
     if not 1 <= num_users <= _MOST_USERS:
         raise ValueError(
             f"num_users is {num_users}; an archive has at least one user, and user ids have at most eight digits: give "
@@ -68,35 +70,27 @@ def generated_archive(output: Path, top: str, *, num_users: int, seed: int) -> I
         raise FileExistsError(f"{output} exists and is not overwritten: remove it, or give another path")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as temporary:
-        contents, packed = Path(temporary, top), Path(temporary, "packed")
+        contents = Path(temporary, top)
         contents.mkdir()
-        yield contents
-        files = sorted(file for file in contents.rglob("*") if file.is_file())
-        if output.name.endswith(".zip"):
-            _pack_zip(packed, files, contents.parent)
-        elif output.name.endswith(".tar.gz"):
-            _pack_tar(packed, files, contents.parent)
-        else:
-            packed = contents
-        packed.rename(output)
+        lengths = write(contents, np.random.default_rng(seed))
+        (contents / readme).write_text(
+            f"{GENERATED_MARK}: this is not {top}.\n\nThe files have the format of {top} ({url}), and the lengths its\n"
+            "statistics. Users, items and feedback were drawn at random; none of them is real.\n\n"
+            f"users: {num_users}\ninteractions: {lengths.sum()}\nseed: {seed}\n"
+        )
+        for path in [contents, *contents.rglob("*")]:
+            os.utime(path, (_TIME, _TIME))
+        _packed(contents, output.name).rename(output)
+    return GeneratedArchive(output, num_users, int(lengths.sum()), int(lengths.max()))
 
 
-def _pack_zip(target: Path, files: list[Path], root: Path) -> None:
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in files:
-            os.utime(file, (_TIME, _TIME))
-            archive.write(file, file.relative_to(root))
-
-
-def _pack_tar(target: Path, files: list[Path], root: Path) -> None:
-    with (
-        target.open("wb") as file,
-        # Level 1: packing takes most of the time otherwise. No name and no time in the header.
-        gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as packed,
-        tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
-    ):
-        for member in files:
-            info = tarfile.TarInfo(str(member.relative_to(root)))
-            info.size, info.mtime = member.stat().st_size, _TIME
-            with member.open("rb") as source:
-                archive.addfile(info, source)
+def _packed(contents: Path, name: str) -> Path:
+    """The archive of a folder, or the folder itself, by the ending of a name."""
+    if name.endswith(".zip"):
+        return Path(shutil.make_archive(str(contents.with_name("packed")), "zip", contents.parent, contents.name))
+    if not name.endswith(".tar.gz"):
+        return contents
+    packed = contents.with_name("packed.tar.gz")
+    with tarfile.open(packed, "w:gz", compresslevel=1) as archive:  # a higher level takes most of the time
+        archive.add(contents, contents.name)
+    return packed

@@ -1,4 +1,4 @@
-"""Random histories, as many as wanted: what the writers of large archives draw from.
+"""Random events of users, as many as wanted: what the writers of large archives put into their formats.
 
 Lengths follow published quantiles; items are drawn by a popularity that falls with their rank. Users are drawn in
 chunks: memory does not grow with their number.

@@ -15,8 +15,13 @@ from commons.console import print_summary
 from commons.datasets.public.registry import PUBLIC_DATASETS
 from commons.datasets.sequences.file import SequenceFile
 from commons.datasets.sids.assignment import assign_sids
-from commons.datasets.sids.builders import DEFAULT_HISTORY_COLUMN
-from commons.datasets.sids.histories import Histories, ParquetHistories, PreprocessedHistories, history_chunks
+from commons.datasets.sids.histories import (
+    DEFAULT_HISTORY_COLUMN,
+    Histories,
+    ParquetHistories,
+    PreprocessedHistories,
+    history_chunks,
+)
 from commons.datasets.sids.map import SIDMap, is_sid_map
 
 

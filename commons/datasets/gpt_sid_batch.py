@@ -13,12 +13,13 @@ codebook serves both keys. Labels are codes, since a head scores one codebook.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from commons.datasets.hstu_batch import padded_kjt
+from commons.datasets.hstu_batch import padded_kjt, real_rows_of
 from commons.datasets.random.distribution import RandomDistribution
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.open_batch import real_rows
@@ -30,19 +31,13 @@ LABEL_NAME = "code"
 
 
 def codebook_offsets(codebook_sizes: Sequence[int]) -> list[int]:
-    """The id of every hierarchy's code 0: the codes of all hierarchies before it.
-
-    Args:
-        codebook_sizes: codes of each hierarchy, the first one coarsest.
+    """The id of every hierarchy's code 0: the codes of all hierarchies before it, the first one coarsest.
 
     >>> codebook_offsets([500, 500, 20])
     [0, 500, 1000]
 
     """
-    offsets = [0]
-    for size in codebook_sizes[:-1]:
-        offsets.append(offsets[-1] + size)
-    return offsets
+    return [0, *itertools.accumulate(codebook_sizes[:-1])]
 
 
 @register_batch_type
@@ -144,14 +139,10 @@ class GPTSIDBatch(BaseBatch):
         return self.feature_to_max_seqlen[self.candidate_feature_name] // self.num_hierarchies
 
     def sequence_lengths(self) -> torch.Tensor:
-        """Tokens that the decoder computes per row, on the batch's device; nothing is read back from it.
+        """Tokens that the decoder computes per row, int64 `(batch_size,)`, on the batch's device, without reading it.
 
         They are BOS and all codes but a row's last one, which predicts nothing, where there are candidates. Padding
         rows have none.
-
-        Returns:
-            int64 `(batch_size,)`.
-
         """
         candidates = self.code_lengths(self.candidate_feature_name)
         tokens = 1 + self.code_lengths(self.history_feature_name) + candidates - (candidates > 0).to(torch.int64)
@@ -201,13 +192,7 @@ class GPTSIDBatch(BaseBatch):
                 `sids` of another shape, or fields that make no GPTSIDBatch.
 
         """
-        num_real = batch_size if actual_batch_size is None else actual_batch_size
-        num_hierarchies = len(codebook_sizes)
-        if batch_size < 1 or not 0 <= num_real <= batch_size:
-            raise ValueError(
-                f"batch_size is {batch_size}, actual_batch_size is {actual_batch_size}; a batch has at least one row "
-                "and real rows are counted within it: give 1 <= batch_size and 0 <= actual_batch_size <= batch_size"
-            )
+        num_real, num_hierarchies = real_rows_of(batch_size, actual_batch_size), len(codebook_sizes)
         for name, most in (("max_history_length", max_history_length), ("max_candidate_length", max_candidate_length)):
             if most < 0:
                 raise ValueError(f"{name} is {most}; a length is not negative: raise it")
@@ -258,20 +243,8 @@ class GPTSIDBatch(BaseBatch):
     ) -> GPTSIDBatch:
         """A batch of random items with known lengths, on the device of the generator.
 
-        Args:
-            history: int64 `(num_real_rows,)`, items of every history.
-            candidates: int64 `(num_real_rows,)`, candidates of every row.
-            codebook_sizes: codes of each hierarchy.
-            history_feature_name: see GPTSIDBatch.
-            candidate_feature_name: see GPTSIDBatch.
-            batch_size: rows, padding included; no padding if not given.
-            sids: as for `random`.
-            with_labels: give the batch labels.
-            generator: as for `random`.
-
-        Raises:
-            ValueError: as GPTSIDBatch.
-
+        `history` and `candidates` are their items in every row, int64 `(num_real_rows,)`; without `batch_size` there is
+        no padding. Other arguments and errors as those of `random`.
         """
         num_hierarchies = len(codebook_sizes)
         batch_size = history.numel() if batch_size is None else batch_size

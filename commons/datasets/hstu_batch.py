@@ -26,23 +26,16 @@ __all__ = ["FeatureConfig", "HSTUBatch", "RandomDistribution"]
 class FeatureConfig:
     """Random features that share one draw of lengths.
 
-    Attributes:
-        feature_names: names of the features.
-        max_item_ids: for each name, the number of ids: ids are drawn from `[0, max_item_id)`.
-        max_sequence_length: the longest sequence; for the item feature it bounds history and candidates together.
-        is_jagged: False gives every row `max_sequence_length` tokens.
-        seqlen_dist: distribution of jagged lengths, clipped to `max_sequence_length`; uniform on
-            `[0, max_sequence_length]` if not given.
-
     Raises:
         ValueError: no names, not one maximum per name, a maximum below 1 or a negative length.
 
     """
 
     feature_names: list[str]
-    max_item_ids: list[int]
-    max_sequence_length: int
-    is_jagged: bool
+    max_item_ids: list[int]  # for each name, the number of ids: ids are drawn from `[0, max_item_id)`
+    max_sequence_length: int  # the longest sequence; of the item feature, history and candidates together
+    is_jagged: bool  # False gives every row `max_sequence_length` tokens
+    # Distribution of jagged lengths, clipped to `max_sequence_length`; None for uniform on `[0, max_sequence_length]`.
     seqlen_dist: RandomDistribution | None = None
 
     def __post_init__(self) -> None:
@@ -71,12 +64,6 @@ class FeatureConfig:
 class HSTUBatch(BaseBatch):
     """A batch of user sequences for HSTU.
 
-    Attributes:
-        item_feature_name: key of the items: history, then candidates.
-        action_feature_name: key of the actions, one per item; None where there are none.
-        max_num_candidates: the most candidates a row may have; 0 where there are none.
-        num_candidates: int64 `(batch_size,)`: the last `num_candidates[r]` items of row r are candidates.
-
     Labels of random and real batches are a KeyedJaggedTensor of float32 with keys task_0, task_1, …: one label per
     candidate, or one per item where there are no candidates.
 
@@ -89,9 +76,12 @@ class HSTUBatch(BaseBatch):
 
     host_fields: ClassVar[tuple[str, ...]] = ("num_candidates",)
 
-    item_feature_name: str = field(kw_only=True)
+    item_feature_name: str = field(kw_only=True)  # key of the items: history, then candidates
+    # Key of the actions, one per item; None where there are none.
     action_feature_name: str | None = field(default=None, kw_only=True)
+    # The most candidates a row may have; 0 where there are none.
     max_num_candidates: int = field(default=0, kw_only=True)
+    # int64 `(batch_size,)`: the last `num_candidates[r]` items of row r are candidates.
     num_candidates: torch.Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -192,13 +182,9 @@ class HSTUBatch(BaseBatch):
         return sum(sums[1:], sums[0]) if sums else lengths.new_zeros(self.batch_size, dtype=torch.int64)
 
     def host_sequence_lengths(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Contextual tokens, items and candidates per row on the host; as `host_lengths`.
+        """Contextual tokens, items (candidates among them) and candidates per row on the host; as `host_lengths`.
 
-        Returns:
-            int64 `(batch_size,)`: contextual tokens.
-            int64 `(batch_size,)`: items, candidates among them.
-            int64 `(batch_size,)`: candidates, none where `max_num_candidates` is 0.
-
+        Int64 `(batch_size,)` each; no candidates where `max_num_candidates` is 0.
         """
         items, *contextual = self.host_lengths(self.item_feature_name, *self.contextual_feature_names)
         candidates = self.host_values("num_candidates") if self.max_num_candidates > 0 else np.zeros_like(items)
@@ -227,10 +213,10 @@ class HSTUBatch(BaseBatch):
         Args:
             batch_size: rows, padding included.
             feature_configs: names, ids and lengths of the features; items and actions share a config.
-            item_feature_name: see HSTUBatch.
-            contextual_feature_names: see HSTUBatch.
-            action_feature_name: see HSTUBatch.
-            max_num_candidates: see HSTUBatch.
+            item_feature_name: as the fields of HSTUBatch, the next three too.
+            contextual_feature_names: see there.
+            action_feature_name: see there.
+            max_num_candidates: see there.
             num_tasks: keys of the labels; None for a batch without labels.
             actual_batch_size: rows that are no padding; all if not given.
             device: where the batch is put.
@@ -244,12 +230,7 @@ class HSTUBatch(BaseBatch):
                 that make no HSTUBatch.
 
         """
-        num_real = batch_size if actual_batch_size is None else actual_batch_size
-        if batch_size < 1 or not 0 <= num_real <= batch_size:
-            raise ValueError(
-                f"batch_size is {batch_size}, actual_batch_size is {actual_batch_size}; a batch has at least one row "
-                "and real rows are counted within it: give 1 <= batch_size and 0 <= actual_batch_size <= batch_size"
-            )
+        num_real = real_rows_of(batch_size, actual_batch_size)
         if num_tasks is not None and num_tasks < 1:
             raise ValueError(
                 f"num_tasks is {num_tasks}; labels have at least one task: raise it, or give None for none"
@@ -300,17 +281,21 @@ class HSTUBatch(BaseBatch):
         return batch.to(torch.device(device))
 
 
+def real_rows_of(batch_size: int, actual_batch_size: int | None) -> int:
+    """Rows of a random batch that are no padding; ValueError where a batch cannot have so many."""
+    num_real = batch_size if actual_batch_size is None else actual_batch_size
+    if batch_size < 1 or not 0 <= num_real <= batch_size:
+        raise ValueError(
+            f"batch_size is {batch_size}, actual_batch_size is {actual_batch_size}; a batch has at least one row and "
+            "real rows are counted within it: give 1 <= batch_size and 0 <= actual_batch_size <= batch_size"
+        )
+    return num_real
+
+
 def padded_kjt(values: dict[str, torch.Tensor], lengths: dict[str, torch.Tensor], batch_size: int) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor with empty rows behind the given ones.
+    """A KeyedJaggedTensor over `batch_size` rows, empty ones behind the given ones, that knows `length_per_key`.
 
-    Args:
-        values: by key, `(sum of its lengths,)`; one dtype for all.
-        lengths: by key, int64 `(num_rows,)` with `num_rows <= batch_size`.
-        batch_size: rows of the result.
-
-    Returns:
-        A KeyedJaggedTensor over `batch_size` rows that knows `length_per_key`.
-
+    By key, `values` are `(sum of its lengths,)`, one dtype for all, and `lengths` int64 `(num_rows,)`.
     """
     padded = [torch.nn.functional.pad(row, (0, batch_size - row.numel())) for row in lengths.values()]
     return KeyedJaggedTensor(
@@ -323,13 +308,7 @@ def padded_kjt(values: dict[str, torch.Tensor], lengths: dict[str, torch.Tensor]
 
 
 def outline_kjt(lengths: dict[str, torch.Tensor], dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor of the right lengths whose values, all zero, take no memory.
-
-    Args:
-        lengths: by key, int64 `(num_rows,)`.
-        dtype: of the values.
-
-    """
+    """A KeyedJaggedTensor of lengths, by key int64 `(num_rows,)`, whose values, all zero, take no memory."""
     per_key = [int(row.sum()) for row in lengths.values()]
     return KeyedJaggedTensor(
         keys=list(lengths),

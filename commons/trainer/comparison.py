@@ -3,10 +3,9 @@
     recipe ─► as loaded: TorchRec's pipeline        ─► <run_dir>/as-loaded  ─┐
            └► balanced: `balanced(...)` of the same ─► <run_dir>/balanced   ─┴► evenrank report
 
-Each side leaves the folder of a run, as any training does, with a line of the log for every measured step. A step is
-measured from a barrier to a barrier, with everything the shuffler does: the balanced side also waits for its worker
-thread, so that none of its work hides in the other side's step. The side that goes first changes with every step, so
-that a machine that drifts changes both.
+Each side leaves a run folder with a line of the log for every measured step. A step is measured from a barrier to a
+barrier; the balanced side also waits for its worker thread, so that none of its work hides in the other side's step.
+The side that goes first changes with every step, so that a machine that drifts changes both.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
 from tqdm import tqdm
 
@@ -44,11 +42,7 @@ AS_LOADED, BALANCED = "as-loaded", "balanced"
 class Side:
     """One of the two ways to train: a replica of the model, its pipeline, its batches, and the folder of its run.
 
-    Args:
-        recipe: of the model.
-        num_steps: batches to train.
-        shuffler: balances; None for TorchRec's own pipeline.
-        run_dir: its folder; what an earlier comparison has left there is replaced.
+    `shuffler` is None for TorchRec's own pipeline. What an earlier comparison left in `run_dir` is replaced.
     """
 
     def __init__(
@@ -83,11 +77,7 @@ class Side:
             yield batch
 
     def train_step(self, *, is_measured: bool) -> dict[str, Any]:
-        """Train one batch until all ranks have, and the shuffler is idle; returns the numbers of its line of the log.
-
-        Args:
-            is_measured: whether the line is written.
-        """
+        """Train one batch until all ranks have, and the shuffler is idle; returns its line of the log."""
         dist.barrier()
         self._meter.begin()
         output = self.pipeline.progress(self._batches)
@@ -138,20 +128,7 @@ def compare(recipe: Recipe, run_dir: Path, *, steps: int, warmup_steps: int) -> 
     Raises:
         ValueError: fewer batches than are needed to measure a step.
     """
-    num_steps = available_steps(recipe.loaders[0], warmup_steps, steps, recipe)
-    shuffler, eval_shuffler = recipe.build_shuffler(balances=True), IdentityBalancedBatchShuffler()
-    as_loaded = Side(recipe, num_steps, None, run_dir / AS_LOADED)
-    sides = as_loaded, Side(recipe, num_steps, shuffler, run_dir / BALANCED)
-    train_both(*sides, warmup_steps, num_steps)
-    for side in sides:
-        side.finish(eval_shuffler)
-    for used in (eval_shuffler, shuffler):
-        used.close()
-
-
-def available_steps(loader: DataLoader[Any], warmup_steps: int, steps: int, recipe: Recipe) -> int:
-    """Steps to train: as many as `steps`, or as every rank has full batches in an epoch of its loader."""
-    shortest = torch.tensor(len(loader), device=recipe.device)
+    shortest = torch.tensor(len(recipe.loaders[0]), device=recipe.device)
     all_reduce(shortest, "count of batches", op=dist.ReduceOp.MIN)
     num_steps = min(warmup_steps + steps, int(shortest))
     if num_steps <= warmup_steps:
@@ -159,25 +136,27 @@ def available_steps(loader: DataLoader[Any], warmup_steps: int, steps: int, reci
             f"the data have {int(shortest)} full batches of {recipe.batch_size} users per rank, warmup_steps is "
             f"{warmup_steps}; at least one step is measured: lower batch_size or raise num_users"
         )
-    return num_steps
-
-
-def train_both(unbalanced: Side, balanced_side: Side, warmup_steps: int, num_steps: int) -> None:
-    """Train every batch both ways, in turn."""
-    order = [unbalanced, balanced_side]
+    shuffler, eval_shuffler = recipe.build_shuffler(balances=True), IdentityBalancedBatchShuffler()
+    as_loaded = Side(recipe, num_steps, None, run_dir / AS_LOADED)
+    evened = Side(recipe, num_steps, shuffler, run_dir / BALANCED)
+    order = [as_loaded, evened]
     with tqdm(total=num_steps, desc="train both ways", unit="step", disable=dist.get_rank() != 0) as progress:
         for step in range(num_steps):
             lines = {side: side.train_step(is_measured=step >= warmup_steps) for side in order}
             order.reverse()
             progress.set_postfix(
                 {
-                    "unbalanced": f"{lines[unbalanced]['step_ms']:.0f} ms",
-                    "balanced": f"{lines[balanced_side]['step_ms']:.0f} ms",
-                    "loss": f"{lines[balanced_side]['loss']:.4f}",
+                    "unbalanced": f"{lines[as_loaded]['step_ms']:.0f} ms",
+                    "balanced": f"{lines[evened]['step_ms']:.0f} ms",
+                    "loss": f"{lines[evened]['loss']:.4f}",
                 },
                 refresh=False,
             )
             progress.update()
+    for side in (as_loaded, evened):
+        side.finish(eval_shuffler)
+    for used in (eval_shuffler, shuffler):
+        used.close()
 
 
 def describe_machine(device: torch.device) -> str:

@@ -31,12 +31,6 @@ def train_and_eval_loaders(
     Tensor-parallel peers load the same batches: the ranks that share the data are those of the data-parallel group.
     With single_rank_load the training loader has the batches of all these ranks together, for `rank0_loader`.
 
-    Args:
-        dataset: what is loaded.
-        trainer: batch sizes and seed.
-        device: of this rank.
-        options: further arguments of the data set.
-
     Raises:
         KeyError: an unknown data set.
         FileNotFoundError: no file at dataset_path.
@@ -90,13 +84,7 @@ def rank0_loader(
     """This rank's batches out of those that the first rank loads for all; a collective call.
 
     Row i goes to rank `i mod ranks`, as where every rank loads its own rows, or with balance_batch where it evens the
-    work.
-
-    Args:
-        train_loader: batches of all ranks together; read on the first rank; the others use its length and its sampler.
-        trainer: settings.
-        device: of this rank.
-        get_workloads: what the rows of a batch cost, such as a shuffler's.
+    work, which `get_workloads` counts. The other ranks use the length and the sampler of their own `train_loader`.
     """
     return SingleRankLoader(
         train_loader, get_workloads if trainer.balancing == "rank 0" else None, pin_memory=device.type == "cuda"
@@ -114,15 +102,9 @@ def balanced_loader(
     Every rank computes the workloads of all rows by the shuffler, from the data set's outlines, and so plans the same.
     Beside the loader it returns the loads that the same rows would have, dealt to the ranks in turn.
 
-    Args:
-        train_loader: of this rank.
-        dataset: how the data is read.
-        trainer: batch size, window or budget, and the cap on tokens of `shuffler`.
-        shuffler: computes the workloads.
-
     Raises:
-        ValueError: data whose lengths are not known beforehand; a row above the cap on tokens; without drop_last,
-            fewer rows than ranks.
+        ValueError: data whose lengths are not known beforehand; a row above the shuffler's cap on tokens; without
+            drop_last, fewer rows than ranks.
     """
     data: Any = train_loader.dataset
     if not hasattr(data, "outlines") or not isinstance(train_loader, ResumableLoader):
@@ -147,12 +129,7 @@ def balanced_loader(
     }
     sampler: PlannedSampler
     if trainer.budget_per_rank is None:
-        sampler = BalancedBatchSampler(
-            workloads,
-            trainer.train_batch_size,
-            window=trainer.shuffle_window,
-            **options,
-        )
+        sampler = BalancedBatchSampler(workloads, trainer.train_batch_size, window=trainer.shuffle_window, **options)
     else:
         budget = max(1, round(trainer.budget_per_rank * float(workloads.mean())))
         sampler = BudgetBatchSampler(workloads, budget_per_rank=budget, max_rows=trainer.train_batch_size, **options)

@@ -33,35 +33,16 @@ from commons.trainer.torchrun import torchrun
 class DemoOptions:
     """What a demo trains both ways, and for how long."""
 
-    steps: int = 80
-    """Steps that are measured, each trained both ways; at most one epoch."""
-
-    warmup_steps: int = 4
-    """Steps before them, trained but not measured."""
-
-    batch_size: int = 16
-    """Users per rank and step."""
-
-    max_history_seqlen: int = 1024
-    """The most items of a user; older ones are cut off."""
-
-    num_layers: int = 4
-    """Layers of the model, whose other dimensions are those of ModelArgs."""
-
-    num_users: int = 6040
-    """Users to generate; the default is the number in MovieLens-1M."""
-
-    run_dir: Path = Path("runs/demo")
-    """Folder for the data, the folders of both runs, report.html and report.png."""
-
-    seed: int = 1234
-    """Seed of the data, their order and the weights."""
-
-    device: DeviceType = "auto"
-    """Where ranks run; "auto" takes GPUs if there are two or more, else two CPU ranks."""
-
-    quick: bool = False
-    """A few steps on few users, to see it work; its speed-up means nothing."""
+    steps: int = 80  # steps that are measured, each trained both ways; at most one epoch
+    warmup_steps: int = 4  # steps before them, trained but not measured
+    batch_size: int = 16  # users per rank and step
+    max_history_seqlen: int = 1024  # the most items of a user; older ones are cut off
+    num_layers: int = 4  # layers of the model, whose other dimensions are those of ModelArgs
+    num_users: int = 6040  # users to generate; the default is the number in MovieLens-1M
+    run_dir: Path = Path("runs/demo")  # folder for the data, the folders of both runs, report.html and report.png
+    seed: int = 1234  # seed of the data, their order and the weights
+    device: DeviceType = "auto"  # where ranks run; "auto" takes GPUs if there are two or more, else two CPU ranks
+    quick: bool = False  # a few steps on few users, to see it work; its speed-up means nothing
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "max_history_seqlen", "num_layers", "num_users"):
@@ -77,42 +58,23 @@ class DemoOptions:
         return self.run_dir / "data"
 
     def training_config(self, config_class: type[Any], path: str) -> Any:
-        """The training config of a file, on the demo's data and with the demo's sizes, seed and folder.
-
-        Args:
-            config_class: of the model; see `Recipe.config_class`.
-            path: of the file.
-
-        Raises:
-            FileNotFoundError, ValueError: as `load_config_file`.
-        """
+        """The training config of a file, on the demo's data and with the demo's sizes, seed and folder."""
         config = load_config_file(config_class, path)
+        size = self.batch_size
+        trainer = {"train_batch_size": size, "eval_batch_size": size, "run_dir": str(self.run_dir), "seed": self.seed}
+        dataset = {"max_history_seqlen": self.max_history_seqlen, "dataset_path": str(self.data_dir)}
         return replace(
             config,
-            trainer=replace(
-                config.trainer,
-                train_batch_size=self.batch_size,
-                eval_batch_size=self.batch_size,
-                run_dir=str(self.run_dir),
-                seed=self.seed,
-            ),
-            dataset=replace(
-                config.dataset,
-                max_history_seqlen=self.max_history_seqlen,
-                dataset_path=str(self.data_dir),
-                drop_last=True,
-            ),
+            trainer=replace(config.trainer, **trainer),
+            dataset=replace(config.dataset, **dataset, drop_last=True),
             model=replace(config.model, num_layers=self.num_layers),
         )
 
 
 def start_ranks(module: str, options: DemoOptions, data: str) -> None:
-    """Start this program's command line on ranks, wait for them, and report; ends the program if one fails.
+    """Run `module` on ranks with this program's command line, wait for them, and report; exits if one fails.
 
-    Args:
-        module: to run.
-        options: of the demo.
-        data: a line about its data.
+    `data` is a line about the demo's data.
     """
     console = make_console()
     console.print(data)
@@ -179,11 +141,7 @@ def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
 
 
 def choose_ranks(device: DeviceType) -> tuple[int, str]:
-    """Number of ranks, and a line about it.
-
-    Raises:
-        ValueError: "cuda" without a GPU.
-    """
+    """Number of ranks, and a line about it; ValueError for "cuda" without a GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and num_gpus == 0:
         raise ValueError("device is 'cuda', this machine has no GPU; choose 'auto' or 'cpu'")

@@ -59,7 +59,8 @@ class Epochs:
         self._loader = loader
         self._args = args
         self._shuffler = shuffler
-        self._sampler = _sampler_of(loader)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
         # A user's own sampler may be anything that gives items.
         self._epoch_sampler = self._sampler if isinstance(self._sampler, EpochSampler) else None
         self._rows_per_step = args.train_batch_size * dist.get_world_size(resolve_process_group())
@@ -75,14 +76,9 @@ class Epochs:
             _require_equal(self._identity(), device)
 
     def open(self, epoch: int, start: Place) -> Iterator[Any]:
-        """The batches of an epoch from a place on; called on all ranks together.
+        """The batches of an epoch, counted from 0, from a place on; called on all ranks together.
 
-        The loader leaves the random states of this process alone: it draws more or less often where a run has just been
-        resumed.
-
-        Args:
-            epoch: from 0.
-            start: where to begin.
+        Random states stay as they are: the loader draws more or less often where a run has just been resumed.
 
         Raises:
             ValueError: the sampler cannot begin within an epoch.
@@ -119,8 +115,8 @@ class Epochs:
     def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
         """Rows of every step from a place on, over all ranks; without end where they are not known.
 
-        A window that is exchanged has as many steps and rows as the loader; how many of its rows share a step is known
-        when it is there, and is asked of the windows that are open by then.
+        An exchanged window has as many steps and rows as the loader; how many rows each of its steps has is known once
+        the window is open.
         """
         if self._epoch_sampler is None:
             return itertools.repeat(self._rows_per_step)
@@ -198,11 +194,6 @@ class Epochs:
                 "resuming needs a sampler with start_at(row): use one of commons.datasets.samplers.epoch"
             )
         self._sampler.start_at(*(start if start.steps else start[:1]))
-
-
-def _sampler_of(loader: DataLoader[Any] | SingleRankLoader) -> Any:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
 
 
 def _require_equal(identity: dict[str, Any], device: torch.device) -> None:

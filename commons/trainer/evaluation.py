@@ -41,9 +41,6 @@ class Evaluations:
         batches: host batches of this rank, iterated once per evaluation; None for no evaluation.
         metrics: what to measure besides the loss.
         device: of this rank.
-
-    Attributes:
-        results: of the latest one, by their names in the log.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class Evaluations:
         self._metrics = metrics
         self._device = device
         self._evaluated_at = -1
-        self.results: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}  # of the latest one, by their names in the log
 
     @property
     def enabled(self) -> bool:
@@ -80,15 +77,11 @@ class Evaluations:
     def evaluate(self, step: int, model: torch.nn.Module, training: Any, stop: StopSignal) -> bool:
         """Evaluate the state after a step; a collective call, which leaves the random states as they were.
 
-        Args:
-            step: that step.
-            model: left in evaluation mode.
-            training: the pipeline that trains it, without batches in flight; its changes to the model are undone
-                meanwhile, where it has some.
-            stop: ends the evaluation early.
+        Meanwhile `training`, the pipeline that trains the model, has no batch in flight, and its changes to the model
+        are undone. The model is left in evaluation mode.
 
         Returns:
-            Whether there are results; not if it was stopped.
+            Whether there are results; not if `stop` has ended the evaluation early.
         """
         if hasattr(training, "detach"):
             training.detach()
@@ -110,11 +103,11 @@ def evaluate(
     device: torch.device,
     stop: StopSignal | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a model on the batches of all ranks; a collective call.
+    """Evaluate a model on the batches of all ranks; a collective call, after which it is in evaluation mode.
 
     Args:
         pipeline: a balanced pipeline over `model` without batches in flight; no other pipeline is attached to it.
-        model: left in evaluation mode.
+        model: the model.
         batches: host batches of this rank; ranks may have different numbers of them.
         metrics: what to measure besides the loss; reset afterwards.
         device: of this rank.
@@ -163,12 +156,7 @@ class TopKMetric(NamedTuple):
 
 
 def parse_top_k_metric(name: str, kinds: Sequence[str], purpose: str) -> TopKMetric:
-    """Read a name such as "NDCG@10".
-
-    Args:
-        name: of the metric; "HitRate" is another name of "HR".
-        kinds: metrics that there are.
-        purpose: what they judge, for the error.
+    """Read a name such as "NDCG@10" of one of the metrics `kinds`; `purpose` is what they judge, for the error.
 
     Raises:
         ValueError: another form, or another kind.

@@ -4,8 +4,7 @@
                                      │ the pipeline drains, all ranks at once
                                      └► checkpoint ─► eval loader ─► eval pipeline ─► metrics
 
-Both pipelines drive one model, so only one may have batches in flight. A segment is an iterator of its own that ends
-before the next evaluation: its last batch is trained before the model changes hands, and none is lost.
+Both pipelines drive one model, so only one may have batches in flight: a segment ends before the next evaluation.
 """
 
 from __future__ import annotations
@@ -360,10 +359,7 @@ class TrainingLoop:
         return self._has_trained_all(self._step) or self._may_stop_after(self._step)
 
     def _total_steps(self, start: Place) -> int:
-        """Steps of the run, those before a checkpoint included; ranks with fewer batches go on with the others.
-
-        Where the steps of later epochs, or the rows of steps to come, may differ, as many as there will be about.
-        """
+        """Steps of the run, those before a checkpoint included; an estimate where steps differ in their rows."""
         batches = torch.tensor(len(self._train_loader), device=self._device)
         all_reduce(batches, "count of batches", op=dist.ReduceOp.MAX)
         rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())

@@ -38,38 +38,25 @@ class Recipe(ABC):
     """A model, its data and its costs, by a config; it is a `commons.perf_model.measurement.CostTarget` too.
 
     A model's own recipe defines `config_class`, `task`, `row_tokens` and `build_model`; for `evenrank calibrate` also
-    `single_process_model` and `make_batch`. What else it overrides is up to it.
-
-    Args:
-        config: an instance of `config_class`.
-        device: of this rank, or of the one process.
-
-    Attributes:
-        config_class: a dataclass with the fields `trainer` (TrainerArgs), `dataset` (DatasetArgs), `optimizer`
-            (OptimizerArgs) and `shuffler_type`, the name of a registered shuffler; and whatever else the model needs.
-        batch_size: rows per rank in training.
-        max_length: the most items of a history.
-        compute_dtype: of the matrix products, for MFU.
-        loss_scaler: of a model that scales its loss; None for none.
+    `single_process_model` and `make_batch`. What else it overrides is up to it. `device` is this rank's, or the one
+    process's.
     """
 
+    # A dataclass with the fields `trainer` (TrainerArgs), `dataset` (DatasetArgs), `optimizer` (OptimizerArgs) and
+    # `shuffler_type`, the name of a registered shuffler; and whatever else the model needs.
     config_class: ClassVar[type[Any]]
-    compute_dtype: torch.dtype = torch.float32
-    loss_scaler: LossScaler | None = None
+    compute_dtype: torch.dtype = torch.float32  # of the matrix products, for MFU
+    loss_scaler: LossScaler | None = None  # of a model that scales its loss
 
     def __init__(self, config: Any, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.batch_size: int = config.trainer.train_batch_size
-        self.max_length: int = config.dataset.max_history_seqlen
+        self.batch_size: int = config.trainer.train_batch_size  # rows per rank in training
+        self.max_length: int = config.dataset.max_history_seqlen  # the most items of a history
 
     @classmethod
     def load(cls: type[R], path: Path, device: torch.device) -> R:
-        """The recipe of a config file, for one process.
-
-        Raises:
-            FileNotFoundError, ValueError: as `load_config_file`.
-        """
+        """The recipe of a config file, for one process; raises as `load_config_file`."""
         return cls(load_config_file(cls.config_class, path), device)
 
     # What a row costs.
@@ -150,10 +137,7 @@ class Recipe(ABC):
         return {}
 
     def build_shuffler(self, *, balances: bool) -> BaseTaskBalancedBatchShuffler:
-        """The shuffler that the config names, with the run's options, or the one that moves nothing.
-
-        Args:
-            balances: False for the one that moves nothing.
+        """The shuffler that the config names, with the run's options; with `balances` False one that moves nothing.
 
         Raises:
             KeyError: an unknown name.
@@ -171,11 +155,7 @@ class Recipe(ABC):
     # Costs, in one process.
 
     def single_process_model(self) -> nn.Module:
-        """The whole model in this process, on its device.
-
-        Raises:
-            ValueError: the recipe does not define it.
-        """
+        """The whole model in this process, on its device; ValueError where the recipe does not define it."""
         raise ValueError(f"{type(self).__name__} has no single_process_model, which is what is measured: define it")
 
     def make_batch(self, lengths: Sequence[int]) -> Any:

@@ -24,21 +24,14 @@ from commons.trainer.run_folder import open_run_folder
 def train_as_rank(recipe_class: type[Recipe], *, prog: str, description: str | None) -> TrainSummary:
     """One rank of a run that torchrun started with a config and flags: what a model's training script calls.
 
-    Args:
-        recipe_class: the model.
-        prog: name of the script, for the help.
-        description: what it does, with examples, for the help.
+    `prog` is the name of the script, `description` what it does, with examples, both for the help.
     """
     config = load_config(recipe_class.config_class, sys.argv[1:], prog=prog, description=description)
     return train(recipe_class, config, logs_to_file=True)
 
 
 def train(
-    recipe_class: type[Recipe],
-    config: Any,
-    *,
-    ranks: RankInfo | None = None,
-    logs_to_file: bool = False,
+    recipe_class: type[Recipe], config: Any, *, ranks: RankInfo | None = None, logs_to_file: bool = False
 ) -> TrainSummary:
     """One rank of a run, for any launcher and any script; called on all ranks together.
 
@@ -85,16 +78,14 @@ def run_training(recipe: Recipe) -> TrainSummary:
         for line in recipe.notes():
             make_console(highlight=False).print(line)
     model = recipe.build_model()
-    balances_evaluation = args.enable_balanced_shuffler and args.shuffle_eval
     optimizer, metrics = recipe.build_optimizer(model), recipe.metrics(model)
     shuffler = recipe.build_shuffler(balances=args.balancing != "none")
-    eval_shuffler = None if eval_loader is None else recipe.build_shuffler(balances=balances_evaluation)
-    in_turn = None
+    eval_shuffler = None if eval_loader is None else recipe.build_shuffler(balances=args.shuffle_eval)
+    in_turn, dealt_out = None, None
     if args.balancing in ("sampler", "budget"):
         train_loader, in_turn = balanced_loader(train_loader, recipe.config.dataset, args, shuffler)
-    dealt_out = (
-        rank0_loader(train_loader, args, recipe.device, shuffler.get_workloads) if args.single_rank_load else None
-    )
+    elif args.single_rank_load:
+        dealt_out = rank0_loader(train_loader, args, recipe.device, shuffler.get_workloads)
     loop = TrainingLoop(
         args,
         model=model,

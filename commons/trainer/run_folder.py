@@ -26,12 +26,7 @@ from commons.trainer.ranks.errors import log_to_file
 
 
 def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:
-    """Let a run have its folder, and write config.json there; called on all ranks.
-
-    Args:
-        config: a dataclass with `trainer`, the settings of the run.
-        device: of this rank.
-        logs_to_file: let logging go there from here on.
+    """Let a run have its folder, write config.json there and, with `logs_to_file`, log there; called on all ranks.
 
     Raises:
         ValueError: the folder holds a run, or cannot be written.
@@ -54,10 +49,9 @@ def write_config(config: Any, run_dir: str | Path) -> None:
 
 
 def require_run_folder(args: TrainerArgs, device: torch.device) -> None:
-    """Raise ValueError on all ranks if the folder holds a run that this one does not go on with.
+    """Raise ValueError on all ranks if the folder holds a run that this one does not go on with; rank 0 looks.
 
-    A run that resumes (ckpt_load_dir) goes on with the run in the folder; with `overwrite` that run is removed. Called
-    on all ranks together, rank 0 looks.
+    A run that resumes (ckpt_load_dir) goes on with the run in the folder; with `overwrite` that run is removed.
     """
     problem = broadcast_text(_make_room(args) if dist.get_rank() == 0 else "", device)
     if problem:
@@ -70,7 +64,10 @@ def _make_room(args: TrainerArgs) -> str:
     try:
         if args.overwrite:
             _remove_run(folder)
-        if not _holds_run(folder) or _goes_on(folder, args):
+        log = folder / LOG_FILE
+        # One that ended before its first line has left no results.
+        holds_run = (log.is_file() and log.stat().st_size > 0) or (folder / SUMMARY_FILE).is_file()
+        if not holds_run or _goes_on(folder, args):
             return ""
     except OSError as error:
         return f"run_dir is {args.run_dir!r}, which cannot be looked through ({error}): give a folder of yours"
@@ -80,12 +77,6 @@ def _make_room(args: TrainerArgs) -> str:
         "another --trainer.run-dir, remove that run with --trainer.overwrite, or go on with it from its checkpoints, "
         "--trainer.ckpt-load-dir"
     )
-
-
-def _holds_run(folder: Path) -> bool:
-    """Whether a run has left results; one that ended before its first line has not."""
-    log = folder / LOG_FILE
-    return (log.is_file() and log.stat().st_size > 0) or (folder / SUMMARY_FILE).is_file()
 
 
 def _goes_on(folder: Path, args: TrainerArgs) -> bool:

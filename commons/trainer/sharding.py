@@ -62,9 +62,6 @@ def shard_model(
         data_parallel_wrapper: copies what is not sharded and averages its gradients; torch's DistributedDataParallel,
             from rank 0's weights, if not given.
 
-    Returns:
-        The model, wrapped; its output is the model's.
-
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: a sharding for an unknown table, an unknown kind or optimizer, one that this device does not offer,
@@ -87,7 +84,9 @@ def shard_model(
             world_size=world_size,
             local_world_size=get_local_size(world_size) if local_world_size is None else local_world_size,
             compute_device=device.type,
-            hbm_cap=_device_memory(device),
+            # TorchRec assumes 32 GiB of any GPU: tables that fit would lie in the host's memory, or the plan would not
+            # fit. None lets it assume what it does for other devices.
+            hbm_cap=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         ),
         constraints={
             table: ParameterConstraints(sharding_types=_PLANNED_TYPES if kind is None else [kind])
@@ -107,14 +106,6 @@ def shard_model(
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that the caller's optimizer has to train: all but the tables that update themselves."""
     return dict(in_backward_optimizer_filter(model.named_parameters()))
-
-
-def _device_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory; None lets the planner assume what it does for other devices.
-
-    TorchRec assumes 32 GiB of any GPU: tables that fit would lie in the host's memory, or the plan would not fit.
-    """
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _check_optimizer(optimizer: str, lr: float, device: torch.device) -> None:

@@ -2,8 +2,7 @@
 
     python -m commons.trainer.torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml
 
-When a rank fails, torchrun prints a report of some fifty lines, a traceback of itself among them, below what the rank
-has printed. Here the rank's own line is the last one.
+torchrun prints fifty lines of its own below what a failed rank has printed. Here the rank's own line is the last one.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def torchrun(argv: Sequence[str]) -> int:
-    """Start ranks and wait for them.
-
-    Args:
-        argv: torchrun's arguments.
+    """Start ranks with torchrun's arguments and wait for them.
 
     Returns:
         0, or the exit status of the rank that failed first; 128 + n if signal n ended a rank, or this process, as a
-        shell says it: 130 after Ctrl-C.
+        shell does it: 130 after Ctrl-C.
     """
     # The rank itself reports its failure; torchrun's log adds nothing to it and the exit status.
     logging.disable(logging.ERROR)

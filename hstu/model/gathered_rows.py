@@ -15,16 +15,10 @@ from commons.distributed.process_group import resolve_process_group
 def gather_rows(
     values: torch.Tensor, pg_group: dist.ProcessGroup | None = None, counts: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """The rows of all ranks, rank after rank: a collective call, in the backward pass too if there are gradients.
+    """The rows `(n, …)` of all ranks, rank after rank: a collective call, in the backward pass too.
 
-    Args:
-        values: `(n, …)`; n may differ between ranks and may be 0.
-        pg_group: the ranks; the shuffler's default if not given.
-        counts: n of every rank, given on all ranks or on none: else they are exchanged, for which the host
-            waits.
-
-    Returns:
-        `(sum of n, …)`, the same on every rank. The gradient of a row is the sum over all ranks' uses of it.
+    n may differ between ranks and may be 0. `counts` are the n of every rank, given on all ranks or on none: else they
+    are exchanged, for which the host waits. The gradient of a row is the sum over all ranks' uses of it.
     """
     group = resolve_process_group(pg_group)
     if group is None or dist.get_world_size(group) == 1:

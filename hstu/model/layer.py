@@ -111,16 +111,13 @@ class HSTULayer(nn.Module):
         times: torch.Tensor | None = None,
         compiles: bool = False,
     ) -> torch.Tensor:
-        """One layer.
+        """One layer, on `tokens` `(num_tokens, hidden_size)`, row after row.
 
         Args:
-            tokens: `(num_tokens, hidden_size)`, row after row.
+            tokens: its input.
             plan: the blocks of this batch.
             times: int64 `(num_tokens,)`, with a time bias.
             compiles: whether what lies around the attention is under torch.compile.
-
-        Returns:
-            `(num_tokens, hidden_size)`.
         """
         project, combine = type(self).project, type(self).combine
         if compiles:

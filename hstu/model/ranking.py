@@ -36,11 +36,7 @@ class RankingTower(SequenceTower):
         self.head = prediction_head(config.hstu.hidden_size, config.prediction_head_arch)
 
     def forward(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, RankingOutput]:
-        """Loss of a batch.
-
-        Args:
-            embeddings: by feature name, values `(num_ids, width of the table)`.
-            batch: the batch they belong to, with labels.
+        """Loss of a batch that has labels; `embeddings` by feature name, values `(num_ids, width of the table)`.
 
         Returns:
             The loss to call `backward` on, W × local sum ÷ global count, times the scale if losses are scaled, and
@@ -66,8 +62,7 @@ class RankingTower(SequenceTower):
     def logits(self, embeddings: Embeddings, batch: HSTUBatch) -> torch.Tensor:
         """Scores of the candidates or, in a batch without candidates, of every item given what precedes it.
 
-        Returns:
-            At least float32 `(num_predictions, num_tasks)`, rows of the batch one after the other.
+        At least float32 `(num_predictions, num_tasks)`, rows of the batch one after the other.
         """
         return self._predict(embeddings, batch)[0]
 
@@ -110,15 +105,9 @@ def prediction_head(hidden_size: int, widths: tuple[int, ...]) -> nn.Sequential:
 
 
 def stack_labels(labels: KeyedJaggedTensor | torch.Tensor | None, num_tasks: int, num_predictions: int) -> torch.Tensor:
-    """Labels of all tasks side by side.
+    """Labels of all tasks side by side, `(num_predictions, num_tasks)`.
 
-    Args:
-        labels: one key per task, in the order of the tasks, each with one value per prediction.
-        num_tasks: tasks of the model.
-        num_predictions: predictions of the model.
-
-    Returns:
-        `(num_predictions, num_tasks)`.
+    `labels` have one key per task, in the order of the tasks, each with one value per prediction.
 
     Raises:
         TypeError: no KeyedJaggedTensor.
@@ -148,27 +137,4 @@ class HSTURankingModel(SequenceModel):
 
     config: RankingConfig
     dense: RankingTower
-
-    def __init__(
-        self,
-        config: RankingConfig,
-        *,
-        pg_group: dist.ProcessGroup | None = None,
-        embedding_device: torch.device | None = None,
-        plain_embeddings: bool = False,
-    ) -> None:
-        """Make the model.
-
-        Args:
-            config: its dimensions.
-            pg_group: ranks that share the global batch; the shuffler's default if not given.
-            embedding_device: where the tables are made; "meta" where they are too large for one process.
-            plain_embeddings: tables without TorchRec, for one process or for training in float64
-                (`model.double()`); DistributedModelParallel does not shard them.
-        """
-        super().__init__(
-            config,
-            RankingTower(config, pg_group),
-            embedding_device=embedding_device,
-            plain_embeddings=plain_embeddings,
-        )
+    _tower_class = RankingTower

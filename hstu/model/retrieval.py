@@ -63,8 +63,7 @@ class RetrievalTower(SequenceTower):
 
         Args:
             embeddings: by feature name, values `(num_ids, width of the table)`.
-            batch: the batch they belong to, without candidates; in training with the drawn negatives, if the config
-                has some.
+            batch: without candidates; in training with the drawn negatives, if the config has some.
 
         Returns:
             The loss to call `backward` on, W × local sum ÷ global count, times the scale if losses are scaled, and
@@ -147,11 +146,7 @@ class RetrievalTower(SequenceTower):
     ) -> torch.Tensor:
         """Loss terms `(num_predictions,)` with the true items of all predictions as negatives, in bounded memory.
 
-        Args:
-            queries: of this rank's predictions.
-            items: embeddings of their true items.
-            ids: of these.
-            predictions: how many every rank has; None if that is not known.
+        `predictions` says how many every rank has; None if that is not known.
         """
         pool, pool_ids = items, ids
         if self.config.in_batch_pool == "global":
@@ -198,21 +193,8 @@ class HSTURetrievalModel(SequenceModel):
 
     config: RetrievalConfig
     dense: RetrievalTower
+    _tower_class = RetrievalTower
 
-    def __init__(
-        self,
-        config: RetrievalConfig,
-        *,
-        pg_group: dist.ProcessGroup | None = None,
-        embedding_device: torch.device | None = None,
-        plain_embeddings: bool = False,
-    ) -> None:
-        """Make the model; arguments as those of `HSTURankingModel`."""
+    def _features_of_two(self, config: RetrievalConfig) -> dict[str, str]:
         negatives = config.negatives_feature_name
-        super().__init__(
-            config,
-            RetrievalTower(config, pg_group),
-            second_features=None if negatives is None else {config.item_feature_name: negatives},
-            embedding_device=embedding_device,
-            plain_embeddings=plain_embeddings,
-        )
+        return {} if negatives is None else {config.item_feature_name: negatives}

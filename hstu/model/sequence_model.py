@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -50,13 +50,9 @@ class SequenceTower(nn.Module):
         self._scaled_tables: frozenset[str] = frozenset()
 
     def encode(self, embeddings: Embeddings, batch: HSTUBatch) -> EncodedSequence:
-        """Run the layers over a batch.
+        """Run the layers over a batch, of which `embeddings` are those by feature name, values `(num_ids, width)`.
 
         The host plans by the lengths that it knows, see `HSTUBatch.host_lengths`, and does not wait for the device.
-
-        Args:
-            embeddings: by feature name, values `(num_ids, width of the table)`.
-            batch: the batch they belong to.
 
         Raises:
             ValueError: a row that is too long, or a time bias without timestamps.
@@ -147,36 +143,46 @@ class SequenceModel(nn.Module):
     other to every rank.
     """
 
+    _tower_class: ClassVar[type[SequenceTower]]
+
     def __init__(
         self,
         config: SequenceModelConfig,
-        tower: SequenceTower,
         *,
-        second_features: Mapping[str, str] | None = None,
+        pg_group: dist.ProcessGroup | None = None,
         embedding_device: torch.device | None = None,
         plain_embeddings: bool = False,
     ) -> None:
+        """Make the model.
+
+        Args:
+            config: its dimensions.
+            pg_group: ranks that share the global batch; the shuffler's default if not given.
+            embedding_device: where the tables are made; "meta" where they are too large for one process.
+            plain_embeddings: tables without TorchRec, for one process or for training in float64
+                (`model.double()`); DistributedModelParallel does not shard them.
+        """
         super().__init__()
         self.config = config
-        self._second_features = dict(second_features or {})
+        self._second_features = self._features_of_two(config)
         self.embedding = HSTUEmbedding(
             config.embedding_tables,
             config.table_widths,
-            second_features=second_features,
+            second_features=self._second_features,
             device=embedding_device,
             plain=plain_embeddings,
         )
-        self.dense = tower
+        self.dense = self._tower_class(config, pg_group)
+
+    def _features_of_two(self, config: Any) -> dict[str, str]:
+        """By table, another feature that is looked up in it."""
+        return {}
 
     def scale_loss(self, scaler: LossScaler, data_parallel_tables: Collection[str] = ()) -> None:
         """Return scaled losses from now on, as training in float16 needs them.
 
-        Tables that train themselves in the backward pass get unscaled gradients. All other parameters get scaled ones,
-        so their optimizer has to go through `scaler.step`.
-
-        Args:
-            scaler: whose scale it is.
-            data_parallel_tables: tables that the caller's optimizer trains, like the dense parameters.
+        Tables that train themselves in the backward pass get unscaled gradients. All other parameters, those of
+        `data_parallel_tables` too, get scaled ones, so their optimizer has to go through `scaler.step`.
         """
         tables = set(data_parallel_tables)
         second = {feature for table, feature in self._second_features.items() if table in tables}

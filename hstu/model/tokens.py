@@ -35,27 +35,10 @@ class TokenSequence:
     item_lengths: torch.Tensor  # int64 `(batch_size,)`, items per row
     tokens_per_item: int  # 2 where every item is followed by its action
 
-    def candidate_tokens(self, num_candidates: torch.Tensor, total: int) -> torch.Tensor:
-        """The token of every candidate's item.
-
-        Args:
-            num_candidates: int64 `(batch_size,)`, candidates per row: its last items.
-            total: their sum, known on the host.
-
-        Returns:
-            int64 `(total,)`, row after row.
-        """
-        return self.item_tokens.index_select(0, self.last_items(num_candidates, total))
-
     def last_items(self, counts: torch.Tensor, total: int) -> torch.Tensor:
-        """The last items of every row.
+        """The last items of every row: int64 `(total,)`, indices into the item feature, row after row.
 
-        Args:
-            counts: int64 `(batch_size,)`, how many of each row.
-            total: their sum, known on the host.
-
-        Returns:
-            int64 `(total,)`, indices into the item feature, row after row.
+        `counts`, int64 `(batch_size,)`, is how many of each row; `total` is their sum, known on the host.
         """
         return _places(self.item_lengths.cumsum(0) - counts, counts, total)
 
@@ -64,13 +47,10 @@ class TokenSequence:
         return self.item_tokens.index_select(0, items) + (self.tokens_per_item - 1)
 
     def token_times(self, item_times: torch.Tensor) -> torch.Tensor:
-        """When each token happened: an item and its action at the item's time, the context at the first item's.
+        """When each token happened, int64 `(num_tokens,)`, by the times of items, integers `(num_items,)`.
 
-        Args:
-            item_times: integers `(num_items,)`, in the order of the item feature.
-
-        Returns:
-            int64 `(num_tokens,)`. A row without items has one time for all its tokens.
+        An item and its action have the item's time, the context that of the first item; a row without items has one
+        time.
         """
         num_tokens = self.values.shape[0]
         behind_context = -self.num_contextual  # (batch_size,), place of the first token counted from the first item
@@ -91,10 +71,9 @@ def interleave_tokens(
     """Put the embeddings of a batch in the order in which the model reads them.
 
     Args:
-        contextual: embeddings of the contextual features, in order; values `(n, hidden_size)`, lengths
-            `(batch_size,)`.
-        items: embeddings of the items.
-        actions: embeddings of the actions, one per item: each follows its item.
+        contextual: of the contextual features, in order; values `(n, hidden_size)`, lengths `(batch_size,)`.
+        items: of the items.
+        actions: of the actions, one per item: each follows its item.
         num_candidates: integers `(batch_size,)`, how many of a row's last items are candidates; none if not given.
 
     Raises:

@@ -152,24 +152,19 @@ def _exchange(kind: str, transport: Any, world_size: int, mistake: str | None = 
 def made(mistake: str | None) -> Iterator[None]:
     """A mistake of the kind that the other tests look for."""
     pack, unpack = RowExchange.pack, RowExchange.unpack
-    with contextlib.ExitStack() as patches:
 
-        def plant(name: str, method: Callable[..., Any]) -> None:
-            patches.enter_context(mock.patch.object(RowExchange, name, method))
+    def copied(exchange: RowExchange, batches: Any, *, non_blocking: bool) -> Any:
+        exchange.indices.to(CUDA, non_blocking=non_blocking)
+        return pack(exchange, batches)
 
-        if mistake == "a blocking copy":
-            plant("pack", lambda exchange, batches: exchange.indices.to(CUDA) is not None and pack(exchange, batches))
-        elif mistake == "memory that is not pinned":
-            plant("pack", lambda exchange, batches: pack(unpinned(exchange), batches))
-        elif mistake == "a number read back":
-            plant("unpack", lambda *arguments: read_back(unpack(*arguments)))
-        elif mistake == "a second copy":
-            plant(
-                "pack",
-                lambda exchange, batches: (
-                    exchange.indices.to(CUDA, non_blocking=True) is not None and pack(exchange, batches)
-                ),
-            )
+    mistakes: dict[str | None, tuple[str, Callable[..., Any]]] = {
+        None: ("pack", pack),
+        "a blocking copy": ("pack", lambda exchange, batches: copied(exchange, batches, non_blocking=False)),
+        "a second copy": ("pack", lambda exchange, batches: copied(exchange, batches, non_blocking=True)),
+        "memory that is not pinned": ("pack", lambda exchange, batches: pack(unpinned(exchange), batches)),
+        "a number read back": ("unpack", lambda *arguments: read_back(unpack(*arguments))),
+    }
+    with mock.patch.object(RowExchange, *mistakes[mistake]):
         yield
 
 

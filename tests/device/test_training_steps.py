@@ -28,29 +28,16 @@ from tests.helpers import hstu_models, sid_models
 from tests.helpers.pretended_cuda import CUDA, Watch, fake_mode, pretended_pinning
 from tests.helpers.pretended_process import PretendedProcess
 
-# Where TorchRec itself waits for the device in such a step.
-WAITS_OF_TORCHREC: list[str] = []
-
 
 class Step(NamedTuple):
-    """What was seen of a step, from the batch on the device to the updated weights.
+    """What was seen of a step, from the batch on the device to the updated weights."""
 
-    Attributes:
-        waits: lines that the host waits in.
-        mixed: operations with tensors of host and device.
-        copies: whether a copy from the host is pinned and not waited for.
-        forward: launches of the forward pass.
-        whole: launches of the step.
-        collectives: operations of torch.distributed.
-
-    """
-
-    waits: list[str]
-    mixed: list[str]
-    copies: list[bool]
-    forward: int
-    whole: int
-    collectives: list[str]
+    waits: list[str]  # lines that the host waits in
+    mixed: list[str]  # operations with tensors of host and device
+    copies: list[bool]  # whether a copy from the host is pinned and not waited for
+    forward: int  # launches of the forward pass
+    whole: int  # launches of the step
+    collectives: list[str]  # operations of torch.distributed
 
 
 @contextlib.contextmanager
@@ -110,56 +97,43 @@ def _hstu_step(task: str, dtype: str, backend: KernelBackend, changes: dict[str,
     return _take_step(_hstu(task, dtype, backend, **changes), _hstu_batch(task))
 
 
-def require_clean(step: Step) -> None:
-    """Neither a wait nor a mixture, and every copy from the host pinned."""
-    assert [where for where in step.waits if not any(known in where for known in WAITS_OF_TORCHREC)] == []
-    assert step.mixed == []
+def require_clean(step: Step, forward: int, whole: int) -> None:
+    """Neither a wait nor a mixture, every copy from the host pinned, and no more launches than these."""
+    assert step.waits == step.mixed == step.collectives == []
     assert all(step.copies)
-    assert step.collectives == []
+    assert 0 < step.forward <= forward
+    assert step.forward < step.whole <= whole
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton of requirements/dev.txt")
+# Task, options, and launches of forward and step: with PyTorch's operations, and with the kernels, each a launch.
+_CASES: list[tuple[str, dict[str, Any], dict[KernelBackend, tuple[int, int]]]] = [
+    ("ranking", {}, {"pytorch": (210, 560), "triton": (115, 240)}),
+    ("ranking", {"time_bias": True}, {"pytorch": (310, 800), "triton": (135, 265)}),
+    ("ranking", {"contextual_mask": True}, {"pytorch": (240, 650), "triton": (115, 240)}),
+    ("in batch", {}, {"pytorch": (205, 490), "triton": (145, 330)}),
+    ("drawn", {}, {"pytorch": (270, 660), "triton": (210, 485)}),
+]
+
+
 @pytest.mark.parametrize(
-    ("task", "changes", "forward", "whole"),
+    "backend, dtype",
     [
-        ("ranking", {}, 210, 560),
-        ("ranking", {"time_bias": True}, 310, 800),
-        ("ranking", {"contextual_mask": True}, 240, 650),
-        ("in batch", {}, 205, 490),
-        ("drawn", {}, 270, 660),
+        pytest.param("pytorch", "fp32", marks=pytest.mark.slow),
+        ("pytorch", "bf16"),
+        *(pytest.param("triton", dtype, marks=_TRITON) for dtype in ("fp32", "bf16")),
     ],
-    ids=str,
 )
+@pytest.mark.parametrize(("task", "changes", "most"), _CASES, ids=str)
 def test_hstu(
-    pretended: PretendedProcess, task: str, dtype: str, changes: dict[str, Any], forward: int, whole: int
+    pretended: PretendedProcess,
+    task: str,
+    changes: dict[str, Any],
+    most: dict[KernelBackend, tuple[int, int]],
+    backend: KernelBackend,
+    dtype: str,
 ) -> None:
-    step = pretended.run(_hstu_step, task, dtype, "pytorch", changes)
-    require_clean(step)
-    assert 0 < step.forward <= forward
-    assert step.forward < step.whole <= whole
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, see requirements/dev.txt")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("task", "changes", "forward", "whole"),
-    [
-        ("ranking", {}, 115, 240),
-        ("ranking", {"time_bias": True}, 135, 265),
-        ("ranking", {"contextual_mask": True}, 115, 240),
-        ("in batch", {}, 145, 330),
-        ("drawn", {}, 210, 485),
-    ],
-    ids=str,
-)
-def test_hstu_with_its_kernels(
-    pretended: PretendedProcess, task: str, dtype: str, changes: dict[str, Any], forward: int, whole: int
-) -> None:
-    """What is the default on CUDA; a kernel counts as one launch."""
-    step = pretended.run(_hstu_step, task, dtype, "triton", changes)
-    require_clean(step)
-    assert 0 < step.forward <= forward
-    assert step.forward < step.whole <= whole
+    require_clean(pretended.run(_hstu_step, task, dtype, backend, changes), *most[backend])
 
 
 def _sid_step() -> Step:
@@ -172,10 +146,7 @@ def _sid_step() -> Step:
 
 
 def test_sid_gr(pretended: PretendedProcess) -> None:
-    step = pretended.run(_sid_step)
-    require_clean(step)
-    assert 0 < step.forward <= 120
-    assert step.forward < step.whole <= 260
+    require_clean(pretended.run(_sid_step), 120, 260)
 
 
 def _waits_of_a_batch_that_forgot() -> list[str]:

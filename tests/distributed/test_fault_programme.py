@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import acts
-from tests.faults.__main__ import Arguments
+from tests.faults.__main__ import Arguments, main
 from tests.faults.kinds import KINDS
 from tests.faults.page import BEGIN, END, rewrite_page
 from tests.faults.supervisor import Result
@@ -21,16 +21,11 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("aborted", "other options", "packed", "corrupted digest", "clocks", "workloads: negative")
 
 
-def faults(*arguments, timeout=120):
-    command = [sys.executable, "-m", "tests.faults", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
-
-
 @pytest.mark.slow
 def test_a_few_faults_end_as_expected(tmp_path):
-    run = faults(
-        "--trials", len(QUICK), "--store", "agent", "--timeout", 10, "--out", tmp_path / "out.jsonl", "--kinds", *QUICK
-    )
+    command = [sys.executable, "-m", "tests.faults", "--trials", str(len(QUICK)), "--store", "agent"]
+    command += ["--timeout", "10", "--out", str(tmp_path / "out.jsonl"), "--kinds", *QUICK]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     results = [Result.from_json(json.loads(line)) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len({result.trial.kind for result in results}) == len(QUICK)
@@ -41,17 +36,19 @@ def test_a_few_faults_end_as_expected(tmp_path):
     assert "clocks that jump | agent | 1 | all go on; every row is trained" in page.read_text()
 
 
-@pytest.mark.parametrize("arguments", [("--trials", "-1"), ("--kinds", "nothing"), ("--merge", "missing.jsonl")])
-def test_a_mistake_on_the_command_line_is_one_line(arguments):
-    run = faults(*arguments)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "Traceback" not in run.stderr, run.stderr
+@pytest.mark.parametrize("arguments", [("--trials", "-1"), ("--only", "-1"), ("--kinds", "nothing")])
+def test_a_mistake_on_the_command_line_is_one_line(capsys, monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["faults", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"kinds": ("the store's host",), "store": "rank0"}, "are part of no name; store 'rank0' has"),
-        ({"only": (-1,)}, "trials have numbers from 0 on"),
+        ({"timeout": 60.0}, "timeout is 60; it is above 0 and below 60"),
         ({"merge": (ROOT / "README.md",)}, "does not hold one JSON line for each trial"),
         ({"page": ROOT / "README.md"}, "README.md has not one"),
         ({"out": ROOT / "missing" / "out.jsonl"}, "there is no folder"),

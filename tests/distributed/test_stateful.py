@@ -16,8 +16,9 @@ from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from tests.helpers.fuzzing import fuzzed
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.square_shuffler import SquareShuffler
 from tests.soak.accounts import row_digests
-from tests.soak.streams import SquareShuffler, Stream
+from tests.soak.streams import Stream
 
 # What a rank keeps between calls: its shuffler, shuffles in flight, and an open window.
 _OF_RANK: dict[str, Any] = {}

@@ -28,9 +28,10 @@ from tests.helpers import models
 from tests.helpers.fuzzing import fuzzed
 from tests.helpers.pipelines import PIPELINES
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.square_shuffler import SquareShuffler
 from tests.soak.accounts import row_digests
 from tests.soak.episodes import AnyBatch
-from tests.soak.streams import SquareShuffler, Stream
+from tests.soak.streams import Stream
 
 CPU = torch.device("cpu")
 # Sharded tables take batches of one type.
@@ -40,21 +41,13 @@ WAYS = ("base", "base in place", "windows", *SHARDED)
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        way: a name of PIPELINES, or windows in front of a plain loop.
-        seed: of the data.
-        lengths: batches of either rank in an epoch; a loader's are as many on both.
-        from_loader: whether a ResumableLoader reads them; else a stream that can begin anywhere.
-        window: batches that are planned together, where windows are.
-    """
-
-    way: str
-    seed: int
-    lengths: tuple[int, int]
-    from_loader: bool
-    window: int
+    way: str  # a name of PIPELINES, or windows in front of a plain loop
+    seed: int  # of the data
+    lengths: tuple[int, int]  # batches of either rank in an epoch; a loader's are as many on both
+    from_loader: bool  # whether a ResumableLoader reads them; else a stream that can begin anywhere
+    window: int  # batches that are planned together, where windows are
 
 
 class Training:
@@ -236,21 +229,13 @@ def _called(name: str, *arguments: Any) -> Any:
 
 @dataclass
 class Place:
-    """Where training is.
+    """Where training is."""
 
-    Attributes:
-        setup: what is trained.
-        epoch: since the setup has begun.
-        done: steps trained in it.
-        rows: of each step of the epoch, on both ranks.
-        open: rows trained of a window that is not done.
-    """
-
-    setup: Setup
-    epoch: int = 0
-    done: int = 0
-    rows: list[list[int]] = field(default_factory=list)
-    open: list[int] = field(default_factory=list)
+    setup: Setup  # what is trained
+    epoch: int = 0  # since the setup has begun
+    done: int = 0  # steps trained in it
+    rows: list[list[int]] = field(default_factory=list)  # of each step of the epoch, on both ranks
+    open: list[int] = field(default_factory=list)  # rows trained of a window that is not done
 
 
 class Trainings(RuleBasedStateMachine):

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
+from tests.extras.conftest import answers_of_ranks
+
 pytestmark = [pytest.mark.extra("accelerate"), pytest.mark.timeout(300)]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("accelerate")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.extras.accelerated_rows", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true"},  # Accelerate's own; else one process without a GPU
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return answers_of_ranks("accelerated_rows", tmp_path_factory.mktemp("accelerate"))
 
 
 @pytest.mark.parametrize("name", ["documented", "no window", "one row", "budget"])

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
+from tests.extras.conftest import answers_of_ranks
+
 pytestmark = [pytest.mark.extra("lightning"), pytest.mark.timeout(400)]
-ROOT = Path(__file__).parents[2]
 RANKS = 2
 
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lightning")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.extras.balanced_lightning", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=360,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+    return answers_of_ranks("balanced_lightning", tmp_path_factory.mktemp("lightning"))
 
 
 def weight_of_one_process(of_ranks, kind):

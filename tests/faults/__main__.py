@@ -14,8 +14,6 @@ Examples:
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import sys
 import time
@@ -24,13 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-from rich.console import Console
 from tqdm import tqdm
 
-from commons.console import parser_error, print_error
+from benchmarks.command_line import from_command_line
 from tests.faults.nursery import Nursery
-from tests.faults.page import require_markers, rewrite_page, screen_table
+from tests.faults.page import require_markers, rewrite_page, table
 from tests.faults.supervisor import Result, run_trial
 from tests.faults.trials import draw, kinds_for
 
@@ -73,13 +69,8 @@ class Arguments:
     """Keep what the ranks of every trial printed, not only of those with problems."""
 
     def __post_init__(self) -> None:
-        if self.trials < 0 or self.jobs < 1 or not 0 < self.timeout < 60:
-            raise ValueError(
-                f"trials is {self.trials}, jobs {self.jobs}, timeout {self.timeout:g}; at least 0, at least 1, and "
-                "above 0 and below 60 are needed: correct them"
-            )
-        if min(self.only, default=0) < 0:
-            raise ValueError(f"only is {list(self.only)}; trials have numbers from 0 on: correct them")
+        if not 0 < self.timeout < 60:
+            raise ValueError(f"timeout is {self.timeout:g}; it is above 0 and below 60: correct it")
         names = kinds_for(self.store)
         unknown = [word for word in self.kinds if not any(word in name for name in names)]
         if unknown:
@@ -108,24 +99,9 @@ class Arguments:
         return results
 
 
-def _arguments() -> Arguments:
-    """The command line; a mistake there is one line, and status 2."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(Arguments, description=__doc__)
-    except SystemExit as exit:
-        if exit.code:
-            print_error(parser_error(said.getvalue()))
-        raise
-    except ValueError as error:
-        print_error(str(error))
-        raise SystemExit(2) from None
-
-
 def main() -> int:
     """Run trials; returns the exit status."""
-    args = _arguments()
+    args = from_command_line(Arguments, __doc__, {"trials": 0, "only": 0})
     names = [name for name in kinds_for(args.store) if not args.kinds or any(word in name for word in args.kinds)]
     trials = [draw(args.seed, number, args.store, args.timeout, names) for number in args.only or range(args.trials)]
     started = time.monotonic()
@@ -150,11 +126,10 @@ def main() -> int:
     if args.out is not None:
         args.out.write_text("".join(json.dumps(each.to_json()) + "\n" for each in results))
     every = [*args.earlier(), *results]
-    console = Console()
-    console.print(screen_table(every))
+    print(table(every))
     failed = sum(bool(each.problems) for each in results)
     took = time.monotonic() - started
-    console.print(f"{len(results)} trials in {took:.0f} s, {failed} with problems")
+    print(f"{len(results)} trials in {took:.0f} s, {failed} with problems")
     if args.page is not None:
         rewrite_page(args.page, every)
     return 1 if failed else 0

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from tests.faults.injector import Injector
 
 
-def _end_by(number: int) -> Callable[[Injector, Any], Any]:
+Act = Callable[["Injector", Any], Any]
+
+
+def _end_by(number: int) -> Act:
     def act(injector: Injector, value: Any) -> Any:
         injector.say("fault")
         os.kill(os.getpid(), number)
@@ -28,10 +31,7 @@ def _end_by(number: int) -> Callable[[Injector, Any], Any]:
     return act
 
 
-kill, segmentation_fault, abort = (_end_by(number) for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT))
-
-
-def _raise(make: Callable[[], BaseException]) -> Callable[[Injector, Any], Any]:
+def _raise(make: Callable[[], BaseException]) -> Act:
     def act(injector: Injector, value: Any) -> Any:
         injector.say("fault")
         raise make()
@@ -39,12 +39,28 @@ def _raise(make: Callable[[], BaseException]) -> Callable[[Injector, Any], Any]:
     return act
 
 
+def _change(change: Callable[[Any], Any]) -> Act:
+    def act(injector: Injector, value: Any) -> Any:
+        injector.say("fault")
+        return change(value)
+
+    return act
+
+
+kill, segmentation_fault, abort = (_end_by(number) for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT))
 system_exit = _raise(lambda: SystemExit("told to end"))
 end_thread = _raise(SystemExit)  # which threading takes for a quiet end
 model_error = _raise(lambda: RuntimeError("the model is broken"))
 loader_error = _raise(lambda: OSError("shard 3 cannot be read"))
 out_of_memory = _raise(lambda: torch.OutOfMemoryError("tried to allocate 7 GiB"))
 memory_error = _raise(MemoryError)
+disk_full = _raise(lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+workloads_nan = _change(lambda value: value.double().fill_(float("nan")))
+workloads_negative = _change(lambda value: -value)
+workloads_short = _change(lambda value: value[:-1])
+workloads_overflow = _change(lambda value: value.fill_(torch.iinfo(torch.int64).max // 2))
+other_schema = _change(lambda value: dataclasses.replace(value, target=value.target.double()))
+other_digest = _change(lambda value: value ^ 1)
 
 
 class AsynchronousError(Exception):
@@ -64,11 +80,29 @@ def interrupt(injector: Injector, value: Any) -> Any:
     return value
 
 
-def _stop(injector: Injector, value: Any, seconds: float) -> Any:
+def _for(seconds_of: Callable[[Injector], float], pause: Callable[[Injector, float], None]) -> Act:
+    def act(injector: Injector, value: Any) -> Any:
+        pause(injector, seconds_of(injector))
+        injector.say("resumed")
+        return value
+
+    return act
+
+
+def _stop(injector: Injector, seconds: float) -> None:
     injector.say("fault", later=[[seconds, int(signal.SIGCONT), os.getpid()]])
     os.kill(os.getpid(), signal.SIGSTOP)
-    injector.say("resumed")
-    return value
+
+
+def _hold(injector: Injector, seconds: float) -> None:
+    """Sleep in C without giving the GIL up."""
+    injector.say("fault")
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def _block(injector: Injector, seconds: float) -> None:
+    injector.say("fault")
+    time.sleep(seconds)
 
 
 def _too_long(injector: Injector) -> float:
@@ -76,76 +110,19 @@ def _too_long(injector: Injector) -> float:
     return injector.trial.timeout + (3.0 if injector.trial.number % 2 else 7.0)
 
 
-def stop_long(injector: Injector, value: Any) -> Any:
-    return _stop(injector, value, _too_long(injector))
+def _briefly(injector: Injector) -> float:
+    return injector.trial.timeout / 3
 
 
-def stop_briefly(injector: Injector, value: Any) -> Any:
-    return _stop(injector, value, injector.trial.timeout / 3)
-
-
-def _hold(injector: Injector, value: Any, seconds: float) -> Any:
-    """Sleep in C without giving the interpreter lock up."""
-    injector.say("fault")
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-    injector.say("resumed")
-    return value
-
-
-def hold_long(injector: Injector, value: Any) -> Any:
-    return _hold(injector, value, _too_long(injector))
-
-
-def hold_briefly(injector: Injector, value: Any) -> Any:
-    return _hold(injector, value, injector.trial.timeout / 3)
-
-
-def block(injector: Injector, value: Any) -> Any:
-    injector.say("fault")
-    time.sleep(_too_long(injector))
-    injector.say("resumed")
-    return value
-
-
-def workloads_nan(injector: Injector, value: torch.Tensor) -> torch.Tensor:
-    injector.say("fault")
-    return value.double().fill_(float("nan"))
-
-
-def workloads_negative(injector: Injector, value: torch.Tensor) -> torch.Tensor:
-    injector.say("fault")
-    return -value
-
-
-def workloads_short(injector: Injector, value: torch.Tensor) -> torch.Tensor:
-    injector.say("fault")
-    return value[:-1]
-
-
-def workloads_overflow(injector: Injector, value: torch.Tensor) -> torch.Tensor:
-    injector.say("fault")
-    return value.fill_(torch.iinfo(torch.int64).max // 2)
-
-
-def other_schema(injector: Injector, value: Any) -> Any:
-    injector.say("fault")
-    return dataclasses.replace(value, target=value.target.double())
+stop_long, stop_briefly = _for(_too_long, _stop), _for(_briefly, _stop)
+hold_long, hold_briefly = _for(_too_long, _hold), _for(_briefly, _hold)
+block = _for(_too_long, _block)
 
 
 def other_options(injector: Injector, value: Any) -> Any:
     injector.say("fault")
     changes = ({"slack": 0.5}, {"partitioner": "lpt"}, {"mode": "observe"}, {"timeout": injector.trial.timeout + 1})
     return dataclasses.replace(value, **changes[injector.trial.number % len(changes)])
-
-
-def other_digest(injector: Injector, value: int) -> int:
-    injector.say("fault")
-    return value ^ 1
-
-
-def disk_full(injector: Injector, value: Any) -> Any:
-    injector.say("fault")
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def jump(injector: Injector, value: Any) -> Any:
@@ -156,7 +133,7 @@ def jump(injector: Injector, value: Any) -> Any:
     return value
 
 
-def _on_store(number: int, then: Callable[[Injector, Any], Any] | None = None) -> Callable[[Injector, Any], Any]:
+def _on_store(number: int, then: Act | None = None) -> Act:
     def act(injector: Injector, value: Any) -> Any:
         injector.say("fault")
         os.kill(injector.store_pid, number)

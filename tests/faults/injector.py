@@ -23,11 +23,7 @@ from tests.faults.trials import Trial
 class Injector:
     """Watches the places of a rank and acts once, if the rank is the faulty one.
 
-    Args:
-        trial: what is to happen.
-        rank: this rank.
-        store_pid: the process that hosts the store.
-        said: the file that tells the supervisor what happens here.
+    `store_pid` hosts the store, and the file `said` tells the supervisor what happens here.
     """
 
     def __init__(self, trial: Trial, rank: int, store_pid: int, said: Path) -> None:

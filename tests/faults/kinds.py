@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 # Where a fault can be put, in the order of a step. The first is on the main thread, before the process groups are made.
 CONSTRUCTION, LOADER, WORKLOADS = "construction", "loader", "workloads"
@@ -34,126 +35,72 @@ UNNAMED = r"Connection closed by peer|Timed out|timed out"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault.
+    """A kind of fault."""
 
-    Attributes:
-        name: in the table.
-        act: the function of tests/faults/acts.py that does it.
-        others: what every other rank says, a regular expression; None where all go on and train every row.
-        faulty: what the faulty rank says; None where it is gone without a word, or goes on.
-        places: where it may happen.
-        uses: how the shuffler may be used.
-        calls: at which calls of the place.
-        stores: who may host the store.
-        rank_0: whether it is put into rank 0 always.
-        loses_store: whether the store is lost where the faulty rank hosts it, or in any case for a fault of the host.
-        store_fault: whether the fault is one of the store's host, beside the ranks.
-        stuck_thread: whether a survivor's worker thread may still run: it is inside C++ because of the fault.
-        faulty_status: how the faulty rank's process ends.
-    """
-
-    name: str
-    act: str
-    others: str | None
-    faulty: str | None = None
-    places: tuple[str, ...] = EVERYWHERE
-    uses: tuple[str, ...] = PLAIN
-    calls: tuple[int, ...] = (0, 1, 2, 3)
-    stores: tuple[str, ...] = ("agent", "rank0")
-    rank_0: bool = False
+    name: str  # in the table
+    act: str  # the function of tests/faults/acts.py that does it
+    others: str | None  # what every other rank says, a regular expression; None where all go on and train every row
+    faulty: str | None = None  # what the faulty rank says; None where it is gone without a word, or goes on
+    places: tuple[str, ...] = EVERYWHERE  # where it may happen
+    uses: tuple[str, ...] = PLAIN  # how the shuffler may be used
+    calls: tuple[int, ...] = (0, 1, 2, 3)  # at which calls of the place
+    stores: tuple[str, ...] = ("agent", "rank0")  # who may host the store
+    rank_0: bool = False  # whether it is put into rank 0 always
+    # Whether the store is lost where the faulty rank hosts it, or in any case for a fault of the host.
     loses_store: bool = False
-    store_fault: bool = False
-    stuck_thread: bool = False
-    faulty_status: int = 1
+    store_fault: bool = False  # whether the fault is one of the store's host, beside the ranks
+    stuck_thread: bool = False  # whether a survivor's worker may still run: it is inside C++ because of the fault
+    faulty_status: int = 1  # how the faulty rank's process ends
 
     @property
     def all_go_on(self) -> bool:
         return self.others is None
 
 
-_STEPS = (1, 2, 3)
-_DATA = (PIPELINE, WINDOWS, TRAINING)
+def _gone(name: str, act: str, faulty: str | None = None, others: str = MISSING, **changes: Any) -> Kind:
+    """A rank does not answer: the others miss it, and where it hosts the store, that too."""
+    return Kind(name, act, others, faulty, **{"loses_store": True} | changes)
 
 
-def _on_all(text: str) -> dict[str, str]:
+def _told(name: str, act: str, place: str, text: str, **changes: Any) -> Kind:
     """What the product notices on one rank is raised on all of them, in the same words."""
-    return {"others": text, "faulty": text}
+    return Kind(name, act, text, text, places=(place,), **changes)
 
 
+_DATA = (PIPELINE, WINDOWS, TRAINING)
+_OF_RANK_0: dict[str, Any] = {"stores": ("rank0",), "rank_0": True}
+_OF_HOST: dict[str, Any] = {"stores": ("agent",), "places": (*PHASES, MODEL)}
 _KINDS = (
     # A rank ends, or does not answer.
-    Kind("killed (SIGKILL)", "kill", MISSING, loses_store=True, uses=ALL),
-    Kind("segmentation fault (SIGSEGV)", "segmentation_fault", MISSING, loses_store=True),
-    Kind("aborted (SIGABRT)", "abort", MISSING, loses_store=True),
-    Kind(
-        "rank 0 killed, which hosts the store",
-        "kill",
-        MISSING,
-        stores=("rank0",),
-        rank_0=True,
-        loses_store=True,
-        uses=ALL,
-    ),
-    Kind("stopped for longer than the timeout (SIGSTOP)", "stop_long", MISSING, CAME_LATE, loses_store=True, uses=ALL),
-    Kind(
-        "rank 0 stopped, which hosts the store",
-        "stop_long",
-        MISSING,
-        CAME_LATE,
-        stores=("rank0",),
-        rank_0=True,
-        loses_store=True,
-    ),
+    _gone("killed (SIGKILL)", "kill", uses=ALL),
+    _gone("segmentation fault (SIGSEGV)", "segmentation_fault"),
+    _gone("aborted (SIGABRT)", "abort"),
+    _gone("rank 0 killed, which hosts the store", "kill", uses=ALL, **_OF_RANK_0),
+    _gone("stopped for longer than the timeout (SIGSTOP)", "stop_long", CAME_LATE, uses=ALL),
+    _gone("rank 0 stopped, which hosts the store", "stop_long", CAME_LATE, **_OF_RANK_0),
     Kind("stopped for less than the timeout", "stop_briefly", None, uses=ALL),
-    Kind("the interpreter lock held for longer than the timeout", "hold_long", MISSING, CAME_LATE, loses_store=True),
+    _gone("the interpreter lock held for longer than the timeout", "hold_long", CAME_LATE),
     Kind("the interpreter lock held for less than the timeout", "hold_briefly", None),
-    Kind(
+    _gone(
         "the worker thread dies",
         "end_thread",
-        MISSING,
         "(worker|thread)",
         places=(WORKER,),
         uses=(SHUFFLE, LOOK_AHEAD, PIPELINE),
-        loses_store=True,
     ),
     # A rank's program raises.
-    Kind("SystemExit", "system_exit", MISSING, "SystemExit: told to end", places=ON_MAIN, loses_store=True),
-    Kind(
-        "KeyboardInterrupt (SIGINT)",
-        "interrupt",
-        MISSING,
-        "KeyboardInterrupt",
-        places=ON_MAIN,
-        loses_store=True,
-        faulty_status=-2,
-    ),
-    Kind(
+    _gone("SystemExit", "system_exit", "SystemExit: told to end", places=ON_MAIN),
+    _gone("KeyboardInterrupt (SIGINT)", "interrupt", "KeyboardInterrupt", places=ON_MAIN, faulty_status=-2),
+    _gone(
         "an asynchronous exception in the main thread",
         "asynchronous",
-        TOLD + "AsynchronousError|" + MISSING,
         "AsynchronousError",
+        f"{TOLD}AsynchronousError|{MISSING}",
         places=ON_MAIN,
-        loses_store=True,
     ),
-    Kind(
-        "the model raises",
-        "model_error",
-        MISSING,
-        "RuntimeError: the model is broken",
-        places=(MODEL,),
-        uses=ALL,
-        loses_store=True,
-    ),
-    Kind(
-        "the loader raises",
-        "loader_error",
-        places=(LOADER,),
-        uses=_DATA,
-        **_on_all(r"rank {rank}: OSError: shard 3 cannot be read"),
-    ),
-    Kind(
-        "the loader blocks for longer than the timeout", "block", MISSING, CAME_LATE, places=(LOADER,), loses_store=True
-    ),
+    _gone("the model raises", "model_error", "RuntimeError: the model is broken", places=(MODEL,), uses=ALL),
+    _told("the loader raises", "loader_error", LOADER, r"rank {rank}: OSError: shard 3 cannot be read", uses=_DATA),
+    _gone("the loader blocks for longer than the timeout", "block", CAME_LATE, places=(LOADER,)),
     # A rank lacks memory.
     Kind(
         "out of memory while rows are packed",
@@ -162,92 +109,56 @@ _KINDS = (
         "OutOfMemoryError: tried to allocate",
         places=(PACK,),
     ),
-    Kind("out of memory while planning", "memory_error", places=(DIGEST,), **_on_all(r"rank {rank}: MemoryError")),
+    _told("out of memory while planning", "memory_error", DIGEST, r"rank {rank}: MemoryError"),
     # A rank lies.
-    Kind(
-        "workloads: NaN",
-        "workloads_nan",
-        places=(WORKLOADS,),
-        **_on_all(r"(ValueError|TypeError): rank {rank}: .*workloads"),
-    ),
-    Kind(
-        "workloads: negative",
-        "workloads_negative",
-        places=(WORKLOADS,),
-        **_on_all(r"ValueError: rank {rank}: workloads\[\d+\] is -"),
-    ),
-    Kind(
+    _told("workloads: NaN", "workloads_nan", WORKLOADS, r"(ValueError|TypeError): rank {rank}: .*workloads"),
+    _told("workloads: negative", "workloads_negative", WORKLOADS, r"ValueError: rank {rank}: workloads\[\d+\] is -"),
+    _told(
         "workloads: too few",
         "workloads_short",
-        places=(WORKLOADS,),
-        **_on_all(r"ValueError: rank {rank}: workloads has \d entries, batch_size is \d"),
+        WORKLOADS,
+        r"ValueError: rank {rank}: workloads has \d entries, batch_size is \d",
     ),
-    Kind("workloads: sums overflow", "workloads_overflow", places=(WORKLOADS,), **_on_all(r"ValueError: .*workloads")),
-    Kind(
+    _told("workloads: sums overflow", "workloads_overflow", WORKLOADS, r"ValueError: .*workloads"),
+    _told(
         "another schema than the first batch's",
         "other_schema",
-        places=(BATCH,),
-        calls=_STEPS,
-        **_on_all(r"rank {rank}: this batch differs from the first: field 'target'"),
+        BATCH,
+        r"rank {rank}: this batch differs from the first: field 'target'",
+        calls=(1, 2, 3),
     ),
-    Kind(
+    _told(
         "another schema than the other ranks'",
         "other_schema",
-        places=(BATCH,),
+        BATCH,
+        r"the batches of ranks \d and \d differ: field 'target'",
         calls=(0,),
-        **_on_all(r"the batches of ranks \d and \d differ: field 'target'"),
     ),
-    Kind(
-        "other options",
-        "other_options",
-        places=(OPTIONS,),
-        calls=(0,),
-        **_on_all(r"options differ: rank \d has .*, rank \d has "),
-    ),
-    Kind(
-        "another plan (a corrupted digest)",
-        "other_digest",
-        places=(DIGEST,),
-        **_on_all(r"ranks \[\d\] made another plan than the rest"),
-    ),
+    _told("other options", "other_options", OPTIONS, r"options differ: rank \d has .*, rank \d has ", calls=(0,)),
+    _told("another plan (a corrupted digest)", "other_digest", DIGEST, r"ranks \[\d\] made another plan than the rest"),
     # Around the ranks.
     Kind("a full disk at a checkpoint", "disk_full", None, places=(CHECKPOINT,), calls=(0, 1), uses=(TRAINING,)),
-    Kind(
+    _told(
         "a full disk at the last checkpoint",
         "disk_full",
-        places=(CHECKPOINT,),
+        CHECKPOINT,
+        "the state after step 8 could not be saved",
         calls=(2,),
         uses=(TRAINING,),
-        **_on_all("the state after step 8 could not be saved"),
     ),
     Kind("clocks that jump", "jump", None, places=(OPTIONS,), calls=(0,), uses=ALL),
-    Kind("the store's host killed", "kill_store", None, stores=("agent",), store_fault=True, places=(*PHASES, MODEL)),
-    Kind("the store's host stopped", "stop_store", None, stores=("agent",), store_fault=True, places=(*PHASES, MODEL)),
-    Kind(
-        "the store's host killed, then a rank",
-        "kill_store_and_rank",
-        MISSING,
-        stores=("agent",),
-        loses_store=True,
-        places=(*PHASES, MODEL),
-    ),
-    Kind(
-        "the store's host stopped, then a rank killed",
-        "stop_store_kill_rank",
-        MISSING,
-        stores=("agent",),
-        loses_store=True,
-        places=(*PHASES, MODEL),
-    ),
-    Kind(
+    Kind("the store's host killed", "kill_store", None, store_fault=True, **_OF_HOST),
+    Kind("the store's host stopped", "stop_store", None, store_fault=True, **_OF_HOST),
+    _gone("the store's host killed, then a rank", "kill_store_and_rank", **_OF_HOST),
+    _gone("the store's host stopped, then a rank killed", "stop_store_kill_rank", **_OF_HOST),
+    _gone(
         "the store's host stopped before the groups are made",
         "stop_store",
-        STORE_LOST,
+        others=STORE_LOST,
         stores=("agent",),
         store_fault=True,
         places=(CONSTRUCTION,),
         calls=(0,),
-        loses_store=True,
     ),
 )
 KINDS = {kind.name: kind for kind in _KINDS}

@@ -29,22 +29,14 @@ _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
 
 @dataclass
 class Process:
-    """A forked process, and how it ended.
+    """A forked process, and how it ended."""
 
-    Attributes:
-        name: in its job's folder.
-        pid: also of the session that it leads.
-        ended: set when it has ended.
-        status: exit status; negative, the signal that ended it.
-        at: when it ended, `time.monotonic()`.
-    """
-
-    name: str
-    pid: int = 0
+    name: str  # in its job's folder
+    pid: int = 0  # also of the session that it leads
     started: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
-    status: int = 0
-    at: float = 0.0
+    status: int = 0  # exit status; negative, the signal that ended it
+    at: float = 0.0  # when it ended, `time.monotonic()`
 
     def send(self, number: int) -> None:
         """Send a signal to the process and whatever it has started; nothing happens if they have ended."""

@@ -1,13 +1,10 @@
-"""The table of results: on the screen, and between two markers of docs/reliability.md."""
+"""The table of results, as printed and between two markers of docs/reliability.md."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.markup import escape
-from rich.table import Table
 
 from tests.faults.kinds import KINDS
 from tests.faults.supervisor import Result
@@ -55,14 +52,11 @@ def shortened(text: str) -> str:
     return line if len(line) <= _LONGEST_TEXT else line[: _LONGEST_TEXT - 1].rsplit(" ", 1)[0] + " …"
 
 
-def screen_table(results: Sequence[Result]) -> Table:
-    """For the terminal."""
-    table = Table(title="faults and how they ended", title_justify="left")
-    for name in HEAD:
-        table.add_column(name, overflow="fold", justify="right" if name == "worst, s" else "left")
-    for row in summary_rows(results):
-        table.add_row(*map(escape, row))
-    return table
+def table(results: Sequence[Result]) -> str:
+    """A Markdown table, for the terminal and the page."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in summary_rows(results)]
+    return "\n".join(lines)
 
 
 def require_markers(page: Path) -> None:
@@ -73,18 +67,8 @@ def require_markers(page: Path) -> None:
 
 
 def rewrite_page(page: Path, results: Sequence[Result]) -> None:
-    """Replace what is between the markers of a page.
-
-    Args:
-        page: has both markers.
-        results: of all trials.
-
-    Raises:
-        ValueError: the page has no such markers.
-    """
+    """Replace what is between the markers of a page; ValueError if it has none."""
     require_markers(page)
     text = page.read_text()
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in summary_rows(results)]
     before, rest = text.split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}")
+    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{rest.split(END)[1]}")

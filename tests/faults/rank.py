@@ -111,6 +111,3 @@ def _publish(folder: Path, store: dist.TCPStore) -> None:
     aside = folder / "port.new"
     aside.write_text(str(store.port))
     aside.rename(folder / "port")
-
-
-__all__ = ["main"]

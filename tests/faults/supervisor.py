@@ -14,8 +14,7 @@ from typing import Any
 
 from tests.faults import kinds
 from tests.faults.nursery import Nursery, Process, session_members, signal_session
-from tests.faults.rows import own_ids
-from tests.faults.trials import Trial
+from tests.faults.trials import Trial, own_ids
 
 # How much later than the timeout a survivor may end.
 GRACE_SECONDS = 10.0
@@ -27,40 +26,24 @@ _DEV_SHM = Path("/dev/shm")
 
 @dataclass
 class RankEnd:
-    """How a rank ended.
-
-    Attributes:
-        rank: which.
-        faulty: whether the fault was put into it.
-        status: exit status; negative, the signal that ended it; None, it hung.
-        text: type and text of the exception that it raised, or "".
-        seconds: from the fault, or for a rank that was stopped from when it went on, to the end of the process.
-        threads: the shuffler's threads that still ran after its close().
-    """
+    """How a rank ended."""
 
     rank: int
-    faulty: bool
-    status: int | None
-    text: str
-    seconds: float
-    threads: list[str]
+    faulty: bool  # whether the fault was put into it
+    status: int | None  # exit status; negative, the signal that ended it; None, it hung
+    text: str  # type and text of the exception that it raised, or ""
+    seconds: float  # from the fault, or for a rank that was stopped from when it went on, to the end of the process
+    threads: list[str]  # the shuffler's threads that still ran after its close()
 
 
 @dataclass
 class Result:
-    """A trial, and what came of it.
-
-    Attributes:
-        trial: which.
-        problems: what was not as expected; nothing if all was.
-        ranks: how each ended.
-        logs: the folder of what the ranks printed; kept where there are problems.
-    """
+    """A trial, and what came of it."""
 
     trial: Trial
-    problems: list[str]
+    problems: list[str]  # what was not as expected; nothing if all was
     ranks: list[RankEnd]
-    logs: str = ""
+    logs: str = ""  # the folder of what the ranks printed; kept where there are problems
 
     @property
     def worst_seconds(self) -> float:

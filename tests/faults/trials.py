@@ -9,33 +9,28 @@ from typing import Any, Literal
 from tests.faults.kinds import CONSTRUCTION, KINDS, Kind
 
 StoreHost = Literal["agent", "rank0"]
+# What every rank loads.
+BATCHES, ROWS = 8, 6
+
+
+def own_ids(rank: int) -> list[list[int]]:
+    """The rows that a rank loads, by batch."""
+    return [[1 + 1000 * rank + 100 * step + row for row in range(ROWS)] for step in range(BATCHES)]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault in one job.
+    """One fault in one job."""
 
-    Attributes:
-        number: of the trial.
-        kind: name of the kind of fault.
-        place: where it happens.
-        call: at the place's call of this number, from 0.
-        use: how the shuffler is used.
-        world_size: ranks.
-        rank: the one that the fault is put into.
-        store: who hosts the store: a process beside the ranks, as under torchrun, or rank 0.
-        timeout: `ShufflerOptions.timeout` in seconds.
-    """
-
-    number: int
-    kind: str
-    place: str
-    call: int
-    use: str
-    world_size: int
-    rank: int
-    store: StoreHost
-    timeout: float
+    number: int  # of the trial
+    kind: str  # name of the kind of fault
+    place: str  # where it happens
+    call: int  # at the place's call of this number, from 0
+    use: str  # how the shuffler is used
+    world_size: int  # ranks
+    rank: int  # the one that the fault is put into
+    store: StoreHost  # who hosts the store: a process beside the ranks, as under torchrun, or rank 0
+    timeout: float  # `ShufflerOptions.timeout` in seconds
 
     @property
     def of_kind(self) -> Kind:

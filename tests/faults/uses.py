@@ -16,7 +16,7 @@ from commons.trainer.config.args import TrainerArgs
 from commons.trainer.loop import TrainingLoop
 from tests.faults import kinds
 from tests.faults.injector import Injector
-from tests.faults.rows import ROWS, own_ids
+from tests.faults.trials import ROWS, own_ids
 from tests.helpers.models import SampleBatch, make_batch
 
 WINDOW = 2

@@ -27,9 +27,9 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_iter
-from tests.helpers import cpu_pipelines, models
+from tests.helpers import cpu_pipelines, models, pipelines
 from tests.helpers.models import head_of, rank_batches, rank_device, weights_of
-from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler, require_pipeline
+from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler, require_pipeline, steps_of
 from tests.helpers.pretended_streams import pretended_streams, with_streams
 
 # Not TrainPipelineSparseDistCompAutograd, which leaves collectives and compilers otherwise for the cases that follow:
@@ -99,12 +99,7 @@ def global_ids(seen):
 
 
 def expected_ids(steps):
-    return sorted(
-        int(i)
-        for rank in range(dist.get_world_size())
-        for batch in rank_batches(rank, steps, SIZES)
-        for i in batch.sample_id[: batch.actual_batch_size]
-    )
+    return pipelines.expected_ids([steps] * dist.get_world_size(), dist.get_world_size())
 
 
 def train(name, device, kind, steps=6, **options):
@@ -113,13 +108,9 @@ def train(name, device, kind, steps=6, **options):
         shuffler = CubicShuffler(ShufflerOptions(**options)) if options else make_shuffler(kind)
         pipeline = make_pipeline(name, device, shuffler, model, optimizer)
         source = host_batches(dist.get_rank(), steps, device)
-        try:
-            while True:
-                pipeline.progress(source)
-        except StopIteration:
-            return head_of(model).seen, weights_of(model)
-        finally:
-            shuffler.close()
+        with contextlib.closing(shuffler):
+            list(steps_of(pipeline, source))
+        return head_of(model).seen, weights_of(model)
 
 
 @pytest.mark.parametrize("name", list(STOCK))
@@ -183,15 +174,10 @@ def test_windows_in_front_of_stock_pipelines(device, name):
             assert batch.sample_id.is_pinned() == (device == "cuda")  # as the loader's, so that copies need not wait
             yield batch
 
-    source = watched()
-    try:
-        while True:
-            pipeline.progress(source)
-    except StopIteration:
+    with contextlib.closing(shuffler):
+        list(steps_of(pipeline, watched()))
         assert global_ids(head_of(model).seen) == expected_ids(6)
         assert windowed.take_stats().moved
-    finally:
-        shuffler.close()
 
 
 @pytest.mark.parametrize("name", list(EVALUATIONS))
@@ -201,11 +187,8 @@ def test_evaluation_pipelines(device, name):
     model.eval()
     shuffler = CubicShuffler()
     pipeline = make_pipeline(name, device, shuffler, model, optimizer)
-    source = host_batches(dist.get_rank(), 5, device)
     try:
-        while True:
-            pipeline.progress(source)
-    except StopIteration:
+        list(steps_of(pipeline, host_batches(dist.get_rank(), 5, device)))
         assert global_ids(head_of(model).seen) == expected_ids(5)
     finally:
         pipeline.reset()
@@ -216,13 +199,13 @@ def test_two_shufflers_take_turns(device):
     """Communicators side by side: two pipelines in lockstep, each with groups of its own."""
     first, second = CubicShuffler(), CubicShuffler()
     models_and_optimizers = [models.build_sharded(device=device) for _ in range(2)]
-    pipelines = [
+    trainers = [
         make_pipeline("sparse", device, shuffler, model, optimizer)
         for shuffler, (model, optimizer) in zip((first, second), models_and_optimizers)
     ]
     sources = [host_batches(dist.get_rank(), 8, device) for _ in range(2)]
     for _ in range(8):
-        for pipeline, source in zip(pipelines, sources):
+        for pipeline, source in zip(trainers, sources):
             pipeline.progress(source)
     first.close()
     second.close()

@@ -13,16 +13,8 @@ from commons.sequence_batch.fields import path_name
 from commons.sequence_batch.open_batch import batch_rows, real_rows, row_fields
 
 JAGGED_DTYPES = [
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
 ]
 
 

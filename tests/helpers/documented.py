@@ -21,18 +21,11 @@ _FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<language>[\w-]*)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block as it is printed, without the indentation of the list it may lie in.
+    """A fenced block as it is printed, without the indentation of the list it may lie in."""
 
-    Attributes:
-        key: where it is.
-        line: number of its first line in the page.
-        language: what follows the fence; empty for pictures.
-        text: the block.
-    """
-
-    key: Key
-    line: int
-    language: str
+    key: Key  # where it is
+    line: int  # number of its first line in the page
+    language: str  # what follows the fence; empty for pictures
     text: str
 
     def __str__(self) -> str:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import evenrank
 from commons.distributed.errors import attempt
+from commons.pipeline import TrainPipelineFactory
 from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.train_config import TrainConfig
@@ -42,13 +42,38 @@ def torchrec_script() -> dict[str, Any]:
 
 
 def all_rows_were_trained(names: dict[str, Any]) -> None:
-    """Every row of every rank, once."""
-    seen = [row for step in models.head_of(names["model"]).seen for row in step]
-    own = [row for batch in names["dataloader"] for row in batch.sample_id[: batch.actual_batch_size].tolist()]
-    assert sorted(of_all(seen)) == sorted(of_all(own))
+    """Every row of every rank was trained once, and the steps that were printed were evened out."""
+    assert _trained(names) == _rows(names["dataloader"])
     steps = re.findall(r"imbalance ([\d.]+)% → ([\d.]+)%", names["printed"])
-    assert len(steps) == (5 if dist.get_rank() == 0 else 0)
-    assert dist.get_rank() or any(float(after) < float(before) for before, after in steps)
+    assert len(steps) in (0, 5) and (steps or dist.get_rank())  # every rank prints, or rank 0 alone
+    assert not steps or any(float(after) < float(before) for before, after in steps)
+
+
+def _trained(names: dict[str, Any]) -> list[int]:
+    """Ids of the rows that the model has seen, on all ranks."""
+    return sorted(of_all([row for step in models.head_of(names["model"]).seen for row in step]))
+
+
+def _rows(batches: list[Any]) -> list[int]:
+    """Ids of the real rows of all ranks."""
+    return sorted(of_all([row for batch in batches for row in batch.sample_id[: batch.actual_batch_size].tolist()]))
+
+
+def script_with_evaluation() -> dict[str, Any]:
+    """A script whose pipeline trains, and what it evaluates on."""
+    names = torchrec_script()
+    parts = {name: names[name] for name in ("model", "optimizer", "device")}
+    shuffler = evenrank.TokensBalancedBatchShuffler()
+    pipeline = TrainPipelineFactory.create("native", batch_shuffler=shuffler, **parts)
+    batches = models.rank_batches(10 + dist.get_rank(), 2 + dist.get_rank(), [3, 1])
+    return names | {"shuffler": shuffler, "pipeline": pipeline, "eval_dataloader": list(batches)}
+
+
+def segments_were_evaluated(names: dict[str, Any]) -> None:
+    """One segment, all of whose rows were trained; then an evaluation of all rows, which left the weights alone."""
+    assert _trained(names) == sorted(_rows(names["dataloader"]) + _rows(names["eval_dataloader"]))
+    assert names["losses"] == [] and len(names["outputs"]) == 3  # the rank with fewer batches goes on, too
+    assert names["model"].training
 
 
 def pipeline_trains(names: dict[str, Any]) -> None:
@@ -115,20 +140,24 @@ def mine_is_registered(names: dict[str, Any]) -> None:
     """The block's shuffler is there under its name, and moves rows by its workloads."""
     (name,) = (each for each in evenrank.BatchShufflerFactory.list_available() if each.startswith("mine"))
     try:
-        shuffler = evenrank.BatchShufflerFactory.create(name, options=evenrank.ShufflerOptions(verify=True))
+        _moves_long_rows(evenrank.BatchShufflerFactory.create, name)
     finally:
         evenrank.BatchShufflerFactory.unregister(name)
-    ids = [[3, 4, 5], [1000, 2000, 3000]][dist.get_rank()]
-    batch = models.make_batch(ids, 3, longest=40)
-    workloads = shuffler.get_workloads(batch)
-    lengths = batch.features["item"].lengths()
-    assert workloads.dtype == torch.int64 and workloads.shape == (3,)
-    assert workloads.argsort().tolist() == lengths.argsort().tolist()
-    try:
-        rows = shuffler.shuffle(batch).sample_id.tolist()
-        assert sorted(of_all(rows)) == sorted(of_all(ids))
-    finally:
-        shuffler.close()
+
+
+def costs_are_those_of_a_transformer(names: dict[str, Any]) -> None:
+    """The class of the block says what rows cost, and moves them by it."""
+    _moves_long_rows(names["MyBatchShuffler"])
+
+
+def _moves_long_rows(make: Any, *args: Any) -> None:
+    """Longer rows cost more, and no row is lost."""
+    batch = models.make_batch([[3, 4, 5], [1000, 2000, 3000]][dist.get_rank()], 3, longest=40)
+    with contextlib.closing(make(*args, options=evenrank.ShufflerOptions(verify=True))) as shuffler:
+        workloads = shuffler.get_workloads(batch)
+        assert workloads.dtype == torch.int64 and workloads.shape == (3,)
+        assert workloads.argsort().tolist() == batch.features["item"].lengths().argsort().tolist()
+        assert sorted(of_all(shuffler.shuffle(batch).sample_id.tolist())) == [3, 4, 5, 1000, 2000, 3000]
 
 
 @dataclass
@@ -242,185 +271,6 @@ def ranks_add_up(names: dict[str, Any]) -> None:
     """The test passes, and would fail for another sum."""
     names["test_all_ranks_add_up"](_Ranks(dist.get_world_size()))
     assert names["_sum_of_ranks"]() == 1
-
-
-def token_rows(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
-    """Token ids padded on the right to the longest row, and their mask."""
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-    ids = torch.randint(1, 5, mask.shape, generator=torch.Generator().manual_seed(seed)) * mask
-    return {"input_ids": ids, "attention_mask": mask.long()}
-
-
-def score_rows(rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A number per row that does not depend on its padding, and differs between rows."""
-    places = torch.arange(1, rows["input_ids"].shape[1] + 1)
-    return (rows["input_ids"] * places * rows["attention_mask"]).sum(1)
-
-
-def with_labels(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The rows with labels as a collator of Hugging Face makes them: -100 where there is padding."""
-    return rows | {"labels": torch.where(rows["attention_mask"] != 0, rows["input_ids"], -100)}
-
-
-def same_loss(dealt: list[dict[str, torch.Tensor]], plain: list[dict[str, torch.Tensor]]) -> None:
-    """Hugging Face's loss of what the ranks were dealt, over as many labels, is that of the rows as they were."""
-
-    def loss_and_labels(rows: dict[str, torch.Tensor]) -> tuple[float, int]:
-        logits = torch.rand(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[rows["input_ids"]]
-        labels = rows["labels"][:, 1:].flatten()
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum")
-        return float(loss), int((rows["labels"] != -100).sum())
-
-    (losses, labels), (of_plain, labels_of_plain) = (
-        map(sum, zip(*of_all([loss_and_labels(rows) for rows in each]))) for each in (dealt, plain)
-    )
-    assert labels == labels_of_plain > 0 and abs(losses - of_plain) < 1e-9 * of_plain
-
-
-def padded_rows() -> dict[str, Any]:
-    """A batch of padded rows, and a model that scores them."""
-    return {"batch": token_rows([3, 40, 5, 7, 30, 2, 9, 12, 1, 25, 8, 6], seed=1), "model": score_rows}
-
-
-def predictions_in_order(names: dict[str, Any]) -> None:
-    """One prediction per row, in the order of the batch."""
-    assert names["predictions"].tolist() == score_rows(names["batch"]).tolist()
-    assert len(names["chunks"]) == 8 and names["chunks"].imbalance < 2
-
-
-def rows_of_ranks() -> dict[str, Any]:
-    """A batch on rank 0, and rollouts that every rank has padded to its own longest."""
-    rank = dist.get_rank()
-    whole = {"batch": with_labels(padded_rows()["batch"])}
-    task = evenrank.SelfAttentionTask(hidden_size=64, num_heads=4, head_dim=16)
-    lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][rank]
-    return {
-        "task": task,
-        "model": score_rows,
-        "batch_or_none": whole["batch"] if rank == 0 else None,
-        "workloads_or_none": task.get_workloads(whole["batch"]["attention_mask"].sum(1)) if rank == 0 else None,
-        "rollouts": with_labels(token_rows(lengths, seed=2 + rank)),
-    }
-
-
-def results_came_home(names: dict[str, Any]) -> None:
-    """Scores are back where their rows come from, and no share is wider than its longest row."""
-    if names["batch_or_none"] is None:
-        assert names["results"] is None
-    else:
-        assert names["results"].tolist() == score_rows(names["batch_or_none"]).tolist()
-    assert names["rewards"].tolist() == score_rows(names["rollouts"]).tolist()
-    assert names["moved"].num_moved > 0
-    for batch in (names["share"].batch, names["moved"].batch):
-        assert batch["input_ids"].shape[1] == int(batch["attention_mask"].sum(1).max())
-    same_loss([names["share"].batch], [] if names["batch_or_none"] is None else [names["batch_or_none"]])
-    same_loss([names["moved"].batch], [names["rollouts"]])
-
-
-def images_and_texts() -> dict[str, Any]:
-    """Images of this rank with what they cost, and a model of two parts."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    encoder, decoder = nn.Linear(3, 2).double(), nn.Linear(4, 1).double()
-    images, texts = (torch.randn(4, width, dtype=torch.float64) * (rank + 1) for width in (3, 2))
-
-    def decode(features: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        return decoder(torch.cat([features, texts], dim=1)).sin().sum()
-
-    return {"images": images, "image_cost": [9 * rank + 1] * 4, "encoder": encoder, "decoder": decode, "texts": texts}
-
-
-def gradients_are_those_of_rows_that_stay(names: dict[str, Any]) -> None:
-    """Summed over the ranks, of the encoder; and rows have moved."""
-    encoder, stays = names["encoder"], nn.Linear(3, 2).double()
-    stays.load_state_dict(encoder.state_dict())
-    names["decoder"](stays(names["images"]), names["texts"]).backward()
-    assert names["moved"].num_moved > 0
-    for found, expected in zip(encoder.parameters(), stays.parameters()):
-        for gradient in (found.grad, expected.grad):
-            dist.all_reduce(gradient)
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
-
-
-class _LanguageModel(nn.Module):
-    """Logits of every place, `(rows, width, 5)`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(5, 5, dtype=torch.float64)
-
-    def forward(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.tokens(rows["input_ids"])
-
-
-def language_model() -> dict[str, Any]:
-    """A model, and rows of which the longest fills a micro-batch and has no label."""
-    torch.manual_seed(0)
-    batch = token_rows([16000, 3000, 5000, 200][dist.get_rank() :], seed=dist.get_rank())
-    batch = with_labels(batch)
-    batch["labels"][0] = -100
-    return {"model": _LanguageModel(), "batch": batch}
-
-
-def whole_gradient(names: dict[str, Any]) -> None:
-    """The averaged gradient is that of one process over the rows of all ranks, of which one had no label."""
-    assert dist.get_rank() == 1 or 0 in names["micro_batches"].loss_tokens
-    _gradient_is_of_all_rows(names)
-
-
-def rows_to_pack() -> dict[str, Any]:
-    """What the block before has made, and what a row costs."""
-    given = language_model()
-    lengths = given["batch"]["attention_mask"].sum(1)
-
-    def loss_sum(model: nn.Module, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits, labels = model(rows)[:, :-1], rows["labels"][:, 1:]
-        return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-
-    return given | {
-        "task": evenrank.SelfAttentionTask(hidden_size=64, num_heads=4, head_dim=16),
-        "spec": evenrank.MicroBatchSpec(max_tokens_per_mb=16384, packing_algorithm="refined"),
-        "lengths": lengths,
-        "terms": evenrank.count_loss_tokens(given["batch"]["labels"]),
-        "loss_sum": loss_sum,
-        "score": score_rows,
-    }
-
-
-def padded_groups_hold_every_row(names: dict[str, Any]) -> None:
-    """Every row is in one group; no group exceeds its cost, and rows dealt in turn would cost as much or more."""
-    lengths, work = names["lengths"].tolist(), names["task"].get_workloads(names["lengths"]).tolist()
-    for groups in (names["groups"], names["work"]):
-        assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
-    assert max(len(group) * max(lengths[row] for row in group) for group in names["groups"]) <= 16384
-    costliest = max(len(group) * max(work[row] for row in group) for group in names["work"])
-    in_turn = [work[begin::2] for begin in range(2)]
-    assert len(names["work"]) == 2 and costliest <= max(len(rows) * max(rows) for rows in in_turn)
-
-
-def even_by_index(names: dict[str, Any]) -> None:
-    """The gradient is that of all rows, scores are back where their rows are, and both ranks know how even it was."""
-    _gradient_is_of_all_rows(names)
-    same_loss(list(names["micro_batches"]), [names["batch"]])
-    assert names["scores"].tolist() == score_rows(names["batch"]).tolist()
-    assert max(names["micro_batches"].num_tokens) <= 16384
-    assert len(names["evenness"]) == len(names["micro_batches"]) and min(names["evenness"]) >= 1
-
-
-def _gradient_is_of_all_rows(names: dict[str, Any]) -> None:
-    model = names["model"]
-    reached = model.tokens.weight.grad.clone()
-    dist.all_reduce(reached)
-    reached /= dist.get_world_size()
-    model.zero_grad()
-    losses = []
-    for rows in of_all([names["batch"]]):
-        labels = rows["labels"][:, 1:].flatten()
-        losses.append(cross_entropy(model(rows)[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="none"))
-    terms = sum(int((rows["labels"][:, 1:] != -100).sum()) for rows in of_all([names["batch"]]))
-    (torch.cat(losses).sum() / terms).backward()
-    assert bool(reached.isfinite().all()) and float(model.tokens.weight.grad.abs().max()) > 1e-3
-    assert float((reached - model.tokens.weight.grad).abs().max()) < 1e-12
 
 
 def resiliency_extension() -> dict[str, Any]:

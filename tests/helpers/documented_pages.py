@@ -1,4 +1,4 @@
-"""As documented_names.py, for the pages of single questions: DLRM, other projects' names, answers."""
+"""As documented_names.py, for DLRM, language models and the names of other projects."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch import nn
+from torch.nn.functional import cross_entropy
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 import evenrank
 from benchmarks.plain_karmarkar_karp import plain_karmarkar_karp
 from tests.helpers.documented import ROOT, documented_blocks
-from tests.helpers.documented_names import of_all, same_loss, score_rows, token_rows, with_labels
+from tests.helpers.documented_names import of_all
 
 
 def _sparse(lengths: dict[str, list[int]]) -> KeyedJaggedTensor:
@@ -108,6 +110,185 @@ def groups_went_with_their_rows(names: dict[str, Any]) -> None:
     stats = names["shuffler"].last_stats
     assert stats.moved and stats.imbalance_after < 0.1 < 0.9 < stats.imbalance_before
     names["shuffler"].close()
+
+
+def token_rows(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
+    """Token ids padded on the right to the longest row, and their mask."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    ids = torch.randint(1, 5, mask.shape, generator=torch.Generator().manual_seed(seed)) * mask
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+def score_rows(rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A number per row that does not depend on its padding, and differs between rows."""
+    places = torch.arange(1, rows["input_ids"].shape[1] + 1)
+    return (rows["input_ids"] * places * rows["attention_mask"]).sum(1)
+
+
+def with_labels(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows with labels as a collator of Hugging Face makes them: -100 where there is padding."""
+    return rows | {"labels": torch.where(rows["attention_mask"] != 0, rows["input_ids"], -100)}
+
+
+def same_loss(dealt: list[dict[str, torch.Tensor]], plain: list[dict[str, torch.Tensor]]) -> None:
+    """Hugging Face's loss of what the ranks were dealt, over as many labels, is that of the rows as they were."""
+
+    def loss_and_labels(rows: dict[str, torch.Tensor]) -> tuple[float, int]:
+        logits = torch.rand(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[rows["input_ids"]]
+        labels = rows["labels"][:, 1:].flatten()
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+        return float(loss), int((rows["labels"] != -100).sum())
+
+    (losses, labels), (of_plain, labels_of_plain) = (
+        map(sum, zip(*of_all([loss_and_labels(rows) for rows in each]))) for each in (dealt, plain)
+    )
+    assert labels == labels_of_plain > 0 and abs(losses - of_plain) < 1e-9 * of_plain
+
+
+def padded_rows() -> dict[str, Any]:
+    """A batch of padded rows, and a model that scores them."""
+    return {"batch": token_rows([3, 40, 5, 7, 30, 2, 9, 12, 1, 25, 8, 6], seed=1), "model": score_rows}
+
+
+def predictions_in_order(names: dict[str, Any]) -> None:
+    """One prediction per row, in the order of the batch."""
+    assert names["predictions"].tolist() == score_rows(names["batch"]).tolist()
+    assert len(names["chunks"]) == 8 and names["chunks"].imbalance < 2
+
+
+def rows_of_ranks() -> dict[str, Any]:
+    """A batch on rank 0, and rollouts that every rank has padded to its own longest."""
+    rank = dist.get_rank()
+    whole = {"batch": with_labels(padded_rows()["batch"])}
+    task = evenrank.SelfAttentionTask(hidden_size=64, num_heads=4, head_dim=16)
+    lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][rank]
+    return {
+        "task": task,
+        "model": score_rows,
+        "batch_or_none": whole["batch"] if rank == 0 else None,
+        "workloads_or_none": task.get_workloads(whole["batch"]["attention_mask"].sum(1)) if rank == 0 else None,
+        "rollouts": with_labels(token_rows(lengths, seed=2 + rank)),
+    }
+
+
+def results_came_home(names: dict[str, Any]) -> None:
+    """Scores are back where their rows come from, and no share is wider than its longest row."""
+    if names["batch_or_none"] is None:
+        assert names["results"] is None
+    else:
+        assert names["results"].tolist() == score_rows(names["batch_or_none"]).tolist()
+    assert names["rewards"].tolist() == score_rows(names["rollouts"]).tolist()
+    assert names["moved"].num_moved > 0
+    for batch in (names["share"].batch, names["moved"].batch):
+        assert batch["input_ids"].shape[1] == int(batch["attention_mask"].sum(1).max())
+    same_loss([names["share"].batch], [] if names["batch_or_none"] is None else [names["batch_or_none"]])
+    same_loss([names["moved"].batch], [names["rollouts"]])
+
+
+def images_and_texts() -> dict[str, Any]:
+    """Images of this rank with what they cost, and a model of two parts."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(3, 2).double(), nn.Linear(4, 1).double()
+    images, texts = (torch.randn(4, width, dtype=torch.float64) * (rank + 1) for width in (3, 2))
+
+    def decode(features: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        return decoder(torch.cat([features, texts], dim=1)).sin().sum()
+
+    return {"images": images, "image_cost": [9 * rank + 1] * 4, "encoder": encoder, "decoder": decode, "texts": texts}
+
+
+def gradients_are_those_of_rows_that_stay(names: dict[str, Any]) -> None:
+    """Summed over the ranks, of the encoder; and rows have moved."""
+    encoder, stays = names["encoder"], nn.Linear(3, 2).double()
+    stays.load_state_dict(encoder.state_dict())
+    names["decoder"](stays(names["images"]), names["texts"]).backward()
+    assert names["moved"].num_moved > 0
+    for found, expected in zip(encoder.parameters(), stays.parameters()):
+        for gradient in (found.grad, expected.grad):
+            dist.all_reduce(gradient)
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
+
+
+class _LanguageModel(nn.Module):
+    """Logits of every place, `(rows, width, 5)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5, 5, dtype=torch.float64)
+
+    def forward(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.tokens(rows["input_ids"])
+
+
+def language_model() -> dict[str, Any]:
+    """A model, and rows of which the longest fills a micro-batch and has no label."""
+    torch.manual_seed(0)
+    batch = token_rows([16000, 3000, 5000, 200][dist.get_rank() :], seed=dist.get_rank())
+    batch = with_labels(batch)
+    batch["labels"][0] = -100
+    return {"model": _LanguageModel(), "batch": batch}
+
+
+def whole_gradient(names: dict[str, Any]) -> None:
+    """The averaged gradient is that of one process over the rows of all ranks, of which one had no label."""
+    assert dist.get_rank() == 1 or 0 in names["micro_batches"].loss_tokens
+    _gradient_is_of_all_rows(names)
+
+
+def rows_to_pack() -> dict[str, Any]:
+    """What the block before has made, and what a row costs."""
+    given = language_model()
+    lengths = given["batch"]["attention_mask"].sum(1)
+
+    def loss_sum(model: nn.Module, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits, labels = model(rows)[:, :-1], rows["labels"][:, 1:]
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+    return given | {
+        "task": evenrank.SelfAttentionTask(hidden_size=64, num_heads=4, head_dim=16),
+        "spec": evenrank.MicroBatchSpec(max_tokens_per_mb=16384, packing_algorithm="refined"),
+        "lengths": lengths,
+        "terms": evenrank.count_loss_tokens(given["batch"]["labels"]),
+        "loss_sum": loss_sum,
+        "score": score_rows,
+    }
+
+
+def padded_groups_hold_every_row(names: dict[str, Any]) -> None:
+    """Every row is in one group; no group exceeds its cost, and rows dealt in turn would cost as much or more."""
+    lengths, work = names["lengths"].tolist(), names["task"].get_workloads(names["lengths"]).tolist()
+    for groups in (names["groups"], names["work"]):
+        assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert max(len(group) * max(lengths[row] for row in group) for group in names["groups"]) <= 16384
+    costliest = max(len(group) * max(work[row] for row in group) for group in names["work"])
+    in_turn = [work[begin::2] for begin in range(2)]
+    assert len(names["work"]) == 2 and costliest <= max(len(rows) * max(rows) for rows in in_turn)
+
+
+def even_by_index(names: dict[str, Any]) -> None:
+    """The gradient is that of all rows, scores are back where their rows are, and both ranks know how even it was."""
+    _gradient_is_of_all_rows(names)
+    same_loss(list(names["micro_batches"]), [names["batch"]])
+    assert names["scores"].tolist() == score_rows(names["batch"]).tolist()
+    assert max(names["micro_batches"].num_tokens) <= 16384
+    assert len(names["evenness"]) == len(names["micro_batches"]) and min(names["evenness"]) >= 1
+
+
+def _gradient_is_of_all_rows(names: dict[str, Any]) -> None:
+    model = names["model"]
+    reached = model.tokens.weight.grad.clone()
+    dist.all_reduce(reached)
+    reached /= dist.get_world_size()
+    model.zero_grad()
+    losses = []
+    for rows in of_all([names["batch"]]):
+        labels = rows["labels"][:, 1:].flatten()
+        losses.append(cross_entropy(model(rows)[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="none"))
+    terms = sum(int((rows["labels"][:, 1:] != -100).sum()) for rows in of_all([names["batch"]]))
+    (torch.cat(losses).sum() / terms).backward()
+    assert bool(reached.isfinite().all()) and float(model.tokens.weight.grad.abs().max()) > 1e-3
+    assert float((reached - model.tokens.weight.grad).abs().max()) < 1e-12
 
 
 def rows_of_prompts() -> dict[str, Any]:

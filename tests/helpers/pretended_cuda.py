@@ -29,21 +29,9 @@ _PROJECT = Path(__file__).parents[2]
 # Operations that make no kernel: they look at memory in another way, or only take it.
 _NO_KERNEL = {
     *("view", "_unsafe_view", "_reshape_alias", "reshape", "flatten", "unflatten", "view_as", "as_strided", "expand"),
-    *(
-        "slice",
-        "select",
-        "narrow",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "chunk",
-        "unfold",
-        "permute",
-        "transpose",
-        "t",
-    ),
-    *("unsqueeze", "squeeze", "detach", "alias", "lift_fresh", "device", "sym_size", "is_same_size", "record_stream"),
-    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_"),
+    *("slice", "select", "narrow", "split", "split_with_sizes", "unbind", "chunk", "unfold", "permute", "transpose"),
+    *("t", "unsqueeze", "squeeze", "detach", "alias", "lift_fresh", "device", "sym_size", "is_same_size"),
+    *("record_stream", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_"),
 }
 # Operations whose result, or its size, is known to the device alone.
 _READ_BACK = {
@@ -62,19 +50,12 @@ class Wait(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy from the host to the device.
+    """A copy from the host to the device."""
 
-    Attributes:
-        shape: of the tensor.
-        non_blocking: as asked for.
-        pinned: whether the source is in pinned memory; a copy from elsewhere may wait.
-        where: the line of ours or of TorchRec.
-    """
-
-    shape: tuple[int, ...]
-    non_blocking: bool
-    pinned: bool
-    where: str
+    shape: tuple[int, ...]  # of the tensor
+    non_blocking: bool  # as asked for
+    pinned: bool  # whether the source is in pinned memory; a copy from elsewhere may wait
+    where: str  # the line of ours or of TorchRec
 
 
 @dataclass(frozen=True)
@@ -136,26 +117,15 @@ def like_on_cuda(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Watch(TorchDispatchMode):
-    """Records what operations on CUDA would do; entered within `fake_mode`.
-
-    Args:
-        pinned: memory that counts as pinned; none if not given.
-
-    Attributes:
-        launches: kernels and copies within the device, by operator.
-        copies: from the host to the device.
-        waits: of the host for the device.
-        mixed: operations with tensors of both, which a real device refuses; and where.
-        collectives: names of c10d's operations.
-    """
+    """Records what operations on CUDA would do; entered within `fake_mode`. Memory is `pinned`, or none is."""
 
     def __init__(self, pinned: PinnedMemory | None = None) -> None:
         super().__init__()
-        self.launches: Counter[str] = Counter()
-        self.copies: list[Copy] = []
-        self.waits: list[Wait] = []
-        self.mixed: list[tuple[str, str]] = []
-        self.collectives: list[str] = []
+        self.launches: Counter[str] = Counter()  # kernels and copies within the device, by operator
+        self.copies: list[Copy] = []  # from the host to the device
+        self.waits: list[Wait] = []  # of the host for the device
+        self.mixed: list[tuple[str, str]] = []  # operations with tensors of both, which a device refuses; and where
+        self.collectives: list[str] = []  # names of c10d's operations
         self._pinned = pinned or PinnedMemory([])
 
     @property

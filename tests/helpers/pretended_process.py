@@ -76,17 +76,7 @@ def build_library(folder: Path) -> Path:
     torch = Path(spec.origin).parent
     source, library = folder / "pretended_cuda.cpp", folder / "pretended_cuda.so"
     source.write_text(_SOURCE)
-    build = [
-        compiler,
-        "-O1",
-        "-shared",
-        "-fPIC",
-        "-std=c++20",
-        f"-I{torch / 'include'}",
-        str(source),
-        "-o",
-        str(library),
-    ]
+    build = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", str(source)]
     link = ["-o", str(library), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
     done = subprocess.run([*build, *link], capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:

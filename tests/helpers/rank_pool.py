@@ -76,9 +76,7 @@ def _serve(rank: int, world_size: int, store: str, connection: multiprocessing.c
 class RankPool:
     """`world_size` processes in one gloo group, started on first use.
 
-    Args:
-        world_size: how many.
-        most_groups: ranks with more process groups are replaced before the next call, and what they keep is lost.
+    Ranks with more process groups than `most_groups` are replaced before the next call, and what they keep is lost.
     """
 
     def __init__(self, world_size: int, most_groups: int = _MOST_GROUPS) -> None:
@@ -97,13 +95,10 @@ class RankPool:
     ) -> list[Any]:
         """Call a module-level function on every rank and return what each returned.
 
-        Args:
-            function: takes `args` and `kwargs`.
-            timeout: seconds within which all ranks must return, once they have started.
-            grace: how many of them the others still have once one has failed.
+        All must return within `timeout` seconds, once they have started; after a failure the others have `grace`.
 
         Raises:
-            RankFailure: a rank raised, died or did not answer within `timeout` seconds.
+            RankFailure: a rank raised, died or did not answer in time.
         """
         if not self._ranks:
             self._start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.sequence_batch.open_batch import batch_rows
 from tests.helpers.batches import random_batch
 
+__all__ = ["SquareShuffler", "closing", "my_batch"]
+
 
 class SquareShuffler(BaseTaskBalancedBatchShuffler):
     """A row costs 10 plus the square of its items."""
@@ -20,14 +22,6 @@ class SquareShuffler(BaseTaskBalancedBatchShuffler):
         features = batch.features if hasattr(batch, "features") else batch.sparse_features
         lengths = features.lengths().view(len(features.keys()), batch_rows(batch)).sum(0)
         return lengths.to(torch.int64) ** 2 + 10
-
-
-@contextlib.contextmanager
-def closing(shuffler):
-    try:
-        yield shuffler
-    finally:
-        shuffler.close()
 
 
 def my_batch(seed, rows_by_rank, real_by_rank=None, **kwargs):

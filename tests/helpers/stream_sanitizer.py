@@ -64,38 +64,25 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class Memory:
-    """What is known of one storage on the device.
-
-    Attributes:
-        stream: whose pool it comes from and goes back to.
-        of: what made it, "copy" or "exchange"; "" for what is not reported.
-        write: stream and number of the operation that wrote last.
-        reads: since then, by stream, the number of the last one that read.
-        recorded: streams that the allocator was told of.
-    """
+    """What is known of one storage on the device."""
 
     def __init__(self, stream: PretendedStream, of: str) -> None:
-        self.stream = stream
-        self.of = of
-        self.write: tuple[PretendedStream, int] | None = None
-        self.reads: dict[PretendedStream, int] = {}
-        self.recorded: set[PretendedStream] = set()
+        self.stream = stream  # whose pool it comes from and goes back to
+        self.of = of  # what made it, "copy" or "exchange"; "" for what is not reported
+        self.write: tuple[PretendedStream, int] | None = None  # stream and number of the operation that wrote last
+        self.reads: dict[PretendedStream, int] = {}  # since then, by stream, the number of the last one that read
+        self.recorded: set[PretendedStream] = set()  # streams that the allocator was told of
 
     def uses(self) -> list[tuple[PretendedStream, int]]:
         return [*self.reads.items(), *([self.write] if self.write else [])]
 
 
 class StreamSanitizer:
-    """Follows memory, streams and the host; made by `sanitized`.
-
-    Attributes:
-        reports: hazards in words, and how often each was met.
-        operations: kernels that were looked at.
-    """
+    """Follows memory, streams and the host; made by `sanitized`."""
 
     def __init__(self) -> None:
-        self.reports: collections.Counter[str] = collections.Counter()
-        self.operations = 0
+        self.reports: collections.Counter[str] = collections.Counter()  # hazards in words, and how often each was met
+        self.operations = 0  # kernels that were looked at
         self._memory: dict[int, Memory] = {}
         self._of_group: dict[int, PretendedStream] = {}
         self._lock = threading.RLock()  # a loading thread has operations of its own
@@ -148,9 +135,7 @@ class StreamSanitizer:
         def run(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             read, written = ([given.arguments.get(name) for name in names] for names in (reads, writes))
-            if (
-                self.making == "exchange"
-            ):  # our ranks on the CPU wait with a deadline; those on CUDA leave it to streams
+            if self.making == "exchange":  # ranks on the CPU wait with a deadline; those on CUDA leave it to streams
                 given.arguments["async_op"] = False
             with self._lock:
                 on_device = any(map(self.holds, _tensors([read, written])))

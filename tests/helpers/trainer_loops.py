@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from tests.helpers.pipelines import CubicShuffler
+
+__all__ = ["CubicShuffler", "Output"]
 
 
 @dataclass
@@ -14,8 +16,3 @@ class Output:
     loss_sum: torch.Tensor
     num_loss_tokens: int
     ids: list[int]
-
-
-class CubicShuffler(BaseTaskBalancedBatchShuffler):
-    def get_workloads(self, batch):
-        return batch.features.lengths().view(2, batch.batch_size).sum(0).to(torch.int64) ** 2 + 5

@@ -16,18 +16,15 @@ Examples:
 
 from __future__ import annotations
 
-import contextlib
-import io
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import tyro
-
-from commons.console import parser_error, print_error, print_summary
+from benchmarks.command_line import from_command_line
+from commons.console import print_error, print_summary
 from tests.helpers.rank_pool import RankFailure
-from tests.soak.footprint import growth, per_10k
+from tests.soak.footprint import Footprint, growth, per_10k
 from tests.soak.ranks import RankReport, run
 
 # Fewer steps say nothing of a slope: what is cached the first time outweighs it.
@@ -43,43 +40,13 @@ _LIMITS = (
 
 @dataclass(frozen=True)
 class Args:
-    """What to run.
+    """What to run."""
 
-    Attributes:
-        steps: trained at least, evaluations included.
-        ranks: processes.
-        seed: of everything that is drawn.
-        shufflers: made, used and closed afterwards.
-        episode: run this one alone.
-    """
-
-    steps: int = 20_000
-    ranks: int = 4
-    seed: int = 0
-    shufflers: int = 500
-    episode: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("ranks", 2), ("seed", 0), ("shufflers", 0), ("episode", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name} is {value}; it is at least {least}: raise it")
-
-
-def parse(argv: Sequence[str]) -> Args | None:
-    """The arguments; None where they ask for help, which is then printed.
-
-    Raises:
-        ValueError: unknown ones, or values out of range.
-    """
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            return tyro.cli(Args, prog="python -m tests.soak", description=__doc__, args=list(argv))
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            return None
-        raise ValueError(parser_error(errors.getvalue())) from None
+    steps: int = 20_000  # trained at least, evaluations included
+    ranks: int = 4  # processes
+    seed: int = 0  # of everything that is drawn
+    shufflers: int = 500  # made, used and closed afterwards
+    episode: int | None = None  # run this one alone
 
 
 def problems_of(reports: Sequence[RankReport]) -> list[str]:
@@ -106,48 +73,40 @@ def problems_of(reports: Sequence[RankReport]) -> list[str]:
 def summary(reports: Sequence[RankReport], seconds: float) -> dict[str, str]:
     """The table of a run."""
     totals, looks = reports[0].totals, [report.looks for report in reports]
+
+    def of_each(text: Callable[[list[Footprint]], str], looks: list[list[Footprint]] = looks) -> str:
+        return ", ".join(map(text, looks))
+
+    def counts(looks: list[Footprint]) -> str:
+        return f"{looks[-1].threads}/{looks[-1].descriptors}/{looks[-1].groups}"
+
+    def listed(numbers: dict[str, int]) -> str:
+        return ", ".join(f"{count} {name}" for name, count in sorted(numbers.items()))
+
     rows = {
         "steps": f"{totals.steps} on {len(reports)} ranks, in {seconds:.0f} s",
         "rows, each trained once": str(totals.rows),
         "steps in which rows changed rank": str(totals.moved),
-        "episodes": ", ".join(f"{count} {name}" for name, count in sorted(totals.episodes.items())),
-        "in between": ", ".join(f"{count} {name}" for name, count in sorted(totals.events.items())),
-        "memory in use per 10,000 steps, each rank": ", ".join(
-            f"{per_10k(each, 'in_use_kib'):+.0f} KiB" for each in looks
-        ),
-        "Python's blocks per 10,000 steps": ", ".join(f"{per_10k(each, 'blocks'):+.0f}" for each in looks),
-        "resident per 10,000 steps, each rank": ", ".join(
-            f"{per_10k(each, 'resident_kib'):+.0f} KiB" for each in looks
-        ),
-        "resident at the end, each rank": ", ".join(f"{each[-1].resident_kib / 1024:.0f} MiB" for each in looks),
-        "threads, descriptors, groups at the end": ", ".join(
-            f"{each[-1].threads}/{each[-1].descriptors}/{each[-1].groups}" for each in looks
-        ),
+        "episodes": listed(totals.episodes),
+        "in between": listed(totals.events),
+        "memory in use per 10,000 steps, each rank": of_each(lambda each: f"{per_10k(each, 'in_use_kib'):+.0f} KiB"),
+        "Python's blocks per 10,000 steps": of_each(lambda each: f"{per_10k(each, 'blocks'):+.0f}"),
+        "resident per 10,000 steps, each rank": of_each(lambda each: f"{per_10k(each, 'resident_kib'):+.0f} KiB"),
+        "resident at the end, each rank": of_each(lambda each: f"{each[-1].resident_kib / 1024:.0f} MiB"),
+        "threads, descriptors, groups at the end": of_each(counts),
     }
     shufflers = [report.shuffler_looks for report in reports if report.shuffler_looks]
     if shufflers:
-        made = shufflers[0][-1].step
-        rows |= {
-            "shufflers made and closed": str(made),
-            "memory in use per 100 of them": ", ".join(
-                f"{per_10k(each, 'in_use_kib') / 100:+.1f} KiB" for each in shufflers
-            ),
-            "threads, descriptors, groups after them": ", ".join(
-                f"{each[-1].threads}/{each[-1].descriptors}/{each[-1].groups}" for each in shufflers
-            ),
-        }
+        per_100 = of_each(lambda each: f"{per_10k(each, 'in_use_kib') / 100:+.1f} KiB", shufflers)
+        rows["shufflers made and closed"] = str(shufflers[0][-1].step)
+        rows["memory in use per 100 of them"] = per_100
+        rows["threads, descriptors, groups after them"] = of_each(counts, shufflers)
     return rows
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """Run the soak; the exit status."""
-    try:
-        args = parse(argv)
-    except ValueError as error:
-        print_error(str(error))
-        return 2
-    if args is None:
-        return 0
+    args = from_command_line(Args, __doc__, {"ranks": 2, "shufflers": 0, "episode": 0})
     started = time.monotonic()
     try:
         reports = run(args.steps, args.ranks, args.seed, args.shufflers, episode=args.episode)
@@ -162,4 +121,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

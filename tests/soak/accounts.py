@@ -92,12 +92,7 @@ class Steps:
             yield batch
 
     def over_ranks(self, num_steps: int, group_by: int = 1) -> np.ndarray:
-        """uint64 `(steps, 2)`: the sums over all ranks; a collective call.
-
-        Args:
-            num_steps: steps of all ranks; on this one, those that are missing are empty.
-            group_by: neighbouring steps that are taken together.
-        """
+        """uint64 `(steps, 2)`, the sums over all ranks, `group_by` neighbouring steps together; a collective call."""
         own = np.zeros((num_steps, 2), dtype=np.uint64)
         own[: len(self.sums)] = np.array(self.sums[:num_steps], dtype=np.uint64).reshape(-1, 2)
         grouped = np.add.reduceat(own, np.arange(0, num_steps, group_by)) if num_steps else own
@@ -114,14 +109,7 @@ def most_steps(steps: Steps) -> int:
 
 
 def require_equal(brought: np.ndarray, trained: np.ndarray, what: str) -> int:
-    """Raise unless the sums over all ranks are the same.
-
-    Returns:
-        How many rows they are of.
-
-    Raises:
-        AssertionError: a row was lost, doubled or changed, on every rank.
-    """
+    """How many rows the sums are of; AssertionError on every rank if a row was lost, doubled or changed."""
     if brought.shape != trained.shape:
         raise AssertionError(f"{what}: {len(brought)} steps were brought and {len(trained)} trained")
     wrong = np.flatnonzero((brought != trained).any(axis=1))

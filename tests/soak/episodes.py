@@ -6,6 +6,7 @@ again by itself. What it trains is compared with what its ranks brought, step by
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterator
@@ -26,8 +27,9 @@ from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_it
 from tests.helpers import models
 from tests.helpers.cpu_pipelines import CpuStaged, HostStream
 from tests.helpers.pipelines import PIPELINES
+from tests.helpers.square_shuffler import SquareShuffler
 from tests.soak.accounts import Steps, most_steps, require_equal
-from tests.soak.streams import KINDS, SquareShuffler, Stream
+from tests.soak.streams import KINDS, Stream
 
 CPU = torch.device("cpu")
 # TorchRec frees what a digest would read.
@@ -50,40 +52,25 @@ class AnyBatch(nn.Module):
 
 @dataclass(frozen=True)
 class Episode:
-    """What is run.
-
-    Attributes:
-        number: of the episode.
-        way: "handles", "pipeline", "staged", "windows", "loader".
-        kind: of the batches.
-        pipeline: a name of PIPELINES.
-        options: of the shuffler.
-        identity: a shuffler that only agrees on the end of data.
-        window: batches that are planned together, where windows are.
-        lengths: batches of every rank.
-        legs: how many steps, and then what; the last goes to the end.
-        dtype: see Stream.
-    """
+    """What is run."""
 
     number: int
-    way: str
-    kind: str
-    pipeline: str
-    options: dict[str, Any]
-    identity: bool
-    window: int
-    lengths: tuple[int, ...]
-    legs: tuple[tuple[int, str], ...]
-    dtype: int
+    way: str  # "handles", "pipeline", "staged", "windows", "loader"
+    kind: str  # of the batches
+    pipeline: str  # a name of PIPELINES
+    options: dict[str, Any]  # of the shuffler
+    identity: bool  # a shuffler that only agrees on the end of data
+    window: int  # batches that are planned together, where windows are
+    lengths: tuple[int, ...]  # batches of every rank
+    legs: tuple[tuple[int, str], ...]  # how many steps, and then what; the last goes to the end
+    dtype: int  # see Stream
     seed: int = 0
 
     @classmethod
     def drawn(cls, seed: int, number: int, ranks: int) -> Episode:
         """The episode of that number."""
         draw = np.random.default_rng([seed, number])
-        way = str(
-            draw.choice(["handles", "pipeline", "pipeline", "pipeline", "staged", "windows", "windows", "loader"])
-        )
+        way = str(draw.choice(["handles", *["pipeline"] * 3, "staged", *["windows"] * 2, "loader"]))
         kind = str(draw.choice(KINDS if way in ("handles", "pipeline") else KINDS[:-1]))
         if way == "pipeline" and draw.random() < 0.6:
             kind = "sample"
@@ -141,21 +128,14 @@ class Episode:
 
 @dataclass
 class Totals:
-    """What the episodes of a rank add up to; all but the last are the same on every rank.
+    """What the episodes of a rank add up to; all but the last are the same on every rank."""
 
-    Attributes:
-        steps: trained, evaluations included.
-        rows: trained by all ranks, each compared.
-        episodes: of each way.
-        events: iterator switches, resets, evaluations, resumes, windows that were left half way.
-        moved: steps in which rows changed rank.
-    """
-
-    steps: int = 0
-    rows: int = 0
-    episodes: dict[str, int] = field(default_factory=dict)
+    steps: int = 0  # trained, evaluations included
+    rows: int = 0  # trained by all ranks, each compared
+    episodes: dict[str, int] = field(default_factory=dict)  # of each way
+    # Iterator switches, resets, evaluations, resumes, windows that were left half way.
     events: dict[str, int] = field(default_factory=dict)
-    moved: int = 0
+    moved: int = 0  # steps in which rows changed rank
 
     def count(self, event: str) -> None:
         """One more of them."""
@@ -184,15 +164,8 @@ class Soak:
         episode = Episode.drawn(self._seed, number, dist.get_world_size())
         torch.manual_seed(number)
         before = self.totals.steps
-        ways = {
-            "handles": self._handles,
-            "pipeline": self._pipeline,
-            "staged": self._staged,
-            "windows": self._windows,
-            "loader": self._loader,
-        }
         try:
-            ways[episode.way](episode)
+            getattr(self, f"_{episode.way}")(episode)
         except AssertionError:
             raise
         except Exception as error:
@@ -206,11 +179,12 @@ class Soak:
         sums = np.concatenate([each.over_ranks(length) for each, length in zip(brought, lengths)])[:keep]
         self._count(require_equal(sums, trained.over_ranks(most_steps(trained)), str(episode)), len(sums))
 
+    def _note_moves(self, stats: Any) -> None:
+        self.totals.moved += stats is not None and stats.moved
+
     def _count(self, rows: int, steps: int) -> None:
         self.totals.rows += rows
         self.totals.steps += steps
-
-    # ------------------------------------------------------------------------------------------- handles
 
     def _handles(self, episode: Episode) -> None:
         """start_shuffle and finish_shuffle by hand, up to three shuffles in flight."""
@@ -226,16 +200,13 @@ class Soak:
                 batch, handle = in_flight.popleft()
                 if handle.has_ended():
                     break
-                result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
-                trained.add(result)
-                self.totals.moved += handle.stats is not None and handle.stats.moved
+                trained.add(shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle))
+                self._note_moves(handle.stats)
             for _, handle in in_flight:
                 assert handle.has_ended()
         finally:
             shuffler.close()
         self._compare(episode, [brought], trained)
-
-    # ------------------------------------------------------------------------------------------- pipelines
 
     def _model(self, episode: Episode) -> tuple[nn.Module, torch.optim.Optimizer]:
         return self._sharded if episode.kind == "sample" else self._any
@@ -279,8 +250,7 @@ class Soak:
             self._compare(episode, brought, trained)
         finally:
             pipeline.reset()
-            if hasattr(pipeline, "detach"):
-                pipeline.detach()
+            _detach(pipeline)
             shuffler.close()
             models.head_of(self._sharded[0]).trained.clear()
 
@@ -291,14 +261,12 @@ class Soak:
                 pipeline.progress(source)
             except StopIteration:
                 return True
-            stats = pipeline.last_stats
-            self.totals.moved += stats is not None and stats.moved
+            self._note_moves(pipeline.last_stats)
         return False
 
     def _evaluate(self, episode: Episode, training: Any, model: nn.Module, optimizer: Any, part: int) -> None:
         """An evaluation between two steps, in a pipeline of its own, shuffled or not."""
-        if hasattr(training, "detach"):
-            training.detach()
+        _detach(training)
         stream = episode.stream(50 + part)
         brought = Steps()
         self._trained = evaluated = Steps()
@@ -312,8 +280,7 @@ class Soak:
             batches = 2 if episode.kind == "torchrec" else 1 + stream.rank
             self._progress(evaluator, brought.noted(itertools.islice(stream.batches(), batches)), None)
             evaluator.reset()
-            if hasattr(evaluator, "detach"):
-                evaluator.detach()
+            _detach(evaluator)
         finally:
             shuffler.close()
             model.train()
@@ -334,13 +301,10 @@ class Soak:
                 source = balanced_iter(brought[-1].noted(episode.stream(part).batches()), shuffler)
                 while (batch := pipeline.progress(source)) is not None:
                     trained.add(batch)
-                    stats = shuffler.last_stats
-                    self.totals.moved += stats is not None and stats.moved
+                    self._note_moves(shuffler.last_stats)
         finally:
             shuffler.close()
         self._compare(episode, brought, trained)
-
-    # ------------------------------------------------------------------------------------------- windows
 
     def _windows(self, episode: Episode) -> None:
         """Windows in front of a plain loop or a stock pipeline, left half way and resumed in the middle of a window."""
@@ -372,26 +336,20 @@ class Soak:
             if episode.number % 2:  # a loop of the user's own
                 for batch in rest:
                     trained.add(batch)
-                    stats = windows.take_stats()
-                    self.totals.moved += stats is not None and stats.moved
+                    self._note_moves(windows.take_stats())
             else:  # TorchRec's own pipeline, which trains batches that need no further shuffle
                 model, optimizer = self._model(episode)
                 self._trained = trained
                 pipeline_class, options = PIPELINES[episode.pipeline]
                 pipeline = pipeline_class(model.train(), optimizer, CPU, **options)
-                try:
+                with contextlib.suppress(StopIteration):
                     while True:
                         pipeline.progress(rest)
-                except StopIteration:
-                    pass
-                if hasattr(pipeline, "detach"):
-                    pipeline.detach()
+                _detach(pipeline)
                 models.head_of(self._sharded[0]).trained.clear()
         finally:
             windows.close()
             shuffler.close()
-
-    # ------------------------------------------------------------------------------------------- loaders
 
     def _loader(self, episode: Episode) -> None:
         """A loader of the package, resumed at the place behind what was trained, batch by batch."""
@@ -434,6 +392,12 @@ class Soak:
             place = loader.sampler.place_after(len(trained.sums), 0, EPOCH_START)
             self.totals.count("loaders resumed")
         self._compare(episode, [brought], trained)
+
+
+def _detach(pipeline: Any) -> None:
+    """Give the model its own forward pass back, as pipelines of sharded models can."""
+    if hasattr(pipeline, "detach"):
+        pipeline.detach()
 
 
 def _taken(batches: Iterator[Any], into: list[Any]) -> Iterator[Any]:

@@ -23,27 +23,19 @@ class _MallInfo(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Footprint:
-    """One look at a process.
+    """One look at a process."""
 
-    Attributes:
-        step: when.
-        in_use_kib: memory that malloc has given out in all of its arenas, after a garbage collection: tensors, arrays,
-            and whatever native code holds. What leaks grows it.
-        blocks: of Python's own allocator in use, of at most 512 bytes each: small objects, which malloc does not see.
-        resident_kib: memory that is resident, after malloc_trim: also pages that hold little, since every thread
-            takes memory from an arena of its own and pieces in between are freed; and code that has run.
-        threads: native ones too.
-        descriptors: open files and sockets.
-        groups: process groups.
-    """
-
-    step: int
+    step: int  # when
+    # Memory that malloc has given out in all of its arenas, after a garbage collection: tensors, arrays, and whatever
+    # native code holds. What leaks grows it.
     in_use_kib: int
-    blocks: int
+    blocks: int  # of Python's own allocator in use: small objects, which malloc does not see
+    # Resident, after malloc_trim: also pages that hold little, since every thread takes memory from an arena of its own
+    # and pieces in between are freed; and code that has run.
     resident_kib: int
-    threads: int
-    descriptors: int
-    groups: int
+    threads: int  # native ones too
+    descriptors: int  # open files and sockets
+    groups: int  # process groups
 
     @classmethod
     def now(cls, step: int) -> Footprint:

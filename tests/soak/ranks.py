@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 import warnings
@@ -16,10 +15,11 @@ from commons.distributed.channel.store import ask_store
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.square_shuffler import SquareShuffler
 from tests.soak.accounts import Steps, most_steps, require_equal
 from tests.soak.episodes import Episode, Soak, Totals
 from tests.soak.footprint import Footprint
-from tests.soak.streams import SquareShuffler, Stream
+from tests.soak.streams import Stream
 
 # A look at the process takes a garbage collection: one for so many steps, and for so many shufflers.
 _STEPS_PER_LOOK = 100
@@ -28,28 +28,15 @@ _SHUFFLERS_PER_LOOK = 5
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has seen.
-
-    Attributes:
-        totals: of all episodes.
-        looks: at the process between episodes, by steps.
-        shuffler_looks: between shufflers that were made and closed, by their number.
-    """
+    """What one rank has seen."""
 
     totals: Totals
-    looks: list[Footprint]
-    shuffler_looks: list[Footprint]
+    looks: list[Footprint]  # at the process between episodes, by steps
+    shuffler_looks: list[Footprint]  # between shufflers that were made and closed, by their number
 
 
 def run(steps: int, ranks: int, seed: int, shufflers: int, *, episode: int | None = None) -> list[RankReport]:
-    """Start ranks, soak them, end them; the reports by rank.
-
-    Args:
-        steps: trained at least, all together.
-        ranks: processes.
-        seed: of everything that is drawn.
-        shufflers: made and closed afterwards.
-        episode: run this one alone.
+    """Start ranks, soak them, end them; the reports by rank. See `Args` of the program.
 
     Raises:
         RankFailure: a row was lost, doubled or changed, or a rank hung, died or raised.
@@ -84,7 +71,7 @@ def _soak(steps: int, seed: int, shufflers: int, episode: int | None) -> RankRep
             if (index + 1) % _SHUFFLERS_PER_LOOK == 0:
                 shuffler_looks.append(Footprint.now(index + 1))
     dist.barrier()
-    return RankReport(dataclasses.replace(soak.totals), looks, shuffler_looks)
+    return RankReport(soak.totals, looks, shuffler_looks)
 
 
 def make_use_and_close(seed: int, index: int) -> None:

@@ -13,9 +13,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.sequence_batch.open_batch import batch_rows
-from commons.sequence_batch.torchrec_types import is_keyed_jagged
 from tests.helpers.batches import JAGGED_DTYPES, random_batch
 from tests.helpers.models import make_batch
 
@@ -26,33 +23,15 @@ LONGEST = 40
 KINDS = ("sample", "rich", "hstu", "sid", "torchrec")
 
 
-class SquareShuffler(BaseTaskBalancedBatchShuffler):
-    """A row costs 10 plus the square of its elements; takes batches of every type."""
-
-    def get_workloads(self, batch: Any) -> torch.Tensor:
-        features = batch.sparse_features if isinstance(batch, TorchRecBatch) else batch.features
-        assert is_keyed_jagged(features)
-        lengths = features.lengths().view(len(features.keys()), batch_rows(batch))
-        return lengths.sum(0).to(torch.int64) ** 2 + 10
-
-
 @dataclass(frozen=True)
 class Stream:
-    """Batches of one rank.
+    """Batches of one rank."""
 
-    Attributes:
-        kind: of the batches, one of KINDS.
-        seed: of the stream; the same on all ranks.
-        rank: whose.
-        length: how many batches.
-        dtype: of what a type leaves open, an index of JAGGED_DTYPES; the same on all ranks.
-    """
-
-    kind: str
-    seed: int
-    rank: int
-    length: int
-    dtype: int = 0
+    kind: str  # of the batches, one of KINDS
+    seed: int  # of the stream; the same on all ranks
+    rank: int  # whose
+    length: int  # how many batches
+    dtype: int = 0  # of what a type leaves open, an index of JAGGED_DTYPES; the same on all ranks
 
     def batches(self, first: int = 0) -> Iterator[Any]:
         """The batches from one on."""

@@ -93,6 +93,19 @@ def test_every_public_name_has_its_place_in_the_api():
     assert sorted(shown) == sorted(set(evenrank.__all__) - {"__version__"})
 
 
+def test_named_files_and_promises_are_there():
+    promises = (ROOT / "tests/test_promises.py").read_text(encoding="utf-8")
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for path in re.findall(r"`(tests/[\w/]+\.py)`", text):
+            assert (ROOT / path).is_file(), f"{page.name} names {path}"
+        for name in re.findall(r"`(?:\w+/)*(test_\w+\.py)`", text):
+            assert name in there, f"{page.name} names {name}"
+        for number in re.findall(r"`(test_\d\d)…`", text):
+            assert f"def {number}_" in promises, f"{page.name} names {number}"
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_README
 

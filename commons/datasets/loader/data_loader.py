@@ -1,21 +1,22 @@
 """Data sets by name, and the one function that makes a loader for any of them.
 
-To add a data set of sequences: add it to `PUBLIC_DATASETS`; one of another kind: add its function to
-`_BUILDERS`. A builder takes the keyword arguments of `get_data_loader` that concern it and returns a data set whose
-items are batches with the sampler of one rank.
+To add a data set of sequences: add it to `PUBLIC_DATASETS`; one of another kind: add its function to `_BUILDERS`. A
+builder takes the keyword arguments of `get_data_loader` that concern it and returns a data set whose items are batches.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from commons.checks import as_count
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.public.registry import PUBLIC_DATASETS
-from commons.datasets.random.dataset import RandomHSTUDataset, user_like_dataset
-from commons.datasets.random.distribution import RANDOM_DATASETS
+from commons.datasets.random.dataset import RandomBatches, RandomHSTUDataset, user_like_dataset
+from commons.datasets.random.distribution import RANDOM_DATASETS, LengthDistribution
 from commons.datasets.samplers.epoch import EpochSampler, RankShare
 from commons.datasets.sequences.dataset import SequenceDataset
 from commons.datasets.sequences.event_columns import EventColumns
@@ -24,71 +25,46 @@ from commons.datasets.sequences.metadata import MANIFEST
 from commons.datasets.sequences.own_parquet import DATASET_NAME as OWN_DATASET
 from commons.datasets.sequences.own_parquet import columns_of, schema_of
 from commons.datasets.sequences.writer import SPLITS
-from commons.datasets.sids.builders import build_random_sids, sid_builder
 from commons.datasets.sids.dataset import SIDDataset
+from commons.datasets.sids.histories import DEFAULT_HISTORY_COLUMN, Histories, ParquetHistories, PreprocessedHistories
+from commons.datasets.sids.map import SIDMap
 from commons.datasets.sids.random import RandomSIDDataset
 
 BatchDataset = SequenceDataset | RandomHSTUDataset | SIDDataset | RandomSIDDataset
-Builder = Callable[..., tuple[BatchDataset, EpochSampler[Any]]]
+_Path = str | Path | None
 
 
-def _random_builder(
+def _build_random(*, split: str, share: RankShare, dataset_path: _Path, **options: Any) -> RandomHSTUDataset:
+    return user_like_dataset(**share.random_stream(split), **options)
+
+
+def _build_sequences(
+    schema: SequenceSchema,
     *,
-    split: str,
-    batch_size: int,
     share: RankShare,
-    dataset_path: str | Path | None,
+    dataset_path: _Path,
+    contextual_feature_names: Sequence[str] | None = None,
     **options: Any,
-) -> tuple[BatchDataset, EpochSampler[Any]]:
-    # All batches are full, and there is no file.
-    dataset = user_like_dataset(batch_size=batch_size, **share.random_stream(split), **options)
-    return dataset, share.of_random(len(dataset), batch_size)
+) -> SequenceDataset:
+    path = _require_path(dataset_path, schema.dataset_name)
+    if contextual_feature_names is not None:
+        # A name given twice would be two tokens of one feature.
+        names = tuple(dict.fromkeys(contextual_feature_names))
+        schema = dataclasses.replace(schema, contextual_feature_names=names)
+    return SequenceDataset(path, schema, **options)
 
 
-def _sequence_builder(schema: SequenceSchema) -> Builder:
-    def build(
-        *,
-        split: str,
-        batch_size: int,
-        share: RankShare,
-        dataset_path: str | Path | None,
-        contextual_feature_names: Sequence[str] | None = None,
-        **options: Any,
-    ) -> tuple[BatchDataset, EpochSampler[Any]]:
-        path = _require_path(dataset_path, schema.dataset_name)
-        chosen = schema
-        if contextual_feature_names is not None:
-            # A name given twice would be two tokens of one feature.
-            chosen = dataclasses.replace(
-                schema, contextual_feature_names=tuple(dict.fromkeys(contextual_feature_names))
-            )
-        dataset = SequenceDataset(path, chosen, split=split, batch_size=batch_size, **options)
-        return dataset, share.of_rows(len(dataset), batch_size)
-
-    return build
-
-
-def _build_own(
-    *,
-    split: str,
-    batch_size: int,
-    share: RankShare,
-    dataset_path: str | Path | None,
-    columns: EventColumns | None = None,
-    **options: Any,
-) -> tuple[BatchDataset, EpochSampler[Any]]:
-    asked = columns or EventColumns()
+def _build_own(*, dataset_path: _Path, columns: EventColumns | None = None, **options: Any) -> SequenceDataset:
+    given = columns or EventColumns()
     path = _require_path(dataset_path, OWN_DATASET)
-    _require_preprocessed(path, asked)
+    _require_preprocessed(path, given)
     file = SequenceFile(path, OWN_DATASET, [])
     made_with, timestamps_per_second = columns_of(file.metadata)
-    schema = schema_of(asked.chosen_from(made_with, str(file.path)), made_with, timestamps_per_second)
-    return _sequence_builder(schema)(
-        split=split, batch_size=batch_size, share=share, dataset_path=dataset_path, **options
-    )
+    schema = schema_of(given.chosen_from(made_with, str(file.path)), made_with, timestamps_per_second)
+    return _build_sequences(schema, dataset_path=dataset_path, **options)
 
 
-def _require_path(path: str | Path | None, name: str) -> Path:
+def _require_path(path: _Path, name: str) -> Path:
     if path is None:
         raise ValueError(
             f"dataset_path is not set; {name!r} is read from files: set dataset_path to the output folder of `evenrank "
@@ -108,16 +84,86 @@ def _require_preprocessed(folder: Path, columns: EventColumns) -> None:
         )
 
 
-_BUILDERS: dict[str, Builder] = {
-    "random": _random_builder,
-    OWN_DATASET: _build_own,
-    **{name: _sequence_builder(dataset.schema) for name, dataset in PUBLIC_DATASETS.items()},
-    # Semantic IDs: random items, any parquet file of item-id histories, and preprocessed data sets.
-    "sid-random": build_random_sids,
-    "sid": sid_builder(None),
-    **{f"sid-{name}": sid_builder(dataset.schema) for name, dataset in PUBLIC_DATASETS.items()},
-}
+def _build_random_sids(
+    *,
+    split: str,
+    share: RankShare,
+    dataset_path: _Path,
+    max_history_seqlen: int,
+    max_num_candidates: int,
+    num_tasks: int,
+    sid_map: SIDMap | None = None,
+    num_batches: int = 100,
+    length_distribution: LengthDistribution | None = None,
+    **options: Any,
+) -> RandomSIDDataset:
+    return RandomSIDDataset(
+        _require_map(sid_map, num_tasks),
+        num_batches=num_batches,
+        max_history_length=max_history_seqlen,
+        max_candidate_length=_candidates(split, max_num_candidates),
+        history_dist=(length_distribution or LengthDistribution()).within(max_history_seqlen),
+        **share.random_stream(split),
+        **options,
+    )
 
+
+def _build_sids(
+    schema: SequenceSchema | None,
+    *,
+    split: str,
+    share: RankShare,
+    dataset_path: _Path,
+    batch_size: int,
+    max_history_seqlen: int,
+    max_num_candidates: int,
+    num_tasks: int,
+    sid_map: SIDMap | None = None,
+    history_column: str = DEFAULT_HISTORY_COLUMN,
+) -> SIDDataset:
+    """Histories of a preprocessed data set or, without a schema, of any parquet file."""
+    known = _require_map(sid_map, num_tasks)
+    if dataset_path is None:
+        made_by = "holds a list column of item ids" if schema is None else "is written by `evenrank preprocess`"
+        raise ValueError(f"dataset_path is not set; histories are read from a parquet file that {made_by}: set it")
+    histories: Histories = (
+        ParquetHistories(dataset_path, history_column, split)
+        if schema is None
+        else PreprocessedHistories(dataset_path, schema, split)
+    )
+    return SIDDataset(
+        histories,
+        known,
+        batch_size=batch_size,
+        max_history_length=max_history_seqlen,
+        max_candidate_length=_candidates(split, max_num_candidates),
+    )
+
+
+def _candidates(split: str, max_num_candidates: int) -> int | None:
+    """Of semantic IDs: None for all items; in evaluation the last item alone, so that a user is predicted once."""
+    return (max_num_candidates or None) if split == "train" else 1
+
+
+def _require_map(sid_map: SIDMap | None, num_tasks: int) -> SIDMap:
+    if sid_map is None:
+        raise ValueError(
+            "sid_map is not given; batches of semantic IDs need to know every item's SID: load one with SIDMap.load"
+        )
+    if num_tasks != 1:
+        raise ValueError(f"num_tasks is {num_tasks}; the next item is the one task of semantic IDs: leave it at 1")
+    return sid_map
+
+
+_BUILDERS: dict[str, Callable[..., BatchDataset]] = {
+    "random": _build_random,
+    OWN_DATASET: _build_own,
+    **{name: partial(_build_sequences, dataset.schema) for name, dataset in PUBLIC_DATASETS.items()},
+    # Semantic IDs: random items, any parquet file of item-id histories, and preprocessed data sets.
+    "sid-random": _build_random_sids,
+    "sid": partial(_build_sids, None),
+    **{f"sid-{name}": partial(_build_sids, dataset.schema) for name, dataset in PUBLIC_DATASETS.items()},
+}
 # By the kind of their batches: HSTUBatch and GPTSIDBatch.
 HSTU_DATASETS = ("random", *PUBLIC_DATASETS, OWN_DATASET)
 SID_DATASETS = tuple(name for name in _BUILDERS if name not in HSTU_DATASETS)
@@ -188,23 +234,25 @@ def get_data_loader(
         )
     if dataset_name in RANDOM_DATASETS and split not in SPLITS:
         raise ValueError(f"split is {split!r}, random data have {', '.join(SPLITS)}: choose one of them")
-    for name, value, least in (
-        ("batch_size", batch_size, 1),
-        ("max_history_seqlen", max_history_seqlen, 1),
-        ("max_num_candidates", max_num_candidates, 0),
-        ("seed", seed, 0),
-        ("num_workers", num_workers, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{name} is {value}; the smallest possible value is {least}: raise it")
-    dataset, sampler = _BUILDERS[dataset_name](
+    as_count(batch_size, "batch_size", 1)
+    as_count(max_history_seqlen, "max_history_seqlen", 1)
+    as_count(max_num_candidates, "max_num_candidates", 0)
+    as_count(seed, "seed", 0)
+    as_count(num_workers, "num_workers", 0)
+    share = RankShare(rank=rank, world_size=world_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
+    dataset = _BUILDERS[dataset_name](
         split=split,
         batch_size=batch_size,
         max_history_seqlen=max_history_seqlen,
         dataset_path=dataset_path,
         max_num_candidates=max_num_candidates,
         num_tasks=num_tasks,
-        share=RankShare(rank=rank, world_size=world_size, shuffle=shuffle, drop_last=drop_last, seed=seed),
+        share=share,
         **options,
+    )
+    sampler: EpochSampler[Any] = (
+        share.of_random(len(dataset), batch_size)
+        if isinstance(dataset, RandomBatches)
+        else share.of_rows(len(dataset), batch_size)
     )
     return ResumableLoader(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory)

@@ -54,15 +54,7 @@ class ResumableLoader(DataLoader[Any]):
         self._given: _Given | None = None
 
     def with_sampler(self, sampler: EpochSampler[Any]) -> ResumableLoader:
-        """A loader of the same data set whose rows are read in another order.
-
-        Args:
-            sampler: of row numbers.
-
-        Raises:
-            ValueError: it was made for other rows.
-
-        """
+        """A loader of the same data set, read in the order of another sampler; ValueError if that is of other rows."""
         sampler.require_fits(self.dataset)
         return ResumableLoader(
             self.dataset, self.sampler.wrap(sampler), num_workers=self.num_workers, pin_memory=self.pin_memory
@@ -88,9 +80,7 @@ class ResumableLoader(DataLoader[Any]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration go on from a place; those after it draw the next epochs.
 
-        Raises:
-            ValueError: no state of a loader, or that of one of other data, another batch size or another rank.
-
+        ValueError for a state of no loader, or of one of other data, another batch size or another rank.
         """
         if set(state_dict) - {"steps"} != {"epoch", "row", "sampler"}:
             raise ValueError(

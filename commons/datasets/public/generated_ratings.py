@@ -16,6 +16,7 @@ Lengths follow the published statistics: 20 plus a Weibull variable of shape 0.7
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from commons.available_memory import require_memory
 from commons.datasets.public.movielens import SCHEMA, ml_1m_of
 from commons.datasets.sequences.event_store import EventStore
-from commons.datasets.sequences.preprocessing import write_data_set
+from commons.datasets.sequences.preprocessing import Preprocessor
 from commons.datasets.sequences.writer import SequenceSource
 
 NUM_USERS = 6_040
@@ -53,18 +54,12 @@ _USERS_PER_CHUNK = 128
 
 @dataclass(frozen=True)
 class Ratings:
-    """Generated ratings, and who gave them to what.
-
-    Attributes:
-        movies: all movies.
-        users: all users.
-        table: user_id, movie_id, rating (1 to 5) and timestamp (seconds since 1970), int64; users in order, each one's
-            ratings in random order.
-
-    """
+    """Generated ratings, and who gave them to what."""
 
     movies: Movies
     users: Users
+    # user_id, movie_id, rating (1 to 5) and timestamp (seconds since 1970), int64; users in order, the ratings of
+    # each in random order
     table: pa.Table
 
     @classmethod
@@ -81,7 +76,7 @@ class Ratings:
         if seed < 0:
             raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
         rng = np.random.default_rng(seed)
-        genres = _draw_genres(rng)
+        genres = _unit(_normal(rng, NUM_GENRES, _LATENT_SIZE))  # one vector each
         movies = _draw_movies(genres, rng)
         users = _draw_users(num_users, genres, rng)
         return cls(movies, users, _draw_ratings(movies, users, rng, show_progress))
@@ -95,81 +90,45 @@ def generate_ratings(
     seed: int = 0,
     show_progress: bool = False,
 ) -> Path:
-    """Write generated ratings as the preprocessor of MovieLens-1M writes the published ones.
+    """Write generated ratings as the preprocessor of MovieLens-1M writes the published ones; returns the folder.
 
-    Args:
-        output: folder for `ml-1m.parquet`, made if missing.
-        num_users: users; the published number if not given.
-        test_fraction: expected part of the users in the test split, in `[0, 1]`.
-        seed: of the ratings and of the split; the same seed gives the same files.
-        show_progress: show progress bars on stderr, if that is a terminal.
-
-    Returns:
-        The folder of the data set.
-
-    Raises:
-        FileExistsError: something in the data set's place that no preprocessor wrote.
-        BlockingIOError: another process is writing to the same place.
-        ValueError: `num_users` below 1 or more than there is memory for, a fraction outside `[0, 1]`, or a
-            negative seed.
-
+    Arguments and errors as those of `Preprocessor` and `Ratings.draw`; `seed` is of the ratings and of the split, and
+    the same one gives the same files.
     """
     drawn = Ratings.draw(num_users, seed=seed, show_progress=show_progress)
 
-    def read(store: EventStore) -> SequenceSource:
+    def read(source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
         users, movies, ratings, times = (column.to_numpy() for column in drawn.table.columns)
         store.add({"user": users, "item": movies, "action": ratings.astype(np.int16), "time": times})
         return ml_1m_of(drawn.users.table, pa.array(np.sort(drawn.movies.all_ids), pa.int32()), generated=True)
 
-    return write_data_set(
-        SCHEMA.dataset_name, read, output, test_fraction=test_fraction, seed=seed, show_progress=show_progress
-    )
+    preprocess = Preprocessor(SCHEMA.dataset_name, read)
+    return preprocess(os.devnull, output, test_fraction=test_fraction, seed=seed, show_progress=show_progress)
 
 
 @dataclass(frozen=True)
 class Movies:
-    """The movies that are rated, the most popular first.
+    """The movies that are rated, the most popular first."""
 
-    Attributes:
-        ids: int64 `(num_movies,)`.
-        vectors: float32 `(num_movies, latent_size)`; dot products with a unit vector have a standard deviation of 1.
-        quality: float32 `(num_movies,)`, mean 0 and standard deviation 1.
-        popularity: float32 `(num_movies,)`, weights in the choice of a movie.
-        all_ids: int64 `(num_all,)`, ascending: the movies that nobody rates among them.
-        all_genres: up to three genres of each, int64 `(num_all, 3)`, some more than once.
-        years: int64 `(num_all,)`.
-
-    """
-
-    ids: np.ndarray
-    vectors: np.ndarray
-    quality: np.ndarray
-    popularity: np.ndarray
-    all_ids: np.ndarray
-    all_genres: np.ndarray
-    years: np.ndarray
+    ids: np.ndarray  # int64 `(num_movies,)`
+    vectors: np.ndarray  # float32 `(num_movies, latent_size)`; products with a unit vector have a deviation of 1
+    quality: np.ndarray  # float32 `(num_movies,)`, mean 0 and standard deviation 1
+    popularity: np.ndarray  # float32 `(num_movies,)`, weights in the choice of a movie
+    all_ids: np.ndarray  # int64 `(num_all,)`, ascending: the movies that nobody rates among them
+    all_genres: np.ndarray  # up to three genres of each, int64 `(num_all, 3)`, some more than once
+    years: np.ndarray  # int64 `(num_all,)`
 
 
 @dataclass(frozen=True)
 class Users:
-    """The users in the order of their ids, 1 to num_users.
+    """The users in the order of their ids, 1 to num_users."""
 
-    Attributes:
-        lengths: int64 `(num_users,)`, ratings of each.
-        taste_start: float32 `(num_users, latent_size)`, unit vectors.
-        taste_end: the same.
-        opinion: the same: the part of the opinion that is independent of the taste.
-        mildness: float32 `(num_users,)`, mean 0 and standard deviation 1.
-        table: user_id and age and occupation int32, gender and zip string.
-
-    """
-
-    lengths: np.ndarray
-    taste_start: np.ndarray
-    taste_end: np.ndarray
-    opinion: np.ndarray
-    mildness: np.ndarray
-    table: pa.Table
+    lengths: np.ndarray  # int64 `(num_users,)`, ratings of each
+    taste_start: np.ndarray  # float32 `(num_users, latent_size)`, unit vectors
+    taste_end: np.ndarray  # the same
+    opinion: np.ndarray  # the same: the part of the opinion that is independent of the taste
+    mildness: np.ndarray  # float32 `(num_users,)`, mean 0 and standard deviation 1
+    table: pa.Table  # user_id and age and occupation int32, gender and zip string
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
@@ -178,11 +137,6 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
-
-
-def _draw_genres(rng: np.random.Generator) -> np.ndarray:
-    """Unit vectors of the genres: float32 `(num_genres, latent_size)`."""
-    return _unit(_normal(rng, NUM_GENRES, _LATENT_SIZE))
 
 
 def _draw_movies(genres: np.ndarray, rng: np.random.Generator) -> Movies:
@@ -197,15 +151,8 @@ def _draw_movies(genres: np.ndarray, rng: np.random.Generator) -> Movies:
     vectors = _unit(_unit(genres[genre_ids[by_popularity]].sum(axis=1)) + 0.5 * own_part)
     # The number of ratings of the published movies falls about like this with the rank.
     popularity = np.exp(-np.arange(_NUM_RATED_MOVIES, dtype=np.float32) / 650) + np.float32(0.002)
-    return Movies(
-        ids=ids[by_popularity],
-        vectors=vectors * np.float32(np.sqrt(_LATENT_SIZE)),
-        quality=_normal(rng, _NUM_RATED_MOVIES),
-        popularity=popularity,
-        all_ids=ids,
-        all_genres=genre_ids,
-        years=years,
-    )
+    vectors = vectors * np.float32(np.sqrt(_LATENT_SIZE))
+    return Movies(ids[by_popularity], vectors, _normal(rng, _NUM_RATED_MOVIES), popularity, ids, genre_ids, years)
 
 
 def _user_lengths(num_users: int) -> np.ndarray:
@@ -248,14 +195,9 @@ def _draw_users(num_users: int, genres: np.ndarray, rng: np.random.Generator) ->
         )
 
     start = draw_taste()
-    return Users(
-        lengths=rng.permutation(_user_lengths(num_users)),
-        taste_start=start,
-        taste_end=_unit((1 - _DRIFT) * start + _DRIFT * draw_taste()),
-        opinion=draw_taste(),
-        mildness=_normal(rng, num_users),
-        table=table,
-    )
+    lengths = rng.permutation(_user_lengths(num_users))
+    end = _unit((1 - _DRIFT) * start + _DRIFT * draw_taste())
+    return Users(lengths, start, end, draw_taste(), _normal(rng, num_users), table)
 
 
 def _draw_ratings(movies: Movies, users: Users, rng: np.random.Generator, show_progress: bool) -> pa.Table:
@@ -269,9 +211,9 @@ def _draw_ratings(movies: Movies, users: Users, rng: np.random.Generator, show_p
             chunk = by_length[start : start + _USERS_PER_CHUNK]
             parts += _pick_movies(movies, users, chunk, rng)
             progress.update(len(chunk))
-    user, movie, phase, opinion = (np.concatenate(columns) for columns in zip(*parts))
-    order = np.lexsort((phase, user))  # stable: within a phase, the order in which movies were picked
-    user, movie, phase, opinion = user[order], movie[order], phase[order], opinion[order]
+    columns = [np.concatenate(parts) for parts in zip(*parts)]
+    order = np.lexsort((columns[2], columns[0]))  # stable: within a phase, the order in which movies were picked
+    user, movie, phase, opinion = (column[order] for column in columns)
     utility = (
         _QUALITY_SCALE * movies.quality[movie]
         + _OPINION_SCALE * opinion
@@ -280,13 +222,13 @@ def _draw_ratings(movies: Movies, users: Users, rng: np.random.Generator, show_p
     )
     thresholds = np.quantile(utility, np.cumsum(_RATING_SHARES)[:-1])
     shuffled = np.lexsort((rng.random(len(user)), user))
-    columns = {
+    table = {
         "user_id": user + 1,
         "movie_id": movies.ids[movie],
         "rating": 1 + np.searchsorted(thresholds, utility),
         "timestamp": _draw_timestamps(user, phase, rng),
     }
-    return pa.table({name: values[shuffled] for name, values in columns.items()})
+    return pa.table({name: values[shuffled] for name, values in table.items()})
 
 
 def _pick_movies(

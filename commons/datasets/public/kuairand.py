@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from commons.datasets.public.raw_files import RawKind, open_raw_files
-from commons.datasets.public.raw_tables import Column, CsvLayout, Listed, add_events, read_listing, sorted_values
+from commons.datasets.public.raw_tables import Column, CsvLayout, Listed, add_events, read_listing
 from commons.datasets.sequences.event_store import EventStore
 from commons.datasets.sequences.file import HasAction, SequenceSchema
 from commons.datasets.sequences.preprocessing import Preprocessor
@@ -44,23 +44,15 @@ USER_FEATURES = (
     *(f"onehot_feat{index}" for index in range(18)),
 )
 # What a model gets unless it asks for others: each is one token in front of the history.
-_CONTEXTUAL = (
-    "user_id",
-    "user_active_degree",
-    "follow_user_num_range",
-    "fans_user_num_range",
-    "friend_user_num_range",
-    "register_days_range",
-)
+_CONTEXTUAL = ("user_id", "user_active_degree", *USER_FEATURES[4:8])
 _LARGEST_ID = 99_999_999
 _ID_RULE = f"a number of 0 to {_LARGEST_ID:,}"
-_LARGEST_MS = 10**14
 _LOG = CsvLayout(
     "a KuaiRand log",
     (
         Column("user_id", pa.int32(), 0, _LARGEST_ID, _ID_RULE),
         Column("video_id", pa.int32(), 0, _LARGEST_ID, _ID_RULE),
-        Column("time_ms", pa.int64(), 0, _LARGEST_MS, "a number of milliseconds since 1970"),
+        Column("time_ms", pa.int64(), 0, 10**14, "a number of milliseconds since 1970"),
         *(Column(name, pa.int16(), 0, 1, "0 or 1") for name in FEEDBACK_WEIGHTS),
     ),
     may_be_empty=True,  # one of a few users may be
@@ -72,20 +64,12 @@ _USERS = CsvLayout(
 
 @dataclass(frozen=True)
 class KuaiRandVersion:
-    """One of the three data sets.
+    """One of the three data sets."""
 
-    Attributes:
-        name: of the data set.
-        folder: of the archive.
-        suffix: of its file names.
-        log_parts: files that each period's log comes in.
-
-    """
-
-    name: str
-    folder: str
-    suffix: str
-    log_parts: int = 1
+    name: str  # of the data set
+    folder: str  # of the archive
+    suffix: str  # of its file names
+    log_parts: int = 1  # files that each period's log comes in
 
     @property
     def log_names(self) -> tuple[str, ...]:
@@ -131,12 +115,8 @@ def preprocess_kuairand(version: KuaiRandVersion, source: str | Path, output: st
 
 
 def _read(version: KuaiRandVersion, source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
-    kind = RawKind(
-        version.folder,
-        f"{version.folder}.tar.gz",
-        f"{version.folder}/data",
-        (*version.log_names, version.user_file),
-    )
+    names = (*version.log_names, version.user_file)
+    kind = RawKind(version.folder, f"{version.folder}.tar.gz", f"{version.folder}/data", names)
     files = open_raw_files(kind, source, store.folder, show_progress=show_progress)
     users = read_listing(files, version.user_file, _USERS, "user_id")
     listed = {"user": Listed(users["user_id"], "user_id", version.user_file)}
@@ -149,7 +129,6 @@ def _read(version: KuaiRandVersion, source: Path, store: EventStore, show_progre
         schema=version.schema,
         users=users["user_id"].combine_chunks(),
         context=context,
-        vocabularies={name: sorted_values(values) for name, values in context.items()},
         items=store.values("item"),
         action_vocabulary_size=2 * max(FEEDBACK_WEIGHTS.values()),
         generated=files.is_generated,
@@ -161,5 +140,5 @@ def _event(batch: pa.RecordBatch) -> Mapping[str, Any]:
     weights = np.zeros(batch.num_rows, np.int16)
     for name, weight in FEEDBACK_WEIGHTS.items():
         weights += batch.column(name).to_numpy() * np.int16(weight)
-    columns = {"user": "user_id", "item": "video_id", "time": "time_ms"}
-    return {part: batch.column(name) for part, name in columns.items()} | {"action": weights}
+    user, item, time = (batch.column(column.name) for column in _LOG.columns[:3])
+    return {"user": user, "item": item, "action": weights, "time": time}

@@ -3,81 +3,52 @@
 One row per user: `movie_id` (list of ids), `rating` (list), `timestamp` (list, seconds), oldest first, and `split`.
 MovieLens-1M has `user_id`, `gender`, `age`, `occupation` and `zip` for each user and ratings of 1 to 5 stars;
 MovieLens-20M has `user_id` alone, and its ratings count half stars, 1 to 10. The items are all of the archive's movies,
-rated or not. Ids are the ranks of the raw values among the sorted ones.
+rated or not. Ids are the ranks of the raw values among the sorted ones. Tasks: 4 stars or more, and 5 stars.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from commons.datasets.public.raw_files import RawFiles, RawKind, open_raw_files
-from commons.datasets.public.raw_tables import (
-    Column,
-    CsvLayout,
-    LineLayout,
-    Listed,
-    add_events,
-    read_listing,
-    sorted_values,
-)
+from commons.datasets.public.raw_tables import Column, CsvLayout, LineLayout, Listed, add_events, read_listing
 from commons.datasets.sequences.event_store import EventStore
-from commons.datasets.sequences.file import SequenceSchema
+from commons.datasets.sequences.file import AtLeast, SequenceSchema
 from commons.datasets.sequences.preprocessing import Preprocessor
 from commons.datasets.sequences.writer import SequenceSource
 
 DATASET_NAME = "ml-1m"
+ENCODING = "latin-1"
 _CONTEXTUAL = ("user_id", "gender", "age", "occupation", "zip")
-
-
-def is_liked(ratings: np.ndarray) -> np.ndarray:
-    """Whether a rating is 4 or 5 stars."""
-    return ratings >= 4
-
-
-def is_top_rated(ratings: np.ndarray) -> np.ndarray:
-    """Whether a rating is 5 stars."""
-    return ratings == 5
-
-
-def is_liked_in_halves(ratings: np.ndarray) -> np.ndarray:
-    """Whether a rating in half stars is 4 stars or more."""
-    return ratings >= 8
-
-
-def is_top_rated_in_halves(ratings: np.ndarray) -> np.ndarray:
-    """Whether a rating in half stars is 5 stars."""
-    return ratings == 10
-
 
 SCHEMA = SequenceSchema(
     dataset_name=DATASET_NAME,
     contextual_feature_names=_CONTEXTUAL,
     item_feature_name="movie_id",
     action_feature_name="rating",
-    tasks=(is_liked, is_top_rated),
+    tasks=(AtLeast(4), AtLeast(5)),
 )
 SCHEMA_20M = SequenceSchema(
     dataset_name="ml-20m",
     contextual_feature_names=("user_id",),
     item_feature_name="movie_id",
     action_feature_name="rating",
-    tasks=(is_liked_in_halves, is_top_rated_in_halves),
+    tasks=(AtLeast(8), AtLeast(10)),
 )
 # Ratings are used as they are: an embedding table for them has a row 0 that nothing uses.
 _RATING_VALUES, _RATINGS_20M = 6, 11
 
-ENCODING = "latin-1"
-FILE_NAMES = ("ratings.dat", "users.dat", "movies.dat")
-_1M = RawKind("MovieLens-1M", "ml-1m.zip", "ml-1m", FILE_NAMES)
+_1M = RawKind("MovieLens-1M", "ml-1m.zip", "ml-1m", ("ratings.dat", "users.dat", "movies.dat"))
 # At most nine digits: they fit an int32.
 _ID = (r"\d{1,9}", pa.int32())
 _RATINGS = LineLayout(
     "UserID::MovieID::Rating::Timestamp with a rating of 1 to 5",
-    {"user_id": _ID, "movie_id": _ID, "rating": ("[1-5]", pa.int16()), "timestamp": (r"\d{1,18}", pa.int64())},
+    {"user": _ID, "item": _ID, "action": ("[1-5]", pa.int16()), "time": (r"\d{1,18}", pa.int64())},
 )
 _USERS = LineLayout(
     "UserID::Gender::Age::Occupation::Zip-code with a gender of F or M",
@@ -91,23 +62,37 @@ _MOVIES = LineLayout(
     {"movie_id": _ID, "title": (".+", pa.string()), "genres": (r"[^:\r]+", pa.string())},
 )
 
+_20M = RawKind("MovieLens-20M", "ml-20m.zip", "ml-20m", ("ratings.csv", "movies.csv"))
+_LARGEST_ID = 99_999_999
+_ID_RULE = f"a number of 0 to {_LARGEST_ID:,}"
+_MOVIE = Column("movieId", pa.int32(), 0, _LARGEST_ID, _ID_RULE)
+_RATINGS_CSV = CsvLayout(
+    "MovieLens-20M's ratings, userId,movieId,rating,timestamp",
+    (
+        Column("userId", pa.int32(), 0, _LARGEST_ID, _ID_RULE),
+        _MOVIE,
+        Column("rating", pa.float32(), 0.5, 5, "0.5 to 5 in steps of 0.5", step=0.5),
+        Column("timestamp", pa.int64(), 0, 10**11, "a number of seconds since 1970"),
+    ),
+)
+_MOVIES_CSV = CsvLayout("MovieLens-20M's movies, movieId,title,genres", (_MOVIE,))
 
-def read_ml_1m(source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
-    """The reader of MovieLens-1M; see `Preprocessor`."""
+
+def _read_ml_1m(source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
     files = open_raw_files(_1M, source, store.folder, show_progress=show_progress)
     users = read_listing(files, "users.dat", _USERS, "user_id")
     movies = read_listing(files, "movies.dat", _MOVIES, "movie_id")["movie_id"].combine_chunks()
-    columns = {"user": "user_id", "item": "movie_id", "action": "rating", "time": "timestamp"}
+    listed = {
+        "user": Listed(users["user_id"], "user_id", "users.dat"),
+        "item": Listed(movies, "movie_id", "movies.dat"),
+    }
     add_events(
         store,
         files,
         ["ratings.dat"],
         _RATINGS,
-        lambda batch: {part: batch.column(name) for part, name in columns.items()},
-        {
-            "user": Listed(users["user_id"], "user_id", "users.dat"),
-            "item": Listed(movies, "movie_id", "movies.dat"),
-        },
+        lambda batch: dict(zip(batch.schema.names, batch.columns)),
+        listed,
         show_progress=show_progress,
     )
     return ml_1m_of(users, movies, generated=files.is_generated, sha256=files.sha256)
@@ -129,7 +114,6 @@ def ml_1m_of(users: pa.Table, movies: pa.Array, *, generated: bool, sha256: str 
         schema=SCHEMA,
         users=users["user_id"].combine_chunks(),
         context=context,
-        vocabularies={name: sorted_values(values) for name, values in context.items()},
         items=movies,
         action_vocabulary_size=_RATING_VALUES,
         generated=generated,
@@ -137,28 +121,7 @@ def ml_1m_of(users: pa.Table, movies: pa.Array, *, generated: bool, sha256: str 
     )
 
 
-preprocess_movielens = Preprocessor(DATASET_NAME, read_ml_1m)
-
-_20M = RawKind("MovieLens-20M", "ml-20m.zip", "ml-20m", ("ratings.csv", "movies.csv"))
-_LARGEST_ID = 99_999_999
-_ID_RULE = f"a number of 0 to {_LARGEST_ID:,}"
-_LARGEST_SECOND = 10**11
-_RATINGS_CSV = CsvLayout(
-    "MovieLens-20M's ratings, userId,movieId,rating,timestamp",
-    (
-        Column("userId", pa.int32(), 0, _LARGEST_ID, _ID_RULE),
-        Column("movieId", pa.int32(), 0, _LARGEST_ID, _ID_RULE),
-        Column("rating", pa.float32(), 0.5, 5, "0.5 to 5 in steps of 0.5", step=0.5),
-        Column("timestamp", pa.int64(), 0, _LARGEST_SECOND, "a number of seconds since 1970"),
-    ),
-)
-_MOVIES_CSV = CsvLayout(
-    "MovieLens-20M's movies, movieId,title,genres", (Column("movieId", pa.int32(), 0, _LARGEST_ID, _ID_RULE),)
-)
-
-
-def read_ml_20m(source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
-    """The reader of MovieLens-20M; see `Preprocessor`."""
+def _read_ml_20m(source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
     files = open_raw_files(_20M, source, store.folder, show_progress=show_progress)
     _require_20m(files)
     # Titles have commas and quotes, but no line breaks.
@@ -168,8 +131,6 @@ def read_ml_20m(source: Path, store: EventStore, show_progress: bool) -> Sequenc
     return SequenceSource(
         schema=SCHEMA_20M,
         users=store.values("user"),
-        context={},
-        vocabularies={},
         items=movies,
         action_vocabulary_size=_RATINGS_20M,
         generated=files.is_generated,
@@ -177,15 +138,9 @@ def read_ml_20m(source: Path, store: EventStore, show_progress: bool) -> Sequenc
     )
 
 
-preprocess_movielens_20m = Preprocessor("ml-20m", read_ml_20m)
-
-
-def _event_20m(batch: pa.RecordBatch) -> Mapping[str, pa.Array | np.ndarray]:
-    halves = (batch.column("rating").to_numpy() * 2).astype(np.int16)
-    return {
-        **{"user": batch.column("userId"), "item": batch.column("movieId")},
-        **{"action": halves, "time": batch.column("timestamp")},
-    }
+def _event_20m(batch: pa.RecordBatch) -> Mapping[str, Any]:
+    user, item, rating, time = (batch.column(column.name) for column in _RATINGS_CSV.columns)
+    return {"user": user, "item": item, "action": (rating.to_numpy() * 2).astype(np.int16), "time": time}
 
 
 def _require_20m(files: RawFiles) -> None:
@@ -198,3 +153,7 @@ def _require_20m(files: RawFiles) -> None:
         raise ValueError(
             f"{files.source} holds {found}, not MovieLens-20M: give the path of ml-20m.zip or of its unpacked folder"
         )
+
+
+preprocess_movielens = Preprocessor(DATASET_NAME, _read_ml_1m)
+preprocess_movielens_20m = Preprocessor("ml-20m", _read_ml_20m)

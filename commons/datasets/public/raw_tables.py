@@ -23,37 +23,28 @@ from commons.datasets.public.raw_files import RawFiles
 from commons.datasets.sequences.event_store import EventStore
 
 # A line lies within a block and the next one, so it has at least so many bytes; longer ones are refused by Arrow.
-_BLOCK = LONGEST_LINE = 1 << 20
+_BLOCK = _LONGEST_LINE = 1 << 20
 _LONGEST_SHOWN = 80
 _MOST_IN_MEMORY = 256 << 20
 # What Arrow says of a row, with its number, the header line left out.
 _BAD_VALUE = re.compile(r"In CSV column #(\d+): Row #(\d+): .*?invalid value '(.*)'", re.DOTALL)
 _BAD_ROW = re.compile(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
 _REMEDY = "mend it or download the archive again"
-Batches = Iterator[tuple[int, pa.RecordBatch]]
-OnBytes = Callable[[int], object]
+
+_Batches = Iterator[pa.RecordBatch]
+_OnBytes = Callable[[int], object]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a CSV file.
+    """A column of a CSV file: texts, or numbers within a range."""
 
-    Attributes:
-        name: in the header.
-        type: of the result.
-        low: smallest number.
-        high: largest number.
-        rule: what the column holds, for errors: "seconds since 1970".
-        step: numbers are multiples of it; 0 for any.
-
-    """
-
-    name: str
-    type: pa.DataType
-    low: float = 0
-    high: float = 0
-    rule: str = "a text"
-    step: float = 0
+    name: str  # in the header
+    type: pa.DataType  # of the result
+    low: float = 0  # smallest number
+    high: float = 0  # largest number
+    rule: str = "a text"  # what the column holds, for errors: "seconds since 1970"
+    step: float = 0  # numbers are multiples of it; 0 for any
 
     def first_wrong(self, column: pa.Array) -> int | None:
         """The row of the first number out of range, NaN included; None if there is none."""
@@ -68,28 +59,21 @@ class Column:
 
 @dataclass(frozen=True)
 class CsvLayout:
-    """A CSV file with a header line.
+    """A CSV file with a header line."""
 
-    Attributes:
-        title: what it is, for errors.
-        columns: those that are read; others are passed over.
-        may_be_empty: there need be nothing below the header.
-
-    """
-
-    title: str
-    columns: tuple[Column, ...]
-    may_be_empty: bool = False
+    title: str  # what it is, for errors
+    columns: tuple[Column, ...]  # those that are read; others are passed over
+    may_be_empty: bool = False  # there need be nothing below the header
     first_line: ClassVar[int] = 2
 
-    def read(self, files: RawFiles, name: str, on_bytes: OnBytes) -> Batches:
-        """Batches with the line number of their first row.
+    def read(self, files: RawFiles, name: str, on_bytes: _OnBytes) -> _Batches:
+        """All rows, batch by batch.
 
         Raises:
             ValueError: a missing column, or a malformed or overlong line, which is named by its number.
 
         """
-        where = files.where(name)
+        where, line = files.where(name), 2
         with files.paths[name].open("rb") as file:
             header = self._header(file, where)
             convert = pcsv.ConvertOptions(
@@ -97,7 +81,6 @@ class CsvLayout:
                 column_types={column.name: column.type for column in self.columns},
                 null_values=[],
             )
-            line = 2
             try:
                 for line, batch in _read_arrow(file, where, 2, header, pcsv.ParseOptions(), convert, on_bytes):
                     for column in self.columns:
@@ -105,7 +88,7 @@ class CsvLayout:
                         if index is not None:
                             value = batch.column(column.name).to_numpy()[index]
                             raise self._bad_value(where, line + index, column, value)
-                    yield line, batch
+                    yield batch
                     line += batch.num_rows
             except pa.ArrowInvalid as error:
                 raise self._described(str(error), where, header) from error
@@ -115,12 +98,11 @@ class CsvLayout:
             )
 
     def _header(self, file: IO[bytes], where: str) -> list[str]:
-        line = file.readline(LONGEST_LINE + 1)
-        if len(line) > LONGEST_LINE:
+        line = file.readline(_LONGEST_LINE + 1)
+        if len(line) > _LONGEST_LINE:
             raise _overlong_line(where, 1)
         try:
-            text = line.decode("utf-8-sig", errors="replace").rstrip("\r\n")
-            header = next(csv.reader([text]), [])
+            header = next(csv.reader([line.decode("utf-8-sig", errors="replace").rstrip("\r\n")]), [])
         except csv.Error as error:
             raise ValueError(
                 f"{where} line 1 is no line of a CSV file ({error}); fields are separated by commas and lines by line "
@@ -157,22 +139,15 @@ class CsvLayout:
 
 @dataclass(frozen=True)
 class LineLayout:
-    """A file of lines without a header, in Latin-1.
+    """A file of lines without a header, in Latin-1."""
 
-    Attributes:
-        title: what a line is, for errors.
-        fields: an RE2 pattern and a type for every field, by name.
-        separator: between fields.
-
-    """
-
-    title: str
-    fields: Mapping[str, tuple[str, pa.DataType]]
-    separator: str = "::"
+    title: str  # what a line is, for errors
+    fields: Mapping[str, tuple[str, pa.DataType]]  # an RE2 pattern and a type for every field, by name
+    separator: str = "::"  # between fields
     first_line: ClassVar[int] = 1
 
-    def read(self, files: RawFiles, name: str, on_bytes: OnBytes) -> Batches:
-        """Batches with the line number of their first row.
+    def read(self, files: RawFiles, name: str, on_bytes: _OnBytes) -> _Batches:
+        """All rows, batch by batch.
 
         Raises:
             ValueError: an empty file, or a malformed or overlong line, which is named by its number.
@@ -190,8 +165,7 @@ class LineLayout:
                     if found.null_count:
                         index = pc.index(found.is_null(), True).as_py()
                         raise self._bad_line(where, line + index, batch.column(0)[index].as_py())
-                    columns = {key: found.field(key).cast(kind) for key, (_, kind) in self.fields.items()}
-                    yield line, pa.record_batch(columns)
+                    yield pa.record_batch({key: found.field(key).cast(kind) for key, (_, kind) in self.fields.items()})
                     line += batch.num_rows
             except pa.ArrowInvalid as error:
                 bad = _BAD_ROW.match(str(error))
@@ -210,10 +184,10 @@ def _read_arrow(
     names: list[str],
     parse: pcsv.ParseOptions,
     convert: pcsv.ConvertOptions,
-    on_bytes: OnBytes,
+    on_bytes: _OnBytes,
     encoding: str = "utf8",
-) -> Batches:
-    """Batches of the rest of a file, whose first line has the number `line`."""
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Batches of the rest of a file with the number of their first line; the first one has the number `line`."""
     # With threads the errors would not say which row.
     read = pcsv.ReadOptions(block_size=_BLOCK, column_names=names, use_threads=False, encoding=encoding)
     parse.ignore_empty_lines = False
@@ -234,18 +208,11 @@ def _read_arrow(
 
 @dataclass(frozen=True)
 class Listed:
-    """What users, or items, there are.
+    """What users, or items, there are."""
 
-    Attributes:
-        values: all of them.
-        name: their column in the files of events, for errors.
-        listing: the file that has them.
-
-    """
-
-    values: pa.Array | pa.ChunkedArray
-    name: str
-    listing: str
+    values: pa.Array | pa.ChunkedArray  # all of them
+    name: str  # their column in the files of events, for errors
+    listing: str  # the file that has them
 
 
 def add_events(
@@ -278,7 +245,7 @@ def add_events(
     with progress_bar("read", size, "B", show=show_progress) as progress:
         for name in names:
             first_rows.append(store.num_rows)
-            for _, batch in layout.read(files, name, progress.update):
+            for batch in layout.read(files, name, progress.update):
                 store.add(event_of(batch))
     for column, known in listed.items():
         if (found := store.first_missing(column, known.values)) is not None:
@@ -303,8 +270,7 @@ def read_listing(files: RawFiles, name: str, layout: CsvLayout | LineLayout, key
             f"{files.where(name)} has {size:,} bytes; it is held in memory, and may have {_MOST_IN_MEMORY:,}: give the "
             "archive as published"
         )
-    batches = list(layout.read(files, name, lambda count: None))
-    table = pa.Table.from_batches([batch for _, batch in batches])
+    table = pa.Table.from_batches(list(layout.read(files, name, lambda count: None))).combine_chunks()
     ids = table[key].to_numpy()
     order = np.argsort(ids, kind="stable")
     again = order[1:][ids[order[1:]] == ids[order[:-1]]]
@@ -314,12 +280,7 @@ def read_listing(files: RawFiles, name: str, layout: CsvLayout | LineLayout, key
             f"{files.where(name)} line {row + layout.first_line} has {key} {ids[row]} again; every {key} has one line: "
             "remove the line"
         )
-    return table.take(pa.array(order))
-
-
-def sorted_values(values: pa.Array) -> pa.Array:
-    """The different values of an array, sorted."""
-    return pc.unique(values).sort()
+    return table.take(pa.array(order)).combine_chunks()
 
 
 def _shortened(text: str) -> str:
@@ -329,6 +290,6 @@ def _shortened(text: str) -> str:
 
 def _overlong_line(where: str, line: int) -> ValueError:
     return ValueError(
-        f"{where} line {line} has more than {LONGEST_LINE:,} bytes, which is the most that a line may have: mend it or "
-        "download the archive again"
+        f"{where} line {line} has more than {_LONGEST_LINE:,} bytes, which is the most that a line may have: mend it "
+        "or download the archive again"
     )

@@ -3,40 +3,85 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from commons.checks import as_count
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import LengthDistribution
 from commons.datasets.samplers.epoch import check_rank, lengths_unknown
 
+_Batch_co = TypeVar("_Batch_co", covariant=True)
 
-class RandomHSTUDataset(Dataset[HSTUBatch]):
+
+class RandomBatches(Dataset[_Batch_co]):
     """`num_batches` random batches, different on every rank and the same in every run.
 
     Batch i of a rank depends on `seed`, `rank`, `world_size` and i alone, so workers may draw batches in any order.
 
     Args:
-        feature_configs: as in `HSTUBatch.random`.
-        item_feature_name: as in `HSTUBatch.random`.
-        contextual_feature_names: as in `HSTUBatch.random`.
-        action_feature_name: as in `HSTUBatch.random`.
         batch_size: rows of a batch.
         num_batches: batches of this rank.
-        max_num_candidates: as in `HSTUBatch.random`.
-        num_tasks: as in `HSTUBatch.random`.
         last_batch_size: rows of the last batch that are no padding; all if not given.
         seed: of the whole data set; the same on every rank.
         rank: this rank.
         world_size: number of ranks.
-        timestamps: as in `HSTUBatch.random`.
 
     Raises:
-        ValueError: a negative `num_batches`, `rank` outside `[0, world_size)`; when a batch is drawn, also as
-            `HSTUBatch.random`.
+        ValueError: a negative `num_batches`, `rank` outside `[0, world_size)`.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        num_batches: int,
+        last_batch_size: int | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        as_count(num_batches, "num_batches", 0)
+        check_rank(rank, world_size)
+        self._batch_size, self._num_batches, self._last_batch_size = batch_size, num_batches, last_batch_size
+        self._seed, self._rank, self._world_size = seed, rank, world_size
+
+    @abstractmethod
+    def _make(self, actual_batch_size: int | None, generator: torch.Generator) -> _Batch_co:
+        """A batch of so many real rows; None for all."""
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __getitem__(self, index: int) -> _Batch_co:
+        if not 0 <= index < self._num_batches:
+            raise IndexError(f"batch {index} of a data set of {self._num_batches}")
+        return self._draw(index)
+
+    def stream(self) -> Iterator[_Batch_co]:
+        """The batches of the data set, and on from there without end."""
+        return map(self._draw, itertools.count())
+
+    def outlines(self) -> Iterator[_Batch_co]:
+        """Raise ValueError: no lengths are known beforehand."""
+        raise lengths_unknown()
+
+    def _draw(self, index: int) -> _Batch_co:
+        # Batch numbers are global, so that the streams of two ranks never meet.
+        entropy = [self._seed, index * self._world_size + self._rank]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+        num_real = self._last_batch_size if index == self._num_batches - 1 else None
+        return self._make(num_real, torch.Generator().manual_seed(seed))
+
+
+class RandomHSTUDataset(RandomBatches[HSTUBatch]):
+    """Random batches; arguments as those of `HSTUBatch.random` and, in `options`, of `RandomBatches`.
 
     >>> configs = [FeatureConfig(["item"], [100], 10, is_jagged=True)]
     >>> dataset = RandomHSTUDataset(configs, "item", batch_size=4, num_batches=2)
@@ -56,15 +101,10 @@ class RandomHSTUDataset(Dataset[HSTUBatch]):
         num_batches: int,
         max_num_candidates: int = 0,
         num_tasks: int | None = None,
-        last_batch_size: int | None = None,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
         timestamps: bool = False,
+        **options: Any,
     ) -> None:
-        if num_batches < 0:
-            raise ValueError(f"num_batches is {num_batches}; a data set has no fewer than 0 batches: raise it")
-        check_rank(rank, world_size)
+        super().__init__(batch_size=batch_size, num_batches=num_batches, **options)
         self.feature_configs = list(feature_configs)
         self.item_feature_name = item_feature_name
         self.contextual_feature_names = list(contextual_feature_names)
@@ -72,34 +112,8 @@ class RandomHSTUDataset(Dataset[HSTUBatch]):
         self.max_num_candidates = max_num_candidates
         self.num_tasks = num_tasks
         self.timestamps = timestamps
-        self._batch_size = batch_size
-        self._num_batches = num_batches
-        self._last_batch_size = last_batch_size
-        self._seed = seed
-        self._rank = rank
-        self._world_size = world_size
 
-    def __len__(self) -> int:
-        return self._num_batches
-
-    def __getitem__(self, index: int) -> HSTUBatch:
-        if not 0 <= index < self._num_batches:
-            raise IndexError(f"batch {index} of a data set of {self._num_batches}")
-        return self._draw(index)
-
-    def stream(self) -> Iterator[HSTUBatch]:
-        """The batches of the data set, and on from there without end."""
-        return map(self._draw, itertools.count())
-
-    def outlines(self) -> Iterator[HSTUBatch]:
-        """Raise ValueError: no lengths are known beforehand."""
-        raise lengths_unknown()
-
-    def _draw(self, index: int) -> HSTUBatch:
-        # Batch numbers are global, so that the streams of two ranks never meet.
-        entropy = [self._seed, index * self._world_size + self._rank]
-        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
-        is_last = index == self._num_batches - 1
+    def _make(self, actual_batch_size: int | None, generator: torch.Generator) -> HSTUBatch:
         return HSTUBatch.random(
             self._batch_size,
             self.feature_configs,
@@ -108,9 +122,9 @@ class RandomHSTUDataset(Dataset[HSTUBatch]):
             self.action_feature_name,
             self.max_num_candidates,
             self.num_tasks,
-            self._last_batch_size if is_last else None,
+            actual_batch_size,
             device="cpu",
-            generator=torch.Generator().manual_seed(seed),
+            generator=generator,
             timestamps=self.timestamps,
         )
 
@@ -139,18 +153,18 @@ def user_like_dataset(
     num_batches: int = 100,
     length_distribution: LengthDistribution | None = None,
     batch_size: int,
-    seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
     timestamps: bool = False,
+    **options: Any,
 ) -> RandomHSTUDataset:
     """Random batches that resemble a public data set: two contextual features, items and actions.
 
     Lengths are those of `LengthDistribution()` if not given: lognormal with a mean of a quarter of the longest and a
-    standard deviation as large, so that few long histories carry much of the work, as in real data.
+    standard deviation as large, so that few long histories carry much of the work, as in real data. `options` are
+    those of `RandomBatches`.
 
     Raises:
         ValueError: lengths beyond `max_history_seqlen + max_num_candidates`; and as `RandomHSTUDataset`.
+
     """
     longest = max_history_seqlen + max_num_candidates
     lengths = (length_distribution or LengthDistribution()).within(longest)
@@ -166,8 +180,6 @@ def user_like_dataset(
         num_batches=num_batches,
         max_num_candidates=max_num_candidates,
         num_tasks=num_tasks,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
         timestamps=timestamps,
+        **options,
     )

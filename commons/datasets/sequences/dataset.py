@@ -14,12 +14,13 @@ import torch
 from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.checks import as_count
 from commons.datasets.hstu_batch import HSTUBatch, outline_kjt, padded_kjt
 from commons.datasets.samplers.epoch import check_rows
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
 from commons.datasets.sequences.metadata import TIMESTAMP
 
-_ROWS_PER_OUTLINE = 2**16
+ROWS_PER_OUTLINE = 2**16
 
 
 class SequenceDataset(Dataset[HSTUBatch]):
@@ -60,13 +61,9 @@ class SequenceDataset(Dataset[HSTUBatch]):
         table_sizes: Mapping[str, int] | None = None,
         timestamps: bool = False,
     ) -> None:
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("max_history_seqlen", max_history_seqlen, 1),
-            ("max_num_candidates", max_num_candidates, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; the smallest possible value is {least}: raise it")
+        as_count(batch_size, "batch_size", 1)
+        as_count(max_history_seqlen, "max_history_seqlen", 1)
+        as_count(max_num_candidates, "max_num_candidates", 0)
         if schema.tasks and not 1 <= num_tasks <= len(schema.tasks):
             raise ValueError(
                 f"num_tasks is {num_tasks}, {schema.dataset_name!r} has labels for {len(schema.tasks)} tasks: give a "
@@ -92,7 +89,13 @@ class SequenceDataset(Dataset[HSTUBatch]):
                 f"split {split!r} of {self._file.path} has no users; a data set has at least one: preprocess the data "
                 "with another test fraction or seed"
             )
-        require_tables(table_sizes or {}, self.vocabulary_sizes)
+        for name, ids in self.vocabulary_sizes.items():
+            size = (table_sizes or {}).get(name)
+            if size is not None and ids > size:
+                raise ValueError(
+                    f"the table of {name!r} has {size:,} rows, the vocabulary has {ids:,} ids; every id needs a row: "
+                    f"give the table {ids:,} rows"
+                )
 
     def _require_plain(self, names: Sequence[str]) -> None:
         columns = self.metadata.columns
@@ -123,11 +126,8 @@ class SequenceDataset(Dataset[HSTUBatch]):
     def _token_lengths(self) -> dict[str, int]:
         """The most tokens a row can have of each feature that is made of tokens."""
         longest = self.max_history_seqlen + self.max_num_candidates
-        return {
-            **dict.fromkeys(self.schema.contextual_feature_names, 1),
-            self.schema.item_feature_name: longest,
-            **({} if self.schema.action_feature_name is None else {self.schema.action_feature_name: longest}),
-        }
+        listed = [name for name in (self.schema.item_feature_name, self.schema.action_feature_name) if name is not None]
+        return {**dict.fromkeys(self.schema.contextual_feature_names, 1), **dict.fromkeys(listed, longest)}
 
     @property
     def max_sequence_length(self) -> int:
@@ -144,18 +144,14 @@ class SequenceDataset(Dataset[HSTUBatch]):
         return self._assemble(check_rows(rows, len(self)) + self._rows.start)
 
     def outlines(self) -> Iterator[HSTUBatch]:
-        """All users of the split in order, as batches that have their lengths and zeros for values.
+        """All users of the split in order, as batches with the right lengths whose values are zeros without memory.
 
-        What a row costs follows from its lengths, so any shuffler's `get_workloads` tells it of such a batch. Reads the
-        items' column once.
-
-        Yields:
-            Batches of at most 65,536 rows without padding, whose values take no memory.
-
+        A row's workload follows from its lengths, so these batches serve any shuffler's `get_workloads`. They have at
+        most 65,536 rows, and no padding. Reads the items' column once.
         """
         lengths = self._file.list_lengths(self.schema.item_feature_name, self._rows)
-        for first in range(0, len(lengths), _ROWS_PER_OUTLINE):
-            num_candidates, kept = self._cut(lengths[first : first + _ROWS_PER_OUTLINE])
+        for first in range(0, len(lengths), ROWS_PER_OUTLINE):
+            num_candidates, kept = self._cut(lengths[first : first + ROWS_PER_OUTLINE])
             targets = kept if self.max_num_candidates == 0 else num_candidates
             tasks = [f"task_{index}" for index in range(self.num_tasks)]
             yield self._batch(
@@ -221,9 +217,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
             return None
         targets = kept
         if self.max_num_candidates > 0:
-            # The candidates of a row are the last of its actions: those at most num_candidates from the row's end.
-            from_end = np.repeat(np.cumsum(kept), kept) - np.arange(len(actions))
-            actions, targets = actions[from_end <= np.repeat(num_candidates, kept)], num_candidates
+            actions, targets = actions[are_last(kept, num_candidates)], num_candidates
         return padded_kjt(
             {name: torch.from_numpy(task(actions).astype(np.float32)) for name, task in tasks.items()},
             _tensors(dict.fromkeys(tasks, targets)),
@@ -231,21 +225,10 @@ class SequenceDataset(Dataset[HSTUBatch]):
         )
 
 
-def require_tables(table_sizes: Mapping[str, int], vocabulary_sizes: Mapping[str, int]) -> None:
-    """Raise ValueError where an embedding table has fewer rows than its feature has ids.
-
-    Args:
-        table_sizes: rows of the tables, by feature; features without one are passed over.
-        vocabulary_sizes: ids of the features.
-
-    """
-    for name, rows in table_sizes.items():
-        ids = vocabulary_sizes.get(name, 0)
-        if ids > rows:
-            raise ValueError(
-                f"the table of {name!r} has {rows:,} rows, the vocabulary has {ids:,} ids; every id needs a row: give "
-                f"the table {ids:,} rows"
-            )
+def are_last(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Which entries are among the last `counts` of their row: bool `(sum(lengths),)` for int64 `(num_rows,)` each."""
+    from_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum())
+    return from_end <= np.repeat(counts, lengths)
 
 
 def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:

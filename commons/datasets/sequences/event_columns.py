@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,39 +69,33 @@ class EventColumns:
                     f"columns.{part} is not given; {where} has the columns {', '.join(found)}: name the one of the "
                     f"{part}s with --columns.{part}"
                 )
-        wanted: dict[str, Sequence[str | None]] = {
-            "user": [self.user],
-            "item": [self.item],
-            "time": [self.time] if self.time else [],
-        }
-        wanted |= {"actions": [action.column for action in self.parse_actions(found)], "context": self.context or ()}
-        for part, names in wanted.items():
+        for part, names in (
+            ("user", [self.user]),
+            ("item", [self.item]),
+            ("time", [self.time] if self.time else []),
+            ("actions", [action.column for action in self.parse_actions(found)]),
+            ("context", self.context or ()),
+        ):
             missing = [name for name in names if name not in found]
             if missing:
                 raise ValueError(
                     f"columns.{part} has {', '.join(map(repr, missing))}; {where} has the columns {', '.join(found)}: "
                     "correct the name"
                 )
-        features = list(dict.fromkeys([self.user, self.item, *(self.context or ())]))
-        if self.item in (self.context or ()) or self.item == self.user:
+        if self.item in (self.user, *(self.context or ())):
             raise ValueError(
                 f"column {self.item!r} is named as the items and as something else; items are the sequence itself: "
                 "name another column"
             )
-        wrong = [name for name in features if name in _RESERVED or not _FEATURE_NAME.fullmatch(str(name))]
-        if wrong:
-            raise ValueError(
-                f"column {wrong[0]!r} cannot name a feature; the names {', '.join(_RESERVED)} are taken, and others "
-                "have no dot, slash or control character: rename the column"
-            )
+        for name in (self.user, self.item, *(self.context or ())):
+            if name in _RESERVED or not _FEATURE_NAME.fullmatch(str(name)):
+                raise ValueError(
+                    f"column {name!r} cannot name a feature; the names {', '.join(_RESERVED)} are taken, and others "
+                    "have no dot, slash or control character: rename the column"
+                )
 
     def parse_actions(self, found: Collection[str] = ()) -> list[Action]:
-        """The actions; a name in `found` is a column, whatever it looks like.
-
-        Raises:
-            ValueError: more than 15 actions, or one that is named twice.
-
-        """
+        """The actions; a name in `found` is a column, whatever it looks like. ValueError for more than 15."""
         texts = self.actions or ()
         if len(texts) > MOST_ACTIONS or len(set(texts)) < len(texts):
             raise ValueError(
@@ -111,12 +105,7 @@ class EventColumns:
         return [Action.parse(text, found) for text in texts]
 
     def chosen_from(self, made_with: EventColumns, where: str) -> EventColumns:
-        """The map that training uses: what the files were made with, and of actions and context what is asked for.
-
-        Raises:
-            ValueError: a part that the files do not have.
-
-        """
+        """What the files were made with, and of actions and context those given; ValueError for others than theirs."""
         for part in ("user", "item", "time"):
             asked, there = getattr(self, part), getattr(made_with, part)
             if asked is not None and asked != there:
@@ -138,31 +127,23 @@ class EventColumns:
 
     def as_flags(self) -> str:
         """The flags of `evenrank preprocess parquet` that say the same."""
-        given = {name: value for name, value in dataclasses.asdict(self).items() if value and value != "s"}
-        flags = {name: value if isinstance(value, (tuple, list)) else [value] for name, value in given.items()}
-        return " ".join(
-            f"--columns.{name.replace('_', '-')} {' '.join(map(shlex.quote, values))}" for name, values in flags.items()
-        )
+        flags = []
+        for name, value in dataclasses.asdict(self).items():
+            if value and value != "s":
+                values = value if isinstance(value, (tuple, list)) else [value]
+                flags += [f"--columns.{name.replace('_', '-')}", *map(shlex.quote, values)]
+        return " ".join(flags)
 
 
 @dataclass(frozen=True)
 class Action:
-    """Something that a user did, or did not do, with an item.
+    """Something that a user did, or did not do, with an item."""
 
-    Attributes:
-        text: as the config says it.
-        column: that tells.
-        operator: with which it is compared; None where the column holds 0 and 1.
-        value: with what, a number where it is one.
-        value_text: the same as a text.
-
-    """
-
-    text: str
-    column: str
-    operator: str | None = None
-    value: Any = None
-    value_text: str = ""
+    text: str  # as the config has it
+    column: str  # that says whether it was done
+    operator: str | None = None  # with which it is compared; None where the column holds 0 and 1
+    value: Any = None  # with what, a number where it is one
+    value_text: str = ""  # the same as a text
 
     @classmethod
     def parse(cls, text: str, found: Collection[str]) -> Action:

@@ -26,27 +26,13 @@ _CONVERTIBLE = (".csv", ".tsv", ".json", ".jsonl")
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _YEAR_3000 = 32_503_680_000
 _OPERATORS: dict[str, Callable[..., Any]] = {
-    "==": pc.equal,
-    "!=": pc.not_equal,
-    ">=": pc.greater_equal,
-    "<=": pc.less_equal,
-    ">": pc.greater,
-    "<": pc.less,
+    **{"==": pc.equal, "!=": pc.not_equal, ">=": pc.greater_equal, "<=": pc.less_equal},
+    **{">": pc.greater, "<": pc.less},
 }
 
 
 class EventFiles:
-    """Parquet files whose columns have been checked.
-
-    Args:
-        source: a file, or a folder of files.
-        columns: which column plays which part.
-
-    Attributes:
-        source: as given.
-        num_bytes: of all files.
-        context: for each column of context other than the users', its name in batches.
-        timestamps_per_second: what a second counts in the times of batches; None where there are none.
+    """Parquet files, a file or a folder of them, whose columns have been checked.
 
     Raises:
         FileNotFoundError: nothing at `source`, or no file in it.
@@ -58,17 +44,18 @@ class EventFiles:
         self.source = source
         self._columns = columns
         self._paths = _find(source)
-        self.num_bytes = sum(path.stat().st_size for path in self._paths)
+        self.num_bytes = sum(path.stat().st_size for path in self._paths)  # of all files
         # The users are a context too if they are named as one; the writer has their column already.
         names = [name for name in columns.context or () if name != columns.user]
+        # By column, its name in batches.
         self.context = {name: f"context_{index}" for index, name in enumerate(names)}
         self._schema = _open(self._paths[0]).schema_arrow
         columns.require_complete(self._schema.names, str(source))
         self._actions = columns.parse_actions(self._schema.names)
-        self._types: dict[str | None, pa.DataType] = {}
-        self._is_lists = _is_list(self._type(columns.item))
+        self._types: dict[str | None, pa.DataType] = {}  # of vocabularies, in the files read so far
+        self._is_lists = _is_list(self._schema.field(columns.item).type)
         self._check_lists()
-        self.timestamps_per_second = self._unit_of_times()
+        self.timestamps_per_second = self._unit_of_times()  # what a second counts in the times of batches
 
     def batches(self, on_bytes: Callable[[int], object]) -> Iterator[dict[str, Any]]:
         """All events in the order of the files' names, as columns of an `EventStore`.
@@ -145,16 +132,13 @@ class EventFiles:
             )
         return plain
 
-    def _type(self, name: str | None) -> pa.DataType:
-        return self._schema.field(name).type
-
     def _check_lists(self) -> None:
         columns = self._columns
         plain = [columns.user, *(columns.context or ())]
         if not self._is_lists:
             plain += [columns.time, *(action.column for action in self._actions)]
         for name in plain:
-            if name is not None and _is_list(self._type(name)):
+            if name is not None and _is_list(self._schema.field(name).type):
                 others = "one row per user with lists" if self._is_lists else f"{columns.item!r} is not"
                 raise ValueError(
                     f"column {name!r} of {self.source} is a list, and {others}; users and context are single values, "
@@ -170,7 +154,7 @@ class EventFiles:
         """What a second counts in the column of times once it is int64."""
         if self._columns.time is None:
             return None
-        kind = self._type(self._columns.time)
+        kind = self._schema.field(self._columns.time).type
         kind = kind.value_type if _is_list(kind) else kind
         if pa.types.is_timestamp(kind):
             return _PER_SECOND[kind.unit]
@@ -308,11 +292,8 @@ def _holds(action: Action, values: pa.Array, place: _Place) -> np.ndarray:
             "condition"
         )
     try:
-        return (
-            _OPERATORS[action.operator](values, _like(values.type, action))
-            .fill_null(False)
-            .to_numpy(zero_copy_only=False)
-        )
+        holds = _OPERATORS[action.operator](values, _like(values.type, action))
+        return holds.fill_null(False).to_numpy(zero_copy_only=False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
         raise ValueError(
             f"{place.column(action.column)} is of type {values.type}, and cannot be compared as {action.text!r} says "
@@ -334,22 +315,16 @@ def _by_event(columns: dict[str, pa.Array], lists: pa.Array) -> dict[str, pa.Arr
     lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
     empty = np.flatnonzero(lengths == 0)
     owners = pa.array(np.concatenate([np.repeat(np.arange(len(lengths)), lengths), empty]))
-    found = {}
-    for name, values in columns.items():
-        if name in ("item", "time", "action"):
-            found[name] = pa.concat_arrays([values, pa.nulls(len(empty), values.type)])
-        else:
-            found[name] = values.take(owners)
-    return found
+    return {
+        name: pa.concat_arrays([values, pa.nulls(len(empty), values.type)])
+        if name in ("item", "time", "action")
+        else values.take(owners)
+        for name, values in columns.items()
+    }
 
 
 def _plain_values(array: pa.Array, what: str) -> pa.Array:
-    """An array as int64, large_string or large_binary, dictionaries resolved.
-
-    Raises:
-        ValueError: values of another type.
-
-    """
+    """An array as int64, large_string or large_binary, dictionaries resolved; ValueError for other types."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     kind = array.type

@@ -32,25 +32,17 @@ class EventStore:
     """Rows of user, item, action and time, and of context if there is any.
 
     Names of columns are part of the queries: the caller's own, never those of a file.
-    A row whose item is null stands for its user alone. All rows are added before anything is asked.
-
-    Args:
-        folder: for the database and what is spilled, made by the store and removed by its owner.
-
-    Attributes:
-        folder: as given.
-        num_rows: that were added.
-
+    A row whose item is null stands for its user alone. All rows are added before the first query.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self.folder = folder
-        self.num_rows = 0
+        self.folder = folder  # for the database and what is spilled, made by the store and removed by its owner
+        self.num_rows = 0  # that were added
         self._waiting: list[pa.RecordBatch] = []
         self._num_waiting = 0
         self._last_insert: Future[Any] | None = None
-        config: dict[str, str | bool | int | float | list[str]] = {
+        config: dict[str, Any] = {
             "memory_limit": _MEMORY_LIMIT,
             "threads": min(_MOST_THREADS, os.cpu_count() or 1),
             "temp_directory": str(folder / "spilled"),

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from commons.datasets.sequences.metadata import MANIFEST, VOCABULARIES, SequenceFileMetadata, load_metadata
 
-__all__ = ["HasAction", "RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSchema"]
+__all__ = ["AtLeast", "HasAction", "RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSchema"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,17 @@ class HasAction:
     def __call__(self, actions: np.ndarray) -> np.ndarray:
         """Bool `(n,)` for integers `(n,)`."""
         return actions & self.weight != 0
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """Labels of ratings: whether one is so good."""
+
+    least: int
+
+    def __call__(self, actions: np.ndarray) -> np.ndarray:
+        """Bool `(n,)` for integers `(n,)`."""
+        return actions >= self.least
 
 
 class SequenceFile:
@@ -117,18 +128,13 @@ class SequenceFile:
         return {name: self.vocabulary(name).to_pylist() for name in names}
 
     def split_rows(self, split: str) -> range:
-        """Rows of one split.
-
-        Raises:
-            ValueError: a split that the data do not have.
-
-        """
-        start = 0
-        for name, num_rows in self.metadata.splits.items():
+        """Rows of one split; raises ValueError for one that the data do not have."""
+        start, splits = 0, self.metadata.splits
+        for name, num_rows in splits.items():
             if name == split:
                 return range(start, start + num_rows)
             start += num_rows
-        raise ValueError(f"split is {split!r}, {self.path} has {', '.join(self.metadata.splits)}: choose one of them")
+        raise ValueError(f"split is {split!r}, {self.path} has {', '.join(splits)}: choose one of them")
 
     def select(self, rows: np.ndarray) -> RowSelection:
         """Rows to read columns of: int64 `(num_rows,)`, counted from the start of the data set."""
@@ -235,15 +241,9 @@ class RowSelection:
         )
 
     def tails(self, column: str, lengths: np.ndarray) -> np.ndarray:
-        """The last entries of each row of a list column.
+        """The last entries of each row of a list column, row after row: int64 `(sum(lengths),)`.
 
-        Args:
-            column: a list column.
-            lengths: int64 `(num_rows,)`, entries to take from the end of each row, at most the row's length.
-
-        Returns:
-            int64 `(sum(lengths),)`, row after row.
-
+        `lengths` is int64 `(num_rows,)`, how many of each, at most the row's length.
         """
         result = np.empty(int(lengths.sum()), np.int64)
         start = 0

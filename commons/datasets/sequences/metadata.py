@@ -65,12 +65,7 @@ class SequenceFileMetadata:
 
 
 def load_metadata(folder: Path, dataset_name: str) -> SequenceFileMetadata:
-    """Read the manifest of a data set.
-
-    Raises:
-        ValueError: a damaged manifest, or one of another version or data set.
-
-    """
+    """Read the manifest of a data set; ValueError for a damaged one, or one of another version or data set."""
     path = folder / MANIFEST
     try:
         fields = json.loads(path.read_bytes())

@@ -40,7 +40,6 @@ def preprocess_parquet(columns: EventColumns, source: str | Path, output: str | 
         options: `test_fraction`, `seed` and `show_progress`.
 
     Raises:
-        FileNotFoundError: nothing at `source`, or no parquet file in it.
         ValueError: no parquet file, a column that is missing or of another type, a null among users, items, times or
             actions, lists of different lengths, or files without rows; an output within the source.
 
@@ -57,11 +56,7 @@ def preprocess_parquet(columns: EventColumns, source: str | Path, output: str | 
 def schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_second: int | None) -> SequenceSchema:
     """The schema of an own data set, as a model sees it.
 
-    Args:
-        columns: what is asked for.
-        made_with: what the files were made with; an action's bit is its place there.
-        timestamps_per_second: what a second counts in the files; None where there are no times.
-
+    `columns` are those given, `made_with` what the files were made with: an action's bit is its place there.
     """
     actions = columns.actions or ()
     return SequenceSchema(
@@ -76,12 +71,7 @@ def schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_sec
 
 
 def columns_of(metadata: SequenceFileMetadata) -> tuple[EventColumns, int | None]:
-    """What the files of a data set were made with, and what a second counts in them.
-
-    Raises:
-        ValueError: a manifest that does not say so.
-
-    """
+    """What the files of a data set were made with, and what a second counts in them; ValueError where damaged."""
     try:
         stated = dict(metadata.options["columns"])
         columns = dacite.from_dict(EventColumns, stated, dacite.Config(strict=True, cast=[tuple]))

@@ -23,17 +23,12 @@ _SCRATCH = "_scratch"
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Writes the columnar files of one data set.
-
-    Attributes:
-        dataset_name: of the data set.
-        read: from the source, an empty store and whether to show progress to all that is known of the data set, whose
-            events are then in the store. Raises FileNotFoundError for a source that is not there, ValueError for one
-            that is damaged or foreign, or has a malformed line.
-
-    """
+    """Writes the columnar files of one data set."""
 
     dataset_name: str
+    # From the source, an empty store and whether to show progress to all that is known of the data set, whose events
+    # are then in the store. Raises FileNotFoundError for a source that is not there, ValueError for one that is damaged
+    # or foreign, or has a malformed line.
     read: Callable[[Path, EventStore, bool], SequenceSource]
 
     def __call__(
@@ -68,46 +63,23 @@ class Preprocessor:
             ValueError: as `read` does, a fraction outside `[0, 1]` or a negative seed.
 
         """
-        target = _target(self.dataset_name, output)
+        target = Path(output) / f"{self.dataset_name}.parquet"
         if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
             raise FileExistsError(
                 f"source is {source}, which lies in {target}; that folder is replaced by the data set: give another "
                 "output"
             )
-        return write_data_set(
-            self.dataset_name,
-            lambda store: self.read(Path(source), store, show_progress),
-            output,
-            test_fraction=test_fraction,
-            seed=seed,
-            show_progress=show_progress,
-        )
-
-
-def write_data_set(
-    dataset_name: str,
-    read: Callable[[EventStore], SequenceSource],
-    output: str | Path,
-    *,
-    test_fraction: float,
-    seed: int,
-    show_progress: bool,
-) -> Path:
-    """Write the columnar files of what `read` puts into a store; arguments and errors as those of `Preprocessor`."""
-    if not 0 <= test_fraction <= 1:
-        raise ValueError(f"test_fraction is {test_fraction}; it is a part of all users: give a number between 0 and 1")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
-    target = _target(dataset_name, output)
-    with whole_folder(target, may_replace=is_preprocessed, what="preprocessed data set") as folder:
-        with EventStore(folder / _SCRATCH) as store:
-            sequences = read(store)
-            write_sequences(
-                folder, sequences, store, test_fraction=test_fraction, seed=seed, show_progress=show_progress
+        if not 0 <= test_fraction <= 1:
+            raise ValueError(
+                f"test_fraction is {test_fraction}; it is a part of all users: give a number between 0 and 1"
             )
-        shutil.rmtree(folder / _SCRATCH)
-    return target
-
-
-def _target(dataset_name: str, output: str | Path) -> Path:
-    return Path(output) / f"{dataset_name}.parquet"
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
+        with whole_folder(target, may_replace=is_preprocessed, what="preprocessed data set") as folder:
+            with EventStore(folder / _SCRATCH) as store:
+                sequences = self.read(Path(source), store, show_progress)
+                write_sequences(
+                    folder, sequences, store, test_fraction=test_fraction, seed=seed, show_progress=show_progress
+                )
+            shutil.rmtree(folder / _SCRATCH)
+        return target

@@ -44,30 +44,23 @@ _V1_KEY = b"evenrank"
 
 @dataclass(frozen=True)
 class SequenceSource:
-    """What a preprocessor knows of a data set, whose events are in a store.
-
-    Attributes:
-        schema: of the data set.
-        users: raw values of all users, those without events included, sorted, each once.
-        context: for each contextual feature other than the user, the raw value of each user, which may be null.
-        vocabularies: for each of these, the different values, sorted; a null is the last.
-        items: raw values of all items, sorted, each once.
-        action_vocabulary_size: actions lie in `[0, action_vocabulary_size)`.
-        generated: the files say that they were generated.
-        sha256: of the archive.
-        options: of the preprocessor, besides the split's.
-
-    """
+    """What a preprocessor knows of a data set, whose events are in a store."""
 
     schema: SequenceSchema
-    users: pa.Array
-    context: Mapping[str, pa.Array]
-    vocabularies: Mapping[str, pa.Array]
-    items: pa.Array
-    action_vocabulary_size: int
-    generated: bool
-    sha256: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    users: pa.Array  # raw values of all users, those without events included, sorted, each once
+    items: pa.Array  # raw values of all items, sorted, each once
+    action_vocabulary_size: int  # actions lie in `[0, action_vocabulary_size)`
+    generated: bool  # the files say that they were generated
+    # For each contextual feature other than the user, the raw value of each user, which may be null ...
+    context: Mapping[str, pa.Array] = field(default_factory=dict)
+    # ... and the different values, sorted, a null last; of a feature that is not named, those of the users.
+    vocabularies: Mapping[str, pa.Array] = field(default_factory=dict)
+    sha256: str = ""  # of the archive
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the preprocessor, besides the split's
+
+    def vocabulary(self, name: str) -> pa.Array:
+        """The different values of a feature of the context."""
+        return self.vocabularies[name] if name in self.vocabularies else pc.unique(self.context[name]).sort()
 
 
 def write_sequences(
@@ -78,17 +71,10 @@ def write_sequences(
     test_fraction: float,
     seed: int,
     show_progress: bool = False,
-) -> SequenceFileMetadata:
+) -> None:
     """Write the shards, the vocabularies and the manifest of a data set into an empty folder.
 
-    Args:
-        folder: where to.
-        source: what is known of the data set.
-        store: with its events; every user and item of an event is among those of `source`.
-        test_fraction: expected part of the users in the test split.
-        seed: of the split.
-        show_progress: show a progress bar on stderr, if that is a terminal.
-
+    Every user and item of an event in the store is among those of `source`; options as those of `Preprocessor`.
     """
     lengths = store.lengths(source.users)
     split = (split_hash(split_keys(source.users), seed) < test_fraction).astype(np.int8)  # a place in SPLITS
@@ -105,16 +91,11 @@ def write_sequences(
             if len(users):
                 writer.write_shard(SPLITS[split[users[0]]], part[users[0]], users, events)
                 progress.update(int(lengths[users].sum()))
-    return writer.finish({"test_fraction": test_fraction, "seed": seed, **source.options}, int(split.sum()))
+    writer.finish({"test_fraction": test_fraction, "seed": seed, **source.options}, int(split.sum()))
 
 
 def split_keys(values: pa.Array) -> np.ndarray:
-    """A number for each raw value that depends on it alone: integers themselves, 64 bits of BLAKE2b of others.
-
-    Returns:
-        uint64 `(num_values,)`.
-
-    """
+    """uint64 `(num_values,)`, a number that depends on the raw value alone: an integer itself, 64 bits of BLAKE2b."""
     if pa.types.is_integer(values.type):
         return values.to_numpy().astype(np.uint64)
     digests = (hashlib.blake2b(value.as_buffer(), digest_size=8).digest() for value in values)
@@ -149,16 +130,15 @@ class _Events:
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self._batches = batches
-        self._rest: pa.RecordBatch | None = None
+        self._rest = pa.RecordBatch.from_pylist([], _EVENT_SCHEMA)
 
     def take(self, count: int) -> pa.Table:
         """The next `count` events."""
-        parts: list[pa.RecordBatch] = []
-        while count:
-            batch = self._rest if self._rest is not None else next(self._batches)
-            parts.append(batch.slice(0, count))
-            self._rest = batch.slice(count) if batch.num_rows > count else None
-            count -= parts[-1].num_rows
+        parts = [self._rest.slice(0, count)]
+        while (count := count - parts[-1].num_rows) > 0:
+            self._rest = next(self._batches)
+            parts.append(self._rest.slice(0, count))
+        self._rest = self._rest.slice(parts[-1].num_rows)
         return pa.Table.from_batches(parts, _EVENT_SCHEMA).combine_chunks()
 
 
@@ -179,13 +159,12 @@ class _Writer:
         }
         self._plain = {schema.user_feature_name: pa.array(np.arange(len(lengths), dtype=np.int32))}
         for name, values in source.context.items():
-            self._plain[name] = pc.index_in(values, value_set=source.vocabularies[name]).cast(pa.int32())
+            self._plain[name] = pc.index_in(values, value_set=source.vocabulary(name)).cast(pa.int32())
         fields = [(name, pa.int32()) for name in self._plain]
         fields += [(name, pa.list_(pa.field("element", kind))) for name, (_, kind) in self._lists.items()]
         self._schema = pa.schema([*fields, ("split", pa.string())])
 
     def write_shard(self, split: str, part: int, users: np.ndarray, events: _Events) -> None:
-        """Write the next shard; `users` are its rows."""
         file, lengths = f"{split}-{part:05d}.parquet", self._lengths[users]
         groups = _row_groups(lengths)
         with pq.ParquetWriter(
@@ -207,19 +186,19 @@ class _Writer:
             columns.append(pa.ListArray.from_arrays(offsets, entries, type=self._schema.field(name).type))
         return pa.table([*columns, pa.repeat(split, len(users))], schema=self._schema)
 
-    def finish(self, options: dict[str, Any], num_test: int) -> SequenceFileMetadata:
+    def finish(self, options: dict[str, Any], num_test: int) -> None:
         """Write vocabularies and manifest."""
         source, schema, lengths = self._source, self._source.schema, self._lengths
         vocabularies = {
             schema.user_feature_name: source.users,
-            **source.vocabularies,
+            **{name: source.vocabulary(name) for name in source.context},
             schema.item_feature_name: source.items,
         }
         (self._folder / VOCABULARIES).mkdir()
         for name, values in vocabularies.items():
             pq.write_table(pa.table({"value": values}), self._folder / VOCABULARIES / f"{name}.parquet")
         sizes = {name: len(values) for name, values in vocabularies.items()}
-        metadata = SequenceFileMetadata(
+        SequenceFileMetadata(
             dataset_name=schema.dataset_name,
             generated=source.generated,
             num_users=len(lengths),
@@ -233,9 +212,7 @@ class _Writer:
             source_sha256=source.sha256,
             shards=self._shards,
             options=options,
-        )
-        metadata.save(self._folder)
-        return metadata
+        ).save(self._folder)
 
 
 def _row_groups(lengths: np.ndarray) -> list[int]:

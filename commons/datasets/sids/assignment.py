@@ -93,17 +93,8 @@ def assign_sids(
 def count_cooccurrences(histories: Histories, item_ids: np.ndarray, window: int) -> scipy.sparse.csr_array:
     """How often two items stand at most `window` places apart in a history.
 
-    Args:
-        histories: users with their items.
-        item_ids: int64 `(num_items,)`, ascending.
-        window: the largest distance.
-
-    Returns:
-        float64 `(num_items, num_items)`, symmetric; by position in `item_ids`.
-
-    Raises:
-        ValueError: an item that is not among `item_ids`.
-
+    `item_ids` are int64 `(num_items,)`, ascending; the result is float64 `(num_items, num_items)`, symmetric, by
+    position there. ValueError for an item that is not among them.
     """
     num_items = len(item_ids)
     total = scipy.sparse.csr_array((num_items, num_items), dtype=np.float64)
@@ -125,11 +116,6 @@ def count_cooccurrences(histories: Histories, item_ids: np.ndarray, window: int)
 
 def embed_items(counts: scipy.sparse.csr_array, vector_size: int, seed: int) -> np.ndarray:
     """Vectors of length 1 whose products follow the items' mutual information; 0 for items without co-occurrences.
-
-    Args:
-        counts: `(num_items, num_items)`, symmetric.
-        vector_size: width of a vector.
-        seed: of the randomised SVD.
 
     Returns:
         float64 `(num_items, vector_size)`; fewer columns where there are not as many items.
@@ -167,16 +153,9 @@ class _Codebook:
         return cls(centroids, num_used, clustering.labels_.astype(np.int64))
 
     def assign(self, vectors: np.ndarray, parents: np.ndarray, room: int) -> np.ndarray:
-        """Codes such that no more than `room` items have the same one behind the same codes.
+        """int64 `(num_items,)`, codes such that no more than `room` items have the same one behind the same codes.
 
-        Args:
-            vectors: float64 `(num_items, vector_size)`.
-            parents: int64 `(num_items, level)`, the codes before; at most `room` · num_codes items have the same.
-            room: SIDs that begin with the codes before and one code of this codebook.
-
-        Returns:
-            int64 `(num_items,)`.
-
+        `parents` are the codes before, int64 `(num_items, level)`; at most `room` · num_codes items have the same.
         """
         codes = self.nearest.copy()
         num_codes = len(self.centroids)

@@ -14,16 +14,17 @@ import torch
 from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.checks import as_count
 from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, codebook_offsets
 from commons.datasets.hstu_batch import outline_kjt, padded_kjt
 from commons.datasets.samplers.epoch import check_rows
+from commons.datasets.sequences.dataset import ROWS_PER_OUTLINE, are_last
 from commons.datasets.sids.histories import Histories, history_chunks
 from commons.datasets.sids.map import SIDMap
 from commons.sequence_batch.fields import make_batch
 
 HISTORY, CANDIDATE = "history", "candidate"
 _SHOWN = 3
-_ROWS_PER_OUTLINE = 2**16
 
 
 class SIDDataset(Dataset[GPTSIDBatch]):
@@ -38,10 +39,6 @@ class SIDDataset(Dataset[GPTSIDBatch]):
         max_history_length: the most items of a history; older ones are cut off.
         max_candidate_length: the most candidates, the last items of a user. None: all items are candidates, the last
             `max_history_length` of them, and histories are empty.
-
-    Attributes:
-        num_cut_histories: users that have more items than a row can hold.
-        num_cut_items: items of theirs that are left out, all of them at the old end.
 
     Raises:
         ValueError: a number out of range, no users, or items without a SID, reported with their number and the first
@@ -59,33 +56,26 @@ class SIDDataset(Dataset[GPTSIDBatch]):
         max_candidate_length: int | None = 1,
     ) -> None:
         most_candidates = max_history_length if max_candidate_length is None else max_candidate_length
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("max_history_length", max_history_length, 1),
-            ("max_candidate_length", most_candidates, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; the smallest possible value is {least}: raise it")
+        as_count(batch_size, "batch_size", 1)
+        as_count(max_history_length, "max_history_length", 1)
+        as_count(most_candidates, "max_candidate_length", 1)
         if not len(histories):
             raise ValueError(f"{histories.source} has no users; a data set has at least one: check the data")
         self.sid_map = sid_map
         self.max_history_length = 0 if max_candidate_length is None else max_history_length
         self.max_candidate_length = most_candidates
+        self.max_items = self.max_history_length + most_candidates  # the most items of a row, candidates among them
         self._histories = histories
         self._batch_size = batch_size
-        self._offsets = np.asarray(codebook_offsets(sid_map.codebook_sizes))
+        self._offsets = torch.tensor(codebook_offsets(sid_map.codebook_sizes))
         self._lengths = self._scan()  # (num_users,)
         excess = np.maximum(self._lengths - self.max_items, 0)
+        # Users with more items than a row can hold, and how many are left out of their rows, all at the old end.
         self.num_cut_histories, self.num_cut_items = int(np.count_nonzero(excess)), int(excess.sum())
 
     def __len__(self) -> int:
         """Users of the split."""
         return len(self._histories)
-
-    @property
-    def max_items(self) -> int:
-        """The most items of a row, history and candidates together."""
-        return self.max_history_length + self.max_candidate_length
 
     def __getitem__(self, rows: int | Sequence[int]) -> GPTSIDBatch:
         """The batch of `rows`, padded to the batch size; one of more rows has no padding.
@@ -97,17 +87,9 @@ class SIDDataset(Dataset[GPTSIDBatch]):
         return self._assemble(check_rows(rows, len(self)))
 
     def outlines(self) -> Iterator[GPTSIDBatch]:
-        """All users in order, as batches that have their lengths and zeros for values.
-
-        What a row costs follows from its lengths, so any shuffler's `get_workloads` tells it of such a batch. Nothing
-        is read: all lengths are known from the start.
-
-        Yields:
-            Batches of at most 65,536 rows without padding, whose values take no memory.
-
-        """
-        for first in range(0, len(self), _ROWS_PER_OUTLINE):
-            candidates, kept = self._cut(self._lengths[first : first + _ROWS_PER_OUTLINE])
+        """As `SequenceDataset.outlines`; nothing is read, for all lengths are known from the start."""
+        for first in range(0, len(self), ROWS_PER_OUTLINE):
+            candidates, kept = self._cut(self._lengths[first : first + ROWS_PER_OUTLINE])
             lengths = self._code_lengths(candidates, kept)
             fields = self._fields(outline_kjt(lengths), outline_kjt({LABEL_NAME: lengths[CANDIDATE]}), len(kept))
             # Not by the constructor, which looks at the values: a code of 0 is no id in all hierarchies.
@@ -165,25 +147,16 @@ class SIDDataset(Dataset[GPTSIDBatch]):
     def _assemble(self, rows: np.ndarray) -> GPTSIDBatch:
         candidates, kept = self._cut(self._lengths[rows])  # (num_rows,)
         items = self._histories.tails(rows, kept)  # (sum(kept),)
-        # The candidates of a row are the last of its items: those at most `candidates` from the row's end.
-        from_end = np.repeat(np.cumsum(kept), kept) - np.arange(len(items))
-        is_candidate = from_end <= np.repeat(candidates, kept)
-        codes = self.sid_map.codes[self.sid_map.rows_of(items)]  # (sum(kept), num_hierarchies)
-        ids = codes + self._offsets
-        code_lengths = self._code_lengths(candidates, kept)
-        values = {HISTORY: ids[~is_candidate], CANDIDATE: ids[is_candidate]}
+        is_candidate = are_last(kept, candidates)
+        codes = torch.from_numpy(self.sid_map.codes[self.sid_map.rows_of(items)])  # (sum(kept), num_hierarchies)
+        ids, lengths = codes + self._offsets, self._code_lengths(candidates, kept)
+        values = {HISTORY: ids[~is_candidate].flatten(), CANDIDATE: ids[is_candidate].flatten()}
+        labels = {LABEL_NAME: codes[is_candidate].flatten()}
+        batch_size = max(self._batch_size, len(rows))
         return GPTSIDBatch(
             **self._fields(
-                padded_kjt(
-                    {name: torch.from_numpy(value.reshape(-1)) for name, value in values.items()},
-                    code_lengths,
-                    max(self._batch_size, len(rows)),
-                ),
-                padded_kjt(
-                    {LABEL_NAME: torch.from_numpy(codes[is_candidate].reshape(-1))},
-                    {LABEL_NAME: code_lengths[CANDIDATE]},
-                    max(self._batch_size, len(rows)),
-                ),
+                padded_kjt(values, lengths, batch_size),
+                padded_kjt(labels, {LABEL_NAME: lengths[CANDIDATE]}, batch_size),
                 len(rows),
             )
         )

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
 
+DEFAULT_HISTORY_COLUMN = "item_id"
 SPLIT_COLUMN = "split"
 _SPLITS = ("train", "test")
 _USERS_PER_CHUNK = 2**16
@@ -23,14 +24,9 @@ _ITEMS_PER_CHUNK = 2**21
 
 
 class Histories(Protocol):
-    """Users with their items, oldest first.
+    """Users with their items, oldest first."""
 
-    Attributes:
-        source: where they come from, for messages.
-
-    """
-
-    source: str
+    source: str  # where they come from, for messages
 
     def __len__(self) -> int:
         """Users."""
@@ -39,25 +35,13 @@ class Histories(Protocol):
         """Items of each user: int64 `(n,)` for int64 `(n,)`, users counted from 0."""
 
     def tails(self, users: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The last items of each user, user after user.
-
-        Args:
-            users: int64 `(n,)`.
-            lengths: int64 `(n,)`, how many of each; at most the user's items.
-
-        Returns:
-            int64 `(sum(lengths),)`.
-
-        """
+        """The last `lengths` items of each user, at most all, user after user: int64 `(sum(lengths),)`."""
 
 
 def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """All users, some at a time, so that their items fit in memory.
+    """Users, the number of items of each, and the items, user after user: int64 arrays.
 
-    Yields:
-        Users, the items of each, and the items themselves, user after user; int64 arrays. About two million items at a
-        time, and at least one user.
-
+    About two million items at a time, and at least one user.
     """
     for first in range(0, len(histories), _USERS_PER_CHUNK):
         users = np.arange(first, min(first + _USERS_PER_CHUNK, len(histories)))
@@ -69,17 +53,7 @@ def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarra
 
 
 class PreprocessedHistories:
-    """Histories of a file of `evenrank preprocess`, read lazily.
-
-    Args:
-        path: the file, or its folder.
-        schema: of the data set.
-        split: "train" or "test".
-
-    Raises:
-        FileNotFoundError, ValueError: as SequenceFile.
-
-    """
+    """Histories of one split of a file of `evenrank preprocess`, read lazily; errors as those of SequenceFile."""
 
     def __init__(self, path: str | Path, schema: SequenceSchema, split: str) -> None:
         self._column = schema.item_feature_name

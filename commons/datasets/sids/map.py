@@ -9,7 +9,6 @@ Every mistake in a map is reported with the number of items concerned and the fi
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tokenize
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,8 +55,7 @@ class SIDMap:
         object.__setattr__(self, "item_ids", item_ids[order])
         object.__setattr__(self, "codes", np.ascontiguousarray(codes[order]))
         object.__setattr__(self, "codebook_sizes", tuple(self.codebook_sizes))
-        self._check_items()
-        self._check_codes()
+        self._check_items_and_codes()
         self._check_sids()
 
     @property
@@ -102,13 +100,13 @@ class SIDMap:
                 "the path"
             )
         try:
-            content = _READERS[path.suffix](path)
-            if content.codebook_sizes is not None and tuple(codebook_sizes) != content.codebook_sizes:
+            item_ids, codes, made_with, options = _READERS[path.suffix](path)
+            if made_with is not None and tuple(codebook_sizes) != made_with:
                 raise ValueError(
-                    f"codebook_sizes is {list(codebook_sizes)}, the map was made with {list(content.codebook_sizes)}; "
-                    "a model has a class for every code of the map: set codebook_sizes to the map's"
+                    f"codebook_sizes is {list(codebook_sizes)}, the map was made with {list(made_with)}; a model has "
+                    "a class for every code of the map: set codebook_sizes to the map's"
                 )
-            return cls(content.item_ids, content.codes, tuple(codebook_sizes), content.options)
+            return cls(item_ids, codes, tuple(codebook_sizes), options)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -128,15 +126,13 @@ class SIDMap:
         with whole_file(path) as file:
             pq.write_table(table, file, write_page_checksum=True)
 
-    def _check_items(self) -> None:
+    def _check_items_and_codes(self) -> None:
         repeated = np.unique(self.item_ids[1:][np.diff(self.item_ids) == 0])
         if repeated.size:
             raise ValueError(
                 f"{repeated.size} items are listed more than once, the first ones {_first(map(str, repeated))}; an "
                 "item has one SID: keep one row of each"
             )
-
-    def _check_codes(self) -> None:
         outside = (self.codes < 0) | (self.codes >= np.asarray(self.codebook_sizes))
         rows = np.flatnonzero(outside.any(axis=1))
         if rows.size:
@@ -168,21 +164,13 @@ class SIDMap:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _MapFile:
-    """What a file holds."""
-
-    item_ids: np.ndarray
-    codes: np.ndarray
-    codebook_sizes: tuple[int, ...] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
+# What a file holds: item ids, codes, the sizes of the codebooks (None where it does not say) and options.
+_Content = tuple[np.ndarray, np.ndarray, tuple[int, ...] | None, Mapping[str, Any]]
 # What numpy's parser of a header, which is a Python literal, raises beside ValueError.
 _OF_A_HEADER = (SyntaxError, TypeError, OverflowError, tokenize.TokenError)
 
 
-def _read_npy(path: Path) -> _MapFile:
+def _read_npy(path: Path) -> _Content:
     try:
         codes = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError, MemoryError, *_OF_A_HEADER) as error:
@@ -190,10 +178,10 @@ def _read_npy(path: Path) -> _MapFile:
     if not isinstance(codes, np.ndarray) or codes.ndim != 2 or not np.issubdtype(codes.dtype, np.integer):
         found = f"{codes.dtype} {codes.shape}" if isinstance(codes, np.ndarray) else type(codes).__name__
         raise ValueError(f"the file holds {found}; codes are integers (num_items, num_hierarchies): save them so")
-    return _MapFile(np.arange(len(codes)), codes)
+    return np.arange(len(codes)), codes, None, {}
 
 
-def _read_parquet(path: Path) -> _MapFile:
+def _read_parquet(path: Path) -> _Content:
     try:
         table = pq.read_table(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
@@ -217,7 +205,7 @@ def _read_parquet(path: Path) -> _MapFile:
     raw = (table.schema.metadata or {}).get(_METADATA_KEY)
     sizes, options = (None, {}) if raw is None else _read_footer(raw)
     codes = sids.flatten().to_numpy().reshape(len(sids), int(lengths[0]))
-    return _MapFile(item_ids.to_numpy(), codes, sizes, options)
+    return item_ids.to_numpy(), codes, sizes, options
 
 
 def _read_footer(raw: bytes) -> tuple[tuple[int, ...] | None, Mapping[str, Any]]:

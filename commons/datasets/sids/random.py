@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
+from commons.datasets.random.dataset import RandomBatches
 from commons.datasets.random.distribution import LengthDistribution
-from commons.datasets.samplers.epoch import check_rank, lengths_unknown
 from commons.datasets.sids.dataset import CANDIDATE, HISTORY
 from commons.datasets.sids.map import SIDMap
 
@@ -47,11 +45,8 @@ def random_sid_map(num_items: int, codebook_sizes: Sequence[int], seed: int = 0)
     return SIDMap(np.arange(num_items), codes, tuple(codebook_sizes), {"random": True, "seed": seed})
 
 
-class RandomSIDDataset(Dataset[GPTSIDBatch]):
-    """`num_batches` random batches, different on every rank and the same in every run.
-
-    Batch i of a rank depends on `seed`, `rank`, `world_size` and i alone, so workers may draw batches in any order.
-    All rows have `max_candidate_length` candidates.
+class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
+    """Random batches whose rows all have `max_candidate_length` candidates.
 
     Args:
         sid_map: the items, equally likely.
@@ -61,13 +56,10 @@ class RandomSIDDataset(Dataset[GPTSIDBatch]):
         max_candidate_length: the candidates of a row. None: all of a row's items are candidates, and histories empty.
         history_dist: distribution of the items per history, or of the candidates where all items are candidates; that
             of `LengthDistribution()` if not given.
-        last_batch_size: rows of the last batch that are no padding; all if not given.
-        seed: of the whole data set; the same on every rank.
-        rank: this rank.
-        world_size: number of ranks.
+        options: further ones of `RandomBatches`.
 
     Raises:
-        ValueError: a negative `num_batches`, a length below 1, `rank` outside `[0, world_size)`.
+        ValueError: a length below 1; and as `RandomBatches`.
 
     >>> dataset = RandomSIDDataset(random_sid_map(9, [3, 3]), batch_size=4, num_batches=2, max_history_length=5)
     >>> [batch.batch_size for batch in dataset]
@@ -84,62 +76,29 @@ class RandomSIDDataset(Dataset[GPTSIDBatch]):
         max_history_length: int,
         max_candidate_length: int | None = 1,
         history_dist: RandomDistribution | None = None,
-        last_batch_size: int | None = None,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        **options: Any,
     ) -> None:
-        if num_batches < 0:
-            raise ValueError(f"num_batches is {num_batches}; a data set has no fewer than 0 batches: raise it")
+        super().__init__(batch_size=batch_size, num_batches=num_batches, **options)
         most_candidates = max_history_length if max_candidate_length is None else max_candidate_length
         if min(max_history_length, most_candidates) < 1:
             raise ValueError(
                 f"max_history_length is {max_history_length}, max_candidate_length is {max_candidate_length}; both "
                 "count items, at least one: raise them"
             )
-        check_rank(rank, world_size)
         self.sid_map = sid_map
         self.max_history_length = 0 if max_candidate_length is None else max_history_length
         self.max_candidate_length = most_candidates
-        self._batch_size = batch_size
-        self._num_batches = num_batches
-        self._last_batch_size = last_batch_size
-        self._entropy = (seed, rank, world_size)
+        self.max_items = self.max_history_length + most_candidates  # the most items of a row, candidates among them
         self._sids = torch.from_numpy(sid_map.codes)
-        if history_dist is None:
-            history_dist = LengthDistribution().within(max_history_length)
+        drawn = history_dist or LengthDistribution().within(max_history_length)
         fixed = RandomDistribution("uniform", low=most_candidates, high=most_candidates)
         self._distributions: dict[str, Any] = (
-            {"candidate_dist": history_dist}
+            {"candidate_dist": drawn}
             if max_candidate_length is None
-            else {"history_dist": history_dist, "candidate_dist": fixed}
+            else {"history_dist": drawn, "candidate_dist": fixed}
         )
 
-    def __len__(self) -> int:
-        return self._num_batches
-
-    @property
-    def max_items(self) -> int:
-        """The most items of a row, history and candidates together."""
-        return self.max_history_length + self.max_candidate_length
-
-    def __getitem__(self, index: int) -> GPTSIDBatch:
-        if not 0 <= index < self._num_batches:
-            raise IndexError(f"batch {index} of a data set of {self._num_batches}")
-        return self._draw(index)
-
-    def stream(self) -> Iterator[GPTSIDBatch]:
-        """The batches of the data set, and on from there without end."""
-        return map(self._draw, itertools.count())
-
-    def outlines(self) -> Iterator[GPTSIDBatch]:
-        """Raise ValueError: no lengths are known beforehand."""
-        raise lengths_unknown()
-
-    def _draw(self, index: int) -> GPTSIDBatch:
-        seed, rank, world_size = self._entropy
-        # Batch numbers are global, so that the streams of two ranks never meet.
-        entropy = np.random.SeedSequence([seed, index * world_size + rank])
+    def _make(self, actual_batch_size: int | None, generator: torch.Generator) -> GPTSIDBatch:
         return GPTSIDBatch.random(
             self._batch_size,
             self.sid_map.codebook_sizes,
@@ -147,9 +106,9 @@ class RandomSIDDataset(Dataset[GPTSIDBatch]):
             self.max_candidate_length,
             HISTORY,
             CANDIDATE,
-            self._last_batch_size if index == self._num_batches - 1 else None,
+            actual_batch_size,
             **self._distributions,
             sids=self._sids,
             device="cpu",
-            generator=torch.Generator().manual_seed(int(entropy.generate_state(1, np.uint64)[0])),
+            generator=generator,
         )

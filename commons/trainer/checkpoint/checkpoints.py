@@ -79,10 +79,6 @@ class Checkpointer:
         device: of this rank.
         order: what decides the order of the data, JSON-ready; another one than a checkpoint's is warned of.
         loss_scaler: whose scale is saved and, where the checkpoint has one, loaded; None for no scale.
-
-    Attributes:
-        folder: to save to.
-        saves: whether the run saves.
     """
 
     def __init__(
@@ -96,8 +92,8 @@ class Checkpointer:
         order: Mapping[str, Any] | None = None,
         loss_scaler: LossScaler | None = None,
     ) -> None:
-        self.folder = Path(args.ckpt_save_dir)
-        self.saves = args.ckpt_save_interval > 0
+        self.folder = Path(args.ckpt_save_dir)  # to save to
+        self.saves = args.ckpt_save_interval > 0  # whether the run saves
         self._args = args
         self._saved_at = -1
         self._model, self._optimizer = model, optimizer
@@ -113,8 +109,7 @@ class Checkpointer:
     def resume(self) -> tuple[TrainProgress, str]:
         """Load what the settings name, and claim the folder to save to.
 
-        Returns:
-            How far the run has come, and a line about that, or "".
+        Returns how far the run has come, and a line about that, or "".
 
         Raises:
             FileNotFoundError: no checkpoint where the settings say.
@@ -162,7 +157,12 @@ class Checkpointer:
             ArithmeticError: a weight is not finite, so that nobody could go on from this state.
         """
         state = state_to_save(self._model, self._optimizer)
-        self._require_finite(state, progress.step)
+        rank, name = self._first_text(first_not_finite(state, self._model))
+        if name:
+            raise ArithmeticError(
+                f"{name} of rank {rank} is not finite after step {progress.step}; no checkpoint is made of that, those "
+                "before stay: go on from one of them with a lower learning rate or max_grad_norm"
+            )
         final = checkpoint_path(self.folder, progress.step)
         unfinished = unfinished_path(final)
         digests: dict[str, str] = {}
@@ -191,17 +191,10 @@ class Checkpointer:
             self._saved_at = progress.step
 
     def _load(self, path: Path, *, may_be_empty: bool) -> TrainProgress | None:
-        """Load a checkpoint, or the latest whole one of a folder of them; sets this rank's random states too.
+        """Load a checkpoint, or the latest whole one of a folder of them, and this rank's random states.
 
-        Every file is read once more before, to compare its digest; ranks share the files. Checkpoints of a folder that
-        are damaged or cannot be read are passed over with a warning.
-
-        Args:
-            path: of the checkpoint or the folder.
-            may_be_empty: a folder without checkpoints, or none at all, is no error.
-
-        Returns:
-            How far its run had come; None for a folder that may be empty and is.
+        Every file is read once more before, to compare its digest. Damaged checkpoints of a folder are passed over with
+        a warning. None for a folder that may be empty and is.
         """
         while True:
             mine = json.dumps(self._choose(path, may_be_empty)) if dist.get_rank() == 0 else ""
@@ -273,21 +266,18 @@ class Checkpointer:
         try:
             chosen = path if (path / STATE_FILE).is_file() else latest_whole(path, self._damaged)
             state = read_state(chosen)
-            self._require_match(chosen, state)
+            differences = list(_differences(state["fingerprint"], self._fingerprint))
+            if differences:
+                name, written, here = differences[0]
+                more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+                raise ValueError(
+                    f"{chosen} was written with {name} = {written!r}, here it is {here!r}{more}; a checkpoint fits the "
+                    "model that wrote it: use that config, or another checkpoint"
+                )
             self._warn_of_other_order(chosen, state)
         except (OSError, ValueError, TypeError, AttributeError) as error:  # the latter of a state file of odd types
             return {"error": str(error), "kind": type(error).__name__}
         return {"path": str(chosen), "state": state}
-
-    def _require_match(self, path: Path, state: dict[str, Any]) -> None:
-        differences = list(_differences(state["fingerprint"], self._fingerprint))
-        if differences:
-            name, written, here = differences[0]
-            more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-            raise ValueError(
-                f"{path} was written with {name} = {written!r}, here it is {here!r}{more}; a checkpoint fits the model "
-                "that wrote it: use that config, or another checkpoint"
-            )
 
     def _warn_of_other_order(self, path: Path, state: dict[str, Any]) -> None:
         differences = list(_differences(state.get("order", self._order), self._order))
@@ -301,14 +291,6 @@ class Checkpointer:
                 name,
                 written,
                 here,
-            )
-
-    def _require_finite(self, state: dict[str, Any], step: int) -> None:
-        rank, name = self._first_text(first_not_finite(state, self._model))
-        if name:
-            raise ArithmeticError(
-                f"{name} of rank {rank} is not finite after step {step}; no checkpoint is made of that, those "
-                "before stay: go on from one of them with a lower learning rate or max_grad_norm"
             )
 
     def _state_of(self, progress: TrainProgress) -> dict[str, Any]:

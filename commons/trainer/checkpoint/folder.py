@@ -52,11 +52,7 @@ def unfinished_path(final: Path) -> Path:
 
 
 def make_empty(path: Path) -> None:
-    """Make a folder, without what is left of one of that name.
-
-    Raises:
-        OSError: it cannot be made, or there is a symbolic link of that name, which is not followed.
-    """
+    """Make a folder, without what is left of one of that name; FileExistsError for a symbolic link, not followed."""
     if path.is_symlink():
         raise FileExistsError(f"{path} is a symbolic link; a checkpoint is written there, and links are not followed")
     discard(path)
@@ -64,11 +60,7 @@ def make_empty(path: Path) -> None:
 
 
 def digest_of(file: Path) -> bytes:
-    """Digest of a file's content (BLAKE2b), read once in blocks: about a second per GB.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Digest of a file's content (BLAKE2b), read once in blocks: about a second per GB."""
     digest, block = hashlib.blake2b(digest_size=DIGEST_BYTES), memoryview(bytearray(_BLOCK_BYTES))
     with file.open("rb", buffering=0) as content:
         while size := content.readinto(block):
@@ -124,7 +116,7 @@ def discard(path: Path) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """What the state file of a checkpoint says, once all files have the sizes that were written.
 
-    The files' digests, `state["digests"]`, are left to compare; a checkpoint of evenrank 0.1 has none.
+    Comparing the files' digests, `state["digests"]`, is left to the caller; evenrank 0.1 wrote none.
 
     Raises:
         ValueError: damaged, or of another version.
@@ -154,9 +146,7 @@ def read_state(path: Path) -> dict[str, Any]:
 def latest_whole(folder: Path, damaged: list[Path] | None = None) -> Path:
     """The last checkpoint of a folder whose files are all there; a warning for each that is passed over.
 
-    Args:
-        folder: of the checkpoints.
-        damaged: those that are known to be damaged; what is found is added.
+    `damaged` are those that are known to be damaged; what is found is added.
 
     Raises:
         FileNotFoundError: the folder has none, or does not exist.
@@ -189,12 +179,7 @@ def warn_of_damage(problem: object) -> None:
 
 
 def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
-    """Make a folder for the checkpoints of a run that starts after `step` steps.
-
-    Args:
-        folder: of the checkpoints.
-        step: how far the run has come.
-        damaged: checkpoints that are known to be damaged; they are nobody's.
+    """Make a folder for the checkpoints of a run that starts after `step` steps; `damaged` ones are nobody's.
 
     Raises:
         ValueError: it cannot be made or written, or holds whole checkpoints of later steps, which are another run's.
@@ -209,20 +194,17 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
             "another one"
         ) from None
     for path in reversed(list_checkpoints(folder)):
-        if _step_of(path) > step and path not in damaged and _is_whole(path):
-            raise ValueError(
-                f"ckpt_save_dir {folder} holds {path.name}, and this run starts "
-                f"{f'after step {step}' if step else 'from the beginning'}; the checkpoints of two runs would be taken "
-                f"for one another: choose another ckpt_save_dir, or go on with --trainer.ckpt-load-dir {folder}"
-            )
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        read_state(path)
-    except ValueError:
-        return False
-    return True
+        if _step_of(path) <= step or path in damaged:
+            continue
+        try:
+            read_state(path)
+        except ValueError:  # damaged
+            continue
+        raise ValueError(
+            f"ckpt_save_dir {folder} holds {path.name}, and this run starts "
+            f"{f'after step {step}' if step else 'from the beginning'}; the checkpoints of two runs would be taken "
+            f"for one another: choose another ckpt_save_dir, or go on with --trainer.ckpt-load-dir {folder}"
+        )
 
 
 def _digest_of_state(state: Mapping[str, Any]) -> str:

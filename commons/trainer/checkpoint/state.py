@@ -38,9 +38,7 @@ def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 def first_not_finite(state: dict[str, Any], model: nn.Module) -> str:
     """Name of a weight, or of an optimizer's slot, that holds a NaN or an infinity on this rank; "" if none does.
 
-    Args:
-        state: of `state_to_save`.
-        model: its buffers are not looked at; a mask may be made of infinities.
+    `state` is that of `state_to_save`. Buffers of the model are not looked at: a mask may be made of infinities.
     """
     buffers = {_MODEL + name for name, _ in model.named_buffers()}
     for name, value in state.items():
@@ -72,10 +70,12 @@ def load_state(
 ) -> dict[str, torch.Tensor]:
     """Load what `state_to_save` gave, in place; called on all ranks together.
 
+    A checkpoint that cannot be read to the end spoils the values of the model.
+
     Args:
         path: of the checkpoint.
         saved: what `read_entries` gives.
-        model: as it was saved; its values are spoilt by a checkpoint that cannot be read to the end.
+        model: as it was saved.
         optimizer: of the dense parameters.
 
     Returns:
@@ -103,15 +103,24 @@ def load_state(
         if name.startswith(_DENSE) and name.removeprefix(_DENSE).rsplit("/", 1)[0] in names
     }
     random = {name: found for name, found in saved.items() if name in _own_random_state()}
-    state |= {name: _empty_like(found) for name, found in (dense | random).items()}
+    for name, found in (dense | random).items():
+        if not isinstance(found, TensorStorageMetadata):
+            kind = type(found).__name__
+            raise ValueError(f"a checkpoint entry is {kind}, where a tensor is expected: load another one")
+        state[name] = torch.empty(found.size, dtype=found.properties.dtype)
     try:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:  # of any rank, on every rank
         raise ValueError(f"{path} cannot be read ({describe_failure(error)}): load another checkpoint") from None
     model.load_state_dict(model_state)
     if tables:
-        _fused_optimizer(model).load_state_dict({"state": tables})
-    _load_dense(names, optimizer, {name: state[name] for name in dense})
+        fused: Any = model.fused_optimizer
+        fused.load_state_dict({"state": tables})
+    for key in dense:
+        name, slot = key.removeprefix(_DENSE).rsplit("/", 1)
+        # A step count stays where the optimizer keeps it, on the host.
+        value = state[key] if state[key].dim() == 0 else state[key].to(names[name].device)
+        optimizer.state[names[name]][slot] = value
     return {name.rsplit("/", 1)[1]: state[name] for name in random}
 
 
@@ -122,13 +131,9 @@ def describe_failure(error: CheckpointException) -> str:
     return f"rank {rank}: {textwrap.shorten(str(cause), 160, placeholder=' …') or type(cause).__name__}"
 
 
-def _fused_optimizer(model: nn.Module) -> Any:
-    return getattr(model, "fused_optimizer", None)
-
-
 def _tables_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     """State of the optimizers that train tables during the backward pass, by table and slot."""
-    fused = _fused_optimizer(model)
+    fused: Any = getattr(model, "fused_optimizer", None)
     return {} if fused is None else fused.state_dict()["state"]
 
 
@@ -138,20 +143,6 @@ def _dense_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _load_dense(names: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    for key, value in state.items():
-        name, slot = key.removeprefix(_DENSE).rsplit("/", 1)
-        parameter = names[name]
-        # A step count stays where the optimizer keeps it, on the host.
-        optimizer.state[parameter][slot] = value if value.dim() == 0 else value.to(parameter.device)
-
-
 def _own_random_state() -> dict[str, torch.Tensor]:
     """The random states of this rank, by names that say whose they are."""
     return {f"{_RANDOM}{dist.get_rank()}/{name}": state for name, state in random_state().items()}
-
-
-def _empty_like(found: Any) -> torch.Tensor:
-    if not isinstance(found, TensorStorageMetadata):
-        raise ValueError(f"a checkpoint entry is {type(found).__name__}, where a tensor is expected: load another one")
-    return torch.empty(found.size, dtype=found.properties.dtype)

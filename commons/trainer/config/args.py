@@ -24,20 +24,13 @@ _MOST = 2**63 - 1
 class OptimizationArgs:
     """How gradients become updates; tables that train themselves in the backward pass follow the schedule alone."""
 
-    accumulation_steps: int = 1
-    """Steps whose gradients make one update, weighed by their loss terms."""
-
+    accumulation_steps: int = 1  # steps whose gradients make one update, weighed by their loss terms
+    # Norm to which the gradient of the dense parameters is clipped; None for no limit.
     max_grad_norm: float | None = None
-    """Norm to which the gradient of the dense parameters is clipped; None for no limit."""
-
-    warmup_steps: int = 0
-    """Updates in which learning rates rise linearly from 0; rows, with schedule_in "rows"."""
-
+    warmup_steps: int = 0  # updates in which learning rates rise linearly from 0; rows, with schedule_in "rows"
+    # What learning rates do then: stay, or fall to min_lr_ratio at the end of the run.
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    """What learning rates do then: stay, or fall to min_lr_ratio at the end of the run."""
-
-    min_lr_ratio: float = 0.0
-    """Where the cosine ends, as a part of the learning rate."""
+    min_lr_ratio: float = 0.0  # where the cosine ends, as a part of the learning rate
 
     def __post_init__(self) -> None:
         require_at_least("accumulation_steps", self.accumulation_steps, 1)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,8 @@ GIN_REMEDY = (
 def find_config(path: str | Path) -> Path:
     """The file that a config's path names: that very file, or else the one inside an installed package.
 
-    So `hstu/configs/random.toml` is found in a checkout and, where evenrank is installed, in any folder.
-
-    Args:
-        path: what `--config` was given; the first part of a relative path may be the name of an importable package.
-
-    Returns:
-        An existing file, or `path` as it is where there is none.
+    So `hstu/configs/random.toml` is found in a checkout and, where evenrank is installed, in any folder: the first part
+    of a relative path may be the name of an importable package. `path` as it is where there is no such file.
     """
     path = Path(path)
     package, *inside = path.parts or ("",)
@@ -91,15 +87,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique)
-
-
 _Parser = tuple[str, Callable[[str], Any], tuple[type[Exception], ...]]
 _YAML: _Parser = ("YAML", _parse_yaml, (YAMLError, ValueError, RecursionError))
 _PARSERS: dict[str, _Parser] = {
     ".toml": ("TOML", tomllib.loads, (tomllib.TOMLDecodeError, RecursionError)),
     ".yaml": _YAML,
     ".yml": _YAML,
-    ".json": ("JSON", _parse_json, (ValueError, RecursionError)),
+    ".json": ("JSON", partial(json.loads, object_pairs_hook=_unique), (ValueError, RecursionError)),
 }

@@ -35,16 +35,12 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 400
 
 
 def load_config(
-    config_class: type[C],
-    argv: Sequence[str],
-    *,
-    prog: str | None = None,
-    description: str | None = None,
+    config_class: type[C], argv: Sequence[str], *, prog: str | None = None, description: str | None = None
 ) -> C:
-    """Build a config from command-line arguments.
+    """Build a config, a dataclass whose fields may be dataclasses, from command-line arguments.
 
     Args:
-        config_class: a dataclass; its fields may be dataclasses.
+        config_class: of the config.
         argv: arguments without the program's name: `--config FILE` and flags such as `--trainer.seed 7`.
         prog: name of the program, for the help.
         description: what the program does, with examples, for the help.
@@ -101,12 +97,7 @@ def load_config_file(
 
 
 def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str = "config") -> C:
-    """Build a config from nested dictionaries, as a config file holds them.
-
-    Args:
-        config_class: a dataclass; its fields may be dataclasses.
-        content: values by the name of the field.
-        where: what to call the content in errors.
+    """Build a config from nested dictionaries, as a config file holds them; `where` names them in errors.
 
     Raises:
         ValueError: unknown fields, a missing or wrong value.
@@ -122,20 +113,17 @@ def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str
             f"no default: add {'it' if is_one else 'them'}"
         ) from None
     except dacite.WrongTypeError as error:
+        hint = error.field_type
+        kind = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         raise ValueError(
-            f"{where}: {error.field_path} is {_SHORT.repr(error.value)}; it must be {_type_name(error.field_type)}: "
-            "correct it"
+            f"{where}: {error.field_path} is {_SHORT.repr(error.value)}; it must be {kind}: correct it"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{where}: {error.args[0] if error.args else error}") from None
 
 
 def require_shuffler(name: str, imports: Sequence[str] = ()) -> None:
-    """Import the user's modules, then raise ValueError unless a shuffler of this name is registered.
-
-    Raises:
-        ValueError: a module that cannot be imported, or an unknown name.
-    """
+    """Import the user's modules, then raise ValueError unless a shuffler of this name is registered."""
     from commons.distributed.batch_shuffler_factory import BatchShufflerFactory  # here: it needs TorchRec
 
     import_user_modules(imports)
@@ -182,10 +170,6 @@ def _values_of(flag: str, flags: list[str]) -> list[str]:
         elif taking:
             values.append(argument)
     return values
-
-
-def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:

@@ -16,44 +16,33 @@ _LAST_PORT = 65535
 class WandbOptions:
     """Settings of Weights & Biases."""
 
-    project: str = "evenrank"
-    """Project of the run."""
-
-    mode: Literal["online", "offline"] = "online"
-    """Whether it is sent, or kept in run_dir/wandb."""
+    project: str = "evenrank"  # project of the run
+    mode: Literal["online", "offline"] = "online"  # whether it is sent, or kept in run_dir/wandb
 
 
 @dataclass
 class MlflowOptions:
     """Settings of MLflow."""
 
-    project: str = "evenrank"
-    """Experiment of the run."""
-
-    uri: str | None = None
-    """Tracking server or store, such as sqlite:///mlflow.db; None for MLflow's own default."""
+    project: str = "evenrank"  # experiment of the run
+    uri: str | None = None  # tracking server or store, such as sqlite:///mlflow.db; None for MLflow's own default
 
 
 @dataclass
 class OpenTelemetryOptions:
     """Settings of OpenTelemetry."""
 
-    service: str = "evenrank"
-    """`service.name` of the metrics."""
-
+    service: str = "evenrank"  # `service.name` of the metrics
+    # Where they are sent, such as http://localhost:4318/v1/metrics; None for the SDK's default.
     endpoint: str | None = None
-    """Where they are sent, such as http://localhost:4318/v1/metrics; None for the SDK's default."""
 
 
 @dataclass
 class PrometheusOptions:
     """Settings of Prometheus."""
 
-    host: str = "127.0.0.1"
-    """Address that is scraped; 0.0.0.0 lets other machines do so."""
-
-    port: int = 9464
-    """Its port."""
+    host: str = "127.0.0.1"  # address that is scraped; 0.0.0.0 lets other machines do so
+    port: int = 9464  # its port
 
     def __post_init__(self) -> None:
         require_at_least("port", self.port, 1)
@@ -65,14 +54,7 @@ class PrometheusOptions:
 class SinkOptions:
     """Settings of the sinks, a table each; those of a sink that trainer.sinks does not name have no effect."""
 
-    wandb: WandbOptions = field(default_factory=WandbOptions)
-    """Weights & Biases."""
-
-    mlflow: MlflowOptions = field(default_factory=MlflowOptions)
-    """MLflow."""
-
-    opentelemetry: OpenTelemetryOptions = field(default_factory=OpenTelemetryOptions)
-    """OpenTelemetry over OTLP/HTTP."""
-
-    prometheus: PrometheusOptions = field(default_factory=PrometheusOptions)
-    """Prometheus."""
+    wandb: WandbOptions = field(default_factory=WandbOptions)  # Weights & Biases
+    mlflow: MlflowOptions = field(default_factory=MlflowOptions)  # MLflow
+    opentelemetry: OpenTelemetryOptions = field(default_factory=OpenTelemetryOptions)  # OpenTelemetry over OTLP/HTTP
+    prometheus: PrometheusOptions = field(default_factory=PrometheusOptions)  # Prometheus

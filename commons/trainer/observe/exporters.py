@@ -17,9 +17,8 @@ _EXPORT_SECONDS = 10
 class OpenTelemetry:
     """Gauges `evenrank.train.loss`, ...; those of a rank have the attribute `rank`.
 
-    Args:
-        provider: an `opentelemetry.sdk.metrics.MeterProvider`, with its readers.
-        exporter: its `has_failed` is whether the last export failed; None where that is not known.
+    `provider` is an `opentelemetry.sdk.metrics.MeterProvider` with its readers; `exporter.has_failed` says whether the
+    last export failed, where that is known.
     """
 
     def __init__(self, provider: Any, exporter: Any = None) -> None:
@@ -29,12 +28,7 @@ class OpenTelemetry:
 
     @classmethod
     def over_http(cls, options: OpenTelemetryOptions, run_dir: str) -> OpenTelemetry:
-        """OTLP over HTTP, one export a record.
-
-        Args:
-            options: endpoint and service.
-            run_dir: `evenrank.run_dir` of the resource.
-        """
+        """OTLP over HTTP, one export a record; the resource has `evenrank.run_dir`."""
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import MetricExportResult, PeriodicExportingMetricReader
@@ -74,12 +68,7 @@ class OpenTelemetry:
 class Prometheus:
     """Gauges `evenrank_train_loss`, ... at `http://host:port/metrics`; those of a rank have the label `rank`.
 
-    Args:
-        host: the address to listen at.
-        port: 0 for any that is free.
-
-    Attributes:
-        port: the one that is used.
+    With port 0 any free one is taken: `port` says which.
     """
 
     def __init__(self, host: str, port: int) -> None:

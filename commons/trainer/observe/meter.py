@@ -1,8 +1,4 @@
-"""What the steps of a run were like: their times, loss, rows, tokens, operations, and the shuffler's numbers.
-
-A StepMeter takes every batch as it is loaded and every step as it ends, and gives the numbers of a line of the log and
-those of the whole run.
-"""
+"""What the steps of a run were like: their times, loss, rows, tokens, operations, and the shuffler's numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ class StepOutput(Protocol):
 
 
 class StepMeter:
-    """Measures the steps of one run.
+    """Measures the steps of one run: takes every batch as it is loaded and every step as it ends.
 
     Rows move between ranks, but the rows of step n are those that all ranks loaded n-th.
 
@@ -109,14 +105,18 @@ class StepMeter:
         self._stats.append(stats)
 
     def take(self) -> dict[str, Any]:
-        """What the steps since the last call were like, by name; empty without steps. Called on all ranks together.
+        """Numbers of the steps since the last call; empty without steps. Called on all ranks together.
 
-        Numbers, and where ranks have reported their own work the list `rank_speeds`.
+        `rank_speeds`, where ranks have reported their own work, is a list.
         """
         step_ms = self._clock.take()
         if not step_ms:
             return {}
         sums, total_ms = self._sums.all_reduce(self._device), sum(step_ms)
+        # The mean of every rank, None where it is not known.
+        said = zip(*(stats.rank_speeds for stats in self._stats if stats is not None))
+        known = [[speed for speed in speeds if speed is not None] for speeds in said]
+        speeds = [statistics.fmean(each) if each else None for each in known]
         numbers: dict[str, Any] = {
             "loss": sums.mean_loss,
             "tokens_per_s": sums.tokens / total_ms * 1e3,
@@ -125,7 +125,7 @@ class StepMeter:
             **self._rates(sums.flops, total_ms),
             **self._imbalance(),
             **self._shuffle(step_ms),
-            **self._rank_speeds(),
+            **({"rank_speeds": speeds} if any(speed is not None for speed in speeds) else {}),
         }
         self._details = self._describe(step_ms)
         self._sums, self._stats, self._step_flops = StepSums(), [], []
@@ -138,9 +138,8 @@ class StepMeter:
         """What the numbers of the last `take` describe, for readers of the log; not worth a series.
 
         `ranks` that share the data; `steps`, and `total_ms` of them; `ms_per_load`, where it is known; and of the last
-        step, if it was looked at, `loads_before`, `loads_after`, `lookups_before` and `lookups_after` of every rank:
-        means over steps would hide how uneven they are. Of more than 256 ranks, the first line and every tenth after it
-        have these.
+        step, if it was looked at, `loads_before`, `loads_after`, `lookups_before` and `lookups_after` of every rank. Of
+        more than 256 ranks, the first line and every tenth after it have these.
         """
         return self._details
 
@@ -201,12 +200,6 @@ class StepMeter:
             mean.add(stats)
             self._mean_stats.add(stats)
         return mean.means()
-
-    def _rank_speeds(self) -> dict[str, list[float | None]]:
-        """Mean speed of every rank since the last line, None where it is not known; nothing where none is."""
-        said = [stats.rank_speeds for stats in self._stats if stats is not None]
-        of_ranks = [[speed for speed in speeds if speed is not None] for speeds in zip(*said)]
-        return {"rank_speeds": [statistics.fmean(each) if each else None for each in of_ranks]} if any(of_ranks) else {}
 
 
 class StatsMean:
@@ -277,9 +270,7 @@ def of_all_ranks(value: float | None, device: torch.device) -> list[float | None
 def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
     """Largest load divided by the mean, minus 1, of every step that had one; called on all ranks together.
 
-    Args:
-        loads: of this rank, one per step; as many on all data-parallel ranks.
-        device: of this rank.
+    `loads` has one of this rank per step; as many on all data-parallel ranks.
     """
     total = torch.tensor(loads, dtype=torch.float64, device=device)
     largest = total.clone()

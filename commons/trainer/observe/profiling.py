@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._profiler import _ExperimentalConfig
 
+from commons.distributed.spans import RecordedSpan, SpanRecorder
 from commons.distributed.stats import ShuffleStats
 from commons.trainer.config.args import TrainerArgs
 
@@ -31,13 +31,9 @@ _RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerActio
 class StepProfiler:
     """Records steps `[profile_step_start, profile_step_end)` if `profile` is set, else does nothing.
 
-    The trace of rank r is written to `<run_dir>/trace-rank<r>.json`. It has the spans of all threads, and the loads of
-    the ranks in every step as counter tracks, before and after balancing.
-
-    Args:
-        args: settings.
-        device: of this rank.
-        first_step: steps that a resumed run has behind it.
+    The trace of rank r is written to `<run_dir>/trace-rank<r>.json`. It has what torch records of the main thread and
+    the device, the stage's spans of the other threads, and the loads of the ranks in every step as counter tracks,
+    before and after balancing. A resumed run has `first_step` steps behind it.
     """
 
     def __init__(self, args: TrainerArgs, device: torch.device, first_step: int = 0) -> None:
@@ -46,6 +42,7 @@ class StepProfiler:
         self._profile: torch.profiler.profile | None = None
         self._is_written = not args.profile
         self._counters: list[tuple[int, Mapping[str, Mapping[str, float]]]] = []
+        self._recorder = SpanRecorder()
         self._step_began = time.time_ns()
         before = max(0, args.profile_step_start - first_step)
         num_steps = args.profile_step_end - first_step - before
@@ -61,21 +58,23 @@ class StepProfiler:
                 activities=activities,
                 schedule=schedule,
                 on_trace_ready=self._write,
-                experimental_config=_ExperimentalConfig(profile_all_threads=True),  # the shuffler's, too
             )
             self._profile.start()
+            self._record_other_threads()
 
     def step(self, stats: ShuffleStats | None) -> None:
-        """Say that a step has ended.
-
-        Args:
-            stats: of the batch that it trained; None for one that was not balanced.
-        """
+        """End a step; `stats` are those of the batch that it trained, None for one that was not balanced."""
         if self._profile is None:
             return
         if stats is not None and self._profile.current_action in _RECORDING:
-            self._counters.append((self._step_began, counters_of(stats)))
+            tracks = {
+                "evenrank/load before": _series(stats.loads_before),
+                "evenrank/load after": _series(stats.loads_after),
+                "evenrank/imbalance": {"before": stats.imbalance_before, "after": stats.imbalance_after},
+            }
+            self._counters.append((self._step_began, tracks))
         self._profile.step()
+        self._record_other_threads()
         self._step_began = time.time_ns()
 
     def close(self) -> None:
@@ -91,42 +90,37 @@ class StepProfiler:
                 end - 1,
             )
 
+    def _record_other_threads(self) -> None:
+        """Do so in the steps that torch records."""
+        if self._profile is not None and self._profile.current_action in _RECORDING:
+            self._recorder.start()
+
     def _write(self, profile: torch.profiler.profile) -> None:
+        self._recorder.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(self._path))
-        add_counters(self._path, self._counters)
+        add_to_trace(self._path, self._counters, self._recorder.spans)
         self._counters = []
         self._is_written = True
 
 
-def counters_of(stats: ShuffleStats) -> dict[str, dict[str, float]]:
-    """Counter tracks of a step: by name, the values of its series."""
-    return {
-        "evenrank/load before": _series(stats.loads_before),
-        "evenrank/load after": _series(stats.loads_after),
-        "evenrank/imbalance": {"before": stats.imbalance_before, "after": stats.imbalance_after},
-    }
+def add_to_trace(
+    path: Path,
+    counters: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]],
+    spans: Sequence[RecordedSpan] = (),
+) -> None:
+    """Add counter tracks, and spans of threads that torch did not record, to a trace that torch has written.
 
-
-def add_counters(path: Path, counters: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]]) -> None:
-    """Add counter tracks to a trace that torch has written.
-
-    Args:
-        path: of the trace; it is copied once, whatever its size.
-        counters: nanoseconds since 1970, and from then on the values of every track.
+    `counters` are nanoseconds since 1970, and from then on the values of every track. The trace is copied once,
+    whatever its size.
     """
     with path.open(encoding="utf-8") as trace:
         head = trace.read(_HEAD)
         events = re.search(r'"traceEvents"\s*:\s*\[', head)
         base = re.search(r'"baseTimeNanoseconds"\s*:\s*(\d+)', head)
-        if events is None or not counters:
+        added = _events(counters, spans, 0 if base is None else int(base[1]))
+        if events is None or not added:
             return
-        zero = 0 if base is None else int(base[1])
-        added = [
-            {"ph": "C", "name": name, "pid": os.getpid(), "ts": (since - zero) / 1e3, "args": dict(values)}
-            for since, tracks in counters
-            for name, values in tracks.items()
-        ]
         partial = path.with_suffix(".part")
         with partial.open("w", encoding="utf-8") as copy:
             copy.write(head[: events.end()])
@@ -135,6 +129,24 @@ def add_counters(path: Path, counters: Sequence[tuple[int, Mapping[str, Mapping[
             copy.write(rest if rest.lstrip().startswith("]") else f",{rest}")
             shutil.copyfileobj(trace, copy, _HEAD)
     partial.replace(path)
+
+
+def _events(
+    counters: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], spans: Sequence[RecordedSpan], zero: int
+) -> list[dict[str, Any]]:
+    """Events of a trace whose time begins `zero` nanoseconds after 1970."""
+    pid = os.getpid()
+    events: list[dict[str, Any]] = [
+        {"ph": "C", "name": name, "pid": pid, "ts": (since - zero) / 1e3, "args": dict(values)}
+        for since, tracks in counters
+        for name, values in tracks.items()
+    ]
+    for thread, name in {each.thread: each.thread_name for each in spans}.items():
+        events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": name}})
+    for each in spans:
+        times = {"ts": (each.began - zero) / 1e3, "dur": (each.ended - each.began) / 1e3}
+        events.append({"ph": "X", "cat": "user_annotation", "name": each.name, "pid": pid, "tid": each.thread, **times})
+    return events
 
 
 def _series(loads: Sequence[Any]) -> dict[str, float]:

@@ -54,8 +54,7 @@ class RowsInTurn:
     def beside(self, stats: ShuffleStats | None) -> ShuffleStats | None:
         """The stats of the next step, "before" being its rows dealt in turn and "after" its rows as they were read.
 
-        Args:
-            stats: what a shuffler that moves nothing has observed; None where it has not looked.
+        `stats` are what a shuffler that moves nothing has observed; None where it has not looked.
         """
         loads = next(self._steps, None)
         if stats is None or loads is None:

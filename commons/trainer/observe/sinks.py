@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from commons.distributed.worker import DaemonWorker
-from commons.run_log.files import CONFIG_FILE, TENSORBOARD_FOLDER, without_nan
+from commons.run_log.files import CONFIG_FILE, without_nan
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.sink_options import SinkName
 from commons.trainer.observe.meter import AVERAGED, PER_RANK
@@ -83,12 +83,7 @@ def figures_of(record: Mapping[str, Any]) -> list[Figure]:
 
 
 class JsonLines:
-    """A line of JSON for every record, with null for NaN.
-
-    Args:
-        path: of the file.
-        append: whether to go on with it.
-    """
+    """A line of JSON for every record, with null for NaN; `append` goes on with an existing file."""
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         self._file = path.open("a" if append else "w", encoding="utf-8")
@@ -104,12 +99,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard.
-
-    Args:
-        folder: for its files.
-        first_step: steps that are there already; what an earlier run has written of later ones is hidden.
-    """
+    """Scalars for TensorBoard; what an earlier run has written of steps after `first_step` is hidden."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         # Imported here: it takes half a second, and only rank 0 needs it.
@@ -128,12 +118,7 @@ class TensorBoard:
 
 
 class BackgroundSink:
-    """A sink on a thread of its own: its failures do not reach the training.
-
-    Args:
-        name: in messages.
-        open_sink: makes it, on the thread.
-    """
+    """A sink that is opened and written on a thread of its own: its failures do not reach the training."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
         self._name = name
@@ -209,9 +194,7 @@ def require_sinks(names: Iterable[SinkName]) -> None:
 def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
     """The sinks outside of the run folder that the settings name; called on rank 0.
 
-    Args:
-        args: settings.
-        first_step: steps that a resumed run has behind it; it goes on in the same run of a tracker.
+    A resumed run has `first_step` steps behind it, and goes on in the same run of a tracker.
     """
     return [BackgroundSink(name, _opener(name, args, first_step)) for name in args.sinks if name in OPTIONAL]
 
@@ -224,11 +207,6 @@ def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
         sink.close()
 
 
-def tensorboard_of(run_dir: Path, first_step: int) -> TensorBoard:
-    """The scalars of a run folder."""
-    return TensorBoard(run_dir / TENSORBOARD_FOLDER, first_step)
-
-
 def _opener(name: SinkName, args: TrainerArgs, first_step: int) -> Callable[[], Sink]:
     options, run_dir = args.sink_options, Path(args.run_dir)
 
@@ -236,7 +214,9 @@ def _opener(name: SinkName, args: TrainerArgs, first_step: int) -> Callable[[], 
         if name in ("wandb", "mlflow"):
             from commons.trainer.observe.trackers import Mlflow, Run, Wandb
 
-            run = Run(run_dir, _config_in(run_dir), goes_on=first_step > 0)
+            path = run_dir / CONFIG_FILE
+            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            run = Run(run_dir, config, goes_on=first_step > 0)
             return Wandb(run, options.wandb) if name == "wandb" else Mlflow(run, options.mlflow)
         if name == "opentelemetry":
             from commons.trainer.observe.exporters import OpenTelemetry
@@ -247,11 +227,6 @@ def _opener(name: SinkName, args: TrainerArgs, first_step: int) -> Callable[[], 
         return Prometheus(options.prometheus.host, options.prometheus.port)
 
     return make
-
-
-def _config_in(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / CONFIG_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _tag(name: str) -> str:

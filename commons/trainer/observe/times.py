@@ -39,25 +39,20 @@ class StepClock:
     def take(self) -> list[float]:
         """Milliseconds of the steps since the last call."""
         steps, self._steps = self._steps, []
-        if steps:
-            _wait_for(steps[-1][1])
+        if steps and not isinstance(steps[-1][1], float):
+            steps[-1][1].synchronize()
         return [_milliseconds(begin, end) for begin, end in steps]
 
 
 class ForwardTimer:
     """Times a module's forward passes in training: wall time on the CPU, CUDA events elsewhere, never waited for.
 
-    Args:
-        module: one without a collective in its forward pass, whose operations are what loads count; None times nothing.
-        device: of this rank.
-
-    Attributes:
-        last_ms: milliseconds of the step that has ended last; None as long as its end is not known, or without it.
+    The module has no collective in its forward pass, and its operations are what loads count; None times nothing.
     """
 
     def __init__(self, module: nn.Module | None, device: torch.device) -> None:
         self._device = device
-        self.last_ms: float | None = None
+        self.last_ms: float | None = None  # of the last step; None as long as its end is not known, or without it
         self._begun: Any = None
         self._is_last_timed = False
         # Of the step that is under way; then of those whose end a device may not have reached.
@@ -73,11 +68,7 @@ class ForwardTimer:
         return bool(self._hooks)
 
     def step(self, stats: ShuffleStats | None) -> None:
-        """End a step.
-
-        Args:
-            stats: of the batch that it trained; None for one that was not balanced, which is not timed.
-        """
+        """End a step; one that was not balanced has no `stats`, and is not timed."""
         passes, self._passes = self._passes, []
         self.last_ms, self._is_last_timed = None, stats is not None and bool(passes)
         if stats is not None and passes:
@@ -86,7 +77,10 @@ class ForwardTimer:
     def take(self) -> list[tuple[float, ShuffleStats]]:
         """Milliseconds and stats of the steps since the last call whose end is known."""
         taken = []
-        while self._ended and _has_passed(self._ended[0][0][-1][1]):
+        while self._ended:
+            end = self._ended[0][0][-1][1]
+            if not (isinstance(end, float) or end.query()):  # a GPU that is not there yet is not waited for
+                break
             passes, stats = self._ended.popleft()
             taken.append((sum(_milliseconds(*each) for each in passes), stats))
         if taken and not self._ended and self._is_last_timed:
@@ -116,17 +110,6 @@ def _now(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _has_passed(moment: Any) -> bool:
-    """Whether a moment is over; does not wait for a GPU."""
-    return isinstance(moment, float) or moment.query()
-
-
-def _wait_for(moment: Any) -> None:
-    """Wait until a moment is over."""
-    if not isinstance(moment, float):
-        moment.synchronize()
 
 
 def _milliseconds(begun: Any, ended: Any) -> float:

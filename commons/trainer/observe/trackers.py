@@ -42,12 +42,7 @@ class Run:
 
 
 class Wandb:
-    """A run of Weights & Biases.
-
-    Args:
-        run: the run.
-        options: mode "offline" keeps it in `<run_dir>/wandb`, for `wandb sync`.
-    """
+    """A run of Weights & Biases; mode "offline" keeps it in `<run_dir>/wandb`, for `wandb sync`."""
 
     def __init__(self, run: Run, options: WandbOptions) -> None:
         import wandb
@@ -75,14 +70,10 @@ class Wandb:
 
 
 class Mlflow:
-    """A run of MLflow; its settings become parameters.
-
-    Args:
-        run: the run.
-        options: experiment, and tracking server or store.
-    """
+    """A run of MLflow; its settings become parameters."""
 
     def __init__(self, run: Run, options: MlflowOptions) -> None:
+        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=options.uri)
@@ -91,7 +82,9 @@ class Mlflow:
             experiment = self._client.get_experiment_by_name(options.project)
             number = self._client.create_experiment(options.project) if experiment is None else experiment.experiment_id
             name = self._client.create_run(number, run_name=run.run_dir.name).info.run_id
-            self._log_params(name, run.config)
+            params = [Param(_key(path), str(value)[:_MOST_CHARACTERS]) for path, value in flat(run.config)]
+            for first in range(0, len(params), _MOST_PARAMS):
+                self._client.log_batch(name, params=params[first : first + _MOST_PARAMS])
             run.remember("mlflow", name)
         else:
             self._client.update_run(name, status="RUNNING")
@@ -108,13 +101,6 @@ class Mlflow:
     def close(self) -> None:
         """As in Sink."""
         self._client.set_terminated(self._name)
-
-    def _log_params(self, name: str, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        params = [Param(_key(path), str(value)[:_MOST_CHARACTERS]) for path, value in flat(config)]
-        for first in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(name, params=params[first : first + _MOST_PARAMS])
 
 
 def _key(path: str) -> str:

@@ -24,6 +24,7 @@ from commons.run_log.files import (
     LOG_FILE,
     LOG_SCHEMA,
     SUMMARY_FILE,
+    TENSORBOARD_FOLDER,
     evaluation_in,
     keep_lines_until,
     without_nan,
@@ -31,7 +32,7 @@ from commons.run_log.files import (
 )
 from commons.run_log.standard_error import shown_with_error, with_errors
 from commons.trainer.config.args import TrainerArgs
-from commons.trainer.observe.sinks import BackgroundSink, JsonLines, Sink, close_sinks, open_sinks, tensorboard_of
+from commons.trainer.observe.sinks import BackgroundSink, JsonLines, Sink, TensorBoard, close_sinks, open_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +64,8 @@ class TrainSummary:
 class TrainLog:
     """The progress bar, `<run_dir>/log.jsonl` and all other sinks; on other ranks than 0 it does nothing.
 
-    Args:
-        args: `run_dir`, made if missing, where an earlier log is replaced; `log_interval`; whether scalars are written
-            to `<run_dir>/tensorboard` too; and where else the numbers go.
-        total_steps: steps of the run.
-        first_step: steps that a resumed run has behind it; its log is then continued, without the lines of later steps
-            that a run which was ended may have written.
-
-    Attributes:
-        evaluated: what an earlier part of a resumed run has logged of its evaluation after `first_step` steps; empty
-            for none, and on other ranks than 0.
+    An earlier log in `run_dir` is replaced. A run that is resumed after `first_step` steps continues it, without the
+    lines of later steps that a run which was ended may have written.
     """
 
     def __init__(self, args: TrainerArgs, total_steps: int, *, first_step: int = 0) -> None:
@@ -90,6 +83,7 @@ class TrainLog:
             mininterval=0.2 if sys.stderr.isatty() else 10.0,  # in a file every refresh is a line
         )
         self._shown: dict[str, str] = {}
+        # What an earlier part of a resumed run has logged of its evaluation after `first_step` steps; on rank 0.
         self.evaluated: dict[str, float] = {}
         self._lines: JsonLines | None = None
         self._scalars: Sink | None = None
@@ -101,7 +95,7 @@ class TrainLog:
                 self.evaluated = evaluation_in(keep_lines_until(path, first_step), first_step)
             self._lines = JsonLines(path, append=first_step > 0)
             if "tensorboard" in args.sinks:
-                self._scalars = tensorboard_of(self.run_dir, first_step)
+                self._scalars = TensorBoard(self.run_dir / TENSORBOARD_FOLDER, first_step)
             self._sinks = open_sinks(args, first_step)
         self._has_failed = False
 

@@ -41,11 +41,7 @@ class LossScaler:
     def step(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> None:
         """Unscale the gradients of an optimizer, clip them, update unless they overflowed, and adapt the scale.
 
-        Reads one number from the device.
-
-        Args:
-            optimizer: of the dense parameters, which have scaled gradients.
-            max_grad_norm: norm to which the unscaled gradients are clipped; None for no limit.
+        Reads one number from the device. `max_grad_norm` limits the norm of the unscaled gradients; None for no limit.
         """
         parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         if not parameters:
@@ -70,13 +66,9 @@ class LossScaler:
 
 
 def unscaled_gradients(values: Sequence[torch.Tensor], scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same values, whose gradients are divided by a scale on their way back.
+    """The same values, whose gradients are divided by a scale, 0-dimensional, on their way back.
 
-    If any element of any of these gradients is not finite, all of them are zero.
-
-    Args:
-        values: floating point, wider than float16.
-        scale: 0-dimensional, what the loss is multiplied by.
+    If any element of any of these gradients is not finite, all of them are zero. Values are wider than float16.
     """
     return _UnscaledGradients.apply(scale, *values)
 

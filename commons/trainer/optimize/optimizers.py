@@ -16,26 +16,14 @@ from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_paramet
 class OptimizerArgs:
     """What trains the model."""
 
-    dense_optimizer: Literal["adam", "sgd"] = "adam"
-    """Optimizer of everything but the tables."""
-
-    dense_lr: float = 1e-3
-    """Its learning rate."""
-
-    adam_betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of its running means, where it is Adam."""
-
-    adam_eps: float = 1e-8
-    """What keeps its steps finite, where it is Adam."""
-
+    dense_optimizer: Literal["adam", "sgd"] = "adam"  # optimizer of everything but the tables
+    dense_lr: float = 1e-3  # its learning rate
+    adam_betas: tuple[float, float] = (0.9, 0.999)  # decay of its running means, where it is Adam
+    adam_eps: float = 1e-8  # what keeps its steps finite, where it is Adam
+    # Optimizer of the tables; on CPU fbgemm has "sgd" and "rowwise_adagrad".
     embedding_optimizer: EmbeddingOptimizer = "rowwise_adagrad"
-    """Optimizer of the tables; on CPU fbgemm has "sgd" and "rowwise_adagrad"."""
-
-    embedding_lr: float = 0.05
-    """Its learning rate."""
-
-    sharding: Sharding | None = None
-    """How tables lie on the ranks; None lets TorchRec's planner choose."""
+    embedding_lr: float = 0.05  # its learning rate
+    sharding: Sharding | None = None  # how tables lie on the ranks; None lets TorchRec's planner choose
 
     def kinds(self) -> dict[str, str]:
         """The optimizers by name; their state fits no other."""

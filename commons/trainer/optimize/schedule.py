@@ -52,10 +52,7 @@ class Schedule:
     def is_due(self, interval: int, step: int, *, every: int = 1) -> bool:
         """Whether something is due after a step: whether it has reached the next multiple of an interval.
 
-        Args:
-            interval: steps or rows.
-            step: counted from 1.
-            every: it can only be done after multiples of so many steps.
+        It can only be done after multiples of `every` steps.
 
         >>> schedule = Schedule(in_rows=True)
         >>> schedule.begin_epoch(0, iter([30, 40, 50, 60]))

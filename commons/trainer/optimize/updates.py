@@ -1,9 +1,8 @@
 """What happens between a backward pass and the next forward pass: accumulate, clip, schedule, update.
 
-TorchRec's pipelines call the optimizer inside `progress`. `DeferredOptimizer` lets these calls pass; the loop then
-updates when it has the step's output, whose number of loss terms gradient accumulation needs, and clears the gradients.
-Tables that train themselves in the backward pass take part in the learning rate alone: they are neither accumulated nor
-clipped.
+TorchRec's pipelines call the optimizer inside `progress`. `DeferredOptimizer` lets these calls pass; the loop updates
+when it has the step's output, whose number of loss terms gradient accumulation needs, and clears the gradients.
+Tables that train themselves in the backward pass are neither accumulated nor clipped, and follow the learning rate.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from commons.trainer.ranks.collectives import all_reduce
 class DeferredOptimizer:
     """Stands in for an optimizer within a pipeline: updating and clearing gradients wait for the loop.
 
-    Most of TorchRec's pipelines clear gradients before the forward pass; SemiSync does after `step`, when the loop has
-    yet to see them.
+    Most of TorchRec's pipelines clear gradients before the forward pass; SemiSync after `step`, before the loop sees
+    them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -150,11 +149,7 @@ class StepUpdate:
 def learning_rate_factor(args: OptimizationArgs, done: int, total: int, own: int = 1) -> float:
     """What learning rates are multiplied by: a linear warm-up, then 1 or a half cosine (Loshchilov and Hutter 2017).
 
-    Args:
-        args: settings.
-        done: updates before this one, or rows; what they are, the warm-up and the following are too.
-        total: updates of the run.
-        own: what this update adds: itself, or its rows.
+    All numbers count updates, or all count rows: `done` before this update, `total` of the run, `own` of this update.
 
     >>> args = OptimizationArgs(warmup_steps=2, lr_schedule="cosine", min_lr_ratio=0.1)
     >>> [round(learning_rate_factor(args, update, 6), 3) for update in range(7)]
@@ -171,9 +166,7 @@ def learning_rate_factor(args: OptimizationArgs, done: int, total: int, own: int
 class FiniteLossGuard:
     """Notices a loss that is not finite, and says on which rank and at which step, without waiting in every step.
 
-    Args:
-        device: of this rank.
-        in_float16: whether the layers compute in float16, which may be why.
+    `in_float16` says that the layers compute in float16, which may be why.
     """
 
     def __init__(self, device: torch.device, *, in_float16: bool = False) -> None:

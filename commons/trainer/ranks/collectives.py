@@ -27,7 +27,7 @@ class _TrainerCollectives(NamedCollectives):
     remedy = "see the log there, or raise the timeout of init_process_group"
 
     def _known_failure(self) -> RankMissingError | None:
-        return failure_of(_SHUFFLERS) or self.failure
+        return _failure_of(_SHUFFLERS) or self.failure
 
 
 # By group, which ends with its entry.
@@ -36,21 +36,7 @@ _BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, NamedCollectives] = weak
 _SHUFFLERS: list[BaseTaskBalancedBatchShuffler] = []
 
 
-@contextlib.contextmanager
-def ended_with(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> Iterator[None]:
-    """Around a run: a collective is not waited for once a worker thread of its shufflers knows that a rank is missing.
-
-    The group of the ranks may have a longer timeout than the shuffler, and a rank may wait for one that stands still.
-    """
-    _SHUFFLERS.extend(shufflers)
-    try:
-        yield
-    finally:
-        _SHUFFLERS.clear()
-
-
-def failure_of(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> RankMissingError | None:
-    """Which rank is missing, if one of the shufflers knows."""
+def _failure_of(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> RankMissingError | None:
     return next((each.failure for each in shufflers if each.failure is not None), None)
 
 
@@ -75,29 +61,19 @@ def all_reduce(
         RankMissingError: a rank did not take part; names it.
     """
     group = group or dist.distributed_c10d._get_default_group()
-    named, on_host = _named(group), tensor.device.type == "cpu"
+    if group not in _BY_GROUP:
+        _BY_GROUP[group] = _TrainerCollectives(group)
+    named, on_host = _BY_GROUP[group], tensor.device.type == "cpu"
     with named.collective(step, what):
         work = dist.all_reduce(tensor, op=op, group=group, async_op=on_host)
     if on_host:
         named.wait(work, step, what)
 
 
-def broadcast(tensor: torch.Tensor, what: str, src: int) -> None:
-    """Give one rank's tensor to all ranks, in place; as `all_reduce`."""
-    named, on_host = _named(dist.distributed_c10d._get_default_group()), tensor.device.type == "cpu"
-    with named.collective(None, what):
-        work = dist.broadcast(tensor, src=src, async_op=on_host)
-    if on_host:
-        named.wait(work, None, what)
-
-
 def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
-    """The texts of all ranks, in their order; called on all ranks together.
+    """The texts of all ranks of a group (default all), in their order; called on all of them together.
 
-    Args:
-        text: of this rank.
-        device: of this rank, one that the group serves.
-        group: the ranks; default all.
+    The group serves `device`, which is this rank's.
     """
     own = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8, device=device)
     rank = dist.get_rank(group)
@@ -110,36 +86,22 @@ def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | Non
     return [bytes(row[:size]).decode() for row, size in zip(rows.tolist(), sizes.tolist())]
 
 
-def _named(group: dist.ProcessGroup) -> NamedCollectives:
-    if group not in _BY_GROUP:
-        _BY_GROUP[group] = _TrainerCollectives(group)
-    return _BY_GROUP[group]
-
-
 def broadcast_text(text: str, device: torch.device, src: int = 0) -> str:
-    """The text that one rank gives; called on all ranks together.
-
-    Args:
-        text: on that rank; ignored elsewhere.
-        device: of this rank.
-        src: that rank.
-    """
-    encoded = torch.tensor(list(text.encode()) if dist.get_rank() == src else [], dtype=torch.uint8, device=device)
-    size = torch.tensor(encoded.numel(), device=device)
-    broadcast(size, "broadcast of a text's size", src)
-    if dist.get_rank() != src:
-        encoded = torch.empty(int(size), dtype=torch.uint8, device=device)
-    broadcast(encoded, "broadcast of a text", src)
+    """The text of rank `src`, on all ranks; called on all of them together. What others give is ignored."""
+    own = torch.tensor(list(text.encode()) if dist.get_rank() == src else [], dtype=torch.uint8, device=device)
+    size = torch.tensor(own.numel(), device=device)
+    all_reduce(size, "broadcast of a text's size")
+    encoded = own if dist.get_rank() == src else torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if encoded.numel():
+        all_reduce(encoded, "broadcast of a text")  # the others add zeros
     return bytes(encoded.tolist()).decode()
 
 
 def limit_collectives(timeout: float) -> None:
     """Let collectives of the ranks' own group, which this run has made, fail five seconds after those of the shuffler.
 
-    Called when the group is connected: until then ranks wait for those that start late.
-
-    Args:
-        timeout: of the shuffler, in seconds.
+    Called when the group is connected: until then ranks wait for those that start late. `timeout` is the shuffler's, in
+    seconds.
     """
     limit = datetime.timedelta(seconds=timeout + _GRACE_SECONDS)
     dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
@@ -151,34 +113,28 @@ def missing_ranks_named(
 ) -> Iterator[None]:
     """Around a run: if a collective of the model fails, the error names the ranks in which none has failed.
 
-    These have exited or stalled, or still wait for a neighbour, as gloo lets them where a rank has died.
-
-    If a shuffler of the run knows who is missing, its error is raised instead, and the trainer's own collectives end.
-
-    Args:
-        step: number of the step that is under way, counted from 1.
-        shufflers: of the run.
+    These have exited or stalled, or still wait for a neighbour, as gloo lets them where a rank has died. If a worker
+    thread of the run's shufflers knows who is missing, its error is raised instead, and the trainer's own collectives
+    end at once: their group may have a longer timeout. `step` gives the number of the step that is under way, from 1.
 
     Raises:
         RankMissingError: instead of torch's own error, which is its cause.
     """
     members = list(range(dist.get_world_size()))
     number = number_channel(members)  # runs and channels are made in the same order on all ranks
+    _SHUFFLERS.extend(shufflers)
     try:
-        with ended_with(shufflers):
-            yield
+        yield
     except RuntimeError as error:
-        if isinstance(error, RankMissingError) or not _is_of_collective(error) or len(members) == 1:
+        is_of_collective = isinstance(error, dist.DistBackendError) or _OF_GLOO.search(str(error)) is not None
+        if isinstance(error, RankMissingError) or not is_of_collective or len(members) == 1:
             raise
-        if (known := failure_of(shufflers)) is not None:
+        if (known := _failure_of(shufflers)) is not None:
             raise known from error
         failed = FailedChannel(f"evenrank/run/{number}", members)
         raise RankMissingError(_describe(error, step(), failed, members)) from error
-
-
-def _is_of_collective(error: RuntimeError) -> bool:
-    """Whether NCCL or gloo has failed."""
-    return isinstance(error, dist.DistBackendError) or _OF_GLOO.search(str(error)) is not None
+    finally:
+        _SHUFFLERS.clear()
 
 
 def _describe(error: RuntimeError, step: int, failed: FailedChannel, members: list[int]) -> str:

@@ -16,8 +16,7 @@ _NO_CODE = ("no kernel image", "not compiled for", "invalid device function")
 def driver_problem() -> str | None:
     """Why torch cannot use the GPUs of this machine because of their driver, and the remedy, in one line.
 
-    Returns:
-        None where the driver serves, where there is none, and with a build of torch without CUDA.
+    None where the driver serves, where there is none, and with a build of torch without CUDA.
     """
     if torch.version.cuda is None or torch.cuda.is_available():
         return None
@@ -26,7 +25,8 @@ def driver_problem() -> str | None:
     except RuntimeError as error:  # also where there is no driver, that is no GPU
         if "too old" not in str(error):
             return None
-        found = "".join(_version(word) for word in str(error).replace(")", " ").split() if word.isdigit())
+        numbers = [int(word) for word in str(error).replace(")", " ").split() if word.isdigit()]
+        found = "".join(f"{number // 1000}.{number % 1000 // 10}" for number in numbers)  # CUDA's 12040 is 12.4
         fitting = ""
         if torch.version.cuda.startswith("13.") and found.startswith("12."):
             fitting = f" run `{old_driver_command(torch.__version__)}`,"
@@ -40,15 +40,9 @@ def driver_problem() -> str | None:
 
 
 def device_problem(device: torch.device) -> str | None:
-    """Why a GPU cannot run what training needs of torch and fbgemm, and the remedy, in one line.
+    """Why a CUDA device cannot run what training needs of torch and fbgemm, and the remedy, in one line; else None.
 
     Runs one small operation of each on the device, and waits for them.
-
-    Args:
-        device: a CUDA device.
-
-    Returns:
-        None where both have code for it.
     """
     for name, packages, operation in (
         ("torch", ("torch",), _run_torch),
@@ -58,9 +52,12 @@ def device_problem(device: torch.device) -> str | None:
         if why is None:
             continue
         major, minor = torch.cuda.get_device_capability(device)
+        built_for = "the wheels of the package index for sm_80, sm_90 and sm_100"  # fbgemm has no list of them
+        if name == "torch":
+            built_for = ", ".join(torch.cuda.get_arch_list()) or "no GPU"
         return (
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "
-            f"{_installed(packages) or name} {why}; a library has code for what it is built for ({_built_for(name)}): "
+            f"{_installed(packages) or name} {why}; a library has code for what it is built for ({built_for}): "
             f"install a build of {name} for this one, take another GPU, or choose device 'cpu'"
         )
     return None
@@ -97,14 +94,3 @@ def _installed(packages: tuple[str, ...]) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _built_for(name: str) -> str:
-    if name == "torch":
-        return ", ".join(torch.cuda.get_arch_list()) or "no GPU"
-    return "the wheels of the package index for sm_80, sm_90 and sm_100"  # fbgemm has no list of them
-
-
-def _version(number: str) -> str:
-    """CUDA's 12040 as 12.4."""
-    return f"{int(number) // 1000}.{int(number) % 1000 // 10}"

@@ -37,6 +37,8 @@ _PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirec
 _USER_ERRORS = (ValueError, TypeError, KeyError, ImportError, *_PATH_ERRORS)
 # The failed rank must end before its silent peers do: torchrun then ends those.
 _SILENT_SECONDS = 5.0
+# Key of the rank that reports.
+_FIRST_FAILURE = "evenrank/first_failure"
 # How long a rank looks for torchrun's store.
 _STORE_SECONDS = 2.5
 
@@ -121,7 +123,9 @@ def _report(error: Exception) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     line = " ".join(message.split()) or type(error).__name__
-    if _is_of_a_collective(error):
+    # torch reports a broken group with the place in its sources, advice and perhaps forty lines of C++.
+    in_gloo = type(error) is RuntimeError and re.match(r"\[[^\]\s]*gloo[^\]\s]*:\d+\]", str(error)) is not None
+    if in_gloo or isinstance(error, dist.DistError):
         line = f"a collective of the training failed ({first_line(error)}); a rank exited or stalled: see its log"
     elif not is_user_error:
         line = f"{type(error).__name__}: {line}"
@@ -146,22 +150,20 @@ def _hosts_store() -> bool:
     return started_alone and dist.get_rank() == 0 and dist.get_world_size() > 1
 
 
-def _is_of_a_collective(error: Exception) -> bool:
-    """Whether torch reports a broken group: with the place in its sources, advice and perhaps forty lines of C++."""
-    return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and re.match(r"\[[^\]\s]*gloo[^\]\s]*:\d+\]", str(error)) is not None
-    )
-
-
 def _claim_report() -> bool:
     """Whether this is the first rank to fail."""
-    if not dist.is_torchelastic_launched():
-        return _claim_without_agent()
+    by_torchrun = dist.is_torchelastic_launched()
     if dist.is_initialized():
         try:
+            if not by_torchrun:
+                rank = str(dist.get_rank())
+                first = ask_store(lambda store: store.compare_set(_FIRST_FAILURE, "", rank), _STORE_SECONDS)
+                return first.decode() == rank
             ask_store(lambda store: store.check(["evenrank"]))
-        except StoreUnavailableError:  # torch would print forty lines of C++ about it
+        except StoreUnavailableError:  # torch would print forty lines of C++ about it; two reports are better than none
             return True
+    if not by_torchrun:
+        return True
     # On another thread: a store whose host stands still never answers, whatever the timeout.
     claimed = DaemonWorker("evenrank-report").submit(_claim_in_store)
     try:
@@ -170,20 +172,9 @@ def _claim_report() -> bool:
         return True
 
 
-def _claim_without_agent() -> bool:
-    if not dist.is_initialized():
-        return True
-    rank = str(dist.get_rank())
-    try:
-        first = ask_store(lambda store: store.compare_set("evenrank/first_failure", "", rank), _STORE_SECONDS)
-    except StoreUnavailableError:  # its host may have ended without a report: two are better than none
-        return True
-    return first.decode() == rank
-
-
 def _claim_in_store() -> bool:
     store, rank, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_STORE_SECONDS)))
-    return store.compare_set("evenrank/first_failure", "", str(rank)).decode() == str(rank)
+    return store.compare_set(_FIRST_FAILURE, "", str(rank)).decode() == str(rank)
 
 
 def _write_traceback(error: Exception) -> str | None:

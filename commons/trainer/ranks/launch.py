@@ -32,18 +32,28 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
         The device of this rank. In a group that exists, the GPU that it is bound to, else torch's current one.
 
     Raises:
-        ValueError: not started by torchrun, or with more ranks than GPUs; or, unless the device is "cpu", GPUs whose
-            driver is too old for this torch, or for which torch or fbgemm has no code; or a process group that exists
-            and has another device, number of ranks or rank.
+        ValueError: not started by torchrun, or more ranks than GPUs; unless the device is "cpu", GPUs that this torch
+            or fbgemm cannot use; or a group that exists and has another device, number of ranks or rank.
     """
     if device_type not in get_args(DeviceType):
         known = ", ".join(map(repr, get_args(DeviceType)))
         raise ValueError(f"device_type is {device_type!r}; it must be one of {known}: choose one")
     joins = dist.is_initialized()
     if joins:
-        _require_same(ranks)
-    else:
-        ranks = ranks or _from_torchrun()
+        here, there = dist.get_rank(), dist.get_world_size()
+        if ranks is not None and (ranks.rank, ranks.world_size) != (here, there):
+            raise ValueError(
+                f"ranks has rank {ranks.rank} of {ranks.world_size}, this process is rank {here} of {there} of the "
+                "process group that exists; that one is joined: leave ranks out"
+            )
+    elif ranks is None:
+        if not dist.is_torchelastic_launched():
+            raise ValueError(
+                "this process was not started by torchrun; every rank is a process of its own: run "
+                f"`torchrun --standalone --nproc_per_node=2 {_program()}`, or under Slurm `srun torchrun` "
+                "as in examples/slurm.sbatch"
+            )
+        ranks = RankInfo.of_torchrun()
     if device_type != "cpu" and (problem := driver_problem()) is not None:
         raise ValueError(problem)
     device = _device_of_group(device_type) if joins or ranks is None else _own_device(device_type, ranks)
@@ -52,7 +62,12 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
         if (problem := device_problem(device)) is not None:
             raise ValueError(problem)
     if not joins and ranks is not None:
-        _make_group(device, ranks)
+        ranks.tell_libraries()
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo")
     return device
 
 
@@ -79,16 +94,6 @@ def _program() -> str:
     return shlex.join([*program, *sys.argv[1:]])
 
 
-def _from_torchrun() -> RankInfo:
-    if not dist.is_torchelastic_launched():
-        raise ValueError(
-            "this process was not started by torchrun; every rank is a process of its own: run "
-            f"`torchrun --standalone --nproc_per_node=2 {_program()}`, or under Slurm `srun torchrun` "
-            "as in examples/slurm.sbatch"
-        )
-    return RankInfo.of_torchrun()
-
-
 def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
     """The device of a rank that makes its process group itself."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -101,24 +106,6 @@ def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
     if device_type == "cpu" or not enough:
         return torch.device("cpu")
     return torch.device("cuda", ranks.local_rank if ranks.gpu is None else ranks.gpu)
-
-
-def _make_group(device: torch.device, ranks: RankInfo) -> None:
-    ranks.tell_libraries()
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-
-
-def _require_same(ranks: RankInfo | None) -> None:
-    here, there = dist.get_rank(), dist.get_world_size()
-    if ranks is not None and (ranks.rank, ranks.world_size) != (here, there):
-        raise ValueError(
-            f"ranks has rank {ranks.rank} of {ranks.world_size}, this process is rank {here} of {there} of the "
-            "process group that exists; that one is joined: leave ranks out"
-        )
 
 
 def _device_of_group(device_type: DeviceType) -> torch.device:

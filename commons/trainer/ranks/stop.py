@@ -28,19 +28,16 @@ class StopSignal:
     """Listens for SIGTERM and agrees on it; a context manager around the steps of a run, entered by all ranks.
 
     A cluster's signal reaches ranks at different times, or only some of them. After every step the ranks reduce who has
-    heard it, in the background over a gloo group of their own, and look at the answer one step later.
+    received it, in the background over a gloo group of their own, and look at the result one step later.
 
     Args:
-        enabled: False leaves the signal to do what it did before. Python hears signals on the main thread alone: a run
-            on another one, as in Ray Train, hears none, and stops with the ranks that do.
+        enabled: False leaves the signal to do what it did before. Python handles signals on the main thread alone: a
+            run on another one, as in Ray Train, receives none, and stops with the ranks that do.
         timeout: seconds after which a rank that does not take part is reported.
-
-    Attributes:
-        agreed: some rank had heard the signal by the step before; the same on all ranks after the same step.
     """
 
     def __init__(self, enabled: bool = True, timeout: float = ShufflerOptions.timeout) -> None:
-        self.agreed = False
+        self.agreed = False  # some rank had the signal by the step before; the same on all ranks after the same step
         self._listens = enabled and threading.current_thread() is threading.main_thread()
         self._heard = False
         self._asked = 0
@@ -93,13 +90,10 @@ class StopSignal:
 
 
 def keep_workers(loader: Any) -> None:
-    """Let a loader's worker processes outlive a SIGTERM that is meant for the run.
+    """Let a loader's worker processes outlive a SIGTERM that is meant for the run; called before its first iteration.
 
     torchrun and clusters send it to all processes of a rank. A worker that it ends takes its rank along, before that
     has saved. Workers still end when their rank tells them to, or is gone.
-
-    Args:
-        loader: before its first iteration; anything but a DataLoader with worker processes is left as it is.
     """
     if isinstance(loader, DataLoader) and loader.num_workers > 0 and not isinstance(loader.worker_init_fn, _KeepWorker):
         loader.worker_init_fn = _KeepWorker(loader.worker_init_fn)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,13 +16,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed import engine
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.row_exchange import RowExchange
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from commons.pipeline.look_ahead import LookAhead
 from commons.sequence_batch import schema
 from tests.helpers import models
 from tests.helpers.cpu_pipelines import CpuStaged, HostStream
-from tests.helpers.faults import errors_of_survivors, limit_waits, my_batch, on_rank, raised_by
+from tests.helpers.faults import my_batch, on_rank, raised_by
 from tests.helpers.models import head_of, rank_batches
 from tests.helpers.pipelines import SIZES, CubicShuffler, expected_ids, host_count, steps_of
 from tests.helpers.rank_pool import RankPool
@@ -199,19 +196,6 @@ def _asked_after_the_end():
 
 def test_a_source_that_has_ended_is_not_asked_again(two_ranks):
     assert two_ranks.run(_asked_after_the_end) == [(6, 5), (2, 5)]
-
-
-def _dies_in_the_exchange(folder):
-    shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
-    shuffler.shuffle(my_batch())
-    limit_waits(300.0, names=0.5)
-    with on_rank(1, mock.patch.object(RowExchange, "send_rows", lambda *_, **__: os._exit(3))):
-        Path(folder, str(dist.get_rank())).write_text(raised_by(lambda: shuffler.shuffle(my_batch(1))))
-
-
-def test_a_death_in_the_exchange_is_named(tmp_path):
-    (text,) = errors_of_survivors(tmp_path, _dies_in_the_exchange, world_size=2)
-    assert "rank 1 did not take part in the exchange of step 1" in text
 
 
 def _close_beside_a_gather():

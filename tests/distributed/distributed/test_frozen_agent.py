@@ -18,9 +18,9 @@ import pytest
 from tests.helpers.frozen_agent import A_RANK_STOPS, A_SHUFFLER_IS_MADE
 
 ROOT = Path(__file__).parents[3]
-# Seconds from a fault to an error, far fewer than torch's store waits; from the start of torchrun to the errors, about
-# ten where nothing else runs; and from there to the end of the ranks.
-SOON, START_SECONDS, END_SECONDS = 60.0, 180.0, 60.0
+# Seconds from the start of torchrun to the errors, about ten where nothing else runs and far fewer than torch's store
+# waits; and from there to the end of the ranks.
+START_SECONDS, END_SECONDS = 180.0, 60.0
 
 
 def _children(pid: int) -> list[int]:
@@ -71,8 +71,7 @@ def test_an_agent_that_stands_still_is_named_and_not_waited_for(tmp_path, fault,
                     os.kill(pid, signal.SIGKILL)
             agent.kill()
     for rank, each in zip(ranks, told):
-        seconds, said = each.read_text().split("\n", 1)
-        assert float(seconds) < SOON
+        said = each.read_text()
         assert said.startswith(f"RankMissingError: the {place} failed on rank {rank} and the store does not answer; ")
         assert "torchrun's agent on the first host hosts it and has stopped or is overloaded: see there" in said
     assert "frame #" not in output.read_text()

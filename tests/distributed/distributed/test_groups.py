@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
-import time
 import weakref
 from contextlib import closing
 from types import SimpleNamespace
@@ -69,6 +69,19 @@ def test_tensor_parallel_peers_end_with_identical_batches(fresh_ranks):
     assert all(loss == pytest.approx(2 * 1.0 / 6) for _, _, _, loss in answers)
 
 
+def _trained(rank, shuffler):
+    """Weights after six steps."""
+    model, optimizer = build_sharded()
+    pipeline = TrainPipelineFactory.create(
+        "native", model=model, optimizer=optimizer, device=torch.device("cpu"), batch_shuffler=shuffler
+    )
+    source = rank_batches(rank, 6, [6, 2, 5])
+    for _ in range(6):
+        pipeline.progress(source)
+    shuffler.close()
+    return weights_of(model)
+
+
 def _tensor_parallel_training():
     """Tables sharded over all four ranks: a peer's copy of a batch does not count twice.
 
@@ -79,41 +92,20 @@ def _tensor_parallel_training():
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     try:
-        data_rank = parallel_state.get_data_parallel_rank()
-        results = []
-        for shuffler in (CubicShuffler(), IdentityBalancedBatchShuffler()):
-            model, optimizer = build_sharded()
-            pipeline = TrainPipelineFactory.create(
-                "native", model=model, optimizer=optimizer, device=torch.device("cpu"), batch_shuffler=shuffler
-            )
-            source = rank_batches(data_rank, 6, [6, 2, 5])
-            for _ in range(6):
-                pipeline.progress(source)
-            shuffler.close()
-            results.append(weights_of(model))
-        return data_rank, results
+        rank = parallel_state.get_data_parallel_rank()
+        return [_trained(rank, kind()) for kind in (CubicShuffler, IdentityBalancedBatchShuffler)]
     finally:
         parallel_state.destroy_model_parallel()
 
 
 def _two_ranks_training():
-    model, optimizer = build_sharded()
-    shuffler = IdentityBalancedBatchShuffler()
-    pipeline = TrainPipelineFactory.create(
-        "native", model=model, optimizer=optimizer, device=torch.device("cpu"), batch_shuffler=shuffler
-    )
-    source = rank_batches(dist.get_rank(), 6, [6, 2, 5])
-    for _ in range(6):
-        pipeline.progress(source)
-    shuffler.close()
-    return weights_of(model)
+    return _trained(dist.get_rank(), IdentityBalancedBatchShuffler())
 
 
 def test_tensor_parallel_peers_do_not_double_the_gradients(fresh_ranks, two_ranks):
     reference = two_ranks.run(_two_ranks_training)[0]
-    for _, (balanced_weights, plain_weights) in fresh_ranks.run(_tensor_parallel_training):
-        assert largest_difference(balanced_weights, reference) < 1e-5
-        assert largest_difference(plain_weights, reference) < 1e-5
+    for weights in itertools.chain(*fresh_ranks.run(_tensor_parallel_training)):
+        assert largest_difference(weights, reference) < 1e-5
 
 
 def _given_group():
@@ -269,16 +261,15 @@ def _payload_tried(error, failing_ranks, others_hang=False):
     """
     released = threading.Event()
     send, pools = dist.all_to_all_single, mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
-    of_others = (lambda *arguments, **options: released.wait(60)) if others_hang else send
+    of_others = (lambda *arguments, **options: released.wait()) if others_hang else send
     fails = mock.Mock(side_effect=error if dist.get_rank() in failing_ranks else of_others)
-    started = time.monotonic()
     with pools:
         try:
             with mock.patch.object(dist, "all_to_all_single", fails):
                 shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
         except Exception as raised:
             released.set()
-            return type(raised).__name__, str(raised), time.monotonic() - started
+            return type(raised).__name__, str(raised)
         with closing(shuffler), mock.patch.object(dist, "all_to_all_single", side_effect=send) as sent:
             result = shuffler.shuffle(my_batch())
         return sent.call_count, shuffler.last_stats.moved, result.sample_id[: result.actual_batch_size].tolist()
@@ -288,10 +279,9 @@ def _payload_tried(error, failing_ranks, others_hang=False):
 def test_an_error_of_the_first_all_to_all_is_no_missing_all_to_all(own_ranks, others_hang):
     """A rank that has too little memory for it fails, with its own error; the others quote it and wait for nothing."""
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
-    for rank, (kind, text, seconds) in enumerate(own_ranks.run(_payload_tried, error, [1], others_hang, timeout=60)):
+    for rank, said in enumerate(own_ranks.run(_payload_tried, error, [1], others_hang, timeout=60)):
         quoted = f"rank 1 failed in the connection of step 0: OutOfMemoryError: {error}"
-        assert (kind, text) == (("OutOfMemoryError", str(error)) if rank == 1 else ("RankMissingError", quoted))
-        assert seconds < 30
+        assert said == (("OutOfMemoryError", str(error)) if rank == 1 else ("RankMissingError", quoted))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Backend mpi does not support alltoall_base"), NotImplementedError()])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from unittest import mock
 
@@ -22,9 +21,8 @@ from commons.distributed.row_exchange import RowExchange
 from tests.helpers.faults import my_batch, on_rank, raised_by
 from tests.helpers.pipelines import CubicShuffler
 
-# Far above what the test may take.
+# Far above what the test may take, which the pool limits.
 TIMEOUT = 300.0
-SOON = 20.0
 
 
 class _Done(dist.Work):
@@ -86,24 +84,21 @@ def _fails_after_the_plan(hangs_in_the_call):
         handle.prepared()
         following = shuffler.start_shuffle(my_batch(2)) if dist.get_rank() != 1 else None
         error = torch.OutOfMemoryError("tried to allocate 7 GiB")
-        started = time.monotonic()
         with on_rank(1, mock.patch.object(RowExchange, "_select", side_effect=error)):
             text = raised_by(lambda: shuffler.finish_shuffle(batch, handle))
         if following is not None and not hangs_in_the_call:
             assert text == "no error"
             text = raised_by(following.prepared)
-        seconds = time.monotonic() - started
         with contextlib.suppress(RuntimeError):
             shuffler.close()
-    return text, seconds, made[0].aborted.is_set()
+    return text, made[0].aborted.is_set()
 
 
 @pytest.mark.parametrize("hangs_in_the_call", [True, False])
 def test_ranks_that_wait_for_rows_end_with_the_error_of_the_one_that_failed(own_ranks, hangs_in_the_call):
     """The group is aborted where that frees a thread, and not where a stream would go on with rows that never came."""
     answers = own_ranks.run(_fails_after_the_plan, hangs_in_the_call, timeout=90)
-    for rank, (text, seconds, aborted) in enumerate(answers):
-        assert seconds < SOON
+    for rank, (text, aborted) in enumerate(answers):
         if rank == 1:
             assert text == "OutOfMemoryError: tried to allocate 7 GiB" and not aborted
         else:

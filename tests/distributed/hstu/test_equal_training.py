@@ -119,12 +119,7 @@ def test_plain_tables_in_float64(ranks, task, candidates):
 
 @pytest.mark.parametrize(
     ("task", "sharding"),
-    [
-        ("ranking", "table_wise"),
-        ("drawn", "row_wise"),
-        pytest.param("ranking", "row_wise", marks=pytest.mark.slow),
-        pytest.param("global", "table_wise", marks=pytest.mark.slow),
-    ],
+    [("ranking", "table_wise"), ("drawn", "row_wise"), pytest.param("global", "table_wise", marks=pytest.mark.slow)],
 )
 def test_sharded_tables_in_float32(ranks, task, sharding):
     _, on, moved, loss_on = ranks.run(_train, "hstu", task, 0, sharding)[0]

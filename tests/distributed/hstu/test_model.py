@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
@@ -66,38 +64,6 @@ def empty_like(batch: HSTUBatch) -> HSTUBatch:
     if batch.num_candidates is not None:
         fields["num_candidates"] = torch.zeros(1, dtype=torch.int64)
     return HSTUBatch(**fields)
-
-
-# -------------------------------------------------------------------------------------------------- exact gradients
-
-
-def averaged_gradients(empty_rank, max_num_candidates):
-    torch.manual_seed(0)
-    model = HSTURankingModel(CONFIG, plain_embeddings=True).double()
-    loss, output = model(share(global_batch(12, 5, max_num_candidates), empty_rank=empty_rank))
-    loss.backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        dist.all_reduce(parameter.grad)
-        gradients[name] = parameter.grad / dist.get_world_size()
-    return gradients, output.num_loss_tokens
-
-
-@pytest.mark.parametrize("max_num_candidates", [0, 5])
-@pytest.mark.parametrize("empty_rank", [None, 1])
-def test_averaged_gradients_equal_one_process_over_the_whole_batch(ranks, empty_rank, max_num_candidates):
-    results = ranks.run(averaged_gradients, empty_rank, max_num_candidates)
-    torch.manual_seed(0)
-    model = HSTURankingModel(CONFIG, plain_embeddings=True).double()
-    loss, output = model(global_batch(12, 5, max_num_candidates))
-    loss.backward()
-    counts = [count for _, count in results]
-    assert sum(counts) == output.num_loss_tokens and len(set(counts)) > 1
-    assert empty_rank is None or counts[empty_rank] == 0
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.abs().max() > 1e-8, name
-        for gradients, _ in results:
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-10)
 
 
 # --------------------------------------------------------------------------------------------------------- sharding
@@ -169,40 +135,8 @@ def shard_from_meta():
 def test_tables_on_meta_are_initialised_by_their_shards(two_ranks):
     (table, head), (_, other_head) = two_ranks.run(shard_from_meta)
     assert bool(table.all()) and 0.9 < float(table.abs().max()) * 50**0.5 < 1.1  # ±1/√rows, and one small update
+    assert not torch.equal(table[:2], table[25:27])  # shards do not start alike
     assert torch.equal(head, other_head)  # rank 0's
-
-
-def logits_with_times(position):
-    """Sharded and plain logits of a batch with a feature that has no table, at some place among its keys."""
-    hstu = dataclasses.replace(CONFIG.hstu, time_bias=True, time_buckets=10)
-    config = dataclasses.replace(CONFIG, hstu=hstu, embedding_dims={"user": 4})
-    torch.manual_seed(0)
-    model = HSTURankingModel(config)
-    plain = HSTURankingModel(config, plain_embeddings=True)
-    plain.load_state_dict(model.state_dict())
-    batch = share(global_batch(12, 5))
-    parts = list(batch.features.to_dict().items())
-    times = batch.features["item"].values().cumsum(0) + 10**9
-    parts.insert(
-        position, ("timestamp", KeyedJaggedTensor(["t"], times, lengths=batch.features["item"].lengths())["t"])
-    )
-    features = KeyedJaggedTensor(
-        keys=[key for key, _ in parts],
-        values=torch.cat([part.values() for _, part in parts]),
-        lengths=torch.cat([part.lengths() for _, part in parts]),
-        stride=batch.batch_size,
-    )
-    batch = dataclasses.replace(batch, features=features)
-    expected = plain(batch)[1].logits
-    parallel = build_distributed_model(model, device=CPU, sharding="row_wise")
-    return parallel(batch)[1].logits, expected
-
-
-@pytest.mark.parametrize("position", [0, 1, 3])
-def test_sharded_tables_pass_over_timestamps(two_ranks, position):
-    for logits, expected in two_ranks.run(logits_with_times, position):
-        assert logits.numel() > 10
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
 def refusals():
@@ -236,29 +170,6 @@ def test_what_cannot_be_sharded_is_refused(two_ranks):
         ]
 
 
-def train_with_a_short_table(sharding):
-    config = dataclasses.replace(CONFIG, embedding_dims={"item": 4, "user": 12})
-    try:
-        model = build_distributed_model(HSTURankingModel(config), device=CPU, sharding=sharding)
-    except ValueError as error:
-        return str(error)
-    model(share(global_batch(12, 0)))[0].backward()
-    return None
-
-
-def test_a_rank_without_rows_of_any_table_of_a_width(ranks):
-    """The only table as wide as the layers has three rows."""
-    messages = ranks.run(train_with_a_short_table, "row_wise")
-    if ranks.world_size == 4:
-        expected = r"row_wise tables of width 8 have rows \{'action': 3\}, which leaves one of 4 ranks without any"
-        assert all(re.search(expected, message) for message in messages)
-    else:
-        assert messages == [None] * ranks.world_size
-    assert (
-        ranks.run(train_with_a_short_table, {"action": "table_wise", "item": "row_wise"}) == [None] * ranks.world_size
-    )
-
-
 @pytest.mark.parametrize(("rows", "world_size", "fits"), [(3, 4, False), (4, 4, True), (5, 4, False), (7, 4, True)])
 def test_the_last_rank_has_rows(rows, world_size, fits):
     config = dataclasses.replace(CONFIG, embedding_tables={"item": 50, "action": rows}, embedding_dims={"item": 4})
@@ -274,53 +185,6 @@ def test_the_last_rank_has_rows(rows, world_size, fits):
 def test_sharding_needs_a_process_group():
     with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialised"):
         build_distributed_model(HSTURankingModel(CONFIG), device=CPU)
-
-
-# --------------------------------------------------------------------------------------------------------- training
-
-
-def learnable_batch(seed: int) -> HSTUBatch:
-    """Labels that follow from the item: its id's parity, and whether it is a small id."""
-    batch = global_batch(8, seed)
-    items = batch.features["item"].values()
-    for label, task in zip((items % 2, (items < 20).long()), ("task_0", "task_1")):
-        batch.labels[task].values().copy_(label)
-    return batch
-
-
-def train_in_a_stock_pipeline():
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = build_distributed_model(
-        HSTURankingModel(CONFIG),
-        device=CPU,
-        embedding_optimizer="rowwise_adagrad",
-        embedding_lr=0.1,
-        sharding="row_wise",
-    )
-    optimizer = torch.optim.Adam(dense_parameters(model).values(), lr=0.01)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=True)
-    num_steps = 60
-    batches = iter([learnable_batch(100 * rank + step % 10) for step in range(num_steps)])
-    losses = []
-    metrics = RankingMetrics(2)
-    for step in range(num_steps):
-        output = pipeline.progress(batches)
-        assert isinstance(output, RankingOutput)
-        losses.append(float(output.loss_sum) / output.num_loss_tokens)
-        if step >= num_steps - 10:
-            metrics.update(output)
-    with pytest.raises(StopIteration):
-        pipeline.progress(batches)
-    return losses, metrics.compute()
-
-
-def test_a_stock_pipeline_learns(two_ranks):
-    (losses, metrics), (other_losses, other_metrics) = two_ranks.run(train_in_a_stock_pipeline)
-    assert metrics == other_metrics  # those of all ranks
-    for rank_losses in (losses, other_losses):
-        assert sum(rank_losses[-10:]) / 10 < 0.3 * rank_losses[0]
-    assert min(metrics[f"auc_task_{task}"] for task in (0, 1)) > 0.98
 
 
 # ---------------------------------------------------------------------------------------------------------- metrics

@@ -25,13 +25,13 @@ from commons.trainer.evaluation import evaluate
 from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.run import run_training
 from hstu import HSTUBalancedBatchShuffler, recipe
-from hstu.metrics import RankingMetrics, count_items
+from hstu.metrics import RankingMetrics
 from hstu.model import HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
 from hstu.model.gathered_rows import gather_rows
-from hstu.negatives import draw_negatives, sample_negatives, with_negatives
+from hstu.negatives import sample_negatives
 from hstu.recipe import HSTURecipe
 from hstu.retrieval_metrics import RetrievalMetrics
-from hstu.sharding import build_distributed_model, dense_parameters
+from hstu.sharding import build_distributed_model
 from hstu.train_config import TrainConfig
 
 CPU = torch.device("cpu")
@@ -163,53 +163,6 @@ def test_gathered_rows_have_the_gradients_of_all_ranks(ranks, counts):
 
 
 # ---------------------------------------------------------------------------------------------------------- learning
-
-
-CHAINS = RetrievalConfig(HSTU, {"item": NUM_ITEMS}, "item", num_negatives=16, temperature=0.1)
-
-
-def chains(num_batches, rank):
-    """Every item but the first follows from the one before; frequent items are those where chains begin."""
-    generator = torch.Generator().manual_seed(rank)
-    for number in range(num_batches):
-        lengths = torch.randint(2, 14, (8,), generator=generator)
-        starts = torch.randint(5, (8,), generator=generator)
-        items = [(start + 7 * torch.arange(length)) % NUM_ITEMS for start, length in zip(starts, lengths)]
-        features = padded_kjt({"item": torch.cat(items)}, {"item": lengths}, 8)
-        batch = HSTUBatch(features, 8, {"item": 13}, item_feature_name="item")
-        rows = np.arange(8) + 8 * (rank + 4 * number)
-        drawn = draw_negatives(rows, CHAINS.num_negatives, NUM_ITEMS, seed=0, epoch=0)
-        yield with_negatives(batch, "item_negatives", torch.from_numpy(drawn))
-
-
-def learn_chains():
-    torch.manual_seed(0)
-    model = build_distributed_model(HSTURetrievalModel(CHAINS), device=CPU, embedding_lr=0.1, sharding="row_wise")
-    optimizer = torch.optim.Adam(dense_parameters(model).values(), lr=0.02)
-    rank = dist.get_rank()
-    popularity = count_items(chains(10, rank), NUM_ITEMS, device=CPU)
-    metrics = RetrievalMetrics(model, "item", ["HR@3", "NDCG@3"], temperature=0.1, popularity=popularity)
-    shufflers = [HSTUBalancedBatchShuffler(8, 2, 4, 2), IdentityBalancedBatchShuffler()]
-    results = []
-    for shuffler, source in zip(shufflers, (chains(60, rank), chains(10, rank + 100))):
-        pipeline = TrainPipelineFactory.create(
-            "native", model=model, optimizer=optimizer, device=CPU, batch_shuffler=shuffler
-        )
-        if not results:
-            results = [float(pipeline.progress(source).loss_sum) for _ in range(60)]
-        else:
-            found = evaluate(pipeline, model, source, metrics, CPU)
-        pipeline.detach()
-        shuffler.close()
-    return found
-
-
-@pytest.mark.slow
-def test_retrieval_learns_what_follows_and_beats_popularity(two_ranks):
-    found, other = two_ranks.run(learn_chains)
-    assert found == other and found["rows"] == 160
-    assert found["HR@3"] > 0.9 and found["NDCG@3"] > 0.8
-    assert found["popularity_HR@3"] < 0.3
 
 
 @pytest.fixture(scope="module")

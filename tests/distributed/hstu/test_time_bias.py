@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.raw_data.kuairand import generate_kuairand
-from commons.datasets import hstu_batch
 from commons.datasets.public.kuairand import VERSIONS, preprocess_kuairand
 from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
@@ -63,21 +61,6 @@ def test_balanced_and_not(two_ranks, datasets, tmp_path, task, data):
     assert len(expected) == 6 and moved > 3
     assert found == pytest.approx(expected, rel=1e-5)
     assert balanced == pytest.approx(evaluated, rel=1e-4)
-
-
-def run_without_gaps(flags, run_dir):
-    with mock.patch.object(
-        hstu_batch, "random_times", lambda lengths, generator: torch.zeros(int(lengths.sum())).long()
-    ):
-        return run(flags, run_dir)
-
-
-def test_the_times_matter(two_ranks, datasets, tmp_path):
-    flags = [*datasets["random"], "--model.time-bias"]
-    two_ranks.run(run, flags, tmp_path / "times")
-    two_ranks.run(run_without_gaps, flags, tmp_path / "flat")
-    (times, _), (flat, _) = losses(tmp_path / "times"), losses(tmp_path / "flat")
-    assert times[0] == pytest.approx(flat[0], rel=1e-2) and times != pytest.approx(flat, rel=1e-6)
 
 
 def counted_features():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,12 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
-from commons.trainer.config.load import load_config_file
-from hstu.train_config import TrainConfig
 from tests.helpers.hstu_jobs import ROOT, TINY, run, start
 
 QUIET_TORCHRUN = "commons.trainer.torchrun"
@@ -44,39 +40,6 @@ run_main(main)
 
 
 @pytest.mark.slow
-def test_a_run_under_torchrun(tmp_path):
-    status, shown, errors = run(
-        "torch.distributed.run",
-        "-m",
-        "hstu.train",
-        *TINY,
-        "--trainer.enable-balanced-shuffler",
-        "--trainer.peak-tflops",
-        "0.5",
-        "--trainer.run-dir",
-        tmp_path,
-    )
-    assert status == 0, errors
-    assert "2 ranks on the CPU" in shown and "imbalance" in shown
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6]
-    assert all(line["imbalance_after"] <= line["imbalance_before"] for line in lines if "loss" in line)
-    evaluations = [line for line in lines if "eval_loss" in line]
-    assert [(line["step"], line["eval_rows"]) for line in evaluations] == [(4, 16), (6, 16)]
-    assert all(0 <= line["eval_auc_task_0"] <= 1 for line in evaluations)
-    trained = [line for line in lines if "loss" in line]
-    assert all(line["tflops_per_rank"] > 0 for line in trained)
-    assert all(line["mfu"] == pytest.approx(line["tflops_per_rank"] / 0.5) for line in trained)
-    scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    logged = scalars.Scalars("shuffle/imbalance_before")
-    assert [event.step for event in logged] == [2, 4, 6]
-    assert [event.value for event in logged] == pytest.approx([line["imbalance_before"] for line in trained])
-    assert {"train/loss", "train/mfu", "eval/auc_task_0"} <= set(scalars.Tags()["scalars"])
-    assert load_config_file(TrainConfig, tmp_path / "config.json").trainer.enable_balanced_shuffler is True
-    assert json.loads((tmp_path / "summary.json").read_text())["metrics"]["eval_rows"] == 16
-
-
-@pytest.mark.slow
 def test_a_mistake_that_every_rank_makes_is_said_once(tmp_path):
     arguments = ["-m", "hstu.train", *TINY, "--trainer.run-dir", tmp_path, "--trainer.global-batch-size", "3"]
     status, _, errors = run("torch.distributed.run", *arguments)
@@ -102,41 +65,27 @@ def test_the_quiet_torchrun_ends_with_that_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_failing_rank_is_the_one_that_speaks(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "status", "log", "begins", "ends"),
+    [
+        ("fails", 1, "rank1.log", "rank 1: RuntimeError: out of order (traceback in ", "rank1.log)"),
+        ("leaves", 1, "rank0.log", "rank 0: a collective of the training failed (", "rank0.log)"),
+        ("killed", 128 + signal.SIGKILL, None, "rank 1 was ended by SIGKILL", ""),
+    ],
+)
+def test_the_failing_rank_is_the_one_that_speaks(tmp_path, kind, status, log, begins, ends):
     script = tmp_path / "script.py"
     script.write_text(FAILING)
-    status, _, errors = run(QUIET_TORCHRUN, script, "fails", tmp_path)
-    assert status == 1
-    log_file = tmp_path / "rank1.log"
-    said = [line for line in errors.splitlines() if "error" in line.lower()]
-    assert said == [f"error: rank 1: RuntimeError: out of order (traceback in {log_file})"]
-    assert "Traceback" not in errors and "Traceback" in log_file.read_text()
-    assert not (tmp_path / "rank0.log").exists()
-
-
-@pytest.mark.slow
-def test_a_rank_whose_peer_has_left_says_so_in_one_line(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(FAILING)
-    status, _, errors = run(QUIET_TORCHRUN, script, "leaves", tmp_path)
-    assert status == 1
-    (said,) = [line for line in errors.splitlines() if "error" in line.lower()]
-    assert said.startswith("error: rank 0: a collective of the training failed (")
-    assert said.endswith(f"; a rank exited or stalled: see its log (traceback in {tmp_path / 'rank0.log'})")
-    assert "/gloo/" not in errors and "Traceback" not in errors
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_is_named(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(FAILING)
-    status, _, errors = run(QUIET_TORCHRUN, script, "killed", tmp_path)
-    assert status == 128 + signal.SIGKILL
-    *others, last = [line for line in errors.splitlines() if "error" in line.lower()]
-    assert last == "error: rank 1 was ended by SIGKILL"
-    # Unless torchrun ends it first.
+    found, _, errors = run(QUIET_TORCHRUN, script, kind, tmp_path)
+    assert found == status
+    *others, said = [line for line in errors.splitlines() if "error" in line.lower()]
+    assert said.startswith(f"error: {begins}") and said.endswith(ends)
+    # A killed rank's peer may speak too, unless torchrun ends it first.
+    assert kind == "killed" or not others
     assert all(line.startswith("error: rank 0: a collective of the training failed (") for line in others)
     assert "frame #" not in errors and "/gloo/" not in errors and "Traceback" not in errors
+    assert log is None or "Traceback" in (tmp_path / log).read_text()
+    assert kind != "leaves" or "; a rank exited or stalled: see its log (traceback in " in said
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -1,14 +1,12 @@
-"""Training a decoder: resumed exactly, with tensor parallelism too; the commands as a user types them."""
+"""Training a decoder: resumed exactly, with tensor parallelism too; the demo as a user types it."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,25 +30,6 @@ from tests.helpers.models import weights_of
 from tests.helpers.sid_models import CPU, model_parallel
 
 ROOT = Path(__file__).parents[3]
-TINY = {
-    "trainer.train-batch-size": "4",
-    "trainer.eval-batch-size": "3",
-    "trainer.log-interval": "2",
-    "trainer.eval-interval": "4",
-    "trainer.max-eval-iters": "2",
-    "trainer.device": "cpu",
-    "trainer.eval-metrics": "HitRate@2 NDCG@5 Recall@5",
-    "trainer.top-k-for-generation": "5",
-    "dataset.dataset-name": "sid-random",
-    "dataset.num-batches": "6",
-    "dataset.max-history-seqlen": "12",
-    "dataset.max-num-candidates": "2",
-    "sid.codebook-sizes": "6 6 6",
-    "sid.num-random-items": "50",
-    "model.hidden-size": "16",
-    "model.num-layers": "1",
-    "optimizer.sharding": "row_wise",
-}
 
 
 def _train(folder, tensor_parallel_size, **changes):
@@ -149,51 +128,6 @@ def test_own_data_from_end_to_end(two_ranks, tmp_path, single_rank_load):
     long = [len(user) - 6 for user in users if len(user) > 6]
     assert f"evaluation: {len(long)} of 21 users have more than 6 items; {sum(long)} of their oldest items" in shown
     assert "cut" not in silent and same == [steps, metrics]
-
-
-def run(*arguments, ranks=2, **changes):
-    flags = [part for name, value in (TINY | changes).items() for part in (f"--{name}", *value.split())]
-    command = [sys.executable, "-m", "commons.trainer.torchrun", "--standalone", f"--nproc_per_node={ranks}"]
-    process = subprocess.Popen(
-        [*command, "-m", "sid_gr.train", *flags, *map(str, arguments)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, output, errors
-
-
-@pytest.mark.slow
-def test_a_run_under_torchrun(tmp_path):
-    status, shown, errors = run("--trainer.enable-balanced-shuffler", "--trainer.run-dir", tmp_path)
-    assert status == 0, errors
-    assert "2 ranks on the CPU" in shown and "eval_Recall@5" in shown
-    assert "UserWarning" not in errors  # of megatron-core, about packages that are not there
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    training = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in training] == [2, 4, 6]
-    assert all(line["imbalance_after"] <= line["imbalance_before"] and line["tflops_per_rank"] > 0 for line in training)
-    evaluations = [line for line in lines if "eval_loss" in line]
-    assert [(line["step"], line["eval_rows"]) for line in evaluations] == [(4, 12), (6, 12)]
-    for line in evaluations:
-        assert 0 <= line["eval_HitRate@2"] <= line["eval_Recall@5"] <= 1 and 0 <= line["eval_NDCG@5"] <= 1
-
-
-@pytest.mark.slow
-def test_a_mistake_is_one_line(tmp_path):
-    status, _, errors = run("--trainer.run-dir", tmp_path, **{"model.tensor-model-parallel-size": "4"})
-    assert status == 2
-    (said,) = [line for line in errors.splitlines() if line.startswith("error:")]
-    assert "tensor_model_parallel_size is 4, there are 2 ranks; every decoder has as many ranks as the others" in said
-    assert "Traceback" not in errors
 
 
 @pytest.mark.slow

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import signal
 import tempfile
 from collections import Counter
 from unittest import mock
@@ -44,9 +42,7 @@ WAYS = pytest.mark.parametrize("way", [SAMPLER, STAGE, BUDGET], ids=["sampler", 
 
 
 class Noted(HSTURecipe):
-    """Notes the users of every batch that this rank trains, and the learning rates; may end the run as SIGTERM does."""
-
-    killed_at: int | None = None
+    """Notes the users of every batch that this rank trains, and the learning rates."""
 
     def __init__(self, config, device):
         super().__init__(config, device)
@@ -55,8 +51,6 @@ class Noted(HSTURecipe):
 
     def num_tokens(self, batch):
         self.users.append(batch.features["user_id"].values().tolist())
-        if len(self.users) == self.killed_at and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
         return super().num_tokens(batch)
 
     def build_optimizer(self, model):
@@ -65,7 +59,7 @@ class Noted(HSTURecipe):
         return optimizer
 
 
-def train(data, run_dir, *, killed_at=None, dataset=None, batch_size=4, task="ranking", **changes):
+def train(data, run_dir, *, dataset=None, batch_size=4, task="ranking", **changes):
     """Steps, this rank's users of each step, learning rates, and what is said of one run."""
     trainer = {"log_interval": 1, "eval_interval": 100, "sinks": [], "num_epochs": 1} | changes
     negatives = {"num_negatives": 3} if task == "retrieval" else {}
@@ -77,7 +71,6 @@ def train(data, run_dir, *, killed_at=None, dataset=None, batch_size=4, task="ra
         task=task,
     )
     recipe = Noted(config, CPU)
-    recipe.killed_at = killed_at
     with mock.patch.object(TrainLog, "say") as say:
         steps = run_training(recipe).steps
     return steps, recipe.users, recipe.rates, [call.args[0] for call in say.call_args_list]
@@ -107,28 +100,15 @@ def test_every_user_is_trained_once_per_epoch(ranks, data, tmp_path, way):
     ("way", "rows"),
     [
         (SAMPLER | {"batch_size": 1}, ROWS),
-        (BUDGET | {"budget_per_rank": 1.0, "batch_size": 1}, ROWS),
         (BUDGET | {"budget_per_rank": 1.0, "batch_size": 1, "dataset": {"drop_last": True}}, ROWS - 1),
     ],
-    ids=["sampler", "budget", "budget that leaves rows out"],
+    ids=["sampler", "budget that leaves rows out"],
 )
 def test_no_rank_goes_without_a_batch(two_ranks, data, tmp_path, way, rows):
     """Of an odd number of rows, one or none on a rank's step otherwise."""
     result = two_ranks.run(train, data, str(tmp_path / "run"), **way)
     assert users_of(result).total() == len(users_of(result)) == rows
     assert [len(users) for _, users, *_ in result] == [29, 29] and all(all(users) for _, users, *_ in result)
-
-
-def _table(data, run_dir):
-    """Rows of the table at the end of a run, which the first rank prints."""
-    with mock.patch("commons.trainer.observe.train_log.print_summary") as print_summary:
-        train(data, run_dir, num_epochs=None, max_train_iters=1, **STAGE)
-    return [row for call in print_summary.call_args_list for row in call.args[1].items()]
-
-
-def test_the_table_at_the_end_says_how_many_batches_were_balanced_together(two_ranks, data, tmp_path):
-    first, _ = two_ranks.run(_table, data, str(tmp_path / "run"))
-    assert ("balanced together", f"{STAGE['shuffle_window']} batches") in first
 
 
 @WAYS
@@ -170,90 +150,16 @@ def test_other_ranks_go_on_with_what_is_left(rank_pools, data, tmp_path, way):
 
 
 # With this seed the plan of the last window lowers the loads, so that its rows are not left as they were loaded.
-@pytest.mark.parametrize(
-    "way", [SAMPLER, STAGE | {"shuffler": ShufflerOptions(slack=0.0), "seed": 7}], ids=["sampler", "stage"]
-)
-def test_rows_of_the_last_window_are_counted_as_they_were_trained(two_ranks, data, tmp_path, way):
-    """Its eleven rows are spread over two steps, where the loader has eight and three."""
-    saving = {"ckpt_save_interval": 1000, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
-    schedule = {"schedule_in": "rows", "num_epochs": None}
-    first = two_ranks.run(train, data, str(tmp_path / "run"), **saving | schedule, max_train_iters=50)
-    trained, again = users_of(first), users_of(first, slice(6, None))
-    assert len(first[0][1]) == 7 and 0 < again.total() < 8
-    (path,) = (tmp_path / "checkpoints").glob("step_*/state.json")
-    progress = json.loads(path.read_text())["progress"]
-    assert (progress["rows"], progress["window_rows"]) == (trained.total(), again.total())
-    rest = two_ranks.run(
-        train, data, str(tmp_path / "rest"), **way | {"batch_size": 3}, ckpt_load_dir=saving["ckpt_save_dir"]
-    )
-    assert trained - again + users_of(rest) == Counter(dict.fromkeys(trained | users_of(rest), 1))
-    assert f"the window is read again, and {again.total()} rows come a second time" in " ".join(rest[0][3])
-
-
-def test_a_window_that_another_planner_has_dealt_is_read_again(two_ranks, data, tmp_path):
-    way = STAGE
-    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
-    first = two_ranks.run(train, data, str(tmp_path / "run"), max_train_iters=5, **saving)
-    path = tmp_path / "checkpoints" / "step_00000005" / "state.json"
-    state = json.loads(path.read_text())
-    state["progress"]["window_of"]["plans"] = "of another planner"
-    del state["digests"], state["digest"]
-    path.write_text(json.dumps(state))
-    rest = two_ranks.run(train, data, str(tmp_path / "rest"), **way, ckpt_load_dir=saving["ckpt_save_dir"])
-    assert users_of(first, slice(3)) + users_of(rest) == Counter(dict.fromkeys(users_of(first) | users_of(rest), 1))
-    assert "the window is read again, and 16 rows come a second time" in " ".join(rest[0][3])
-
-
-@pytest.mark.parametrize("way", [pytest.param(SAMPLER, marks=pytest.mark.slow), STAGE], ids=["sampler", "stage"])
-def test_sigterm_within_a_window(two_ranks, data, tmp_path, way):
-    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
-    whole = two_ranks.run(train, data, str(tmp_path / "whole"), **way)
-    killed = two_ranks.run(train, data, str(tmp_path / "parts"), killed_at=3, **saving)
-    stopped = killed[0][0]
-    assert stopped == killed[1][0] < 7
-    rest = two_ranks.run(train, data, str(tmp_path / "parts"), **saving, ckpt_load_dir=saving["ckpt_save_dir"])
-    assert [begun + others for (_, begun, *_), (_, others, *_) in zip(killed, rest)] == [
-        users for _, users, *_ in whole
-    ]
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-
-
 def test_a_schedule_in_rows(two_ranks, data, tmp_path):
-    """Steps of 8 rows: what is due comes after the step that reaches it; rates are those of a schedule in steps."""
-    schedule = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
-    two_ranks.run(
-        train,
-        data,
-        str(tmp_path / "rows"),
-        **SAMPLER,
-        schedule_in="rows",
-        num_epochs=None,
-        max_train_iters=50,
-        eval_interval=20,
-        ckpt_save_interval=30,
-        ckpt_save_dir=str(tmp_path / "checkpoints"),
-        optimization=OptimizationArgs(warmup_steps=16, **schedule),
-    )
+    """Steps of 8 rows: what is due comes after the step that reaches it."""
+    schedule = {"schedule_in": "rows", "num_epochs": None, "max_train_iters": 50, "eval_interval": 20}
+    saving = {"ckpt_save_interval": 30, "ckpt_save_dir": str(tmp_path / "checkpoints")}
+    two_ranks.run(train, data, str(tmp_path / "rows"), **SAMPLER, **schedule, **saving)
     assert [line["step"] for line in lines(tmp_path / "rows") if "eval_loss" in line] == [3, 5, 7]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000004", "step_00000007"]
     progress = json.loads((tmp_path / "checkpoints" / "step_00000007" / "state.json").read_text())["progress"]
     assert (progress["rows_in_epoch"], progress["window_steps"], progress["window_of"]["window"]) == (48, 1, 3)
     assert progress["rows"] - 48 == progress["window_rows"] in (5, 6)  # of 11 rows in its two steps
-    rates = [
-        two_ranks.run(
-            train,
-            data,
-            str(tmp_path / name),
-            **SAMPLER,
-            schedule_in=name,
-            num_epochs=None,
-            max_train_iters=6 * of_a_step,
-            optimization=OptimizationArgs(warmup_steps=2 * of_a_step, **schedule),
-            overwrite=True,
-        )[0][2]
-        for name, of_a_step in (("rows", 8), ("steps", 1))
-    ]
-    assert rates[0] == pytest.approx(rates[1], rel=1e-12) and len(rates[0]) == 6
 
 
 def test_a_schedule_in_rows_of_steps_that_differ(rank_pools, data, tmp_path):
@@ -288,18 +194,10 @@ def test_negatives_come_with_rows_that_are_read_by_their_work(two_ranks, data, t
 def _errors(data, run_dir):
     """What is said of data and settings that do not go together."""
     said = []
-    for changes in (
-        SAMPLER | {"dataset": {"dataset_name": "random"}},
-        SAMPLER | {"shuffler": ShufflerOptions(max_tokens_per_rank=40)},
-    ):
-        dataset = changes.pop("dataset", {})
-        changes.pop("batch_size", None)
-        name = dataset.pop("dataset_name", "ml-1m")
-        config = TrainConfig(
-            TrainerArgs(4, 4, run_dir=run_dir, **changes), DatasetArgs(name, 24, dataset_path=data, **dataset)
-        )
+    for name, options in (("random", {}), ("ml-1m", {"shuffler": ShufflerOptions(max_tokens_per_rank=40)})):
+        trainer = TrainerArgs(4, 4, run_dir=run_dir, **SAMPLER, **options)
         try:
-            run_training(HSTURecipe(config, CPU))
+            run_training(HSTURecipe(TrainConfig(trainer, DatasetArgs(name, 24, dataset_path=data)), CPU))
         except ValueError as error:
             said.append(str(error))
     return said

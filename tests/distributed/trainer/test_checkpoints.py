@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -10,22 +11,21 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
-from commons.datasets.loader.data_loader import get_data_loader
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
-from commons.trainer import TrainerArgs
+from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress, list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
-from commons.trainer.loop import TrainingLoop
-from hstu import HSTUBalancedBatchShuffler
-from hstu.metrics import RankingMetrics
-from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
-from hstu.sharding import build_distributed_model, dense_parameters
+from commons.trainer.optimize.optimizers import OptimizerArgs
+from commons.trainer.run import run_training
+from hstu.recipe import HSTURecipe
+from hstu.sharding import dense_parameters
+from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.faults import raised_by
 from tests.helpers.models import build_sharded, weights_of
 from tests.helpers.run_folders import lines, losses
@@ -60,77 +60,65 @@ class OddLoader:
             yield batch
 
 
-class RecordingAdam(torch.optim.Adam):
-    """Remembers its learning rates."""
+class Odd(HSTURecipe):
+    """With such loaders; keeps its model, and the learning rates of its optimizer."""
 
-    def step(self, closure=None):
-        self.rates = [*getattr(self, "rates", []), self.param_groups[0]["lr"]]
-        return super().step(closure)
+    killed_at: int | None = None
+    killed_in_evaluation = False
+
+    def open_loaders(self):
+        train, test = super().open_loaders()
+        return OddLoader(train, self.killed_at), OddLoader(test, 0 if self.killed_in_evaluation else None)
+
+    def build_model(self):
+        self.model = super().build_model()
+        return self.model
+
+    def build_optimizer(self, model):
+        self.rates, optimizer = [], super().build_optimizer(model)
+        optimizer.register_step_pre_hook(lambda optimizer, *_: self.rates.append(optimizer.param_groups[0]["lr"]))
+        return optimizer
 
 
-def run(
+def fail(self, *arguments):
+    raise OSError(28, "No space left on device")
+
+
+def train(
     data,
     run_dir,
     *,
     sharding="row_wise",
     dropout=0.2,
-    killed_at=None,
-    killed_in_evaluation=False,
     heads=2,
     disk_full=False,
-    seed=1,
     global_batch=8,
-    rates=None,
+    loaders=None,
     **changes,
 ):
-    """Steps and the weights of one run, on the ranks of a pool."""
-    world_size = dist.get_world_size()
-    torch.manual_seed(7)
+    """Steps of one run, on the ranks of a pool, and its recipe."""
     args = TrainerArgs(
-        global_batch // world_size, 4, run_dir=run_dir, log_interval=1, eval_interval=4, sinks=(), **changes
+        global_batch // dist.get_world_size(),
+        4,
+        run_dir=run_dir,
+        **{"log_interval": 1, "eval_interval": 4, "sinks": (), "enable_balanced_shuffler": True} | changes,
     )
-    options = {"dataset_path": data, "max_history_seqlen": 24, "rank": dist.get_rank(), "world_size": world_size}
-    options["seed"] = seed
-    loader = get_data_loader("ml-1m", "train", batch_size=args.train_batch_size, shuffle=True, **options)
-    eval_loader = get_data_loader("ml-1m", "test", batch_size=4, **options)
-    hstu = HSTUConfig(16, 1, heads, 8, max_sequence_length=loader.dataset.max_sequence_length, dropout=dropout)
-    config = RankingConfig(hstu, loader.dataset.vocabulary_sizes, (8, 1), 1)
-    model = build_distributed_model(
-        HSTURankingModel(config), device=CPU, sharding=sharding, local_world_size=world_size
+    config = TrainConfig(
+        args,
+        DatasetArgs("ml-1m", 24, dataset_path=data, shuffle=True),
+        ModelArgs(16, 1, heads, 8, dropout=dropout, prediction_head_arch=(8, 1)),
+        OptimizerArgs(dense_lr=0.01, sharding=sharding),
     )
-    # Dropout differs from rank to rank.
-    torch.manual_seed(100 + dist.get_rank())
-    shufflers = HSTUBalancedBatchShuffler(16, heads, 8), IdentityBalancedBatchShuffler()
-    write_data = FileSystemWriter.write_data
-    if disk_full:
+    recipe = Odd(config, CPU)
+    vars(recipe).update(loaders or {})
+    is_full = disk_full and dist.get_rank() == 1
+    with mock.patch.object(FileSystemWriter, "write_data", fail) if is_full else contextlib.nullcontext():
+        return run_training(recipe).steps, recipe
 
-        def fail(self, *arguments):
-            raise OSError(28, "No space left on device")
 
-        if dist.get_rank() == 1 and args.ckpt_load_dir:
-            FileSystemWriter.write_data = fail
-    try:
-        loop = TrainingLoop(
-            args,
-            model=model,
-            optimizer=(optimizer := RecordingAdam(dense_parameters(model).values(), lr=0.01)),
-            device=CPU,
-            shuffler=shufflers[0],
-            train_loader=OddLoader(loader, killed_at),
-            eval_shuffler=shufflers[1],
-            eval_loader=OddLoader(eval_loader, 0 if killed_in_evaluation else None),
-            metrics=RankingMetrics(1),
-            fingerprint={"hstu": {"num_attention_heads": heads, "head": (8, 1)}},
-        )
-        summary = loop.run()
-        if rates is not None:
-            rates += optimizer.rates
-        trained = [row.tolist() for row in weights_of(model).values()]
-    finally:
-        FileSystemWriter.write_data = write_data
-        for shuffler in shufflers:
-            shuffler.close()
-    return summary.steps, trained
+def run(*args, **kwargs):
+    steps, recipe = train(*args, **kwargs)
+    return steps, [row.tolist() for row in weights_of(recipe.model).values()]
 
 
 def evaluations(run_dir):
@@ -176,9 +164,8 @@ def test_a_run_goes_on_with_other_ranks(rank_pools, data, tmp_path, sharding):
 
 
 def _rates(*args, **kwargs):
-    rates = []
-    steps, _ = run(*args, rates=rates, **kwargs)
-    return steps, rates
+    steps, recipe = train(*args, **kwargs)
+    return steps, recipe.rates
 
 
 def test_the_schedule_ends_with_the_run_on_other_ranks(rank_pools, data, tmp_path):
@@ -196,7 +183,7 @@ def test_the_schedule_ends_with_the_run_on_other_ranks(rank_pools, data, tmp_pat
 def test_sigterm_on_one_rank_saves_and_ends_all(two_ranks, data, tmp_path):
     whole = two_ranks.run(run, data, str(tmp_path / "whole"), max_train_iters=STEPS)
     changes = settings(tmp_path / "checkpoints", ckpt_save_interval=100)
-    killed = two_ranks.run(run, data, str(tmp_path / "parts"), killed_at=3, **changes)
+    killed = two_ranks.run(run, data, str(tmp_path / "parts"), loaders={"killed_at": 3}, **changes)
     (stopped_at, _), (also_at, _) = killed
     assert stopped_at == also_at < STEPS - 2
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [f"step_{stopped_at:08d}"]
@@ -207,7 +194,7 @@ def test_sigterm_on_one_rank_saves_and_ends_all(two_ranks, data, tmp_path):
 
 def test_sigterm_ends_an_evaluation(two_ranks, data, tmp_path):
     changes = settings(tmp_path / "checkpoints", ckpt_save_interval=100)
-    for rank in two_ranks.run(run, data, str(tmp_path / "run"), killed_in_evaluation=True, **changes):
+    for rank in two_ranks.run(run, data, str(tmp_path / "run"), loaders={"killed_in_evaluation": True}, **changes):
         assert rank[0] == 4
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4] and not evaluations(tmp_path / "run")
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000004"]
@@ -247,27 +234,24 @@ def saved(first_checkpoints, tmp_path):
     return Path(shutil.copytree(first_checkpoints[0], tmp_path / "checkpoints"))
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-5])
-
-
-def test_a_damaged_checkpoint_is_passed_over(two_ranks, data, tmp_path, saved):
+def test_what_a_checkpoint_is_refused_for(two_ranks, data, tmp_path, saved):
     changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved))
-    truncate(saved / "step_00000004" / "__1_0.distcp")
-    (steps, said), _ = two_ranks.run(_warnings, data, str(tmp_path / "again"), **changes)
-    assert steps == 6 and list(losses(tmp_path / "again")) == [3, 4, 5, 6]
-    assert any("step_00000004 is damaged (__1_0.distcp has" in text and "the one before" in text for text in said)
     (_, said), _ = two_ranks.run(_warnings, data, str(tmp_path / "other"), seed=2, profile=True, **changes)
-    assert any("is within an epoch that was read with seed = 1, here it is 2; " in text for text in said)
+    assert any("is within an epoch that was read with seed = 1234, here it is 2; " in text for text in said)
     assert any("no trace was recorded: this run has trained none of the steps from 100 to 199" in text for text in said)
-    named, nowhere = str(saved / "step_00000004"), str(tmp_path / "nowhere")
-    for error in two_ranks.run(_error_of, data, str(tmp_path / "named"), **changes | {"ckpt_load_dir": named}):
-        assert "step_00000004 is damaged (__1_0.distcp has" in error
-    (saved / "step_00000002" / ".metadata").unlink()
+    for error in two_ranks.run(_error_of, data, str(tmp_path / "heads"), heads=4, **changes):
+        assert "hstu.num_attention_heads = 2, here it is 4" in error
+    nowhere = changes | {"ckpt_load_dir": str(tmp_path / "nowhere")}
+    for error in two_ranks.run(_error_of, data, str(tmp_path / "none"), **nowhere):
+        assert "nowhere does not exist; it is a checkpoint or" in error
+    earlier = changes | {"ckpt_save_interval": 2, "ckpt_load_dir": str(saved / "step_00000002")}
+    for error in two_ranks.run(_error_of, data, str(tmp_path / "run"), **earlier):
+        assert error.startswith("ValueError: ") and "holds step_00000004, and this run starts" in error
+    assert [path.name for path in list_checkpoints(saved)] == ["step_00000002", "step_00000004"]
+    for checkpoint in list_checkpoints(saved):
+        (checkpoint / ".metadata").unlink()
     for error in two_ranks.run(_error_of, data, str(tmp_path / "none"), **changes):
         assert re.search("all 2 checkpoints of .* are damaged", error)
-    for error in two_ranks.run(_error_of, data, str(tmp_path / "none"), **changes | {"ckpt_load_dir": nowhere}):
-        assert "nowhere does not exist; it is a checkpoint or" in error
 
 
 def _zero_block(path):
@@ -278,10 +262,8 @@ def _zero_block(path):
     path.write_bytes(content)
 
 
-def _flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x40
-    path.write_bytes(content)
+def _truncate(path):
+    path.write_bytes(path.read_bytes()[:-5])
 
 
 def _zero(path):
@@ -299,8 +281,8 @@ def _forget_digests(checkpoint):
     ("name", "damage", "keeps_digests", "said"),
     [
         ("__1_0.distcp", _zero_block, True, "is damaged (__1_0.distcp is not as it was written)"),
-        (".metadata", _flip, True, "is damaged (.metadata is not as it was written)"),
         ("state.json", _zero, True, "is damaged (state.json: "),
+        ("__1_0.distcp", _truncate, True, "is damaged (__1_0.distcp has"),
         ("__0_0.distcp", _zero, False, "cannot be read (rank "),
         (".metadata", _zero, False, "cannot be read (.metadata: "),
     ],
@@ -333,26 +315,6 @@ def test_a_spoilt_checkpoint_that_is_named_is_an_error(rank_pools, data, tmp_pat
     changes["ckpt_load_dir"] = str(saved)
     assert {steps for steps, _ in rank_pools[4].run(run, data, str(tmp_path / "other"), **changes)} == {6}
     assert list(losses(tmp_path / "other")) == [3, 4, 5, 6]  # four ranks share the files of two
-
-
-def test_a_checkpoint_of_another_model_says_what_differs(two_ranks, data, tmp_path, saved):
-    changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved))
-    for error in two_ranks.run(_error_of, data, str(tmp_path / "other"), heads=4, **changes):
-        assert "was written with hstu.num_attention_heads = 2, here it is 4" in error
-
-
-def test_checkpoints_of_two_runs_are_not_mixed(two_ranks, data, tmp_path, saved):
-    changes = settings(saved, ckpt_save_interval=2, ckpt_load_dir=str(saved / "step_00000002"))
-    for error in two_ranks.run(_error_of, data, str(tmp_path / "run"), **changes):
-        assert error.startswith("ValueError: ") and "holds step_00000004, and this run starts" in error
-    assert [path.name for path in list_checkpoints(saved)] == ["step_00000002", "step_00000004"]
-
-
-def test_a_checkpoint_is_no_empty_folder_to_start_in(two_ranks, data, tmp_path, saved):
-    both = str(saved / "step_00000002")
-    changes = settings(both, ckpt_save_interval=2, ckpt_load_dir=both) | {"max_train_iters": 4}
-    two_ranks.run(run, data, str(tmp_path / "again"), **changes)
-    assert list(losses(tmp_path / "again")) == [3, 4]
 
 
 def _save_weights_that_are(value, folder):

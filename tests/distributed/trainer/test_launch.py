@@ -1,17 +1,10 @@
-"""Runs under launchers other than torchrun: in a group that exists, and from a checkout."""
+"""Runs under launchers other than torchrun: in a group that exists."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import socket
-import subprocess
-import sys
-import sysconfig
 import threading
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,18 +15,13 @@ import sid_gr.train
 from commons.trainer.config.load import load_config, load_config_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
-from tests.helpers.hstu_jobs import ROOT, TINY
+from tests.helpers.hstu_jobs import TINY
 
 
 def settings(run_dir, *flags):
     """The tiny job as a config file holds it."""
     arguments = [*TINY, "--trainer.run-dir", str(run_dir), "--trainer.enable-balanced-shuffler", *flags]
     return asdict(load_config(hstu.train.TrainConfig, arguments))
-
-
-def losses(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 def _train(config):
@@ -49,7 +37,6 @@ def test_a_group_that_exists_is_joined_and_stays(two_ranks, tmp_path):
     first = two_ranks.run(_train, config)
     again = two_ranks.run(_train, settings(tmp_path / "b"))
     assert first == again and first[0][0] == 6 and first[0][2] == 16
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
 def _train_on_a_thread(config):
@@ -111,52 +98,3 @@ def _join(**options):
 def test_what_is_asked_of_a_group_that_exists(two_ranks, options, answer):
     first, _ = two_ranks.run(_join, **{"device_type": "cpu"} | options)
     assert first.startswith(answer) and "\n" not in first
-
-
-def test_a_config_that_is_none_is_said(two_ranks):
-    with pytest.raises(AssertionError, match="ValueError: config: this field does not exist: trainer.train_batch_siez"):
-        two_ranks.run(_train, {"trainer": {"train_batch_siez": 3}})
-
-
-CHECKOUT = """
-import json, sys
-from importlib import metadata
-import setuptools  # has the distutils that torchmetrics asks for; a .pth file otherwise says so
-try:
-    metadata.version("evenrank")
-    sys.exit("evenrank is installed here")
-except metadata.PackageNotFoundError:
-    pass
-from commons.trainer.ranks.rank_info import RankInfo
-from hstu.train import train
-port = sys.argv[2]
-summary = train(json.loads(sys.argv[1]), ranks=RankInfo(0, 1, 0, 1, f"localhost:{port}"))
-import torch.distributed as dist
-print(summary.steps, summary.shuffle["moved"], dist.is_initialized())
-"""
-
-
-@pytest.mark.slow
-def test_a_checkout_that_is_not_installed_shuffles(tmp_path):
-    packages = tmp_path / "packages"
-    packages.mkdir()
-    for path in map(Path, {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
-        for entry in path.iterdir():
-            if "evenrank" not in entry.name:
-                (packages / entry.name).symlink_to(entry)
-    for name in ("commons", "evenrank", "hstu", "sid_gr"):  # beside which an installation may have left its record
-        (packages / name).symlink_to(ROOT / name)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", CHECKOUT, json.dumps(settings(tmp_path / "run")), str(port)],
-        env=os.environ | {"PYTHONPATH": str(packages)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "6 0.0 False"

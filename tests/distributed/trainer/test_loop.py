@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections import Counter
 from types import SimpleNamespace
@@ -14,17 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from benchmarks.raw_data.movielens import generate_movielens
-from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public.movielens import preprocess_movielens
 from commons.distributed import rank_speeds
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
-from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.data import train_and_eval_loaders
+from commons.trainer import TrainerArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe import times
-from commons.trainer.recipe import Recipe
-from commons.trainer.run import run_training
 from tests.helpers import models
 from tests.helpers.faults import error_of
 from tests.helpers.models import Head, head_of, rank_batches, weights_of
@@ -90,7 +83,6 @@ def run_loop(
     pipeline,
     counts,
     balance,
-    shuffle_eval=False,
     linear=torch.nn.Linear,
     by=CubicShuffler,
     sizes=SIZES,
@@ -102,10 +94,7 @@ def run_loop(
     head_of(model).__class__ = StatedHead
     head_of(model).linear.__class__ = linear
     metrics = SeenRows()
-    shufflers = [
-        by() if balance else IdentityBalancedBatchShuffler(),
-        CubicShuffler() if shuffle_eval else IdentityBalancedBatchShuffler(),
-    ]
+    shufflers = [by() if balance else IdentityBalancedBatchShuffler(), IdentityBalancedBatchShuffler()]
     try:
         loop = TrainingLoop(
             trainer,
@@ -164,22 +153,13 @@ def test_every_sample_is_trained_once_per_epoch_and_evaluated_once(ranks, tmp_pa
     num_rows = sum(expected_rows(counts[1], 10).values())
     assert {(line["eval_rows"], line["eval_rows_seen"]) for line in evaluations} == {(num_rows, num_rows)}
     assert all(("imbalance_after" in line) == balance for line in lines if "loss" in line)
-    assert lines[-2]["loss"] < lines[0]["loss"]
+    assert lines[-2]["loss"] < lines[0]["loss"] and "mfu" not in lines[0]  # a CPU has no peak rate in the table
 
 
 def test_a_log_on_a_full_disk_ends_no_training(two_ranks, tmp_path):
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
     results = two_ranks.run(run_loop, str(tmp_path), "none", ([3, 2], [1, 1]), True, sinks=())
     assert {(result["steps"], len(result["evaluations"])) for result in results} == {(3, 2)}
-
-
-def test_the_weights_do_not_depend_on_balancing(two_ranks, tmp_path):
-    counts = ([5, 3], [2, 1])
-    first, second = (
-        two_ranks.run(run_loop, str(tmp_path), "native", counts, balance, balance)[0]["weights"]
-        for balance in (True, False)
-    )
-    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
 
 
 def test_a_number_of_steps_repeats_the_data(two_ranks, tmp_path):
@@ -234,76 +214,12 @@ def test_no_batch_on_any_rank(two_ranks, tmp_path):
         assert error.startswith("ValueError: epoch 0 has no batch on any rank")
 
 
-def train_alone(run_dir):
-    trainer = TrainerArgs(6, 6, run_dir=run_dir, max_train_iters=3)
-    model, optimizer = models.build_sharded()
-    head_of(model).__class__ = StatedHead
-    batches = loader(4, 0)
-    built = []
-
-    class Given(Recipe):
-        task, row_tokens, loaders = None, None, (batches, None)
-
-        def build_model(self):
-            return model
-
-        def build_optimizer(self, model):
-            return optimizer
-
-        def build_shuffler(self, *, balances):
-            built.append(balances)
-            return IdentityBalancedBatchShuffler()
-
-        def fingerprint(self):
-            return {}
-
-        def flops(self, batch):
-            return 0
-
-    summary = run_training(Given(SimpleNamespace(trainer=trainer, dataset=DatasetArgs("random", 5)), CPU))
-    return summary.steps, summary.metrics, built
-
-
-def test_a_run_without_evaluation(two_ranks, tmp_path):
-    assert two_ranks.run(train_alone, str(tmp_path)) == [(3, {}, [False])] * 2
-
-
-def users_of(loader):
-    return [user for batch in loader for user in batch.features["user_id"].values().tolist()]
-
-
-def load_users(data):
-    # Every setting that may not reach the evaluation.
-    dataset = DatasetArgs("ml-1m", 20, data, shuffle=True, drop_last=True)
-    return [users_of(each) for each in train_and_eval_loaders(dataset, TrainerArgs(4, 4), CPU)]
-
-
-def test_evaluation_loaders_have_every_user_once(ranks, tmp_path):
-    archive = generate_movielens(tmp_path / "ml-1m", num_users=60, seed=3)
-    data = str(preprocess_movielens(archive.path, tmp_path / "out", test_fraction=0.3, seed=0))
-    results = ranks.run(load_users, data)
-    options = {"batch_size": 4, "max_history_seqlen": 20, "dataset_path": data}
-    alone = [users_of(get_data_loader("ml-1m", split, **options)) for split in ("train", "test")]
-    trained, evaluated = ([user for result in results for user in result[part]] for part in (0, 1))
-    assert len(alone[1]) > 8 and sorted(evaluated) == sorted(alone[1])
-    assert len(set(trained)) == len(trained) and set(trained) <= set(alone[0])
-
-
-def load_unknown():
-    train_and_eval_loaders(DatasetArgs("netflix", 5), TrainerArgs(2, 2), CPU)
-
-
-def test_an_unknown_data_set(two_ranks):
-    for error in two_ranks.run(error_of, load_unknown):
-        assert re.search("dataset_name is 'netflix'; known data sets are .*ml-1m, .*random.*: choose", error)
-
-
 def test_operations_are_those_of_the_rows_that_were_trained(ranks, tmp_path):
     counts = [2, 5, 0, 3][: ranks.world_size]  # ranks end at different steps
-    ranks.run(run_loop, str(tmp_path), "native", (counts, [1, 1, 1, 1]), True)
+    ranks.run(run_loop, str(tmp_path), "native", (counts, [1, 1, 1, 1]), True, peak_tflops=0.5)
     lines = [line for line in log_lines(tmp_path) if "loss" in line]
     assert len(lines) == 3
     for line in lines:
         assert line["tflops_per_rank"] * ranks.world_size == pytest.approx(1000 * line["rows_per_s"])
-        assert "mfu" not in line  # a CPU has no peak rate in the table
+        assert line["mfu"] == pytest.approx(line["tflops_per_rank"] / 0.5)
         assert line["predicted_saving"] >= 0 and "predicted_saving_ms" not in line

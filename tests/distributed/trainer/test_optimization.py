@@ -197,15 +197,14 @@ def test_all_learning_rates_follow_the_schedule(two_ranks, tmp_path):
 
 
 def test_tables_train_at_the_scheduled_rate(two_ranks, tmp_path):
-    """With a rate that has fallen to zero, tables stay as they are."""
-    ends = {"lr_schedule": "cosine", "min_lr_ratio": 0.0}
-    first = two_ranks.run(run_loop, str(tmp_path), build_sharded, 1)[0][1]
-    stopped = two_ranks.run(run_loop, str(tmp_path), build_sharded, 1, warmup_steps=10**9)[0][1]
-    start = two_ranks.run(_start)[0]
+    """Early in a long warm-up, tables stay as they are."""
+    first, stopped = (
+        two_ranks.run(run_loop, str(tmp_path), build_sharded, 1, warmup_steps=steps)[0][1] for steps in (0, 10**9)
+    )
     table = "embedding.embeddings.t_item.weight"
-    assert not torch.equal(first[table], start[table])
-    torch.testing.assert_close(stopped[table], start[table], rtol=0, atol=1e-8)
-    assert two_ranks.run(run_loop, str(tmp_path), build_sharded, 2, **ends)[0][0] == 2
+    start = two_ranks.run(_start)[0][table]
+    assert not torch.equal(first[table], start)
+    torch.testing.assert_close(stopped[table], start, rtol=0, atol=1e-8)
 
 
 def _start():

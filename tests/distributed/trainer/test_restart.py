@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from commons.trainer.run import run_training
 from commons.trainer.run_folder import require_run_folder
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
+from tests.helpers.run_folders import losses
 
 pytestmark = pytest.mark.slow
 
@@ -79,13 +79,6 @@ def output_of(job, folder, seconds=300):
                         os.kill(int(process.name), signal.SIGKILL)
 
 
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in trained] == list(range(1, STEPS + 1))  # every step once
-    return [line["loss"] for line in trained]
-
-
 def weights(folder):
     """The model and optimizer of the last checkpoint; what a rank draws next is left out."""
     path = list_checkpoints(folder / "checkpoints")[-1]
@@ -112,6 +105,7 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(two_ran
     ]
     assert any(text in said for text in texts), said
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole"), f"rank {rank} killed after step {step}"
+    assert list(losses(tmp_path / "killed")) == list(range(1, STEPS + 1))  # every step once
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "killed")
     assert expected.keys() == found.keys() and len(expected) > 5
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from commons.datasets.samplers.epoch import ShardedBatchSampler
 from commons.distributed.options import ShufflerOptions
 from commons.run_log.advice import advice_of
 from commons.run_log.reading import read_log
@@ -20,12 +19,7 @@ from commons.trainer.run_folder import open_run_folder
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
 
-ROWS = 59  # in training, of 70 users
 SAMPLER = {"balance_sampler": True, "shuffle_window": 3}
-BUDGET = {
-    **{"balance_sampler": True, "budget_per_rank": 5.0, "batch_size": 12},
-    "shuffler": ShufflerOptions(equal_size=False),
-}
 
 
 def _recipe(data, run_dir, batch_size=4, **changes):
@@ -95,26 +89,3 @@ def test_a_resumed_sampler_knows_its_rows_in_turn(two_ranks, data, tmp_path):
     assert (_loads(part, "loads_before") == _loads(tmp_path / "whole", "loads_before")[:4]).all()
     two_ranks.run(_train, data, str(part), **options, ckpt_load_dir=str(tmp_path / "ckpt"))
     assert (_loads(part, "loads_before") == _loads(tmp_path / "whole", "loads_before")).all()
-
-
-def test_steps_of_constant_cost_are_compared_with_their_rows_in_turn(two_ranks, data, tmp_path):
-    order = ShardedBatchSampler(ROWS, 1, shuffle=True, seed=1234).order(ROWS, 0)
-    workloads = two_ranks.run(_workloads_of, data, str(tmp_path / "all"))[0]
-    two_ranks.run(_train, data, str(tmp_path / "run"), **BUDGET)
-    told = _lines(tmp_path / "run")
-    begin = 0
-    for line in told:
-        rows = order[begin : begin + int(line["num_rows"])]
-        assert line["loads_before"] == [int(workloads[rows[rank::2]].sum()) for rank in range(2)]
-        begin += len(rows)
-    assert begin == ROWS
-
-
-def _workloads_of(data, run_dir):
-    """int64 `(ROWS,)`, what each row of the data set costs the model, row by row."""
-    recipe = _recipe(data, run_dir, 1)
-    shuffler = recipe.build_shuffler(balances=True)
-    dataset = recipe.single_loader.dataset
-    costs = [int(shuffler.get_workloads(dataset[[row]])[0]) for row in range(ROWS)]
-    shuffler.close()
-    return np.array(costs)

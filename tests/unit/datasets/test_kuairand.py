@@ -111,21 +111,6 @@ class TestPreprocess:
         (batch,) = get_data_loader("kuairand-pure", contextual_feature_names=["user_id", "onehot_feat3"], **options)
         assert batch.features.keys() == ["user_id", "onehot_feat3", "video_id", "action_weights"]
 
-    def test_readme_above_the_data_is_found(self, tmp_path):
-        for output in (tmp_path / "KuaiRand-Pure", tmp_path / "a.tar.gz"):
-            generate_kuairand(PURE, output, num_users=20)
-            path = preprocess_kuairand(PURE, output, tmp_path / "data")
-            assert SequenceFile(path, "kuairand-pure", []).metadata.generated
-        path = preprocess_kuairand(PURE, tmp_path / "KuaiRand-Pure" / "data", tmp_path / "data")
-        assert SequenceFile(path, "kuairand-pure", []).metadata.generated
-        # What lies around a folder that has an archive of its own in it says nothing of that.
-        (tmp_path / "data" / "README.txt").write_text("GENERATED DATA")
-        write_tar(tmp_path / "b.tar", files_of(), folder="")
-        with tarfile.open(tmp_path / "b.tar") as archive:
-            archive.extractall(tmp_path / "data" / "KuaiRand-Pure" / "data", filter="data")
-        path = preprocess_kuairand(PURE, tmp_path / "data" / "KuaiRand-Pure", tmp_path / "out")
-        assert not SequenceFile(path, "kuairand-pure", []).metadata.generated
-
 
 def error_of(tmp_path: Path, contents: dict[str, str], version=PURE) -> str:
     source = write_tar(tmp_path / "a.tar.gz", contents)

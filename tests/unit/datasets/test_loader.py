@@ -62,16 +62,6 @@ def test_a_resumed_loader_gives_exactly_the_rest(folder, workers, stop):
     assert first
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_after_the_end_goes_on_with_the_next_epoch(folder, workers):
-    first, second = epochs(make(folder), 2)
-    loader = make(folder, num_workers=workers)
-    assert epochs(loader, 1) == [first]
-    resumed = make(folder, num_workers=workers)
-    resumed.load_state_dict(loader.state_dict())
-    assert epochs(resumed, 1) == [second]
-
-
 class DamagedRows(torch.utils.data.Dataset):
     """Batches of row numbers; those of some rows cannot be read."""
 
@@ -171,16 +161,6 @@ def test_set_epoch_chooses_the_order(folder):
     loader.sampler.set_epoch(0)
     loader.sampler.start_at(8)  # rows of both ranks
     assert epochs(loader, 2) == [orders[0][1:], orders[1]]
-
-
-def test_every_row_is_read_once_without_drop_last(folder):
-    users = []
-    for rank in range(2):
-        loader = make(folder, rank=rank)
-        assert len(loader) == len(epochs(loader, 1)[0])
-        users += [user for batch in loader for user in batch.features["user_id"].values().tolist()]
-    num_users = len(make(folder).dataset)
-    assert len(users) == len(set(users)) == num_users
 
 
 @given(

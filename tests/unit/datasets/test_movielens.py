@@ -14,7 +14,6 @@ import pytest
 from commons.datasets.public.movielens import DATASET_NAME, SCHEMA, preprocess_movielens
 from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.file import SequenceFile
-from commons.datasets.sequences.writer import split_hash
 from tests.helpers.movielens import MOVIES, RATINGS, USERS, write_zip
 
 
@@ -115,16 +114,6 @@ class TestPreprocess:
         assert test_users(test_fraction=0) == set()
         assert test_users(test_fraction=1) == set(users)
 
-    def test_a_user_stays_in_its_split_when_others_are_added(self):
-        few, many = np.array([5, 900]), np.arange(1, 1000)
-        hashes = split_hash(many, seed=2)
-        assert split_hash(few, seed=2).tolist() == hashes[[4, 899]].tolist()
-        assert abs(hashes.mean() - 0.5) < 0.05
-
-    def test_generated_data_say_so(self, tmp_path):
-        source = write_zip(tmp_path / "a.zip", readme="GENERATED DATA: not real")
-        assert SequenceFile(preprocess_movielens(source, tmp_path), DATASET_NAME, []).metadata.generated
-
     def test_a_failure_leaves_the_earlier_file(self, tmp_path, monkeypatch):
         source = write_zip(tmp_path / "a.zip")
         path = preprocess_movielens(source, tmp_path / "data")
@@ -180,15 +169,6 @@ class TestBadArchives:
         source.write_bytes(bytes(data))
         assert "no complete zip file" in _error_of(source)
 
-    def test_something_else(self, tmp_path):
-        source = tmp_path / "ml-20m.zip"
-        with zipfile.ZipFile(source, "w") as archive:
-            for name in ("ratings.csv", "movies.csv", "users.dat"):
-                archive.writestr(f"ml-20m/{name}", "1")
-        message = _error_of(source)
-        assert "has no ratings.dat, movies.dat;" in message
-        assert "ml-20m/ratings.csv" in message
-
     def test_folder_of_something_else(self, tmp_path):
         (tmp_path / "empty").mkdir()
         assert "found: nothing" in _error_of(tmp_path / "empty")
@@ -202,12 +182,9 @@ class TestBadArchives:
             "7::50::5",
             "7::50::5::200::1",
             "7:50:5:200",
-            "7::x::5::200",
             "7::::5::200",
-            "7::50::0::200",
             "7::50::6::200",
             "7::50::3.5::200",
-            "-7::50::3::200",
             "7::99999999999::3::200",
             "7::50::3::99999999999999999999",
             "",

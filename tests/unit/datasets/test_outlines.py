@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_outlines(monkeypatch):
     for module in (sequence_dataset, sid_dataset):
-        monkeypatch.setattr(module, "_ROWS_PER_OUTLINE", 25)
+        monkeypatch.setattr(module, "ROWS_PER_OUTLINE", 25)
 
 
 def lengths_of(batches):

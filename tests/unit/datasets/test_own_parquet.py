@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import shlex
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from commons.datasets.sequences import event_files, event_store
 from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.file import SequenceFile
-from commons.datasets.sequences.metadata import MANIFEST
 from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.trainer.config.load import load_config_file
 from hstu.train_config import TrainConfig
@@ -438,28 +436,6 @@ class TestConfig:
             ValueError, match="columns are given and dataset_name is 'ml-1m'; they say what the parquet"
         ):
             load_config_file(TrainConfig, tmp_path / "a.toml")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ({"columns": {"user": "", "item": "iid"}}, "no column of users or of items"),
-        ({"columns": {"user": "uid", "itme": "iid"}}, "itme"),
-        ({"columns": {"user": 3, "item": "iid"}}, "user"),
-        ({"columns": None}, "NoneType"),
-        ({"timestamps_per_second": 0}, "timestamps_per_second is 0"),
-        ({"timestamps_per_second": "1"}, "timestamps_per_second is '1'"),
-    ],
-)
-def test_a_manifest_whose_columns_are_damaged(tmp_path, damage, message):
-    path = preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path / "data")
-    manifest = path / MANIFEST
-    content = json.loads(manifest.read_text())
-    content["options"] |= damage
-    manifest.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"damaged .*{message}.*; preprocess the data again") as caught:
-        get_data_loader("parquet", batch_size=2, max_history_seqlen=4, dataset_path=str(tmp_path / "data"))
-    assert "\n" not in str(caught.value)
 
 
 def test_ids_that_are_the_raw_values_have_no_vocabulary(tmp_path):

@@ -24,12 +24,6 @@ def test_chunks_hold_whole_users():
     assert np.bincount(np.concatenate([chunk.users for chunk in chunks]), minlength=4).tolist() == lengths.tolist()
 
 
-def test_too_few_items():
-    rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="histories of up to 30 items .* without repeats from 20 items"):
-        list(draw_histories(20, np.array([30]), rng, distinct=True))
-
-
 @pytest.mark.parametrize("num_users", [1, 7, 1000])
 def test_lengths_have_the_mean_and_stay_within_bounds(num_users):
     lengths = lengths_with(num_users, {0.0: 5, 0.5: 20, 0.9995: 900}, 40.0)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-import re
 import shutil
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -190,12 +187,6 @@ class TestDataset:
         assert file._cached_bytes <= 30_000
         assert everything._cached_bytes > 90_000
 
-    def test_travels_to_other_processes(self, generated):
-        dataset = _dataset(generated)
-        expected = _per_row(dataset[[5, 60]])
-        copy = pickle.loads(pickle.dumps(dataset))
-        assert _per_row(copy[[5, 60]]) == expected
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -252,37 +243,9 @@ class TestBadFiles:
             with pytest.raises(FileNotFoundError, match="run `evenrank preprocess ml-1m"):
                 _dataset(path)
 
-    def test_a_single_file(self, tmp_path):
-        pq.write_table(pa.table({"a": [1]}), tmp_path / "ml-1m.parquet")
-        for path in (tmp_path, tmp_path / "ml-1m.parquet"):
-            with pytest.raises(ValueError, match="ml-1m.parquet is a file; .* run `evenrank preprocess ml-1m"):
-                _dataset(path)
-
     def test_another_data_set(self, generated):
         with pytest.raises(ValueError, match="holds 'ml-1m', dataset_name is 'ml-20m'"):
             SequenceFile(generated / "ml-1m.parquet", "ml-20m", [])
-
-    @pytest.mark.parametrize(
-        ("damage", "message"),
-        [
-            (lambda text: text.replace('"format_version": 2', '"format_version": 99'), "format version 99"),
-            (lambda text: text[: len(text) // 2], "is damaged"),
-            (lambda text: text.replace('"num_users"', '"users"', 1), "is damaged"),
-            (lambda text: "[]", "is damaged"),
-            # A manifest names files beside it, and no others.
-            (lambda text: text.replace('"file": "', '"file": "../', 1), "'../.* is no name of a file in the folder"),
-            (lambda text: text.replace('"file": "', '"file": "/etc/', 1), "'/etc/.* is no name of a file"),
-            (lambda text: re.sub('"file": "[^"]*"', '"file": ".."', text, count=1), "'..' is no name of a file"),
-            (lambda text: re.sub('"file": "[^"]*"', '"file": ""', text, count=1), "'' is no name of a file"),
-        ],
-    )
-    def test_damaged_manifest(self, tmp_path, damage, message):
-        path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path)
-        manifest = path / sequence_metadata.MANIFEST
-        manifest.write_text(damage(manifest.read_text()))
-        with pytest.raises(ValueError, match=message) as caught:
-            _dataset(tmp_path)
-        assert "\n" not in str(caught.value)
 
     def test_ids_beyond_the_vocabulary(self, tmp_path):
         path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, test_fraction=0)
@@ -296,12 +259,6 @@ class TestBadFiles:
         shard = path / "train-00000.parquet"
         pq.write_table(pq.read_table(shard).slice(1), shard)
         with pytest.raises(ValueError, match="has 2 rows in row group 0, _manifest.json says 3"):
-            _dataset(path)[[0]]
-
-    def test_a_lost_shard(self, tmp_path):
-        path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, test_fraction=0)
-        (path / "train-00000.parquet").unlink()
-        with pytest.raises(ValueError, match="train-00000.parquet is damaged .* preprocess the data again"):
             _dataset(path)[[0]]
 
     def test_missing_column(self, generated):
@@ -331,72 +288,10 @@ def _user_ids(loader) -> list[int]:
 
 
 class TestDataLoader:
-    def test_ranks_share_the_users_of_an_epoch(self, generated):
-        orders = []
-        for epoch in (0, 1):
-            shards = []
-            for rank in range(3):
-                loader = _loader(generated, rank=rank, world_size=3, shuffle=True)
-                loader.sampler.set_epoch(epoch)
-                shards.append(_user_ids(loader))
-            counts = [len(shard) for shard in shards]
-            assert max(counts) - min(counts) <= 1
-            orders.append(shards)
-        first, second = (sorted(user for shard in shards for user in shard) for shards in orders)
-        assert first == second
-        assert len(set(first)) == len(first) == len(_dataset(generated))
-        assert orders[0] != orders[1]
-
     def test_splits_share_no_user(self, generated):
         train, test = (set(_user_ids(_loader(generated, split=split))) for split in ("train", "test"))
         assert train.isdisjoint(test)
         assert len(train) + len(test) == 150
-
-    def test_last_batch_is_padded_or_dropped(self, generated):
-        num_users = len(_dataset(generated))
-        batch_size = next(size for size in (7, 8, 9) if num_users % size)
-        full, rest = divmod(num_users, batch_size)
-        padded = list(_loader(generated, batch_size=batch_size))
-        assert [batch.actual_batch_size for batch in padded] == [batch_size] * full + [rest]
-        assert {batch.batch_size for batch in padded} == {batch_size}
-        dropped = _loader(generated, batch_size=batch_size, drop_last=True)
-        assert [batch.actual_batch_size for batch in dropped] == [batch_size] * full
-        assert len(dropped) == full
-
-    def test_workers_give_the_same_batches(self, generated):
-        alone = _loader(generated, shuffle=True)
-        with_workers = _loader(generated, shuffle=True, num_workers=2)
-        for epoch in (0, 1):
-            alone.sampler.set_epoch(epoch)
-            with_workers.sampler.set_epoch(epoch)
-            pairs = list(zip(alone, with_workers))
-            assert len(pairs) == len(alone)
-            for expected, batch in pairs:
-                assert _per_row(batch) == _per_row(expected)
-
-    def test_random_data(self):
-        batches = [
-            list(
-                get_data_loader(
-                    "random", split, batch_size=4, max_history_seqlen=16, num_batches=3, rank=rank, world_size=2
-                )
-            )
-            for split, rank in (("train", 0), ("train", 0), ("train", 1), ("test", 0))
-        ]
-        values = [[batch.features.values().tolist() for batch in own] for own in batches]
-        assert values[0] == values[1]
-        assert values[0] != values[2]
-        assert values[0] != values[3]
-        assert all(isinstance(batch, HSTUBatch) and batch.batch_size == 4 for own in batches for batch in own)
-
-    def test_random_data_with_workers(self):
-        loaders = [
-            get_data_loader("random", batch_size=4, max_history_seqlen=16, num_batches=5, num_workers=workers)
-            for workers in (0, 2)
-        ]
-        first, second = ([batch.features.values() for batch in loader] for loader in loaders)
-        assert len(first) == len(second) == 5
-        assert all(torch.equal(a, b) for a, b in zip(first, second))
 
     def test_unknown_data_set(self):
         assert {"ml-1m", "random"} <= set(list_datasets())
@@ -409,7 +304,7 @@ class TestDataLoader:
             ({"dataset_name": "ml-1m"}, "dataset_path is not set"),
             ({"batch_size": 0}, "batch_size is 0"),
             ({"rank": 1}, "rank is 1, world_size is 1"),
-            ({"max_history_seqlen": 0}, "max_history_seqlen is 0; the smallest possible value is 1"),
+            ({"max_history_seqlen": 0}, "max_history_seqlen is 0; it must be an integer of at least 1"),
             ({"max_num_candidates": -1}, "max_num_candidates is -1"),
             ({"seed": -1}, "seed is -1"),
             ({"num_workers": -1}, "num_workers is -1"),

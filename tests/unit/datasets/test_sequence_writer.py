@@ -22,7 +22,6 @@ from commons.datasets.sequences import event_store
 from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.file import SequenceFile
-from commons.datasets.sequences.metadata import histogram_keys, histogram_of
 from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.datasets.sequences.writer import _row_groups
 
@@ -155,12 +154,3 @@ def test_row_groups_hold_all_rows_and_few_interactions(lengths):
         assert rows > 0
         assert rows == 1 or sum(lengths[start : start + rows]) <= 65_536
         start += rows
-
-
-def test_histogram():
-    counts = histogram_of(np.array([0, 1, 2, 3, 4, 7, 8, 1023, 1024]))
-    assert histogram_keys(counts) == {
-        **{"0": 1, "1": 1, "2": 2, "4": 2, "8": 1},
-        **{"16": 0, "32": 0, "64": 0, "128": 0, "256": 0, "512": 1, "1024": 1},
-    }
-    assert histogram_keys(histogram_of(np.array([], dtype=np.int64))) == {"0": 0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from unittest import mock
 
 import numpy as np
@@ -21,7 +20,7 @@ from commons.datasets.sids import histories as sid_histories
 from commons.datasets.sids.dataset import SIDDataset
 from commons.datasets.sids.histories import ParquetHistories, PreprocessedHistories
 from commons.datasets.sids.map import SIDMap
-from commons.datasets.sids.random import RandomSIDDataset, random_sid_map
+from commons.datasets.sids.random import random_sid_map
 from tests.helpers.sid_users import Users
 
 SIZES = (4, 3, 5)
@@ -113,10 +112,6 @@ class TestParquetHistories:
         assert self.read(ParquetHistories(path, "item_id", "train")) == [[7], []]
         assert self.read(ParquetHistories(path, "item_id", "test")) == [[2, 3, 5], [11, 13]]
 
-    def test_tails(self, tmp_path):
-        histories = ParquetHistories(write(tmp_path / "h.parquet", self.USERS), "item_id", "test")
-        assert histories.tails(np.array([3, 0]), np.array([1, 2])).tolist() == [13, 3, 5]
-
     @pytest.mark.parametrize(
         ("table", "message"),
         [
@@ -183,17 +178,6 @@ class TestLoaders:
         last = [codes[end - count : end] for end, count in zip(ends, kept - 6)]
         assert found.tolist() == np.concatenate(last).tolist()
 
-    def test_random_data(self):
-        options = {"sid_map": SID_MAP, "num_batches": 3, "seed": 5}
-        batches = list(self.loader("sid-random", **options))
-        again = list(self.loader("sid-random", **options))
-        other = list(self.loader("sid-random", rank=1, world_size=2, **options))
-        assert len(batches) == 3 and {tuple(b.code_lengths("candidate").tolist()) for b in batches} == {(6,) * 4}
-        assert [b.features.values().tolist() for b in batches] == [b.features.values().tolist() for b in again]
-        assert batches[0].features.values().tolist() != other[0].features.values().tolist()
-        (longest,) = {RandomSIDDataset(SID_MAP, batch_size=2, num_batches=1, max_history_length=6).max_items}
-        assert longest == 7
-
     def test_mistakes(self, tmp_path):
         with pytest.raises(ValueError, match="sid_map is not given"):
             self.loader("sid-random")
@@ -203,13 +187,6 @@ class TestLoaders:
             self.loader("sid-random", sid_map=SID_MAP, num_tasks=2)
         with pytest.raises(ValueError, match="num_batches is -1"):
             self.loader("sid-random", sid_map=SID_MAP, num_batches=-1)
-
-    def test_a_data_set_travels_to_a_worker(self, tmp_path):
-        path = write(tmp_path / "h.parquet", [ITEMS, ITEMS[:3]])
-        histories = ParquetHistories(path, "item_id", "test")
-        dataset = SIDDataset(histories, SID_MAP, batch_size=2, max_history_length=3)
-        copy = pickle.loads(pickle.dumps(dataset))
-        assert copy[[0, 1]].features.values().tolist() == dataset[[0, 1]].features.values().tolist()
 
 
 @given(users=st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=9), items=st.integers(1, 20))

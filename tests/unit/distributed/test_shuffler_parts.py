@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import hstu
 import sid_gr
-from commons.distributed import global_mean_loss
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory, register_batch_shuffler
 from commons.distributed.channel import groups
@@ -55,18 +54,15 @@ def test_options_are_frozen_and_have_the_documented_defaults():
     options = ShufflerOptions()
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.mode = "off"
-    assert (options.mode, options.partitioner, options.equal_size, options.transport) == (
-        "balance",
-        "refined",
-        True,
-        "auto",
-    )
-    assert (options.slack, options.ranks_per_node, options.max_tokens_per_rank) == (0.01, None, None)
-    assert (options.min_gain, options.verify) == (0.0, False)
+    chosen = (options.mode, options.partitioner, options.equal_size, options.transport, options.verify)
+    assert chosen == ("balance", "refined", True, "auto", False)
+    numbers = (options.slack, options.ranks_per_node, options.max_tokens_per_rank, options.min_gain)
+    assert numbers == (0.01, None, None, 0.0)
 
 
 def test_the_registry():
     assert {"identity", "tokens"} <= set(BatchShufflerFactory.list_available())
+    assert BatchShufflerFactory.list_available()["hstu"] is hstu.HSTUBalancedBatchShuffler
 
     @register_batch_shuffler("mine")
     class Mine(IdentityBalancedBatchShuffler):
@@ -128,12 +124,11 @@ def test_tokens_of_nested_batches():
 def test_groups_that_are_not_connected_in_time_end_in_one_line(monkeypatch):
     monkeypatch.setattr(groups, "_GRACE_SECONDS", 0.0)
     stands_still = threading.Event()
-    started = time.monotonic()
     try:
         making = groups.MakingOfGroups(stands_still.wait, 0.2)
         with pytest.raises(RuntimeError, match="process groups were not connected within 0.2 s"):
             making.wait(datetime.timedelta(seconds=60))
-        assert making.is_completed() and time.monotonic() - started < 60
+        assert making.is_completed() and not stands_still.is_set()
     finally:
         stands_still.set()
     making = groups.MakingOfGroups(lambda: 7, 60.0)
@@ -157,10 +152,6 @@ def test_the_registry_can_be_cleared_and_is_no_object():
     assert BatchShufflerFactory.list_available() == before
     with pytest.raises(TypeError, match="class methods only and should not be instantiated: call .*create"):
         BatchShufflerFactory()
-
-
-def test_hstu_appears_on_import():
-    assert BatchShufflerFactory.list_available()["hstu"] is hstu.HSTUBalancedBatchShuffler
 
 
 def test_a_shuffler_must_say_what_a_row_costs():
@@ -258,27 +249,9 @@ def test_without_padding_every_rank_has_a_row_if_there_are_enough(gathered, equa
     plan = plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain, pads=False)
     if len(gathered.workloads) >= gathered.num_ranks:
         assert plan.result_real_rows.min() >= 1
-    if gathered.real_rows.all():
-        assert (
-            np.array_equal(
-                plan.destination,
-                plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain).destination,
-            )
-            or not equal_size
-        )
-
-
-def test_the_loss_of_a_single_process_is_the_mean():
-    terms = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    loss = global_mean_loss(terms.sum(), 3)
-    loss.backward()
-    assert loss.item() == pytest.approx(3.0) and terms.grad.tolist() == pytest.approx([1 / 3] * 3)
-    nothing = global_mean_loss((terms * 0).sum(), torch.tensor(0))
-    nothing.backward()
-    assert nothing.item() == 0.0 and torch.isfinite(terms.grad).all()
-    for wrong, count in ((terms, 3), (torch.tensor(3), 3), (terms.sum(), terms)):
-        with pytest.raises(ValueError, match="scalar"):
-            global_mean_loss(wrong, count)
+    if gathered.real_rows.all() and equal_size:
+        padded = plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain)
+        assert np.array_equal(plan.destination, padded.destination)
 
 
 def test_an_idle_worker_keeps_nothing_of_its_last_job():

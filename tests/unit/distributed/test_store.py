@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from unittest import mock
 
 import pytest
@@ -35,11 +34,9 @@ def test_answers_come_from_the_default_store(store):
 
 def test_a_store_that_does_not_answer_is_given_up_and_used_again_later(store):
     go_on, watch = threading.Event(), KeyWatch("key")
-    started = time.monotonic()
     with pytest.raises(StoreUnavailableError, match="does not answer; rank 0 hosts it and has stopped"):
-        ask_store(lambda each: go_on.wait(30), seconds=0.1)
+        ask_store(lambda each: go_on.wait(), seconds=0.1)  # would never come back
     assert not watch.is_set()  # unknown
-    assert time.monotonic() - started < 10
     go_on.set()
     store.set("key", "")
     assert ask_store(lambda each: each.check(["key"]), seconds=30)

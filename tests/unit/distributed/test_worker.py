@@ -1,4 +1,4 @@
-"""The daemon worker: jobs in order, and what nobody waits for any more is passed over."""
+"""The daemon worker: jobs in order, none for nobody, and an answer for all who wait if its thread ends."""
 
 from __future__ import annotations
 
@@ -78,3 +78,32 @@ def test_a_shuffle_does_not_wait_for_ever_for_a_worker_that_is_stuck(monkeypatch
     assert shuffler.engine._worker.drain(60)
     assert torch.equal(shuffler.finish_shuffle(batch, handle).sample_id, batch.sample_id)
     shuffler.close()
+
+
+class BrokenQueue:
+    """Ends the thread that asks for its second job, as an exception set from outside does."""
+
+    def __init__(self, jobs):
+        self._jobs, self._calls = jobs, 0
+        self.put = jobs.put
+
+    def get(self):
+        self._calls += 1
+        item = self._jobs.get()
+        if self._calls == 2:
+            raise SystemExit
+        return item
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_job_of_a_thread_that_has_ended_is_answered():
+    worker, go = DaemonWorker("evenrank-test"), threading.Event()
+    worker._jobs = BrokenQueue(worker._jobs)
+    first, taken, waiting = worker.submit(go.wait), worker.submit(lambda: 2), worker.submit(lambda: 3)
+    go.set()
+    assert first.result(timeout=60)
+    later = worker.submit(lambda: 4)
+    for future in (taken, waiting, later):
+        with pytest.raises(RuntimeError, match="the worker thread evenrank-test has ended and left a job undone"):
+            future.result(timeout=60)
+    assert worker.stop(timeout=60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import pytest
@@ -64,7 +63,8 @@ def test_tokens_are_context_then_items_and_actions_in_turn(features):
     assert sequence.lengths.tolist() == lengths and sequence.num_targets.tolist() == targets
     assert sequence.item_tokens.tolist() == item_tokens
     if with_candidates:
-        chosen = sequence.candidate_tokens(torch.tensor(candidates, dtype=torch.int64), sum(candidates))
+        judged = sequence.last_items(torch.tensor(candidates, dtype=torch.int64), sum(candidates))
+        chosen = sequence.item_tokens[judged]
         assert chosen.tolist() == candidate_tokens
 
     # Every embedding is used once, so its gradient is that of its token.
@@ -246,33 +246,17 @@ def test_without_predictions_the_loss_is_zero_and_every_parameter_has_a_gradient
         assert not parameter.grad.any(), name
 
 
-def test_copies_train_alike():
-    model = HSTURankingModel(CONFIG)
-    twin, batch = copy.deepcopy(model), random_batch()
-    for each in (model, twin):
-        each(batch)[0].backward()
-    for parameter, other in zip(model.parameters(), twin.parameters()):
-        assert torch.equal(parameter.grad, other.grad)
-
-
-def test_the_output_holds_no_graph():
-    loss, output = HSTURankingModel(CONFIG)(random_batch())
-    assert loss.requires_grad
-    assert not any(tensor.requires_grad for tensor in (output.logits, output.labels, output.loss_sum))
-
-
 def test_both_kinds_of_embeddings_answer_alike_and_share_their_names():
     sharded, plain = HSTURankingModel(CONFIG), HSTURankingModel(CONFIG, plain_embeddings=True)
+    for model in (sharded, plain):  # and start within the same range
+        weight = model.embedding.collections["8"].embeddings["item"].weight
+        assert 0.9 < float(weight.detach().abs().max()) * len(weight) ** 0.5 <= 1
     plain.load_state_dict(sharded.state_dict())
     batch = random_batch()
-    assert torch.equal(sharded(batch)[1].logits, plain(batch)[1].logits)
-
-
-def test_tables_of_both_kinds_start_within_the_same_range():
-    for plain in (True, False):
-        model = HSTURankingModel(dataclasses.replace(CONFIG, embedding_tables={"item": 400}), plain_embeddings=plain)
-        largest = float(model.embedding.collections["8"].embeddings["item"].weight.detach().abs().max())
-        assert 0.045 < largest <= 0.05
+    loss, output = sharded(batch)
+    assert torch.equal(output.logits, plain(batch)[1].logits)
+    assert loss.requires_grad
+    assert not any(tensor.requires_grad for tensor in (output.logits, output.labels, output.loss_sum))
 
 
 def test_layers_in_another_dtype_take_float32_embeddings():
@@ -281,15 +265,6 @@ def test_layers_in_another_dtype_take_float32_embeddings():
     loss, output = model(random_batch())
     loss.backward()
     assert output.logits.dtype == torch.float32 and bool(loss.isfinite())
-
-
-def test_autocast_trains():
-    model = HSTURankingModel(CONFIG)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss, output = model(random_batch())
-    loss.backward()
-    exact = model(random_batch())[1].logits
-    torch.testing.assert_close(output.logits, exact, rtol=0, atol=0.05)
 
 
 def test_dropout_acts_in_training_alone():
@@ -378,12 +353,9 @@ def test_an_encoder_without_tokens_keeps_its_graph(kind):
     ("change", "message"),
     [
         ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"num_layers": -1}, "num_layers is -1"),
         ({"kv_channels": 2.5}, "kv_channels is 2.5"),
-        ({"max_sequence_length": True}, "max_sequence_length is True"),
         ({"target_group_size": 0}, "target_group_size is 0"),
         ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"dropout": float("nan")}, "dropout is nan"),
         ({"position_bias": "sine"}, "position_bias is 'sine'"),
         ({"position_buckets": 1}, "position_buckets is 1"),
         ({"layer_norm_eps": 0.0}, "layer_norm_eps is 0.0"),

@@ -50,7 +50,7 @@ def test_auc_is_the_share_of_ordered_pairs_over_all_steps(steps):
     assert [found["auc_task_0"], found["auc_task_1"]] == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1.0, 30.0, 1e5, 1e36])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e36])
 def test_auc_is_that_of_scikit_learn(size):
     generator = torch.Generator().manual_seed(0)
     logits = size * torch.randn(4000, 1, generator=generator)
@@ -123,21 +123,6 @@ def test_the_standard_error_is_that_of_delongs_placements_pair_by_pair(rows):
     expected = math.sqrt(statistics.variance(above) / len(above) + statistics.variance(below) / len(below))
     scores, labels = (torch.tensor([row[index] for row in rows]) for index in (0, 1))
     assert float(auc_standard_error(scores.double(), labels)) == pytest.approx(expected, abs=1e-9)
-
-
-def test_the_standard_error_is_that_of_samples_drawn_again():
-    generator = torch.Generator().manual_seed(1)
-    labels = (torch.rand(600, 1, generator=generator) < 0.3).float()
-    logits = torch.randn(600, 1, generator=generator) + 0.7 * labels
-    metrics = RankingMetrics(1)
-    metrics.update(output(logits, labels))
-    drawn = []
-    for _ in range(300):
-        rows = torch.randint(600, (600,), generator=generator)
-        drawn.append(roc_auc_score(labels[rows].flatten().numpy(), logits[rows].flatten().numpy()))
-    found = metrics.compute()
-    assert found["auc_task_0_se"] == pytest.approx(statistics.stdev(drawn), rel=0.15)
-    assert 0.01 < found["auc_task_0_se"] < 0.05
 
 
 def test_a_single_prediction_of_a_label_has_no_standard_error():

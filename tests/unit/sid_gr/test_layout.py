@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional
 
 from sid_gr.megatron_core import get_gpt_layer_local_spec
 from sid_gr.model import decoder, token_layout
@@ -162,13 +161,6 @@ def test_beams_attend_to_their_history_and_to_themselves(given_batch, num_beams,
             for beam in row_beams
         ]
         torch.testing.assert_close(found, torch.stack(expected))
-
-
-def test_attention_is_what_torch_computes_for_a_single_row():
-    layout = lay_out(1, [(4, 0)])
-    parts = [torch.randn(5, 2, 4) for _ in range(3)]
-    whole = functional.scaled_dot_product_attention(*(part.transpose(0, 1) for part in parts), is_causal=True)
-    torch.testing.assert_close(CausalRows(layout=layout).attend(1, *parts), whole.transpose(0, 1))
 
 
 @pytest.mark.parametrize("has_transformer_engine", [False, True])

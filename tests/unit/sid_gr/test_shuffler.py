@@ -66,14 +66,9 @@ def test_workloads_are_the_operations_of_the_matrix_products(seed, hidden, heads
 
 def test_a_user_with_an_empty_history_costs_something():
     batch = random_batch(most_candidates=0)
-    shuffler = SIDGRBalancedBatchShuffler(8, 2, 4)
-    assert shuffler.get_workloads(batch)[: batch.actual_batch_size].min() > 0
-    shuffler.close()
-
-
-def test_it_is_registered():
     shuffler = BatchShufflerFactory.create("sid_gr", hidden_size=8, num_heads=2, head_dim=4)
     assert isinstance(shuffler, SIDGRBalancedBatchShuffler)
+    assert shuffler.get_workloads(batch)[: batch.actual_batch_size].min() > 0
     shuffler.close()
 
 
@@ -109,38 +104,41 @@ class TestModelConfig:
         assert made.codebook_sizes == (4, 4, 4)
 
 
-class TestTrainConfig:
-    def make(self, trainer=(), **parts):
-        return TrainConfig(TrainerArgs(4, 4, **dict(trainer)), DatasetArgs("sid-random", 8), **parts)
+def train_config(trainer=(), **parts):
+    return TrainConfig(TrainerArgs(4, 4, **dict(trainer)), DatasetArgs("sid-random", 8), **parts)
 
-    def test_defaults_of_generation(self):
-        trainer = TrainerArgs(4, 4)
-        assert trainer.top_k_for_generation == 10 and trainer.eval_metrics == ("HitRate@2", "NDCG@10")
-        assert self.make().sid.codebook_sizes == (500,) * 4
 
-    def test_k_larger_than_the_beam(self):
-        with pytest.raises(ValueError, match="has 'NDCG@10', which looks at 10 items, the beam has 5"):
-            self.make({"top_k_for_generation": 5})
-        with pytest.raises(ValueError, match="top_k_for_generation is 0"):
-            self.make({"top_k_for_generation": 0})
+CLIPPED = {"optimization": OptimizationArgs(max_grad_norm=1.0)}
 
-    def test_tensor_parallel_size_that_does_not_divide_the_heads(self):
-        with pytest.raises(ValueError, match="num_attention_heads is 4, tensor_model_parallel_size is 3"):
-            self.make(model=ModelArgs(tensor_model_parallel_size=3))
 
-    def test_clipping_needs_the_whole_norm(self):
-        optimization = OptimizationArgs(max_grad_norm=1.0)
-        assert self.make({"optimization": optimization}).trainer.optimization.max_grad_norm == 1.0
-        with pytest.raises(ValueError, match="every rank knows the norm of its own part alone"):
-            self.make({"optimization": optimization}, model=ModelArgs(tensor_model_parallel_size=2))
+@pytest.mark.parametrize(
+    ("trainer", "parts", "message"),
+    [
+        ({"top_k_for_generation": 5}, {}, "has 'NDCG@10', which looks at 10 items, the beam has 5"),
+        ({"top_k_for_generation": 0}, {}, "top_k_for_generation is 0"),
+        (
+            {},
+            {"model": ModelArgs(tensor_model_parallel_size=3)},
+            "num_attention_heads is 4, tensor_model_parallel_size is 3",
+        ),
+        (CLIPPED, {"model": ModelArgs(tensor_model_parallel_size=2)}, "knows the norm of its own part alone"),
+        ({}, {"shuffler_type": "sidgr"}, "shuffler_type is 'sidgr'; registered are"),
+    ],
+)
+def test_a_config_that_cannot_be(trainer, parts, message):
+    with pytest.raises(ValueError, match=message):
+        train_config(trainer, **parts)
 
-    def test_an_unknown_shuffler(self):
-        with pytest.raises(ValueError, match="shuffler_type is 'sidgr'; registered are"):
-            self.make(shuffler_type="sidgr")
 
-    def test_a_map_is_needed_for_real_items(self, tmp_path):
-        assert SIDArgs(num_random_items=7, codebook_sizes=(2, 4)).load_map("sid-random", seed=1).num_items == 7
-        with pytest.raises(ValueError, match="sid.map_path is not set; 'sid-ml-1m' has items"):
-            SIDArgs().load_map("sid-ml-1m", seed=1)
-        with pytest.raises(FileNotFoundError):
-            SIDArgs(map_path=str(tmp_path / "sids.parquet")).load_map("sid-ml-1m", seed=1)
+def test_defaults_of_generation():
+    config = train_config(CLIPPED)
+    assert config.trainer.top_k_for_generation == 10 and config.trainer.eval_metrics == ("HitRate@2", "NDCG@10")
+    assert config.sid.codebook_sizes == (500,) * 4
+
+
+def test_a_map_is_needed_for_real_items(tmp_path):
+    assert SIDArgs(num_random_items=7, codebook_sizes=(2, 4)).load_map("sid-random", seed=1).num_items == 7
+    with pytest.raises(ValueError, match="sid.map_path is not set; 'sid-ml-1m' has items"):
+        SIDArgs().load_map("sid-ml-1m", seed=1)
+    with pytest.raises(FileNotFoundError):
+        SIDArgs(map_path=str(tmp_path / "sids.parquet")).load_map("sid-ml-1m", seed=1)

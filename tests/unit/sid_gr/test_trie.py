@@ -43,18 +43,6 @@ def test_next_nodes_lead_to_the_valid_sids_and_to_no_others(given_sids):
     assert trie.num_sids == len(set(codes))
 
 
-@given(sid_sets(), st.data())
-def test_next_nodes_of_many_nodes(given_sids, data):
-    sizes, codes = given_sids
-    trie = SIDTrie(np.array(codes), sizes)
-    depth = data.draw(st.integers(0, len(sizes) - 1))
-    nodes = torch.tensor(data.draw(st.lists(st.integers(0, trie.num_nodes[depth] - 1), max_size=6)), dtype=torch.int64)
-    together = trie.next_nodes(depth, nodes)
-    assert together.shape == (len(nodes), sizes[depth])
-    for node, row in zip(nodes, together):
-        assert torch.equal(trie.next_nodes(depth, node[None])[0], row)
-
-
 @given(sid_sets())
 def test_lookup(given_sids):
     sizes, codes = given_sids

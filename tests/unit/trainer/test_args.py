@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from commons.datasets.random.distribution import LengthDistribution
@@ -16,48 +14,18 @@ from commons.trainer.config.args import OptimizationArgs
 def test_defaults():
     args = TrainerArgs(train_batch_size=16, eval_batch_size=8)
     expected = {
-        "eval_interval": 100,
-        "log_interval": 100,
-        "max_train_iters": None,
-        "max_eval_iters": None,
-        "seed": 1234,
-        "profile": False,
-        "profile_step_start": 100,
-        "profile_step_end": 200,
-        "ckpt_save_interval": -1,
-        "ckpt_save_dir": "./checkpoints",
-        "ckpt_load_dir": "",
-        "pipeline_type": "native",
-        "enable_balanced_shuffler": False,
-        "shuffle_eval": False,
-        "single_rank_load": False,
-        "balance_batch": False,
-        "shuffle_window": 1,
-        "balance_sampler": False,
-        "budget_per_rank": None,
-        "schedule_in": "steps",
-        "shuffler": ShufflerOptions(),
+        **{"eval_interval": 100, "log_interval": 100, "max_train_iters": None, "max_eval_iters": None, "seed": 1234},
+        **{"profile": False, "profile_step_start": 100, "profile_step_end": 200, "pipeline_type": "native"},
+        **{"ckpt_save_interval": -1, "ckpt_save_dir": "./checkpoints", "ckpt_load_dir": ""},
+        **{"enable_balanced_shuffler": False, "shuffle_eval": False, "shuffler": ShufflerOptions()},
+        **{"single_rank_load": False, "balance_batch": False, "balance_sampler": False, "shuffle_window": 1},
+        **{"budget_per_rank": None, "schedule_in": "steps", "balancing": "none", "balances_at_loading": False},
     }
     assert {name: getattr(args, name) for name in expected} == expected
-    assert dataclasses.asdict(DatasetArgs("random", 20)) == {
-        "dataset_name": "random",
-        "max_history_seqlen": 20,
-        "dataset_path": None,
-        "max_num_candidates": 0,
-        "shuffle": False,
-        "drop_last": False,
-        "num_workers": 0,
-        "num_tasks": 1,
-        "num_batches": 100,
-        "length_distribution": {
-            "dist_type": "lognormal",
-            "low": 1,
-            "high": None,
-            "mean": None,
-            "std": None,
-            "alpha": None,
-        },
-        "columns": dataclasses.asdict(EventColumns()),
+    assert vars(DatasetArgs("random", 20)) == {
+        **{"dataset_name": "random", "max_history_seqlen": 20, "dataset_path": None, "max_num_candidates": 0},
+        **{"shuffle": False, "drop_last": False, "num_workers": 0, "num_tasks": 1, "num_batches": 100},
+        **{"length_distribution": LengthDistribution(), "columns": EventColumns()},
     }
 
 
@@ -65,12 +33,8 @@ def test_defaults():
     ("changes", "message"),
     [
         ({"train_batch_size": 0}, "train_batch_size is 0; it must be an integer of at least 1: correct it"),
-        ({"eval_batch_size": -2}, "eval_batch_size is -2; it must be an integer of at least 1"),
         ({"train_batch_size": 2.5}, "train_batch_size is 2.5; it must be an integer"),
-        ({"log_interval": 0}, "log_interval is 0"),
         ({"eval_interval": True}, "eval_interval is True"),
-        ({"num_epochs": 0}, "num_epochs is 0"),
-        ({"max_train_iters": 0}, "max_train_iters is 0"),
         ({"seed": -1}, "seed is -1; it must be an integer of at least 0"),
         ({"profile_step_start": 5, "profile_step_end": 5}, "profile_step_end is 5, profile_step_start is 5"),
         ({"pipeline_type": "nativ"}, "pipeline_type is 'nativ'; registered are .*'native'"),
@@ -80,7 +44,6 @@ def test_defaults():
             {"balance_batch": True, "single_rank_load": True, "enable_balanced_shuffler": True},
             "balance_batch and enable_balanced_shuffler are both True; .* set one of them",
         ),
-        ({"shuffle_window": 0}, "shuffle_window is 0; it must be an integer of at least 1"),
         ({"shuffle_window": 4}, "shuffle_window is 4 and nothing is balanced; .* or leave shuffle_window 1"),
         (
             {"balance_sampler": True, "enable_balanced_shuffler": True},
@@ -112,11 +75,7 @@ def test_defaults():
         ({"ckpt_save_interval": 0}, "ckpt_save_interval is 0; it must be an integer of at least 1"),
         ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
         ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it names a folder"),
-        ({"ckpt_keep": 0}, "ckpt_keep is 0; it must be an integer of at least 1"),
-        (
-            {"optimization": {"max_grad_norm": 0.0}},
-            "max_grad_norm is 0.0; a norm is positive: raise it",
-        ),
+        ({"optimization": {"max_grad_norm": 0.0}}, "max_grad_norm is 0.0; a norm is positive: raise it"),
         ({"optimization": {"min_lr_ratio": 1.5}}, "min_lr_ratio is 1.5"),
         ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
     ],
@@ -133,11 +92,8 @@ def test_a_wrong_trainer_argument(changes, message):
     ("changes", "message"),
     [
         ({"dataset_name": ""}, "dataset_name is empty"),
-        ({"max_history_seqlen": 0}, "max_history_seqlen is 0"),
         ({"max_num_candidates": -1}, "max_num_candidates is -1"),
-        ({"num_workers": -1}, "num_workers is -1"),
         ({"num_tasks": 0}, "num_tasks is 0"),
-        ({"num_batches": 0}, "num_batches is 0"),
         (
             {"dataset_name": "ml-1m", "length_distribution": LengthDistribution("zipf", alpha=1.2)},
             "length_distribution is set and dataset_name is 'ml-1m'; .* or choose 'random' or 'sid-random'",

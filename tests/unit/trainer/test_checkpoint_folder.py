@@ -97,7 +97,7 @@ def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
     assert steps(tmp_path) == []
 
 
-@pytest.mark.parametrize("missing", ["version", "files", "progress", "fingerprint"])
+@pytest.mark.parametrize("missing", ["version", "fingerprint"])
 def test_a_state_file_without_something(tmp_path, missing, caplog):
     first, second = save(tmp_path, 2), save(tmp_path, 4)
     state = json.loads((second / "state.json").read_text())

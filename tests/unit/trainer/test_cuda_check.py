@@ -66,7 +66,7 @@ def started_by_torchrun(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", raising(AssertionError("a process group was made")))
 
 
-def test_a_driver_that_is_too_old(old_driver):
+def test_a_driver_that_is_too_old(old_driver, monkeypatch):
     problem = driver_problem()
     assert problem.startswith("the NVIDIA driver serves CUDA 12.4, torch ") and "is built for CUDA 13.0, " in problem
     assert problem.endswith("or choose device 'cpu'") and "\n" not in problem
@@ -75,9 +75,7 @@ def test_a_driver_that_is_too_old(old_driver):
     pair = f'"torch=={torch_release}.*" "fbgemm-gpu=={RELEASES[torch_release]}.*"'
     assert "which needs driver 580; " in problem
     assert f"pip install --force-reinstall {pair} --index-url https://download.pytorch.org/whl/cu126" in problem
-
-
-def test_a_driver_that_no_build_runs_with(old_driver, monkeypatch):
+    # One that no build runs with.
     monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(TOO_OLD.replace("12040", "11040"))))
     assert "serves CUDA 11.4" in driver_problem() and "pip" not in driver_problem()
 
@@ -96,10 +94,6 @@ def test_no_driver_is_no_problem(monkeypatch, old_driver):
     assert driver_problem() is None
 
 
-def test_a_gpu_that_works(gpu):
-    assert driver_problem() is None and device_problem(GPU) is None
-
-
 @pytest.mark.parametrize(
     ("operation", "error", "text"),
     [
@@ -113,6 +107,7 @@ def test_a_gpu_that_works(gpu):
     ],
 )
 def test_a_gpu_without_code(monkeypatch, gpu, operation, error, text):
+    assert driver_problem() is None and device_problem(GPU) is None
     monkeypatch.setattr(cuda_check, operation, raising(error))
     problem = device_problem(GPU)
     assert problem.startswith("Tesla V100 has compute capability 7.0, and ") and "\n" not in problem

@@ -27,16 +27,12 @@ def gradients(model):
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def tables_of(config):
-    return list(config.embedding_tables)
-
-
 @pytest.mark.parametrize("with_tables", [False, True])
 def test_dense_gradients_are_scaled_and_those_of_self_training_tables_are_not(with_tables):
     plain, scaled = HSTURankingModel(CONFIG), HSTURankingModel(CONFIG)
     scaled.load_state_dict(plain.state_dict())
     # In float32 and with a power of two nothing is rounded, and so the gradients are equal bit by bit.
-    scaled.scale_loss(LossScaler(CPU, initial_scale=1024.0), tables_of(CONFIG) if with_tables else ())
+    scaled.scale_loss(LossScaler(CPU, initial_scale=1024.0), list(CONFIG.embedding_tables) if with_tables else ())
     loss, output = plain(random_batch())
     loss.backward()
     scaled_loss, scaled_output = scaled(random_batch())
@@ -49,23 +45,15 @@ def test_dense_gradients_are_scaled_and_those_of_self_training_tables_are_not(wi
         assert torch.equal(gradient, expected[name] * (1 if own else 1024)), name
 
 
-def retrieval_pair(num_negatives):
+@pytest.mark.parametrize("with_items", [False, True])
+def test_negatives_are_unscaled_with_the_table_they_come_from(with_items):
     hstu = dataclasses.replace(CONFIG.hstu, contextual_mask=False)
-    config = RetrievalConfig(hstu, CONFIG.embedding_tables, "item", num_negatives=num_negatives)
+    config = RetrievalConfig(hstu, CONFIG.embedding_tables, "item", num_negatives=4)
     plain, scaled = HSTURetrievalModel(config), HSTURetrievalModel(config)
     scaled.load_state_dict(plain.state_dict())
     batch = random_batch()
-    if num_negatives > 0:
-        rows = np.arange(batch.batch_size)
-        drawn = draw_negatives(rows, num_negatives, config.embedding_tables["item"], seed=3, epoch=0)
-        batch = with_negatives(batch, config.negatives_feature_name, torch.from_numpy(drawn))
-    return plain, scaled, batch
-
-
-@pytest.mark.parametrize("with_items", [False, True])
-@pytest.mark.parametrize("num_negatives", [-1, 4])
-def test_negatives_are_unscaled_with_the_table_they_come_from(num_negatives, with_items):
-    plain, scaled, batch = retrieval_pair(num_negatives)
+    drawn = draw_negatives(np.arange(batch.batch_size), 4, config.embedding_tables["item"], seed=3, epoch=0)
+    batch = with_negatives(batch, config.negatives_feature_name, torch.from_numpy(drawn))
     scaled.scale_loss(LossScaler(CPU, initial_scale=1024.0), ["item"] if with_items else [])
     for model in (plain, scaled):
         model(batch)[0].backward()
@@ -142,24 +130,3 @@ def test_one_overflow_clears_all_tables_of_the_rank():
     left, right = unscaled_gradients(values, torch.tensor(4.0))
     (left.sum() * 8 + right[0, 1] * float("inf")).backward()
     assert not values[0].grad.any() and not values[1].grad.any()
-
-
-def test_a_step_without_gradients_is_none():
-    weight = torch.nn.Parameter(torch.ones(1))
-    scaler = LossScaler(CPU, initial_scale=8.0)
-    scaler.step(torch.optim.SGD([weight], lr=1.0))
-    assert weight.item() == 1.0 and scaler.value() == 8.0
-
-
-def test_the_scale_goes_on_where_it_was():
-    scaler, weight = LossScaler(CPU, initial_scale=8.0, growth_interval=3), torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    for _ in range(2):
-        weight.grad = torch.ones(1)
-        scaler.step(optimizer)
-    other = LossScaler(CPU)
-    other.load_state_dict(scaler.state_dict())
-    assert other.value() == 8.0
-    weight.grad = torch.ones(1)
-    other.step(optimizer)
-    assert other.value() == 16.0  # two of the three steps were before

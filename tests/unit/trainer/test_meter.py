@@ -105,18 +105,18 @@ def start(*arguments):
     )
 
 
-def test_a_mistake_is_one_line_and_status_2(tmp_path):
-    process = start("mistake", tmp_path)
-    assert process.communicate(timeout=60) == ("", "error: x is 3, the rule is another: correct it\n")
-    assert process.returncode == 2
-
-
-def test_a_bug_is_one_line_status_1_and_a_traceback_in_the_log(tmp_path):
-    process = start("bug", tmp_path)
-    _, shown = process.communicate(timeout=60)
-    assert shown == f"error: RuntimeError: out of order (traceback in {tmp_path / 'rank0.log'})\n"
-    assert process.returncode == 1
-    assert "Traceback" in (tmp_path / "rank0.log").read_text()
+@pytest.mark.parametrize(
+    ("kind", "status", "shown"),
+    [
+        ("mistake", 2, "error: x is 3, the rule is another: correct it\n"),
+        ("bug", 1, "error: RuntimeError: out of order (traceback in {})\n"),
+    ],
+)
+def test_a_failure_is_one_line(tmp_path, kind, status, shown):
+    process, log = start(kind, tmp_path), tmp_path / "rank0.log"
+    assert process.communicate(timeout=60) == ("", shown.format(log))
+    assert process.returncode == status
+    assert kind == "mistake" or "Traceback" in log.read_text()
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -154,3 +154,9 @@ def test_a_mistake_that_has_travelled_names_its_rank_alone(monkeypatch, capsys, 
     assert errors._report(ValueError(text)) == 2
     signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == f"error: {shown}\n"
+
+
+def test_a_run_dir_that_cannot_be_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"run_dir is '.*/file/run', which cannot be written \(Not a directory\)"):
+        errors.log_to_file(tmp_path / "file" / "run")
