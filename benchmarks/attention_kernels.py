@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import re
 import subprocess
 import tempfile
@@ -35,7 +36,7 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Name for ptxas: the instructions of a generation that others do not have are under its own letter.
 _ARCHITECTURES = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 # Shared memory that a program may have, in bytes.
-LIMITS = {80: 166912, 90: 232448, 100: 232448}
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHORT = {dtype: name for name, dtype in _DTYPES.items()}
 # Products of scores and channels that a kernel is to compute, by what it computes: the scores themselves, the gradient
@@ -75,7 +76,7 @@ class Cost(NamedTuple):
 
     instructions: float
     sigmoids: float
-    products: float  # as computed, over one per score and channel of the head
+    products: float  # as computed, over one per score and channel; not a number where the code does not say
     is_warp_group: bool  # whether the products are those of warp groups or, on sm_100a, of one thread for the program
     is_serialized: bool  # whether ptxas made every product wait for the one before
     spills: int  # bytes per thread stored to local memory
@@ -104,6 +105,11 @@ def products_of(kernel: str, head_dim: int) -> int:
     return _PRODUCTS[outputs_of(kernel, head_dim)]
 
 
+def has_repeated_products(kernel: str, layer: Layer, cost: Cost) -> bool:
+    """Whether warps compute products, or sigmoids, that other warps compute too."""
+    return cost.sigmoids > 1 or cost.products > products_of(kernel, layer.head_dim)
+
+
 def cost_of(kernel: str, blocks: Blocks, layer: Layer) -> Cost:
     """What a kernel costs, compiled as a launch on that architecture would."""
     compiled = compile_kernel(kernel, blocks, layer)
@@ -118,7 +124,7 @@ def cost_of(kernel: str, blocks: Blocks, layer: Layer) -> Cost:
     return Cost(
         instructions=len(loop) / scores,
         sigmoids=sum(name == "MUFU.TANH" for name in names) / scores,
-        products=flops / (2 * blocks.queries * blocks.keys * padded_head_dim(layer.head_dim)),
+        products=flops / (2 * blocks.queries * blocks.keys * padded_head_dim(layer.head_dim)) if flops else math.nan,
         is_warp_group=len(of_groups) == len(on_tensor_cores),
         is_serialized=waits > len(of_groups) / 2 > 0,
         spills=sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),

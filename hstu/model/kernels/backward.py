@@ -142,7 +142,11 @@ def backward_query(
         POSITION += head * width + origin
     if TIME is not None:
         TIME += head * num_buckets
-    q = halved(load_own(Q, first, start, length, head, token_stride, head_stride, HEAD_DIM, BLOCK_M, BLOCK_DIM))
+    q = load_own(Q, first, start, length, head, token_stride, head_stride, HEAD_DIM, BLOCK_M, BLOCK_DIM)
+    # What is halved is kept in registers, of which wide heads have too few.
+    halves: tl.constexpr = BLOCK_DIM <= 128
+    if halves:
+        q = halved(q)
     grad = load_own(GRAD_OUT, first, start, length, head, num_heads * HEAD_DIM, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_DIM)
     i = tl.minimum(start + tl.arange(0, BLOCK_M), length - 1)
     i_place = place_of(i, history, GROUP, CAUSAL)
@@ -166,6 +170,8 @@ def backward_query(
                 V, first, n, limit, head, token_stride, head_stride, masked, HEAD_DIM, BLOCK_N, BLOCK_DIM, TMA
             )
             h = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if not halves:
+                h *= 0.5
             j = n + place
             if masked:
                 j = tl.minimum(j, limit - 1)

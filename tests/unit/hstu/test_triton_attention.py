@@ -23,7 +23,7 @@ from hstu.model import HSTUEncoder, layer, triton_launch
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import Execution
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
-from hstu.model.triton_blocks import KERNELS, candidate_blocks
+from hstu.model.triton_blocks import KERNELS, Blocks, candidate_blocks
 from hstu.model.triton_launch import TILE_SPAN, LayerKind, resolve_backend
 from tests.helpers.hstu_models import HSTU
 
@@ -44,6 +44,72 @@ def test_the_kernels_compute_what_the_reference_does():
 
 
 # ------------------------------------------------------------------------------------------------------- compilation
+
+
+# By launch and width of a head, in bfloat16 for sm_90a: the most instructions per score of the best blocks, without a
+# bias and with one by position, and bytes of spills per thread.
+LIMITS = {
+    ("forward", 64): (6.0, 7.5, 0),
+    ("forward", 128): (6.5, 8.0, 0),
+    ("forward", 256): (11.0, 12.5, 48),
+    ("backward", 64): (13.5, 15.0, 0),
+    ("backward", 128): (16.0, 18.5, 350),
+    ("backward_value", 256): (12.5, 16.5, 0),
+    ("backward_key", 256): (19.5, 25.0, 52),
+    ("backward_query", 256): (20.0, 25.0, 52),
+    ("bias_gradient", 64): (0.0, 12.5, 0),
+    ("bias_gradient", 128): (0.0, 13.5, 0),
+    ("bias_gradient", 256): (0.0, 17.0, 0),
+}
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.timeout(900)
+def test_the_kernels_keep_their_instruction_counts():
+    """The best blocks of every kernel; `python -m benchmarks.attention_kernels` prints all of them."""
+    from benchmarks.attention_kernels import HEADER, Layer, candidates, cost_of, products_of, table_row
+
+    for head_dim, (place, bias) in itertools.product((64, 128, 256), enumerate(("none", "position"))):
+        layer = Layer(90, torch.bfloat16, head_dim, bias)
+        best = {}
+        for kernel, blocks in candidates(layer):
+            if (limits := LIMITS.get((kernel, head_dim))) is None:
+                continue
+            cost = cost_of(kernel, blocks, layer)
+            line = f"{HEADER}\n{table_row(kernel, blocks, layer, cost)}"
+            assert cost.sigmoids == 1.0 and cost.products == products_of(kernel, head_dim), line
+            if cost.is_warp_group and cost.instructions <= limits[place] and cost.spills <= limits[2]:
+                best[kernel] = line
+        kernels = {kernel for kernel, width in LIMITS if width == head_dim}
+        expected = {kernel for kernel in kernels if bias != "none" or kernel != "bias_gradient"}
+        assert set(best) == expected, (head_dim, bias)
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", [80, 100])
+def test_no_product_is_computed_twice(architecture):
+    from benchmarks.attention_kernels import SHARED_MEMORY, Layer, candidates, cost_of, has_repeated_products
+
+    layer = Layer(architecture, torch.bfloat16, 64, "position")
+    for kernel, blocks in candidates(layer):
+        cost = cost_of(kernel, blocks, layer)
+        assert not has_repeated_products(kernel, layer, cost), (kernel, blocks, cost)
+        assert cost.shared <= SHARED_MEMORY[architecture], (kernel, blocks, cost)
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_products_that_are_computed_twice_are_found(architecture):
+    """Eight warps on 64 rows: two warps each compute the same products."""
+    from benchmarks.attention_kernels import Layer, cost_of, has_repeated_products
+
+    layer = Layer(architecture, torch.bfloat16, 64, "none")
+    planted = cost_of("forward", Blocks(64, 64, 8, 2), layer)
+    assert has_repeated_products("forward", layer, planted) and planted.sigmoids > 1, planted
 
 
 @pytest.fixture
