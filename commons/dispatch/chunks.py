@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from commons.checks import as_count
+from commons.dispatch.home import restore
 from commons.dispatch.planning import part_indices, split_rows, take_part
 from commons.perf_model.loads import imbalance
 from commons.sequence_batch.rows import Rows
@@ -68,21 +69,7 @@ class BalancedChunks(Sequence[B]):
             ValueError: another number of results than chunks, or of rows than in a chunk; results that cannot be
                 joined.
         """
-        if len(results) != len(self.chunks):
-            raise ValueError(
-                f"there are {len(results)} results for {len(self.chunks)} chunks; every chunk has one: pass them in "
-                "the order of the chunks"
-            )
-        parsed = [Rows.of(result) for result in results]
-        for number, (result, rows) in enumerate(zip(parsed, self.indices)):
-            if result.count != len(rows):
-                raise ValueError(
-                    f"result {number} has {result.count} rows, chunk {number} has {len(rows)}; a result has "
-                    "a row per row of its chunk, padding included: keep all rows"
-                )
-        numbers = [rows[rows >= 0] for rows in self.indices]
-        real = Rows.concat([result.select(range(len(rows))) for result, rows in zip(parsed, numbers)])
-        return real.select(torch.argsort(torch.cat(numbers))).batch
+        return restore(results, self.indices, "chunk", "chunks")
 
 
 def split_balanced(
@@ -123,14 +110,8 @@ def split_balanced(
         [70, 10, 20, 60]
     """
     rows = Rows.of(batch)
-    plan = split_rows(
-        rows,
-        workloads,
-        as_count(num_chunks, "num_chunks", 1),
-        equal_size=equal_size,
-        groups=groups,
-        may_be_empty=pad,
-    )
+    count = as_count(num_chunks, "num_chunks", 1)
+    plan = split_rows(rows, workloads, count, equal_size=equal_size, groups=groups, may_be_empty=pad)
     indices = part_indices(plan, rows.count, pad)
     flat = torch.cat(indices)
     places = torch.nonzero(flat >= 0)[:, 0]

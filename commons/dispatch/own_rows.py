@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from commons.dispatch.channel import DispatchChannel
-from commons.dispatch.gradients import MOST_LEAVES, differentiable_leaves, leaf_paths
+from commons.dispatch.exchange import DispatchChannel
+from commons.dispatch.home import MOST_LEAVES, differentiable_leaves, leaf_paths
 from commons.dispatch.trim import Trim, Window, find_windows
 from commons.dispatch.widen import Found, Widening, agree_on_padding, find_padding
 from commons.distributed.schema_agreement import find_difference
@@ -39,7 +39,7 @@ class OwnRows:
 
     @classmethod
     def of(cls, rows: Rows[Any] | None, columns: Mapping[str, np.ndarray | None], trims: Sequence[Trim]) -> OwnRows:
-        """Leave out padding, and see what has to be equal on all ranks.
+        """Leave out padding, and describe what has to be equal on all ranks.
 
         Args:
             rows: the batch; None for none.
@@ -47,9 +47,9 @@ class OwnRows:
             trims: how its padded sequences are cut.
 
         Raises:
-            KeyError, ValueError: a field to trim that is not there, or of the wrong shape.
+            KeyError: a field to trim that is not there.
+            ValueError: such a field of the wrong shape, or one that requires grad and is jagged, or trimmed.
             TypeError: a batch that cannot be sent.
-            ValueError: a field that requires grad and is jagged, or trimmed.
         """
         if rows is None:
             return cls(None, dict.fromkeys(columns))
@@ -76,13 +76,7 @@ class OwnRows:
 def gather_rows(
     channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarray, num_trims: int
 ) -> tuple[dict[str, np.ndarray | None], Widening, list[int]]:
-    """Tell all ranks of the own rows, and hear of theirs.
-
-    Args:
-        channel: the ranks.
-        own: this rank's rows.
-        rows_per_rank: int64 `(ranks,)`, real rows of every rank.
-        num_trims: how many trims there are.
+    """What all ranks bring.
 
     Returns:
         Each column int64 `(rows of all ranks,)`, rank by rank, None where no rank gives it; what padded sequences are

@@ -27,20 +27,9 @@ def split_rows(
     groups: Any = None,
     may_be_empty: bool = False,
 ) -> Partition:
-    """Which part each real row of a batch goes to, so that the largest load is small.
+    """Which part each real row goes to, so that the largest load is small; arguments as of `split_balanced`.
 
-    Args:
-        rows: the batch.
-        workloads: non-negative integers `(rows,)`; those of padding are ignored.
-        num_parts: number of parts, at least 1.
-        equal_size: numbers of rows differ by at most one; with `groups`, which then have one size, numbers of groups
-            do.
-        groups: integers or strings `(rows,)`: rows of equal ones go to one part. None: every row for itself.
-        may_be_empty: whether there may be fewer rows (or groups) than parts.
-
-    Raises:
-        ValueError: an argument of the wrong length or outside its range, no rows, more parts than rows (or groups), or
-            groups of different sizes with `equal_size`.
+    `may_be_empty` allows fewer rows (or groups) than parts; else that is a ValueError.
     """
     weights = as_int64_workloads(workloads, num_rows=rows.count)[: rows.real]
     require_enough(num_parts, rows.real, "rows", may_be_empty)
@@ -58,15 +47,9 @@ def split_in_turn(rows: Rows[Any], num_parts: int) -> Partition:
 
 
 def part_indices(plan: Partition, num_rows: int, pad: bool) -> list[torch.Tensor]:
-    """The rows of each part.
+    """For each part its rows, int64 ascending, then -1 for padding.
 
-    Args:
-        plan: of the real rows of a batch.
-        num_rows: rows of the batch, padding included.
-        pad: give all parts one size: that of the largest, or a share of the batch with its padding.
-
-    Returns:
-        For each part int64 `(its rows,)`, ascending, then -1 for padding.
+    `pad` gives all parts one size: that of the largest, or a share of the `num_rows` that the batch has with padding.
     """
     parts = plan.groups()
     size = max(*map(len, parts), -(-num_rows // len(parts))) if pad else 0
@@ -89,19 +72,9 @@ def plan_redistribution(
 ) -> ShufflePlan:
     """Decide which rows move that already lie on the ranks: few of them and none without need.
 
-    Unlike the shuffler's plans, these give every rank a row, and equal sizes where they are asked for, even if no load
-    falls by that.
-
-    Args:
-        workloads: int64 `(rows of all ranks,)`, rank by rank.
-        rows_per_rank: int64 `(number of ranks,)`.
-        equal_size: numbers of rows differ by at most one afterwards; with `groups`, which then have one size, numbers
-            of groups do.
-        groups: int64 `(rows of all ranks,)`: rows of equal ones come together, whatever rank they are on.
-        slack: fraction of the best load that may be given up to keep rows where they are.
-
-    Returns:
-        The plan, the same on every rank; it knows of no tokens.
+    Unlike the shuffler's plans, these give every rank a row, and equal sizes where `equal_size` is set, even if no load
+    falls by that. The plan is the same on every rank and knows of no tokens. Rows are those of all ranks, rank by rank;
+    `equal_size`, `groups` and `slack` are as of `redistribute_balanced`.
 
     Raises:
         ValueError: no rows, fewer rows (or groups) than ranks, or groups of different sizes with `equal_size`.
@@ -111,15 +84,16 @@ def plan_redistribution(
     require_enough(num_ranks, len(home), "rows", False, _REMEDY)
     units, unit_of_row, tokens = workloads, np.arange(len(home)), None
     if groups is not None:
-        unit_of_row, num_units = _numbered(groups)
+        unit_of_row = numbered(groups)
+        num_units = int(unit_of_row.max()) + 1
         require_enough(num_ranks, num_units, "groups", False, _REMEDY)
         units, tokens = sum_by_rank(unit_of_row, workloads, num_units), workloads  # at home where most of its work is
     plan = partition(workloads, num_ranks, equal_size=equal_size, home=home, tokens=tokens, slack=slack, groups=groups)
     rank_of_unit = plan.assignment[np.unique(unit_of_row, return_index=True)[1]]
     counts = np.bincount(rank_of_unit, minlength=num_ranks)
     if equal_size and int(counts.max()) - int(counts.min()) > 1:
-        # The planner leaves uneven sizes alone where no move lowers the largest load; here sizes were asked for.
-        # Its parts are named after ranks so that as much work as possible stays where it is.
+        # The planner leaves uneven sizes alone where no move lowers the largest load. Equal parts are named after ranks
+        # so that as much work as possible stays where it is.
         part_of_unit = partition(units, num_ranks).assignment
         at = part_of_unit[unit_of_row] * num_ranks + home
         kept = sum_by_rank(at, workloads + 1, num_ranks**2).reshape(num_ranks, num_ranks)
@@ -129,15 +103,7 @@ def plan_redistribution(
 
 
 def require_enough(num_parts: int, num_units: int, what: str, may_be_empty: bool, remedy: str = _PAD_REMEDY) -> None:
-    """Raise ValueError for no rows, and for fewer of them than parts unless parts may be empty.
-
-    Args:
-        num_parts: number of parts.
-        num_units: number of rows, or groups of rows.
-        what: "rows" or "groups".
-        may_be_empty: whether there may be fewer of them than parts.
-        remedy: what to do about that.
-    """
+    """Raise ValueError for no rows, and for fewer units ("rows" or "groups") than parts unless parts may be empty."""
     if num_units == 0:
         raise ValueError("the batch has 0 rows that are no padding; at least one is needed: skip empty batches")
     if num_units < num_parts and not may_be_empty:
@@ -165,10 +131,10 @@ def as_int64_ids(groups: Any, num_rows: int) -> np.ndarray:
     return np.array([int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=np.int64)
 
 
-def _numbered(ids: np.ndarray) -> tuple[np.ndarray, int]:
-    """int64 `(rows,)`: the group of each row, numbered by first appearance; and the number of groups."""
+def numbered(ids: np.ndarray) -> np.ndarray:
+    """int64 `(rows,)`: equal ids as one number, counted by first appearance."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[inverse], len(first)
+    return np.argsort(np.argsort(first))[inverse.reshape(-1)]
 
 
 def _fill_empty(units: np.ndarray, part_of_unit: np.ndarray, num_parts: int) -> np.ndarray:

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
-from commons.dispatch.exchange import Piece, exchange
-from commons.dispatch.gradients import differentiable_leaves, follow_gradients
+from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
+from commons.dispatch.home import differentiable_leaves, follow_gradients, result_rows
 from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.planning import as_int64_ids, plan_redistribution
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
@@ -158,12 +157,7 @@ class RedistributedRows(Trimmed, Generic[B]):
         return follow_gradients(home, rows, numbers, back).batch
 
     def _checked(self, results: R) -> tuple[Rows[R], list[int]]:
-        rows = Rows.of(results)
-        if rows.count != len(self.indices):
-            raise ValueError(
-                f"results have {rows.count} rows, the batch has {len(self.indices)}; they have a row per row of the "
-                "batch: keep all rows"
-            )
+        rows = result_rows(results, self.indices, "the batch")
         return rows, differentiable_leaves(rows)
 
 
@@ -213,7 +207,7 @@ def redistribute_balanced(
         own, options, error = None, None, None
         trims: tuple[Trim, ...] = ()
         try:
-            trims = one_sided(trim)
+            trims = as_trims(trim, one_sided=True)
             shown = [repr(each) for each in trims]
             options = {"equal_size": equal_size, "slack": as_slack(slack), "trim": shown}
             own = _own_rows(batch, workloads, groups, trims)
@@ -229,23 +223,6 @@ def redistribute_balanced(
         plan = plan_redistribution(all_workloads, rows_per_rank, equal_size=equal_size, groups=all_ids, slack=slack)
         routes = Routes(plan, channel.rank, group, timeout)
         return carry_out(channel, _CALL, own, routes, trims, widening, differentiable)
-
-
-def one_sided(trim: Trim | Sequence[Trim] | None) -> tuple[Trim, ...]:
-    """The trims that a caller asked for, as rows of different ranks can be joined.
-
-    Raises:
-        TypeError: something else than trims.
-        ValueError: a trim at both sides.
-    """
-    trims = as_trims(trim)
-    for each in trims:
-        if each.side == "both":
-            raise ValueError(
-                f"sequences of {each.name!r} are padded on both sides; rows of different ranks line up at one side: "
-                "trim 'right' or 'left'"
-            )
-    return trims
 
 
 def _own_rows(batch: Any, workloads: Any, groups: Any, trims: tuple[Trim, ...]) -> OwnRows:
@@ -274,7 +251,7 @@ def carry_out(
     widening: Widening,
     differentiable: Sequence[int],
 ) -> RedistributedRows[Any]:
-    """Move the rows as planned; called on all ranks together.
+    """Move the rows as planned; called on all ranks together, which raise what went wrong on any.
 
     Args:
         channel: the ranks.
@@ -284,10 +261,6 @@ def carry_out(
         trims: how padded sequences are cut.
         widening: what padded sequences are like on all ranks.
         differentiable: leaves whose gradients go back.
-
-    Raises:
-        Exception: what went wrong on any rank, on all of them.
-        RankMissingError: a rank did not take part in time.
     """
     plan, destination_of_own = routes.plan, routes.destination
 

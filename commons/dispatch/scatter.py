@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from commons.checks import as_count
-from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
-from commons.dispatch.exchange import Piece, exchange
+from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
+from commons.dispatch.home import in_order, result_rows
 from commons.dispatch.planning import part_indices, split_rows, take_part
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows
 from commons.dispatch.widen import agree_on_padding, find_padding, trim_share
@@ -140,12 +140,12 @@ class BalancedShare(Trimmed, Generic[B]):
             receivers = range(channel.world_size) if to_all else (source.rank,)
             own, error = attempt(lambda: self._own_results(results))
 
-            def in_order(pieces: list[Piece | None]) -> R | None:
+            def collect(pieces: list[Piece | None]) -> R | None:
                 if channel.rank not in receivers:
                     return None
                 received = [piece for piece in pieces if piece is not None]
-                order = torch.argsort(torch.cat([piece.indices for piece in received if piece.indices is not None]))
-                return Rows.concat([piece.rows for piece in received]).select(order).batch
+                numbers = [piece.indices for piece in received if piece.indices is not None]
+                return in_order([piece.rows for piece in received], numbers)
 
             exchanged = exchange(
                 channel,
@@ -153,22 +153,16 @@ class BalancedShare(Trimmed, Generic[B]):
                 {"src": source.rank, "to_all": bool(to_all)},
                 error,
                 lambda rank: own if rank in receivers else None,
-                in_order,
+                collect,
                 expected_bytes=0 if own is None else own.rows.nbytes * len(receivers),
             )
             assert exchanged is not None  # noqa: S101  every rank has results
             return exchanged.result
 
     def _own_results(self, results: R) -> Piece:
-        rows = Rows.of(results)
-        if rows.count != len(self.indices):
-            raise ValueError(
-                f"results have {rows.count} rows, the share has {len(self.indices)}; they have a row per row of the "
-                "share, padding included: keep all rows"
-            )
-        real = self.indices[self.indices >= 0]
         with torch.no_grad():  # selected once for all receivers
-            return Piece(rows.select(range(len(real))), real)
+            rows = result_rows(results, self.indices, "the share")
+            return Piece(rows.select(range(rows.count)), self.indices[self.indices >= 0])
 
 
 def scatter_balanced(
@@ -244,40 +238,28 @@ def scatter_rows(
 ) -> BalancedShare[Any] | None:
     """Send each rank its share of what the source has; called on all ranks together.
 
-    Args:
-        channel: over the ranks.
-        call: name of the call.
-        options: what all ranks must pass alike; None where `error` is about these.
-        source: the source.
-        trims: how padded sequences are cut.
-        source_rows: makes the batch and says who gets which rows; None on other ranks than the source, and there where
-            the data have ended.
-        error: what is wrong on this rank already.
-
-    Returns:
-        This rank's share; None if the source has no batch.
-
-    Raises:
-        Exception: what went wrong on any rank.
+    `source_rows` makes the batch and says who gets which rows; None on other ranks than the source, and there at the
+    end of the data, where the result is None on all. `options` and `error` are as of `exchange`; what went wrong on any
+    rank is raised on all.
     """
     given = None
     if error is None:
         given, error = attempt(source_rows)
     split = None if given is None else given[1]
 
-    @cache
-    def padding_of_batch() -> dict[str, Any]:
-        assert given is not None  # noqa: S101  called where there are rows
-        real = given[0].select(range(given[0].real))
-        return agree_on_padding([find_padding(real, trims, find_windows(real, trims))], [source.rank])
+    def shares(rows: Rows[Any], split: Split) -> Callable[[int], Piece]:
+        @cache
+        def padding_of_batch() -> dict[str, Any]:
+            real = rows.select(range(rows.real))
+            return agree_on_padding([find_padding(real, trims, find_windows(real, trims))], [source.rank])
 
-    def share_of(rank: int) -> Piece:
-        assert given is not None  # noqa: S101  called where there are rows
-        rows, split = given
-        indices = split.indices[rank]
-        share, windows = trim_share(take_part(rows, indices), int((indices >= 0).sum()), trims, padding_of_batch)
-        columns = [[window.start, window.stop, window.width] for window in windows]
-        return Piece(share, split.indices[rank], [split.imbalance, columns])
+        def share_of(rank: int) -> Piece:
+            indices = split.indices[rank]
+            share, windows = trim_share(take_part(rows, indices), int((indices >= 0).sum()), trims, padding_of_batch)
+            columns = [[window.start, window.stop, window.width] for window in windows]
+            return Piece(share, indices, [split.imbalance, columns])
+
+        return share_of
 
     def as_share(pieces: list[Piece | None]) -> BalancedShare[Any]:
         piece = pieces[source.rank]
@@ -291,7 +273,7 @@ def scatter_rows(
         call,
         options,
         error,
-        None if given is None else share_of,
+        None if given is None else shares(*given),
         as_share,
         expected_bytes=0 if given is None else given[0].nbytes,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commons.dispatch.channel import DEFAULT_TIMEOUT, DispatchChannel
+from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.planning import require_enough, split_in_turn, split_rows
 from commons.dispatch.scatter import BalancedShare, Source, Split, check_options, scatter_rows
 from commons.dispatch.trim import Trim

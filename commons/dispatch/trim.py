@@ -1,7 +1,6 @@
 """Padded sequences: cutting the columns that are padding in every row, and padding again.
 
-Rows that go to different ranks need not stay as wide as the longest of them all: each rank's share becomes as wide as
-its own longest row.
+Each rank's share becomes as wide as its own longest row, not as the longest of all.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from commons.sequence_batch.rows import Rows
 B = TypeVar("B")
 Key: TypeAlias = str | Path
 Side: TypeAlias = Literal["right", "left", "both"]
+_Leaves: TypeAlias = Mapping[Path, tuple[LeafType[Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Trim:
 
     # The field `(rows, width)` that is not zero where a row has a token; then `lengths` is not given.
     mask: Key | None = None
-    lengths: Key | None = None  # the field of integers `(rows,)` that says how many tokens a row has
+    lengths: Key | None = None  # the field of integers `(rows,)`: tokens of each row
     # Tensors or arrays `(rows, width, ...)` that are cut, `mask` among them in any case. With `mask` the default is
     # every field whose first two dimensions are those of the mask; state them where a field has that shape by chance.
     # With `lengths` they have to be stated.
     fields: Sequence[Key] | None = None
     side: Side = "right"  # where the padding is: "right", "left", or with a mask "both"
-    # By field, the value that padding has where rows become wider. By default it is read from the rows: what a field
-    # has beyond the last token of a row (before the first one, with "left"), on any rank; 0 for the mask. To be stated
-    # where that is not one value, or where no row of any rank has padding.
+    # By field, the value of padding where rows become wider. By default it is what a field has beyond the last token
+    # of a row (before the first one, with "left"), on any rank; 0 for the mask. To be stated where that is not one
+    # value, or where no row of any rank has padding.
     fill: Mapping[Key, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,15 +62,21 @@ class Trim:
 
     @property
     def name(self) -> str:
-        """The field that says how long a row is, as messages show it."""
+        """The field that holds the lengths of rows, in messages."""
         return path_name(as_path(self.mask if self.mask is not None else self.lengths))
+
+    @property
+    def stated(self) -> dict[Path, Any]:
+        """Padding that is known without a look at the rows."""
+        stated: dict[Path, Any] = {} if self.mask is None else {as_path(self.mask): 0}
+        return stated | {as_path(key): value for key, value in self.fill.items()}
 
 
 @dataclass(frozen=True)
 class Window:
     """The columns `[start, stop)` that a trim has kept."""
 
-    name: str  # the field that said how long a row is, as messages show it
+    name: str  # `Trim.name`
     start: int  # first column
     stop: int  # the one after the last
     width: int  # columns that there were
@@ -103,18 +109,18 @@ class Trimmed:
         )
 
 
-def as_trims(trim: Trim | Sequence[Trim] | None) -> tuple[Trim, ...]:
-    """The trims that a caller asked for; TypeError for anything else."""
+def as_trims(trim: Trim | Sequence[Trim] | None, *, one_sided: bool = False) -> tuple[Trim, ...]:
+    """A caller's trims; TypeError for anything else, ValueError for side "both" where rows of ranks are joined."""
     trims = () if trim is None else (trim,) if isinstance(trim, Trim) else tuple(trim)
     for each in trims:
         if not isinstance(each, Trim):
             raise TypeError(f"trim holds a {type(each).__name__}; it is a Trim or a list of them: build one")
+        if one_sided and each.side == "both":
+            raise ValueError(
+                f"sequences of {each.name!r} are padded on both sides; rows of different ranks line up at one side: "
+                "trim 'right' or 'left'"
+            )
     return trims
-
-
-def as_path(key: Key | None) -> Path:
-    """The keys that lead to a field."""
-    return key if isinstance(key, tuple) else (key,)
 
 
 def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
@@ -142,7 +148,7 @@ def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
 
 
 def trim_rows(rows: Rows[B], trims: Sequence[Trim]) -> tuple[Rows[B], list[Window]]:
-    """`trim_batch` of what is parsed already."""
+    """`trim_batch` of a parsed batch."""
     windows = find_windows(rows, trims)
     window_of = {path: window for window in windows for path in window.fields}
 
@@ -157,16 +163,7 @@ def trim_rows(rows: Rows[B], trims: Sequence[Trim]) -> tuple[Rows[B], list[Windo
 
 
 def untrim(values: B, window: Window, fill: float = 0) -> B:
-    """Results per token as wide as the sequences were before they were cut.
-
-    Args:
-        values: a tensor or array `(rows, stop - start, ...)`, or a batch of these.
-        window: what was kept.
-        fill: the value of the columns that come back.
-
-    Raises:
-        ValueError: a field of another width.
-    """
+    """`Trimmed.untrim` by the window of a trim."""
 
     def widen(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
         kept = window.stop - window.start
@@ -181,20 +178,25 @@ def untrim(values: B, window: Window, fill: float = 0) -> B:
 
 
 def find_windows(rows: Rows[Any], trims: Sequence[Trim]) -> list[Window]:
-    """What each trim keeps of a batch.
-
-    Raises:
-        KeyError, ValueError: as `trim_batch`.
-    """
+    """What each trim keeps of a batch; KeyError and ValueError as `trim_batch`."""
     leaves = {path: (leaf_type, value) for path, leaf_type, value in rows.leaves()}
     return [_window(trim, leaves) for trim in trims]
 
 
-_Leaves: TypeAlias = Mapping[Path, tuple[LeafType[Any], Any]]
+def as_path(key: Key | None) -> Path:
+    """The keys that lead to a field."""
+    return key if isinstance(key, tuple) else (key,)
 
 
 def _window(trim: Trim, leaves: _Leaves) -> Window:
-    fields = _fields_of(trim, leaves)
+    fields = _cut_fields(trim, leaves)
+    for key in trim.fill:
+        if as_path(key) not in fields:
+            known = ", ".join(repr(path_name(path)) for path in fields)
+            raise KeyError(
+                f"fill names {path_name(as_path(key))!r}, the trim by {trim.name!r} cuts {known}; what becomes wider "
+                "is filled: name one of these"
+            )
     widths = {path_name(path): value.shape[1] for path, value in fields.items()}
     width = next(iter(widths.values()))
     if any(other != width for other in widths.values()):
@@ -229,24 +231,8 @@ def _kept_columns(trim: Trim, leaves: _Leaves, width: int) -> tuple[int, int]:
     return (width - longest, width) if trim.side == "left" else (0, longest)
 
 
-def _fields_of(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
-    """The fields that a trim cuts, by path; the mask first.
-
-    Raises:
-        KeyError: a field to cut or to fill that is not there.
-    """
-    fields = _cut_fields(trim, leaves)
-    for key in trim.fill:
-        if as_path(key) not in fields:
-            known = ", ".join(repr(path_name(path)) for path in fields)
-            raise KeyError(
-                f"fill names {path_name(as_path(key))!r}, the trim by {trim.name!r} cuts {known}; what becomes wider "
-                "is filled: name one of these"
-            )
-    return fields
-
-
 def _cut_fields(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
+    """The fields that a trim cuts; the mask first."""
     fields: dict[Path, Any] = {}
     if trim.mask is not None:
         mask = _find(trim.mask, leaves)
@@ -286,6 +272,5 @@ def pad_columns(value: Any, left: int, right: int, fill: Any) -> Any:
     if isinstance(value, np.ndarray):
         beside = [np.full((rows, columns, *rest), fill, dtype=value.dtype) for columns in (left, right)]
         return np.concatenate([beside[0], value, beside[1]], axis=1)
-    return torch.cat(
-        [value.new_full((rows, left, *rest), fill), value, value.new_full((rows, right, *rest), fill)], dim=1
-    )
+    before, after = (value.new_full((rows, columns, *rest), fill) for columns in (left, right))
+    return torch.cat([before, value, after], dim=1)

@@ -1,6 +1,4 @@
-"""WIDEN: padded sequences of different widths as one batch, filled with the padding that the rows have already.
-
-rows ─► what each field has beyond its tokens ─► one value per field, on all ranks ─► rows as wide as the widest
+"""Rows of different widths as one batch, filled with the padding that they have already.
 
 Padding is 0 in some fields and -100 in labels that a loss leaves out. It is read from the rows, never assumed: a label
 0 where -100 belongs would be trained.
@@ -16,14 +14,14 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from commons.dispatch.trim import Key, Trim, Window, as_path, pad_columns, trim_rows
+from commons.dispatch.trim import Trim, Window, as_path, pad_columns, trim_rows
 from commons.sequence_batch.fields import Path
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
-from commons.sequence_batch.row_leaves import LeafType
+from commons.sequence_batch.row_leaves import ARRAY, LeafType
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
-# By field, as Trim.fill names it: the values that are beyond its rows' tokens, the first two that differ.
+# By field, as Trim.fill names it: the values beyond its rows' tokens, the first two that differ.
 Found: TypeAlias = dict[str, list[Any]]
 
 
@@ -32,43 +30,31 @@ class Widening:
     """What all ranks know of padded sequences."""
 
     widths: Sequence[int] = ()  # for each trim the widest sequences of any rank
-    # By field, as Trim.fill names it, the one value that padding has; no entry where no rank has padding.
-    found: Mapping[str, Any] = field(default_factory=dict)
+    found: Mapping[str, Any] = field(default_factory=dict)  # as `agree_on_padding` returns it
 
 
 def find_padding(rows: Rows[Any], trims: Sequence[Trim], windows: Sequence[Window]) -> Found:
-    """The values that the fields of the trims have beyond the tokens of each row, by field.
+    """The values beyond the tokens of each row, by field, but for those that `Trim.stated` knows.
 
-    Args:
-        rows: without rows that are padding as a whole.
-        trims: how their sequences are cut.
-        windows: what each trim keeps of them.
-
-    Returns:
-        By field, as Trim.fill names it, none, one, or the first two different values; fields that have one by
-        themselves are left out: the mask and what `fill` names.
-
-    Raises:
-        TypeError: values that no message can hold.
+    The rows are real ones. TypeError for values that no message can hold.
     """
     found: Found = {}
     leaves = {path: value for path, _, value in rows.leaves()}
     for trim, window in zip(trims, windows):
-        known = _stated(trim)
-        asked = [path for path in window.fields if path not in known]
-        if asked:
+        unknown = [path for path in window.fields if path not in trim.stated]
+        if unknown:
             beyond = _beyond_tokens(trim, leaves, window.width)
-            for path in asked:
+            for path in unknown:
                 found[_shown(path)] = [encode_plain(each, path) for each in _different(leaves[path], beyond)]
     return found
 
 
 def agree_on_padding(found_by_rank: Sequence[Found], names: Sequence[int]) -> dict[str, Any]:
-    """The one value of each field that any rank has found, a pure function of what all have.
+    """The one value of each field that any rank has found, by field as Trim.fill names it.
 
     Args:
         found_by_rank: what `find_padding` returned on each rank.
-        names: how the ranks are called.
+        names: how messages call the ranks.
 
     Raises:
         ValueError: a field with different values, on one rank or on two.
@@ -92,108 +78,45 @@ def agree_on_padding(found_by_rank: Sequence[Found], names: Sequence[int]) -> di
 def join_trimmed(
     parts: Sequence[Rows[B]], cut: Sequence[Sequence[Window]], trims: Sequence[Trim], widening: Widening
 ) -> tuple[Rows[B], list[Window]]:
-    """The rows of trimmed batches as one, as wide as the widest of them, lined up where their sequences begin or end.
+    """The rows of trimmed batches as one, as wide as the widest of them, and the columns that they have of all.
 
-    Args:
-        parts: the batches, of one structure.
-        cut: the windows of each.
-        trims: how all of them were cut, at one side.
-        widening: the widths that `untrim` gives back, and what padding is.
-
-    Returns:
-        The rows, and the columns that they have of these widths.
-
-    Raises:
-        ValueError: rows have to become wider, and nobody knows the padding of a field.
+    They line up where their sequences begin, or end with side "left". `cut` has the windows of each batch. ValueError
+    where rows have to become wider and the padding of a field is unknown.
     """
     windows = []
     for number, (trim, width) in enumerate(zip(trims, widening.widths)):
         kept = [each[number].stop - each[number].start for each in cut]
-        fills = {}
-        if min(kept) < max(kept):
-            fills = require_fills(trim, cut[0][number].fields, widening.found, f"rows {min(kept)} to {max(kept)} wide")
-        parts = [_widen(rows, max(kept) - columns, fills, trim) for rows, columns in zip(parts, kept)]
-        start = width - max(kept) if trim.side == "left" else 0
-        windows.append(Window(trim.name, start, start + max(kept), width, cut[0][number].fields))
+        fields, widest = cut[0][number].fields, max(kept)
+        start = width - widest if trim.side == "left" else 0
+        windows.append(Window(trim.name, start, start + widest, width, fields))
+        if min(kept) < widest:
+            fills = _require_fills(trim, fields, widening.found, f"rows {min(kept)} to {widest} wide")
+            parts = [_widen(rows, widest - columns, fills, trim) for rows, columns in zip(parts, kept)]
     return Rows.concat(parts), windows
-
-
-def require_fills(trim: Trim, fields: Sequence[Path], found: Mapping[str, Any], what: str) -> dict[Path, Any]:
-    """The padding of each field of a trim: as stated, else as found.
-
-    Args:
-        trim: says it for the mask, and for what `fill` names.
-        fields: what is cut.
-        found: what `agree_on_padding` returned.
-        what: what needs it, in the message.
-
-    Raises:
-        ValueError: a field whose padding nobody knows.
-    """
-    fills = {path: found[_shown(path)] for path in fields if _shown(path) in found} | _stated(trim)
-    unknown = [_shown(path) for path in fields if path not in fills]
-    if unknown:
-        raise ValueError(
-            f"no row has padding in {', '.join(unknown)}, and {what} need it; what it is cannot be told from rows "
-            f"that are all tokens: state it in Trim, {_remedy(unknown)}"
-        )
-    return fills
-
-
-def fill_padding_rows(rows: Rows[B], real: int, fills: Mapping[Path, Any]) -> Rows[B]:
-    """The rows from `real` on as rows without a token: padding in every column of the fields."""
-
-    def fill(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
-        if path not in fills:
-            return value
-        if isinstance(value, np.ndarray):
-            beside = np.full((rows.count - real, *value.shape[1:]), fills[path], dtype=value.dtype)
-            return np.concatenate([value[:real], beside])
-        return torch.cat([value[:real], torch.full_like(value[real:], fills[path])])
-
-    return rows.map(fill)
 
 
 def trim_share(
     share: Rows[B], real: int, trims: Sequence[Trim], found: Callable[[], Mapping[str, Any]]
 ) -> tuple[Rows[B], list[Window]]:
-    """`trim_rows` of rows that may end with rows of padding, of a batch that cannot say so.
+    """`trim_rows` of rows of which those from `real` on are padding.
 
-    A batch that states its padding has zeros there, as everywhere else.
-
-    Args:
-        share: the rows, those of padding last.
-        real: rows that are no padding.
-        trims: how their sequences are cut.
-        found: says what `agree_on_padding` returned for the whole batch; called where there is padding to fill.
-
-    Raises:
-        ValueError: rows of padding, and nobody knows the padding of a field.
+    In a batch that states its padding they stay zeros; in another one they are padding in every column. `found` returns
+    what `agree_on_padding` does for the whole batch. ValueError where the padding of a field is unknown.
     """
     trimmed, windows = trim_rows(share, trims)
-    if real < share.count and not share.states_padding:
-        for trim, window in zip(trims, windows):
-            fills = require_fills(trim, window.fields, found(), "rows of padding")
-            trimmed = fill_padding_rows(trimmed, real, fills)
-    return trimmed, windows
+    if real == share.count or share.states_padding:
+        return trimmed, windows
+    fills: dict[Path, Any] = {}
+    for trim, window in zip(trims, windows):
+        fills |= _require_fills(trim, window.fields, found(), "rows of padding")
 
+    def fill(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
+        if path in fills:
+            value = value.copy() if leaf_type is ARRAY else value.clone()
+            value[real:] = fills[path]
+        return value
 
-def _stated(trim: Trim) -> dict[Path, Any]:
-    """The padding that needs no look at the rows."""
-    stated: dict[Path, Any] = {} if trim.mask is None else {as_path(trim.mask): 0}
-    return stated | {as_path(key): value for key, value in trim.fill.items()}
-
-
-def _shown(path: Path) -> str:
-    """A field as Trim.fill names it."""
-    key: Key = path[0] if len(path) == 1 else path
-    return repr(key)
-
-
-def _remedy(keys: Sequence[str]) -> str:
-    """What to write, with the label that losses leave out as the example where there are labels."""
-    stated = ", ".join(f"{key}: {-100 if 'labels' in key else 0}" for key in keys)
-    return f"fill={{{stated}}} for example"
+    return trimmed.map(fill), windows
 
 
 def _beyond_tokens(trim: Trim, leaves: Mapping[Path, Any], width: int) -> torch.Tensor:
@@ -219,21 +142,32 @@ def _different(value: Any, beyond: torch.Tensor) -> list[Any]:
         return []
     first = chosen[0]
     same = (chosen == first) | ((chosen != chosen) & (first != first))
-    others = chosen[~same]
-    return [_python(each) for each in (first, *others[:1])]
+    scalars = [each.item() if hasattr(each, "item") else each for each in (first, *chosen[~same][:1])]
+    return [each + 0 if isinstance(each, (float, complex)) else each for each in scalars]  # -0.0 as 0.0
 
 
-def _python(value: Any) -> Any:
-    scalar = value.item() if isinstance(value, (np.generic, torch.Tensor)) else value
-    return scalar + 0 if isinstance(scalar, (float, complex)) else scalar  # of -0.0, which is equal to 0.0
+def _require_fills(trim: Trim, fields: Sequence[Path], found: Mapping[str, Any], what: str) -> dict[Path, Any]:
+    """The padding of each field, as stated, else as found; ValueError, with what needs it, where it is unknown."""
+    fills = {path: found[_shown(path)] for path in fields if _shown(path) in found} | trim.stated
+    unknown = [_shown(path) for path in fields if path not in fills]
+    if unknown:
+        raise ValueError(
+            f"no row has padding in {', '.join(unknown)}, and {what} need it; what it is cannot be told from rows "
+            f"that are all tokens: state it in Trim, {_remedy(unknown)}"
+        )
+    return fills
+
+
+def _shown(path: Path) -> str:
+    """A field as Trim.fill names it."""
+    return repr(path[0] if len(path) == 1 else path)
+
+
+def _remedy(keys: Sequence[str]) -> str:
+    stated = ", ".join(f"{key}: {-100 if 'labels' in key else 0}" for key in keys)
+    return f"fill={{{stated}}} for example"
 
 
 def _widen(rows: Rows[B], missing: int, fills: Mapping[Path, Any], trim: Trim) -> Rows[B]:
-    if not missing:
-        return rows
     left, right = (missing, 0) if trim.side == "left" else (0, missing)
-
-    def widen(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
-        return pad_columns(value, left, right, fills[path]) if path in fills else value
-
-    return rows.map(widen)
+    return rows.map(lambda path, _, value: pad_columns(value, left, right, fills[path]) if path in fills else value)

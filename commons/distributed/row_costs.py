@@ -11,8 +11,8 @@ from commons.distributed.local_rows import LocalRows
 from commons.distributed.spans import span
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.task_estimator import AttentionTask
+from commons.sequence_batch.plain_values import register_type
 from commons.sequence_batch.schema import BatchSchema
-from commons.sequence_batch.type_names import register_type
 
 if TYPE_CHECKING:
     from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler

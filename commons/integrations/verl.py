@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from commons.dispatch.planning import as_int64_ids
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
-from commons.micro_batching.block_packing import BlockPacking
-from commons.micro_batching.row_blocks import RowBlocks
+from commons.micro_batching.block_packing import BlockPacking, RowBlocks
 from commons.perf_model.partitioner import as_int64_workloads, partition
 
 

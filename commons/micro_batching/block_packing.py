@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from commons.dispatch.planning import numbered
 from commons.micro_batching.allocation import get_allocate_fn
 from commons.micro_batching.fewest_groups import as_groups
 from commons.micro_batching.first_fit import split_heaviest
-from commons.micro_batching.row_blocks import RowBlocks
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import partition, refine
@@ -22,6 +22,79 @@ from commons.perf_model.partitioner import partition, refine
 _PLANNERS = {"kk": "karmarkar_karp", "refined": "refined"}
 # Blocks above the budget that an error names.
 _SHOWN = 5
+# Rows of a block that an error names.
+_NAMED = 8
+
+
+@dataclass(frozen=True, eq=False)
+class RowBlocks:
+    """The rows of a batch in blocks, which are packed as one row is."""
+
+    of_row: np.ndarray  # int64 `(rows,)`, the block of each row; numbered by their first rows
+
+    @classmethod
+    def of(cls, spec: MicroBatchSpec, num_rows: int, groups: np.ndarray | None = None) -> RowBlocks:
+        """The blocks of so many rows: neighbours by `granularity`, or those of equal numbers in `groups` `(rows,)`.
+
+        Raises:
+            ValueError: rows that are no whole number of blocks, or both groups and blocks of neighbours.
+        """
+        if groups is not None:
+            if spec.granularity != 1:
+                raise ValueError(
+                    f"groups are given and granularity is {spec.granularity}; both say which rows stay together: leave "
+                    "granularity at 1"
+                )
+            return cls(numbered(groups))
+        if num_rows % spec.granularity:
+            raise ValueError(
+                f"the batch has {num_rows} rows, granularity is {spec.granularity}; every row belongs to a whole "
+                "block: bring a multiple of granularity, or correct it"
+            )
+        return cls(np.arange(num_rows) // spec.granularity)
+
+    def __len__(self) -> int:
+        return int(self.of_row.max()) + 1 if len(self.of_row) else 0
+
+    def __str__(self) -> str:
+        """As messages say it: "6 rows in 3 blocks", without the blocks where each is one row."""
+        return f"{len(self.of_row)} rows" + ("" if len(self) == len(self.of_row) else f" in {len(self)} blocks")
+
+    @property
+    def first_rows(self) -> np.ndarray:
+        """int64 `(blocks,)`, the first row of each."""
+        return np.unique(self.of_row, return_index=True)[1]
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """From int64 `(rows,)` to int64 `(blocks,)`."""
+        return sum_by_rank(self.of_row, values, len(self))
+
+    def rows_of_each(self, packed: list[list[int]]) -> list[list[int]]:
+        """The rows of each group of blocks, ascending; every block is in one."""
+        group_of = np.empty(len(self), np.int64)
+        for group, blocks in enumerate(packed):
+            group_of[blocks] = group
+        of_row = group_of[self.of_row]
+        ends = np.cumsum(np.bincount(of_row, minlength=len(packed)))[:-1]
+        return [rows.tolist() for rows in np.split(np.argsort(of_row, kind="stable"), ends)]
+
+    def rows_of(self, block: int) -> list[int]:
+        """The rows of a block, ascending."""
+        return np.flatnonzero(self.of_row == block).tolist()
+
+    def select(self, rows: np.ndarray) -> RowBlocks:
+        """The blocks of some rows, whole ones."""
+        return RowBlocks(numbered(self.of_row[rows]))
+
+    def name(self, block: int) -> str:
+        """As an error names it: "row 3", "rows 2 to 5", "rows 1, 4 and 9"."""
+        rows = self.rows_of(block)
+        if len(rows) == 1:
+            return f"row {rows[0]}"
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return f"rows {rows[0]} to {rows[-1]}"
+        last = str(rows[-1]) if len(rows) <= _NAMED else f"{len(rows) - _NAMED + 1} more"
+        return f"rows {', '.join(map(str, rows[: min(_NAMED, len(rows)) - 1]))} and {last}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +111,7 @@ class BlockPacking:
     def of(
         cls, spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, workloads: np.ndarray | None
     ) -> BlockPacking:
-        """Check what a rank brings, and pack it.
-
-        Args:
-            spec: how to pack.
-            blocks: which rows stay together.
-            lengths: int64 `(rows,)`, tokens of each row.
-            workloads: int64 `(rows,)`, what each row costs, or None.
+        """Check what a rank brings, int64 `(rows,)` tokens and workloads or None, and pack it.
 
         Raises:
             ValueError: no rows, a block above the budget, fewer blocks than micro-batches, workloads for an algorithm
@@ -63,11 +130,7 @@ class BlockPacking:
         return replace(self, spec=spec, fewest=_allocate(spec, self.tokens, spec.n_mbs))
 
     def into(self, num_micro_batches: int) -> list[list[int]]:
-        """The blocks of each of so many micro-batches, in the order that the spec asks for.
-
-        Args:
-            num_micro_batches: a multiple of the divisor, from the number of `fewest` to that of the blocks.
-        """
+        """The blocks of each micro-batch in order; their number a multiple of the divisor, from that of `fewest` on."""
         groups = self.fewest if len(self.fewest) == num_micro_batches else self._of_number(num_micro_batches)
         if self.workloads is not None:
             groups = self._balance(self.workloads, groups)
@@ -107,16 +170,7 @@ class BlockPacking:
 
 
 def tokens_of(spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, has_workloads: bool) -> np.ndarray:
-    """Check what a rank brings to be packed by itself or with the rows of others.
-
-    Args:
-        spec: how to pack.
-        blocks: which rows stay together.
-        lengths: int64 `(rows,)`, tokens of each row.
-        has_workloads: whether rows cost something else than their tokens.
-
-    Returns:
-        int64 `(blocks,)`, the tokens of each block.
+    """int64 `(blocks,)`, the tokens of each block.
 
     Raises:
         ValueError: a block above the budget, or workloads for an algorithm that does not balance.
@@ -137,13 +191,7 @@ def budget_of(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
 
 
 def in_order(groups: list[list[int]], loads: np.ndarray, order: str) -> list[list[int]]:
-    """The groups in the order of a MicroBatchSpec.
-
-    Args:
-        groups: indices of each group.
-        loads: int64 `(n,)`, what each index weighs.
-        order: "heaviest_first", or "light_ends": the loads rise to the middle and fall again.
-    """
+    """The groups by `MicroBatchSpec.order`, where index i weighs `loads[i]`."""
     sums = [int(loads[group].sum()) for group in groups]
     ranked = sorted(range(len(groups)), key=lambda each: (-sums[each], groups[each][0]))
     if order == "light_ends":

@@ -8,8 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from commons.micro_batching.first_fit import first_fit, first_fit_equal, multifit, split_heaviest
-from commons.micro_batching.l2_bound import l2_bound
+from commons.micro_batching.first_fit import first_fit, first_fit_equal, l2_bound, multifit, split_heaviest
 from commons.micro_batching.leveling import level
 from commons.micro_batching.repacking import pack_under
 from commons.perf_model.loads import sum_by_rank
@@ -56,16 +55,7 @@ Attempt = Callable[[PackingProblem, int], "np.ndarray | None"]
 
 
 def fewest_groups(problem: PackingProblem, algorithm: str) -> np.ndarray | None:
-    """Pack by an algorithm, and where it finds nothing by "refined".
-
-    Args:
-        problem: what to pack.
-        algorithm: "ffd", "kk" or "refined".
-
-    Returns:
-        int64 `(n,)`, the group of each row, none of them empty; None where no packing was found.
-
-    """
+    """The group of each row `(n,)` by an algorithm, else by "refined"; None if that finds nothing either."""
     if algorithm == "ffd" and not problem.equal_size:
         parts = _first_fit(problem)
     else:
@@ -76,11 +66,7 @@ def fewest_groups(problem: PackingProblem, algorithm: str) -> np.ndarray | None:
 def as_groups(values: np.ndarray, order: np.ndarray, parts: np.ndarray) -> list[list[int]]:
     """The indices of each group, ascending; groups heaviest first, of equal ones that with the first index.
 
-    Args:
-        values: int64 `(n,)`.
-        order: int64 `(n,)`, the index of each row.
-        parts: int64 `(n,)`, the group of each row.
-
+    `order` is the index of each row, `parts` its group.
     """
     by_index = np.empty_like(parts)
     by_index[order] = parts

@@ -50,32 +50,16 @@ class _Rooms:
 
 
 def first_fit(weights: np.ndarray, capacity: int) -> np.ndarray:
-    """Pack rows into as many groups as it takes. O(n log n).
+    """int64 `(n,)`, the group of each row, numbered as they are opened. O(n log n).
 
-    Args:
-        weights: int64 `(n,)`, descending, none above the capacity.
-        capacity: what a group may hold.
-
-    Returns:
-        int64 `(n,)`, the group of each row; groups are numbered as they are opened.
-
+    The weights, int64 `(n,)` as in all of this module, descend, and none is above the capacity.
     """
     rooms = _Rooms(len(weights), capacity)
     return np.array([rooms.take(weight) for weight in weights.tolist()], np.int64)
 
 
 def first_fit_equal(weights: np.ndarray, capacity: int, num_groups: int) -> np.ndarray | None:
-    """Pack rows into `num_groups` groups whose sizes differ by one at most. O(n log k).
-
-    Args:
-        weights: int64 `(n,)`, descending.
-        capacity: what a group may hold.
-        num_groups: groups, at most n.
-
-    Returns:
-        int64 `(n,)`, the group of each row; None if a row finds no group with room for it.
-
-    """
+    """First fit into groups whose sizes differ by one at most; None if a row fits none. O(n log k)."""
     size, num_larger = divmod(len(weights), num_groups)
     rooms, counts, groups = _Rooms(num_groups, capacity), [0] * num_groups, []
     for weight in weights.tolist():
@@ -95,19 +79,7 @@ def first_fit_equal(weights: np.ndarray, capacity: int, num_groups: int) -> np.n
 
 
 def multifit(weights: np.ndarray, capacity: int, num_groups: int) -> np.ndarray:
-    """Pack rows into exactly `num_groups` groups: first fit under the least capacity for which these are enough.
-
-    O(n log n · log capacity).
-
-    Args:
-        weights: int64 `(n,)`, descending, none above the capacity; first fit needs `num_groups` for them at most.
-        capacity: what a group may hold.
-        num_groups: groups, at most n.
-
-    Returns:
-        int64 `(n,)`, the group of each row; no group is empty.
-
-    """
+    """First fit under the least capacity for which so many groups are enough. O(n log n · log capacity)."""
     total = int(weights.sum())
     groups = first_fit(weights, capacity)
     low, high = max(int(weights[0]), -(-total // num_groups)), min(capacity, total)
@@ -122,17 +94,7 @@ def multifit(weights: np.ndarray, capacity: int, num_groups: int) -> np.ndarray:
 
 
 def split_heaviest(weights: np.ndarray, groups: np.ndarray, num_groups: int) -> np.ndarray:
-    """Halve the heaviest group that has two rows, until there are `num_groups`.
-
-    Args:
-        weights: int64 `(n,)`, descending.
-        groups: int64 `(n,)`, the group of each row; empty ones are left out.
-        num_groups: groups in the end, at most n.
-
-    Returns:
-        int64 `(n,)`, the group of each row; no load is larger than before.
-
-    """
+    """Halve the heaviest group that has two rows, until there are `num_groups`; empty groups are left out."""
     counts = np.bincount(groups)
     groups = (np.cumsum(counts > 0) - 1)[groups]
     for new in range(int(np.count_nonzero(counts)), num_groups):
@@ -142,3 +104,36 @@ def split_heaviest(weights: np.ndarray, groups: np.ndarray, num_groups: int) -> 
         halves = partition(weights[rows], 2, method="lpt", equal_size=False).assignment
         groups[rows[halves == 1]] = new
     return groups
+
+
+def l2_bound(weights: np.ndarray, capacity: int) -> int:
+    """Fewest groups of `capacity` that could hold `weights`, as far as this bound can tell.
+
+    Leave out the rows lighter than some α. Rows above C ÷ 2 need a group each; of these, rows above C − α share theirs
+    with no row that is left. What the light rows from α on weigh beyond the free space beside the others needs
+    further groups. The bound is the largest over α: 0 and every weight up to C ÷ 2. O(n log n).
+
+    Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem", Discrete Applied
+    Mathematics 28 (1990); its value is at least ⅔ of the fewest groups.
+
+    Args:
+        weights: int64 `(n,)`, descending, none above the capacity; their sum is at most `MOST_LOAD`.
+        capacity: what a group may hold.
+
+    Returns:
+        At least 1.
+
+    """
+    capacity = min(capacity, max(1, int(weights.sum())))
+    sums = np.zeros(len(weights) + 1, np.int64)
+    np.cumsum(weights, out=sums[1:])
+    num_large = int(np.count_nonzero(weights > capacity // 2))
+    alphas = np.append(weights[num_large:], 0)
+    ascending = -weights
+    num_alone = np.minimum(np.searchsorted(ascending, alphas - capacity, side="left"), num_large)
+    num_kept = np.searchsorted(ascending, -alphas, side="right")
+    light = sums[num_kept] - sums[num_large]
+    # Room beside the large rows is only counted where there are such rows, each above C ÷ 2: it is below their sum.
+    free = (num_large - num_alone) * capacity - (sums[num_large] - sums[num_alone])
+    beyond = int((light - free).max())
+    return max(1, num_large + max(0, -(-beyond // capacity)))

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from commons.micro_batching.block_packing import BlockPacking, budget_of, in_order, tokens_of
-from commons.micro_batching.l2_bound import l2_bound
-from commons.micro_batching.row_blocks import RowBlocks
+from commons.micro_batching.block_packing import BlockPacking, RowBlocks, budget_of, in_order, tokens_of
+from commons.micro_batching.first_fit import l2_bound
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.grid import partition_grid
@@ -67,7 +66,10 @@ def plan_jointly(
     """
     num_ranks, blocks = len(rows_per_rank), RowBlocks.of(spec, len(lengths), groups)
     _require_enough(spec, blocks, num_ranks)
-    tokens = _tokens_of_all(spec, blocks, lengths, workloads is not None)
+    try:
+        tokens = tokens_of(spec, blocks, lengths, workloads is not None)
+    except ValueError as error:  # ranks have checked their own rows, but a group of several may be above the budget
+        raise ValueError(f"{error} (rows are counted over the ranks)") from error
     costs = tokens if workloads is None else blocks.sums(workloads)
     home, spans_ranks = _homes(blocks, lengths, rows_per_rank)
     if spans_ranks:
@@ -100,14 +102,6 @@ def plan_unplaced(spec: MicroBatchSpec, lengths: np.ndarray, workloads: np.ndarr
     """`plan_jointly` for rows that lie on no rank yet."""
     rows_per_rank = np.full(num_ranks, len(lengths) // num_ranks) + (np.arange(num_ranks) < len(lengths) % num_ranks)
     return plan_jointly(spec, lengths, workloads, rows_per_rank)
-
-
-def _tokens_of_all(spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, has_workloads: bool) -> np.ndarray:
-    """Tokens of each block; ranks have checked their own rows, but a group of several may be above the budget."""
-    try:
-        return tokens_of(spec, blocks, lengths, has_workloads)
-    except ValueError as error:
-        raise ValueError(f"{error} (rows are counted over the ranks)") from error
 
 
 def _homes(blocks: RowBlocks, lengths: np.ndarray, rows_per_rank: np.ndarray) -> tuple[np.ndarray, bool]:

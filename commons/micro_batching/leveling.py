@@ -13,21 +13,11 @@ PATIENCE = 4
 
 
 def level(weights: np.ndarray, parts: np.ndarray, num_groups: int, *, equal_size: bool) -> np.ndarray:
-    """Narrow the spread of the loads: largest − smallest. O(n log n) for each round.
+    """Narrow the spread of the loads, largest − smallest; neither gets worse. O(n log n) for each round.
 
     In each round the lightest group looks at all others for the swap of rows, or the row, that brings two loads
     nearest; where it finds none, the heaviest does. What one group gains the other loses, so that no load rises above
-    the larger of both: a capacity stays kept.
-
-    Args:
-        weights: int64 `(n,)`, descending.
-        parts: int64 `(n,)`, the group of each row.
-        num_groups: `k`.
-        equal_size: whether the groups' numbers of rows differ by one at most, before and after.
-
-    Returns:
-        int64 `(n,)`, the group of each row; the largest load is not larger, the smallest not smaller than before.
-
+    the larger of both: a capacity stays kept. int64 weights `(n,)` descend; `parts` are the groups of the rows.
     """
     groups = _Groups(weights, parts, num_groups, equal_size)
     enough = max(1, int(weights.sum()) // num_groups // TOLERANCE)
@@ -54,10 +44,7 @@ class _Groups:
     def swap_best(self, group: int, *, takes: bool) -> bool:
         """Swap a row of `group` and one of any other group, so that two loads come nearest; False if none do.
 
-        Args:
-            group: the lightest group, or the heaviest.
-            takes: whether load comes to the group, as to the lightest.
-
+        `takes` says whether load comes to the group, as to the lightest.
         """
         sign = 1 if takes else -1
         # Rows of nothing are only of use to a group that gives.

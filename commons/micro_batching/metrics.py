@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
-from commons.micro_batching.l2_bound import l2_bound
+from commons.micro_batching.first_fit import l2_bound
 from commons.perf_model.loads import imbalance, sum_by_rank
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, overload
@@ -10,15 +11,52 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 
+from commons.dispatch.home import restore
+from commons.dispatch.planning import as_int64_ids
 from commons.dispatch.redistribute import RedistributedRows
+from commons.micro_batching.block_packing import RowBlocks
 from commons.micro_batching.metrics import packing_metrics
-from commons.micro_batching.row_blocks import RowBlocks
-from commons.micro_batching.row_columns import RowColumns
 from commons.micro_batching.spec import MicroBatchSpec
+from commons.perf_model.partitioner import as_int64_workloads
+from commons.sequence_batch.jagged import is_keyed_jagged
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, eq=False)
+class RowColumns:
+    """Numbers of the rows of a batch, padding included."""
+
+    lengths: np.ndarray  # int64 `(rows,)`, tokens
+    workloads: np.ndarray | None  # int64 `(rows,)`, what each row costs; None where that is its tokens
+    loss_tokens: np.ndarray  # int64 `(rows,)`, terms of the loss
+    groups: np.ndarray | None = None  # int64 `(rows,)`: rows of equal numbers stay together; else None
+
+    @classmethod
+    def of(
+        cls, batch: Any, rows: int, lengths: Any, workloads: Any, loss_tokens: Any, groups: Any = None
+    ) -> RowColumns:
+        """Check the columns of a batch of so many rows, as `pack_micro_batches` takes them; ValueError, TypeError."""
+        tokens = _per_row(lengths, "lengths", rows)
+        costs = None if workloads is None else _per_row(workloads, "workloads", rows)
+        terms = _label_values(batch) if loss_tokens is None else _per_row(loss_tokens, "loss_tokens", rows)
+        together = None if groups is None else as_int64_ids(groups, rows)
+        return cls(tokens, costs, tokens if terms is None else terms, together)
+
+    def select(self, rows: np.ndarray) -> RowColumns:
+        """The numbers of some rows, int64 `(their number,)`."""
+        costs = None if self.workloads is None else self.workloads[rows]
+        together = None if self.groups is None else self.groups[rows]
+        return RowColumns(self.lengths[rows], costs, self.loss_tokens[rows], together)
+
+    @classmethod
+    def of_gathered(cls, columns: Mapping[str, np.ndarray | None]) -> RowColumns:
+        """The columns by name, of the rows of all ranks or of real rows alone; None where nobody has a row."""
+        nothing = np.empty(0, dtype=np.int64)
+        lengths, terms = (nothing if (each := columns[name]) is None else each for name in ("lengths", "loss_tokens"))
+        return cls(lengths, columns["workloads"], terms, columns["groups"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +106,8 @@ class MicroBatches(Sequence[B]):
     ) -> MicroBatches[B]:
         """A batch whose rows are packed.
 
-        Args:
-            batch: the rows.
-            spec: how they were packed.
-            blocks: its rows that stay together.
-            packed: of each micro-batch, its blocks, ascending.
-            columns: what there is to know of each row.
-            world_size: ranks.
-            all_loss_tokens: terms of the loss on all of them.
-            seconds: that the packing took.
-            costs_of_ranks: int64 `(ranks, micro-batches)`, where they are known.
-            redistributed: how the rows came here, if they did.
+        `packed` are the blocks of each micro-batch, ascending; `columns` the numbers of its rows; `all_loss_tokens` the
+        terms of the loss on all ranks; `costs_of_ranks` int64 `(ranks, micro-batches)`, where they are known.
         """
         lengths, workloads, loss_tokens = columns.lengths, columns.workloads, columns.loss_tokens
         groups = blocks.rows_of_each(packed)
@@ -138,29 +167,13 @@ class MicroBatches(Sequence[B]):
         """Results of all micro-batches as one, in the order of the batch.
 
         Args:
-            results: for each micro-batch a tensor, or any other batch that states no padding, with a row per row of it.
+            results: for each micro-batch a tensor, or any other batch without padding, with a row per row of it.
 
         Raises:
             ValueError: another number of results than micro-batches, or of rows than in a micro-batch; results that
-                cannot be joined.
+                cannot be joined, or with padding.
         """
-        if len(results) != len(self):
-            raise ValueError(
-                f"there are {len(results)} results for {len(self)} micro-batches; each has one: pass them in order"
-            )
-        parsed = [Rows.of(result) for result in results]
-        for number, (result, rows) in enumerate(zip(parsed, self.groups)):
-            if result.count != len(rows):
-                raise ValueError(
-                    f"result {number} has {result.count} rows, micro-batch {number} has {len(rows)}; a result has a "
-                    "row per row: keep all of them"
-                )
-            if result.states_padding:
-                raise ValueError(
-                    f"result {number} is a {type(result.batch).__name__}, which would gather its padding at the end; "
-                    "results are tensors: restore its fields"
-                )
-        return Rows.concat(parsed).select(self.backward_indices).batch
+        return restore(results, [torch.tensor(group) for group in self.groups], "micro-batch", "micro-batches")
 
     def send_home(self, results: Sequence[R]) -> R | None:
         """Results of all micro-batches, each with the rank that its rows come from, in the order of the rows there.
@@ -182,3 +195,22 @@ class MicroBatches(Sequence[B]):
         if self.redistributed is None:
             return self.restore(results)
         return self.redistributed.send_home_made_by(lambda: self.restore(results))
+
+
+def _per_row(values: Any, name: str, rows: int) -> np.ndarray:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+    return as_int64_workloads(values, name, rows)
+
+
+def _label_values(batch: Any) -> np.ndarray | None:
+    """Label values of each row of a BaseBatch, int64 `(rows,)`; None for other batches and without labels."""
+    # Looked up rather than imported: the class needs TorchRec, and whoever has one has imported it.
+    base_batch = getattr(sys.modules.get("commons.sequence_batch.batch"), "BaseBatch", ())
+    if not isinstance(batch, base_batch) or batch.labels is None:
+        return None
+    if is_keyed_jagged(batch.labels):
+        return batch.labels.lengths().view(-1, batch.batch_size).sum(0).to("cpu", torch.int64).numpy()
+    values = np.full(batch.batch_size, batch.labels[:1].numel(), np.int64)
+    values[batch.actual_batch_size :] = 0
+    return values

@@ -28,17 +28,9 @@ MOST_REPACKS = 150
 def pack_under(
     values: list[int], num_groups: int, capacity: int, started: list[list[int]] | None = None
 ) -> tuple[list[list[int]], bool]:
-    """Pack rows into so many groups by minimum bin slack and repacking.
+    """Pack rows into so many groups by minimum bin slack and repacking; says whether all keep the capacity.
 
-    Args:
-        values: weight of each row, descending, none above the capacity.
-        num_groups: groups, at most n.
-        capacity: what a group may hold.
-        started: what this came to with fewer groups, to go on from.
-
-    Returns:
-        The rows of each group, and whether all of them keep the capacity.
-
+    `values` descend, none above the capacity; `started` is what this came to with fewer groups, to go on from.
     """
     if started is None:
         started = fill_groups(values, range(len(values)), num_groups, capacity, SEARCHES[0])
@@ -47,17 +39,7 @@ def pack_under(
 
 
 def repack(values: list[int], groups: list[list[int]], capacity: int) -> list[list[int]]:
-    """Lower what groups hold above the capacity, in sum, by filling a few of them anew.
-
-    Args:
-        values: weight of each row, descending.
-        groups: the rows of each group.
-        capacity: what a group should hold.
-
-    Returns:
-        The rows of each group.
-
-    """
+    """Lower the sum of what groups hold above the capacity by filling a few of them anew."""
     num_groups = len(groups)
     loads = [sum(values[row] for row in rows) for rows in groups]
     turns = itertools.cycle(itertools.product(NEIGHBORHOODS, SEARCHES))
@@ -83,22 +65,11 @@ def repack(values: list[int], groups: list[list[int]], capacity: int) -> list[li
 def fill_groups(
     values: list[int], rows: range | list[int], num_groups: int, capacity: int, search: int
 ) -> list[list[int]]:
-    """Deal rows to groups, each filled as well as a bounded search can. O(rows · (groups + search)).
+    """Deal rows, ascending, to groups, each filled as well as a bounded search can. O(rows · (groups + search)).
 
     The search for a group ends at a filling that leaves no more room than is left on average: a better one would only
     take the light rows that later groups need. Rows that fit nowhere in the end go to the lightest groups, which then
-    are above the capacity.
-
-    Args:
-        values: weight of each row, descending, none above the capacity.
-        rows: the rows to deal, ascending.
-        num_groups: groups.
-        capacity: what a group should hold.
-        search: fillings of a group that are looked at.
-
-    Returns:
-        The rows of each group.
-
+    are above the capacity. `search` is the number of fillings that it looks at.
     """
     left = [row for row in rows if values[row]]
     minus = [-values[row] for row in left]
@@ -128,12 +99,8 @@ def fill_groups(
 def best_filling(minus: list[int], room: int, enough: int, search: int) -> list[int]:
     """Which of the rows leave the least room, ascending; of equal fillings the first in lexicographic order.
 
-    Args:
-        minus: the rows' weights, negative so that they ascend and can be searched.
-        room: what they have to fit into.
-        enough: room at which the search ends.
-        search: fillings that it looks at.
-
+    `minus` are the rows' weights, negative so that they ascend and can be searched; the search ends at `enough` room,
+    or after so many fillings.
     """
     best: list[int] = []
     least = room

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from commons.checks import require_at_least
 from commons.micro_batching.allocation import get_allocate_fn
@@ -50,9 +50,3 @@ class MicroBatchSpec:
             raise ValueError(
                 f"order is {self.order!r}; it must be one of {', '.join(map(repr, get_args(Order)))}: choose one"
             )
-
-
-def require_spec(spec: Any) -> None:
-    """Raise TypeError unless this is a MicroBatchSpec."""
-    if not isinstance(spec, MicroBatchSpec):
-        raise TypeError(f"spec is a {type(spec).__name__}; it must be a MicroBatchSpec: make one")

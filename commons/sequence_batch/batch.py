@@ -18,9 +18,9 @@ from torchrec.streamable import Pipelineable
 
 from commons.sequence_batch.fields import IDENTITY, RowField, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
+from commons.sequence_batch.jagged import new_jagged, new_keyed_jagged
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
 from commons.sequence_batch.rows import select_rows
-from commons.sequence_batch.torchrec_types import new_jagged
 
 B = TypeVar("B", bound="BaseBatch")
 
@@ -112,18 +112,18 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         )
 
     def global_loss_terms(self, pg_group: Any = None) -> int | None:
-        """What `num_loss_tokens` of the batches of all ranks add up to, where that is known without asking.
+        """The sum of `num_loss_tokens` over all ranks, where it is known without communication.
 
-        It is after a shuffle in which rows have moved, for the step that trains its batches. It is known on all ranks
+        It is after a shuffle in which rows have moved, for the step that trains its batches, and known on all ranks
         alike, as long as they do with their batches what the others do with theirs.
 
         Args:
             pg_group: the ranks that share the loss; default as for `global_mean_loss`.
 
         Returns:
-            None where it is not known: without such a shuffle, with one over another group, with labels, a
-            `batch_size` or an `actual_batch_size` that the batch was given since, and for a subclass that counts in a
-            way of its own.
+            None where it is not known: without such a shuffle, with one over another group, with labels, a `batch_size`
+            or an `actual_batch_size` that the batch was given since, and for a subclass that overrides
+            `num_loss_tokens`.
         """
         known = getattr(self, "_global_batch", None)
         if known is None or type(self).num_loss_tokens is not BaseBatch.num_loss_tokens:
@@ -144,16 +144,10 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         return None if known is None else known.lengths(self, key, pg_group)
 
     def host_lengths(self, *keys: str) -> list[np.ndarray]:
-        """Lengths of keys of `features`, on the host.
+        """Lengths of keys of `features` on the host, for each key int64 `(batch_size,)`, not to be written to.
 
         A batch that came to its device by `to`, by a shuffler or by `index_select` of such a one knows them. Of one
         that was made on its device they are read back, once, together with `host_fields`.
-
-        Args:
-            keys: of `features`.
-
-        Returns:
-            For each key int64 `(batch_size,)`, not to be written to.
 
         Raises:
             KeyError: no such key.
@@ -277,16 +271,10 @@ def _map_tensors(value: RowField, transform: Callable[[torch.Tensor], torch.Tens
     if isinstance(value, torch.Tensor):
         return transform(value)
     weights = value.weights_or_none()
+    values, lengths = transform(value.values()), transform(value.lengths())
+    weights = None if weights is None else transform(weights)
     if not isinstance(value, KeyedJaggedTensor):
-        own_weights = None if weights is None else transform(weights)
-        return new_jagged(values=transform(value.values()), weights=own_weights, lengths=transform(value.lengths()))
-    return KeyedJaggedTensor(
-        keys=list(value.keys()),
-        values=transform(value.values()),
-        weights=None if weights is None else transform(weights),
-        lengths=transform(value.lengths()),
-        stride=value.stride(),
-        length_per_key=value.length_per_key()
-        if value.lengths().device.type == "cpu"
-        else value.length_per_key_or_none(),
-    )
+        return new_jagged(values, weights, lengths)
+    on_host = value.lengths().device.type == "cpu"
+    per_key = value.length_per_key() if on_host else value.length_per_key_or_none()
+    return new_keyed_jagged(value.keys(), values, weights, lengths, value.stride(), per_key)

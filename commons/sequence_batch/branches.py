@@ -1,8 +1,7 @@
 """Kinds of values that a batch branches at: what they consist of, and how one is made again.
 
-A branch is made again in two ways: like another one that this process holds (`rebuild`), or from what ranks compare and
-messages say of it (`describe` and `build`), where its class is looked up by name among those that the process has
-imported.
+Like another one that this process holds (`rebuild`), or from what ranks compare and messages say of it (`describe` and
+`build`), where its class is looked up by name.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from commons.sequence_batch.fields import Path, batch_items, copy_batch, make_batch, path_name
+from commons.sequence_batch.jagged import is_keyed, new_keyed
+from commons.sequence_batch.plain_values import find_type, type_name, unknown_type
 from commons.sequence_batch.row_leaves import tensor_leaf_type
-from commons.sequence_batch.torchrec_types import is_keyed, new_keyed
-from commons.sequence_batch.type_names import find_type, type_name, unknown_type
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedTensor
@@ -111,16 +110,7 @@ def rebuild(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: in
 
 
 def describe(kind: BranchKind, value: Any, path: Path) -> list[Any]:
-    """What `build` needs beside the children and the number of rows, as JSON holds it.
-
-    Args:
-        kind: of the branch.
-        value: the branch.
-        path: where in the batch it is, for the error.
-
-    Raises:
-        TypeError: a class that no receiver could find, or make as it was.
-    """
+    """What `build` needs beside the children and the number of rows, as JSON; TypeError as `type_name`."""
     if kind == "tensordict":
         return [kind, list(value.batch_size[1:])]
     if kind == "keyed":
@@ -133,16 +123,9 @@ def describe(kind: BranchKind, value: Any, path: Path) -> list[Any]:
 
 
 def build(described: Sequence[Any], children: dict[Any, Any], rows: int, device: torch.device | None = None) -> Any:
-    """A branch around children.
+    """A branch, described by `describe`, around children of `rows` rows; the device is that of a TensorDict.
 
-    Args:
-        described: as `describe` gave it.
-        children: by key.
-        rows: of the children.
-        device: of a TensorDict.
-
-    Raises:
-        KeyError: a class that no imported module of this process has.
+    KeyError for a class that no imported module of this process has.
     """
     kind, *content = described
     if kind == "tensordict":
@@ -180,11 +163,7 @@ def make_tensordict(children: dict[Any, Any], batch_size: Sequence[int], device:
 
 
 def is_tensordict(value: Any) -> bool:
-    """Whether a value is a TensorDict.
-
-    Raises:
-        TypeError: a tensorclass.
-    """
+    """Whether a value is a TensorDict; TypeError for a tensorclass."""
     tensordict = sys.modules.get("tensordict")  # a TensorDict exists only if its module was imported
     if tensordict is None or isinstance(value, type):
         return False
@@ -238,7 +217,6 @@ def _tensordict_children(value: Any) -> dict[Any, Any]:
 
 
 def _require_rows_first(value: KeyedTensor) -> None:
-    """Raise ValueError for a KeyedTensor whose values are not `(rows, sum of widths)`."""
     widths, values, keys = value.length_per_key(), value.values(), value.keys()
     if value.key_dim() != 1:
         raise ValueError(
@@ -272,6 +250,7 @@ def _factory_name(factory: Any, path: Path) -> str | None:
 def _require_only_items(value: Any, path: Path) -> None:
     """Raise TypeError for a mapping or sequence that its items alone do not make again."""
     made = type(value).__name__
+    known: dict[str, Any] = {}
     if isinstance(value, Mapping):
         try:
             empty = type(value)()
@@ -281,8 +260,6 @@ def _require_only_items(value: Any, path: Path) -> None:
                 "by its items: pass dict(...) of it"
             ) from error
         known = getattr(empty, "__dict__", {})
-    else:
-        known = {}
     for name, held in getattr(value, "__dict__", {}).items():
         holds_items = isinstance(held, Mapping) and held.keys() == getattr(value, "keys", dict)()
         if not holds_items and not (name in known and is_equal(held, known[name])):

@@ -1,13 +1,8 @@
 """What a batch dataclass is made of: which values hold rows, how many, and which are plain values.
 
-What a batch holds is either a *row field* (a KeyedJaggedTensor, a JaggedTensor or a tensor whose first dimension is the
-batch), a branch with such fields in it (`open_batch.py`), or a plain value. Selecting, exchanging and describing a
-batch are written against this one distinction, so that a subclass may add fields without further code. Attributes that
-`__post_init__` sets beside the fields count as fields; what a cached_property has computed does not, and is computed
-anew.
-
-A batch of other rows is never made by the constructor: the constructor may change what it is given (labels that count
-from 1, say), and these values have been through it.
+Attributes that `__post_init__` sets count as fields; what a cached_property has computed is left out, and computed
+again. A batch of other rows is made without the constructor, which may change its arguments (labels that count from 1,
+say): these values have been through it.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
-from commons.sequence_batch.torchrec_types import is_any_jagged, is_keyed_jagged
+from commons.sequence_batch.jagged import is_any_jagged, is_keyed_jagged
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -35,9 +30,6 @@ ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
 # By class, names of plain values that are each rank's own.
 _PER_RANK: dict[type, frozenset[str]] = {}
 
-# By class, as `field_names` has found them.
-_FIELD_NAMES: dict[type, tuple[str, ...]] = {}
-
 # Attribute of a batch that copies of it as a whole inherit, so that they can be told from other batches like it.
 IDENTITY = "__batch_identity__"
 
@@ -47,20 +39,18 @@ def path_name(path: Path) -> str:
     return ".".join(map(str, path)) or "the batch itself"
 
 
+@functools.cache
 def field_names(batch_type: type) -> tuple[str, ...]:
     """The fields of a dataclass, in the order of declaration; TypeError for another class."""
-    names = _FIELD_NAMES.get(batch_type)
-    if names is None:
-        names = _FIELD_NAMES[batch_type] = tuple(item.name for item in dataclasses.fields(batch_type))
-    return names
+    return tuple(item.name for item in dataclasses.fields(batch_type))
 
 
 def batch_items(batch: Any) -> dict[str, Any]:
     """All that a batch holds, by name: its fields in the order of declaration, then other attributes.
 
-    Left out are fields that have no value, names of Python itself, and what a cached_property has computed.
+    Left out are fields without a value, names of Python itself, and what a cached_property has computed.
     """
-    items = {name: getattr(batch, name) for name in field_names(type(batch)) if hasattr(batch, name)}
+    items = {name: getattr(batch, name) for name in field_names(batch.__class__) if hasattr(batch, name)}
     others = {
         name: value
         for name, value in getattr(batch, "__dict__", {}).items()
@@ -96,15 +86,14 @@ def is_row_field(value: Any) -> bool:
 def stated_count(batch: Any, name: str) -> int | None:
     """What a dataclass says of its rows in one of ROW_COUNT_FIELDS; None where it says nothing.
 
-    A `batch_size` below 0 says nothing: it is the default of TorchEasyRec's Batch, whose users set it for other things.
-    It is left as it is when rows move.
+    A `batch_size` below 0 says nothing, and is left as it is when rows move: it is the default of TorchEasyRec's Batch.
     """
     count = getattr(batch, name, None)
     return None if count is None or (name == "batch_size" and count < 0) else int(count)
 
 
 def row_count_values(batch: Any, rows: int, real: int | None) -> dict[str, Any]:
-    """The fields of a dataclass that count rows, with other values; not a `batch_size` below 0, see `stated_count`."""
+    """The fields of a dataclass that count rows, with other values; not a `batch_size` below 0."""
     names = row_count_names(type(batch))
     if (getattr(batch, "batch_size", None) or 0) < 0:
         names.discard("batch_size")
@@ -144,11 +133,9 @@ def require_dataclass(batch: Any) -> None:
 def num_rows_of(name: str, value: RowField) -> int:
     """Rows of one field.
 
-    Raises:
-        ValueError: a tensor that is 0-dimensional, nested or sparse; a KeyedJaggedTensor with variable batch per key,
-            duplicate keys, values of more than one dimension, or lengths that are no multiple of its rows; of either
-            kind of jagged tensor weights of more than one dimension or another number than the values, or offsets that
-            do not begin at 0 (looked at on CPU only).
+    ValueError for a tensor that is 0-dimensional, nested or sparse; for a KeyedJaggedTensor with variable batch per
+    key, duplicate keys, or lengths that are no multiple of its rows; and for values, weights and offsets that do not
+    belong together (offsets are looked at on CPU only).
     """
     if isinstance(value, torch.Tensor):
         if value.is_nested or value.layout != torch.strided:
@@ -191,7 +178,7 @@ def num_rows_of(name: str, value: RowField) -> int:
 
 
 def _require_flat(name: str, jagged: KeyedJaggedTensor | JaggedTensor, flat: tuple[str, ...]) -> None:
-    """Raise ValueError for values, weights and offsets that do not belong together, or if what is flat is not."""
+    """Raise ValueError for values, weights and offsets that do not belong together, or have too many dimensions."""
     values, weights, kind = jagged.values(), jagged.weights_or_none(), type(jagged).__name__
     for what, tensor in (("values", values), ("weights", weights)):
         if what in flat and tensor is not None and tensor.dim() != 1:
@@ -228,7 +215,7 @@ def require_sum(name: str, total: int, num_values: int) -> None:
 
 
 def common_count(batch_name: str, counts: Mapping[K, int], rule: str, shown: Callable[[K], str] = str) -> int:
-    """The number of rows that is the same in all fields; ValueError, with the rule and the remedy, if it is not."""
+    """The number of rows that all fields have; ValueError, with the rule and the remedy, if they disagree."""
     if len(set(counts.values())) > 1:
         named = {shown(field): count for field, count in counts.items()}
         raise ValueError(f"fields of {batch_name} disagree on the number of rows: {named}; {rule}")
@@ -236,11 +223,7 @@ def common_count(batch_name: str, counts: Mapping[K, int], rule: str, shown: Cal
 
 
 def real_within(stated: Mapping[Path, int], rows: int) -> int:
-    """The number of real rows of a batch of `rows` rows, all of them if no part of it states another one.
-
-    Raises:
-        ValueError: a number outside the batch, or several that differ.
-    """
+    """The real rows of a batch of `rows` rows, by what its parts state; ValueError if they disagree or lie outside."""
     if len(set(stated.values())) > 1:
         named = {path_name(path): count for path, count in stated.items()}
         raise ValueError(

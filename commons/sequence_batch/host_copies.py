@@ -59,11 +59,9 @@ class _HostCopy:
 
 
 def attach_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
-    """Let a tensor remember its values; without effect for one on the host, which has them.
+    """Let a tensor remember its values, integers of the same order on the host, perhaps of a wider dtype.
 
-    Args:
-        tensor: on any device.
-        host: integers on the host of the same values, in the same order and perhaps of a wider dtype.
+    Without effect for a tensor on the host, which has them.
     """
     if tensor.device.type != "cpu":
         setattr(tensor, _ATTRIBUTE, _HostCopy(host, tensor))
@@ -98,14 +96,9 @@ def host_arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """One-dimensional arrays of one dtype on a device, in one copy that the host does not wait for.
+    """One-dimensional arrays of one dtype, at least one, on a device, in one copy that the host does not wait for.
 
-    Args:
-        arrays: at least one.
-        device: where they go. To CUDA they go through pinned memory.
-
-    Returns:
-        For each array a tensor of its shape and dtype; they share one storage.
+    To CUDA they go through pinned memory. The tensors share one storage.
     """
     flat = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":

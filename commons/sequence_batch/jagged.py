@@ -1,15 +1,65 @@
-"""Rows of jagged tensors: selecting them, and the dtype views that make fbgemm's kernels serve every dtype."""
+"""TorchRec's jagged tensors, in code that has to run without TorchRec too, and selecting their rows.
+
+Whoever has such a tensor has imported TorchRec: its classes are looked up, and imported only to make a tensor of them.
+"""
 
 from __future__ import annotations
 
-import fbgemm_gpu.sparse_ops  # noqa: F401  registers torch.ops.fbgemm
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.sequence_batch.host_copies import attach_host_copy, host_copy
 
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+_MODULE = "torchrec.sparse.jagged_tensor"
 # permute_1D_sparse_data has CPU kernels for these alone; other dtypes travel as bit-identical views of one of them.
 _VIEW_BY_ITEMSIZE = {8: torch.int64, 4: torch.int32, 2: torch.float16}
+
+
+def is_keyed_jagged(value: Any) -> TypeGuard[KeyedJaggedTensor]:
+    """Whether a value is a KeyedJaggedTensor."""
+    return isinstance(value, getattr(sys.modules.get(_MODULE), "KeyedJaggedTensor", ()))
+
+
+def is_any_jagged(value: Any) -> TypeGuard[KeyedJaggedTensor | JaggedTensor]:
+    """Whether a value is a KeyedJaggedTensor or a JaggedTensor; one check for both, on the path of every batch."""
+    torchrec = sys.modules.get(_MODULE)
+    return torchrec is not None and isinstance(value, (torchrec.KeyedJaggedTensor, torchrec.JaggedTensor))
+
+
+def is_keyed(value: Any) -> TypeGuard[KeyedTensor]:
+    """Whether a value is a KeyedTensor."""
+    return isinstance(value, getattr(sys.modules.get(_MODULE), "KeyedTensor", ()))
+
+
+def new_keyed_jagged(
+    keys: Sequence[str],
+    values: torch.Tensor,
+    weights: torch.Tensor | None,
+    lengths: torch.Tensor,
+    stride: int,
+    length_per_key: Sequence[int] | None,
+) -> KeyedJaggedTensor:
+    """A KeyedJaggedTensor of `stride` rows: `lengths` are `(keys · stride,)`, `length_per_key` their sums by key."""
+    return _torchrec().KeyedJaggedTensor(
+        keys=list(keys), values=values, weights=weights, lengths=lengths, stride=stride, length_per_key=length_per_key
+    )
+
+
+def new_jagged(values: torch.Tensor, weights: torch.Tensor | None, lengths: torch.Tensor) -> JaggedTensor:
+    """A JaggedTensor of lengths `(rows,)`."""
+    return _torchrec().JaggedTensor(values=values, weights=weights, lengths=lengths)
+
+
+def new_keyed(keys: Sequence[str], widths: Sequence[int], values: torch.Tensor) -> KeyedTensor:
+    """A KeyedTensor of values `(rows, sum of widths)`."""
+    return _torchrec().KeyedTensor(keys=list(keys), length_per_key=list(widths), values=values)
 
 
 def permute_segments(
@@ -24,11 +74,10 @@ def permute_segments(
         permute: int32 `(num_output_segments,)`, the input segment of every output segment.
         segment_lengths: int32 or int64 `(num_input_segments,)`, elements per input segment.
         values: `(sum(segment_lengths),)`, any dtype.
-        output_size: number of elements of the result. With it, nothing is read back from the device.
-
-    Returns:
-        `(output_size,)`, the dtype of `values`, in storage of its own.
+        output_size: number of elements of the result; without it, it is read back from the device.
     """
+    import fbgemm_gpu.sparse_ops  # noqa: F401  registers torch.ops.fbgemm
+
     if permute.numel() == 0 or values.numel() == 0 or output_size == 0:
         return values.new_empty(0)
     dtype = values.dtype
@@ -45,36 +94,30 @@ def permute_segments(
 
 
 def select_kjt_rows(kjt: KeyedJaggedTensor, indices: torch.Tensor) -> KeyedJaggedTensor:
-    """Rows of every key of a KeyedJaggedTensor, weights included.
+    """Rows `indices` of every key, weights included: int64 `(N,)` on the host, any order, repeats allowed.
 
-    Args:
-        kjt: `K` keys over `B` rows, one stride for all keys.
-        indices: int64 `(N,)` on the host, rows in `[0, B)`; any order, repeats allowed.
-
-    Returns:
-        A KeyedJaggedTensor of the same keys over `N` rows. The host knows its lengths if it knows those of `kjt`.
+    The host knows the lengths of the result if it knows those of `kjt`.
     """
-    keys = kjt.keys()
-    num_rows = indices.numel()
+    keys, num_rows = kjt.keys(), kjt.stride()
     on_device = indices.to(kjt.device())
-    lengths = kjt.lengths().view(len(keys), kjt.stride())  # (K, B)
-    selected_lengths = lengths.index_select(1, on_device)  # (K, N)
-    starts = torch.arange(len(keys), device=on_device.device).unsqueeze(1) * kjt.stride()
-    permute = (starts + on_device.unsqueeze(0)).flatten().to(torch.int32)  # (K * N,)
+    lengths = kjt.lengths().view(len(keys), num_rows)
+    selected_lengths = lengths.index_select(1, on_device)  # (keys, N)
+    starts = torch.arange(len(keys), device=on_device.device).unsqueeze(1) * num_rows
+    permute = (starts + on_device.unsqueeze(0)).flatten().to(torch.int32)  # (keys · N,)
     known = host_copy(kjt.lengths())
-    host_lengths = None if known is None else known.view(len(keys), kjt.stride()).index_select(1, indices)
+    host_lengths = None if known is None else known.view(len(keys), num_rows).index_select(1, indices)
     # The total of all keys: where the host does not know the lengths, the one number that has to be read back.
     per_key = (selected_lengths if host_lengths is None else host_lengths).sum(dim=1).tolist()
-    flat_lengths = lengths.flatten()
-    weights = kjt.weights_or_none()
-    selected = KeyedJaggedTensor(
-        keys=list(keys),
-        values=permute_segments(permute, flat_lengths, kjt.values(), sum(per_key)),
-        weights=None if weights is None else permute_segments(permute, flat_lengths, weights, sum(per_key)),
-        lengths=selected_lengths.flatten(),
-        stride=num_rows,
-        length_per_key=per_key,
+    values, weights = (
+        None if part is None else permute_segments(permute, lengths.flatten(), part, sum(per_key))
+        for part in (kjt.values(), kjt.weights_or_none())
     )
+    assert values is not None  # noqa: S101  every KeyedJaggedTensor has values
+    selected = new_keyed_jagged(keys, values, weights, selected_lengths.flatten(), indices.numel(), per_key)
     if host_lengths is not None:
         attach_host_copy(selected.lengths(), host_lengths.flatten())
     return selected
+
+
+def _torchrec() -> Any:
+    return sys.modules.get(_MODULE) or importlib.import_module(_MODULE)

@@ -1,24 +1,29 @@
-"""A batch dataclass, opened: its tensors and plain values by path, and the branches that lead to them.
+"""A batch as a tree, opened in one walk: its tensors and plain values by path, and the branches that lead to them.
 
-Fields of the dataclass are tensors, KeyedJaggedTensors, JaggedTensors and plain values, or hold these at any depth:
-dicts, lists, tuples and namedtuples, dataclasses, TensorDicts and KeyedTensors are branches (`rows.py` has the table).
-Most batches have no branch at all; what these need is done without parsing anything.
-
-Children of a dict or TensorDict are laid out in a sorted order, so that batches whose dicts were filled in another
-order are equal.
+`rows.py` has the table of what is a leaf, a branch or metadata. Most batches of the shuffler are dataclasses without a
+branch: `open_batch` parses nothing of these. It lays out children of a dict or TensorDict in a sorted order, so that
+batches whose dicts were filled in another order are equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from commons.sequence_batch.batch_tree import Node, names_below, parse, stated_counts
-from commons.sequence_batch.branches import Constant, child_at, children_of, rebuild
+from commons.sequence_batch.branches import (
+    BranchKind,
+    Constant,
+    child_at,
+    children_of,
+    is_equal,
+    rebuild,
+    traits_of,
+)
 from commons.sequence_batch.fields import (
     ROW_COUNT_FIELDS,
     Path,
@@ -36,25 +41,71 @@ from commons.sequence_batch.fields import (
     row_count_values,
     stated_count,
 )
-from commons.sequence_batch.row_leaves import COLUMN
+from commons.sequence_batch.row_leaves import COLUMN, LeafType, tensor_leaf_type
 
 B = TypeVar("B")
-# What holds rows, plain values, and branches.
-Opened: TypeAlias = tuple[dict[Path, RowField], dict[Path, Any], dict[Path, Node]]
 
 _SCALARS = frozenset([str, int, float, bool, bytes, complex, NoneType])
 
 
-class _Changes(dict[Any, Any]):
-    """What changes in a branch, by key."""
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value of a batch and what it is: a leaf, a branch, or metadata."""
+
+    value: Any  # the value
+    leaf_type: LeafType[Any] | None = None  # the kind of leaf; None for the others
+    kind: BranchKind | None = None  # the kind of branch; None for the others
+    children: dict[Any, Node] = field(default_factory=dict)  # of a branch, by key, in order
+    per_rank: bool = False  # of metadata, whether it is each rank's own, see `register_batch_type`
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether this is no metadata."""
+        return self.leaf_type is not None or self.kind is not None
+
+
+# What holds rows, plain values, and branches.
+Opened: TypeAlias = tuple[dict[Path, RowField], dict[Path, Any], dict[Path, Node]]
+LeafFunction: TypeAlias = Callable[[Path, LeafType[Any], list[Any]], Any]
+
+
+def parse(value: Any, below_dataclass: bool = False, own: frozenset[str] = frozenset()) -> Node:
+    """The tree that a batch is; TypeError and ValueError as `children_of`.
+
+    `below_dataclass` is whether the value is part of a dataclass, where lists are plain values; `own` are dotted names
+    below it of what is each rank's own, "" for all of it.
+    """
+    if isinstance(value, (str, int, float, bytes, NoneType, Constant)):  # what metadata mostly is
+        return Node(value, per_rank="" in own)
+    leaf_type = tensor_leaf_type(value)
+    if leaf_type is not None:
+        return Node(value, leaf_type)
+    if isinstance(value, (list, tuple)) and not _holds_tensors(value):
+        is_column = isinstance(value, list) and not below_dataclass
+        return Node(value, COLUMN) if is_column else Node(value, per_rank="" in own)
+    kind, values = children_of(value)
+    if kind is None:
+        return Node(value, per_rank="" in own)
+    own = own | per_rank_names(type(value)) if kind == "dataclass" else own
+    holds_plain_lists = kind != "tensordict" and (below_dataclass or kind == "dataclass")
+    children = {key: parse(child, holds_plain_lists, _names_below(own, key)) for key, child in values.items()}
+    # What holds no rows is metadata, of a type that need not be one that can be made again.
+    if kind != "tensordict" and not any(child.has_rows for child in children.values()):
+        return Node(value, per_rank="" in own)
+    return Node(value, None, kind, children)
+
+
+def walk(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Path and node of everything in a tree, depth first."""
+    yield path, node
+    for key, child in node.children.items():
+        yield from walk(child, (*path, key))
 
 
 def open_batch(batch: Any) -> Opened:
-    """The one walk over a batch: what holds rows, plain values and branches, each by path and depth first.
+    """What of a batch holds rows, its plain values and its branches, each by path and depth first.
 
-    Raises:
-        TypeError: a tensorclass, or Python objects per row in a TensorDict.
-        ValueError: as `children_of`.
+    TypeError for a tensorclass, or Python objects per row in a TensorDict; ValueError as `children_of`.
     """
     opened: Opened = ({}, {}, {})
     leaves, plain, _ = opened
@@ -63,12 +114,33 @@ def open_batch(batch: Any) -> Opened:
             plain[(name,)] = value
         elif is_row_field(value):
             leaves[(name,)] = value
-        elif holds_scalars(value):
+        elif _holds_scalars(value):
             plain[(name,)] = value
         else:
-            own = names_below(per_rank_names(type(batch)), name)
+            own = _names_below(per_rank_names(type(batch)), name)
             _open(parse(value, below_dataclass=True, own=own), (name,), opened)
     return opened
+
+
+def _open(node: Node, path: Path, opened: Opened) -> None:
+    leaves, plain, branches = opened
+    if is_row_field(node.value):
+        leaves[path] = node.value
+        return
+    if node.leaf_type is COLUMN:
+        raise TypeError(
+            f"field {path_name(path)!r} holds a Python object per row; rows that move to other ranks are those of "
+            "tensors: make it a tensor, or leave it out"
+        )
+    if node.kind is None:
+        plain[path] = node.value.value if isinstance(node.value, Constant) else node.value
+        return
+    branches[path] = node
+    keys = list(node.children)
+    if node.kind in ("mapping", "tensordict"):
+        keys.sort(key=lambda key: (type(key).__name__, str(key)))
+    for key in keys:
+        _open(node.children[key], (*path, key), opened)
 
 
 def row_fields(batch: Any) -> Iterator[tuple[Path, RowField]]:
@@ -85,56 +157,57 @@ def value_at(batch: Any, path: Path) -> Any:
 
 
 def replace_rows(batch: B, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> B:
-    """A copy of a batch with other values at some paths, of its branches too; no dataclass runs its constructor.
+    """A copy of a batch, or of a branch, with other values at some paths; no dataclass runs its constructor.
 
-    Args:
-        batch: the batch.
-        values: by path.
-        rows: of the copy, padding included, where they are others: then every leaf is among the values.
-        real: how many of these are no padding.
+    Where the copy has another number of `rows`, padding included and `real` of them real, every leaf is among the
+    values.
     """
-    changes = _Changes()
+    made: dict[Any, Any] = {}
+    below: dict[Any, dict[Path, Any]] = {}
     for path, value in values.items():
-        branch = changes
-        if len(path) > 1:
-            for key in path[:-1]:
-                branch = branch.setdefault(key, _Changes())
-        branch[path[-1]] = value
-    return _replaced(batch, changes, rows, real)
+        if len(path) == 1:
+            made[path[0]] = value
+        else:
+            below.setdefault(path[0], {})[path[1:]] = value
+    for key, changes in below.items():
+        made[key] = replace_rows(child_at(batch, key), changes, rows, real)
+    if dataclasses.is_dataclass(batch):
+        return copy_batch(batch, made if rows is None else made | row_count_values(batch, rows, real))
+    kind, children = children_of(batch)
+    assert kind is not None  # noqa: S101  only branches have paths below them
+    if rows is None:
+        rows = batch.batch_size[0] if kind == "tensordict" else 0  # type: ignore[attr-defined]
+    return rebuild(batch, kind, children | made, rows)
 
 
 def row_counts(batch: Any, opened: Opened | None = None) -> tuple[int, int]:
     """Rows of a batch with padding, and real ones: `actual_batch_size` where the batch states it, else all.
 
-    Args:
-        batch: the batch.
-        opened: what `open_batch` gives of it, where the caller has it.
-
     Raises:
         TypeError: not a dataclass.
         ValueError: no row field, fields that disagree with one another or with `batch_size`, an `actual_batch_size`
-            outside the batch, or several that differ.
+        outside the batch, or several that differ.
     """
     require_dataclass(batch)
     leaves, _, branches = open_batch(batch) if opened is None else opened
-    counts = {path: num_rows_of(_name_of(path), value) for path, value in leaves.items()}
+    counts = {
+        path: num_rows_of(path[0] if len(path) == 1 else path_name(path), value) for path, value in leaves.items()
+    }
     if not counts:
-        raise ValueError(
-            f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs at least one: add it"
-        )
-    declared = stated_count(batch, "batch_size")
+        raise _no_rows(batch)
+    declared, actual = stated_count(batch, "batch_size"), stated_count(batch, "actual_batch_size")
     if declared is not None:
         counts = {("batch_size",): declared, **counts}
+    stated: dict[Path, int] = {} if actual is None else {("actual_batch_size",): actual}
+    if branches:
+        counts |= stated_counts("batch_size", branches.items())
+        stated |= stated_counts("actual_batch_size", branches.items())
     rows = common_count(
         type(batch).__name__,
-        counts | stated_counts("batch_size", branches.items()) if branches else counts,
+        counts,
         "every tensor's first dimension and every KeyedJaggedTensor's stride must be the batch size: pad or trim them",
         path_name,
     )
-    actual = stated_count(batch, "actual_batch_size")
-    stated: dict[Path, int] = {} if actual is None else {("actual_batch_size",): actual}
-    if branches:
-        stated |= stated_counts("actual_batch_size", branches.items())
     return rows, real_within(stated, rows)
 
 
@@ -150,12 +223,12 @@ def real_rows(batch: Any) -> int:
 
 def batch_device(batch: Any) -> torch.device:
     """Device of the batch, taken from its first row field that is no branch, or its first."""
-    declared = (getattr(batch, name, None) for name in field_names(type(batch)))
+    declared = (getattr(batch, name, None) for name in field_names(batch.__class__))
     value = next((value for value in declared if is_row_field(value)), None)
     if value is None:
         value = next((value for _, value in row_fields(batch)), None)
     if value is None:
-        raise ValueError(f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs one: add it")
+        raise _no_rows(batch)
     return _device_of(value)
 
 
@@ -185,7 +258,71 @@ def counts_rows(path: Path, value: Any, branches: Mapping[Path, Node]) -> bool:
     return path[-1] != "batch_size" or not isinstance(value, int) or value >= 0
 
 
-def holds_scalars(value: Any) -> bool:
+def text_of_plain(plain: Mapping[Path, Any]) -> str | None:
+    """Plain values as a text that no others have, types included; None where they are more than scalars."""
+    for value in plain.values():
+        keys_are_plain = type(value) is not dict or _SCALARS.issuperset(map(type, value))
+        if not keys_are_plain or not (type(value) in _SCALARS or _holds_scalars(value)):
+            return None
+    return repr(plain)
+
+
+def stated_counts(name: str, nodes: Iterable[tuple[Path, Node]]) -> dict[Path, int]:
+    """What branches say of their rows: dataclasses in the field of that name, TensorDicts in their batch_size."""
+    stated: dict[Path, int] = {}
+    for path, node in nodes:
+        if node.kind == "tensordict" and name == "batch_size":
+            stated[(*path, name)] = node.value.batch_size[0]
+        elif node.kind == "dataclass" and (count := stated_count(node.value, name)) is not None:
+            stated[(*path, name)] = count
+    return stated
+
+
+def map_trees(nodes: Sequence[Node], function: LeafFunction, rows: int, real: int, path: Path = ()) -> Node:
+    """A tree like the first one, each leaf of `rows` rows made by `function(path, leaf_type, leaves at that path)`.
+
+    `real` rows of the result are no padding. ValueError unless the trees have one structure and the same metadata.
+    """
+    first = nodes[0]
+    if first.leaf_type is not None:
+        _require_same(path, [node.leaf_type is first.leaf_type for node in nodes], nodes)
+        return Node(function(path, first.leaf_type, [node.value for node in nodes]), first.leaf_type)
+    if first.kind is None:
+        same = [not node.has_rows and (first.per_rank or is_equal(node.value, first.value)) for node in nodes]
+        _require_same(path, same, nodes)
+        return first
+    keys = first.children.keys()
+    traits = traits_of(first.kind, first.value)
+    _require_same(path, [traits_of(n.kind, n.value) == traits and n.children.keys() == keys for n in nodes], nodes)
+    counts = {}  # set, not compared
+    if first.kind == "dataclass":
+        counts = {name: first.children[name] for name in ROW_COUNT_FIELDS if name in keys}
+        counts |= {name: Node(count) for name, count in row_count_values(first.value, rows, real).items()}
+    children = {
+        key: map_trees([node.children[key] for node in nodes], function, rows, real, (*path, key))
+        for key in keys
+        if key not in counts
+    }
+    return _rebuilt(first, children | counts, rows)
+
+
+def take_own(node: Node, other: Node, rows: int) -> Node:
+    """A tree of `rows` rows with what is each rank's own as another tree of the same structure has it."""
+    if node.per_rank:
+        return other
+    children = {key: take_own(child, other.children[key], rows) for key, child in node.children.items()}
+    if node.kind is None or all(children[key] is child for key, child in node.children.items()):
+        return node
+    return _rebuilt(node, children, rows)
+
+
+def _rebuilt(node: Node, children: dict[Any, Node], rows: int) -> Node:
+    assert node.kind is not None  # noqa: S101  it is a branch
+    value = rebuild(node.value, node.kind, {key: child.value for key, child in children.items()}, rows)
+    return Node(value, None, node.kind, children)
+
+
+def _holds_scalars(value: Any) -> bool:
     """Whether a value is a list, tuple or dict of scalars alone, as most containers of a batch are."""
     kind = type(value)
     if kind is dict:
@@ -193,54 +330,52 @@ def holds_scalars(value: Any) -> bool:
     return (kind is list or kind is tuple) and _SCALARS.issuperset(map(type, value))
 
 
-def text_of_plain(plain: Mapping[Path, Any]) -> str | None:
-    """Plain values as a text that no others have, types included; None where it takes more than scalars to say."""
-    for value in plain.values():
-        keys_are_plain = type(value) is not dict or _SCALARS.issuperset(map(type, value))
-        if not keys_are_plain or not (type(value) in _SCALARS or holds_scalars(value)):
-            return None
-    return repr(plain)
+def _holds_tensors(value: Any) -> bool:
+    """Whether there is a tensor or an array in a value, at any depth."""
+    if isinstance(value, (str, int, float, bytes, NoneType)):
+        return False
+    if tensor_leaf_type(value) is not None:
+        return True
+    kind, children = children_of(value)
+    return kind == "tensordict" or any(_holds_tensors(child) for child in children.values())
 
 
-def _open(node: Node, path: Path, opened: Opened) -> None:
-    leaves, plain, branches = opened
-    if is_row_field(node.value):
-        leaves[path] = node.value
+def _names_below(own: frozenset[str], key: Any) -> frozenset[str]:
+    """Of dotted names those below a key, without it; "" where the key itself is named."""
+    if not own or "" in own:
+        return own
+    name = str(key)
+    below = (each.removeprefix(name) for each in own if each == name or each.startswith(f"{name}."))
+    return frozenset(each.removeprefix(".") for each in below)
+
+
+def _require_same(path: Path, same: list[bool], nodes: Sequence[Node]) -> None:
+    if all(same):
         return
-    if node.leaf_type is COLUMN:
-        raise TypeError(
-            f"field {path_name(path)!r} holds a Python object per row; rows that move to other ranks are those of "
-            "tensors: make it a tensor, or leave it out"
-        )
-    if node.kind is None:
-        plain[path] = node.value.value if isinstance(node.value, Constant) else node.value
-        return
-    branches[path] = node
-    keys = list(node.children)
-    if node.kind in ("mapping", "tensordict"):
-        keys.sort(key=lambda key: (type(key).__name__, str(key)))
-    for key in keys:
-        _open(node.children[key], (*path, key), opened)
+    other = same.index(False)
+    shown = f"{_summary(nodes[0].value)} and {_summary(nodes[other].value)}"
+    raise ValueError(
+        f"batches 0 and {other} differ at {path_name(path)!r}: {shown}; batches of one structure and with equal "
+        "metadata can be joined: make them equal, or give a value per row"
+    )
 
 
-def _replaced(value: Any, changes: _Changes, rows: int | None, real: int | None) -> Any:
-    is_dataclass = dataclasses.is_dataclass(value)
-    kind, children = ("dataclass", {}) if is_dataclass else children_of(value)
-    made = {
-        key: _replaced(child_at(value, key), change, rows, real) if type(change) is _Changes else change
-        for key, change in changes.items()
-    }
-    if is_dataclass:
-        return copy_batch(value, made if rows is None else made | row_count_values(value, rows, real))
-    assert kind is not None  # noqa: S101  only branches have paths below them
-    if rows is None:
-        rows = value.batch_size[0] if kind == "tensordict" else 0
-    return rebuild(value, kind, children | made, rows)
+def _summary(value: Any) -> str:
+    if isinstance(value, Constant):
+        value = value.value
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} of {sorted(map(str, value))}"
+    if isinstance(value, (bool, int, float, str, tuple, type(None))):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return type(value).__name__
+
+
+def _no_rows(batch: Any) -> ValueError:
+    return ValueError(
+        f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs at least one: add it"
+    )
 
 
 def _device_of(value: RowField) -> torch.device:
     return value.device if isinstance(value, torch.Tensor) else value.values().device
-
-
-def _name_of(path: Path) -> str:
-    return path[0] if len(path) == 1 else path_name(path)

@@ -1,10 +1,16 @@
-"""Plain Python values as JSON that gives them back as they were: tuples stay tuples, keys keep their type."""
+"""Plain Python values as JSON that gives them back as they were: tuples stay tuples, keys keep their type.
+
+Classes travel by name. A receiver looks a name up among the classes that were registered and in the modules that it has
+imported; nothing is imported for a name.
+"""
 
 from __future__ import annotations
 
 import base64
 import enum
+import functools
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -13,7 +19,6 @@ import numpy as np
 import torch
 
 from commons.sequence_batch.fields import Path, path_name
-from commons.sequence_batch.type_names import find_type, type_name, unknown_type
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -22,17 +27,15 @@ V = TypeVar("V")
 _TUPLE, _DICT, _BYTES, _DTYPE, _DEVICE, _NUMPY = "tuple", "dict", "bytes", "dtype", "device", "numpy"
 _SIZE, _ORDERED, _NAMED_TUPLE, _ENUM, _COMPLEX = "size", "ordered", "namedtuple", "enum", "complex"
 
+_REGISTERED: dict[str, type] = {}
+
 
 def encode_plain(value: Any, path: Path) -> Any:
     """A value that json.dumps takes.
 
-    Args:
-        value: None, bool, int, float, complex, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a
-            member of an enum, or a list, tuple, namedtuple, dict or OrderedDict of these.
-        path: where in the batch it is, for the error.
-
-    Raises:
-        TypeError: anything else.
+    It may be None, bool, int, float, complex, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a member
+    of an enum, or a list, tuple, namedtuple, dict or OrderedDict of these; TypeError, with its path in the batch, for
+    anything else.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -64,11 +67,7 @@ def encode_plain(value: Any, path: Path) -> Any:
 
 
 def decode_plain(data: Any) -> Any:
-    """The value that `encode_plain` took.
-
-    Raises:
-        KeyError: an enum or namedtuple that no imported module of this process has.
-    """
+    """The value that `encode_plain` took; KeyError for an enum or namedtuple that this process has not imported."""
     if isinstance(data, list):
         return [decode_plain(item) for item in data]
     if not isinstance(data, dict):
@@ -100,7 +99,7 @@ def decode_plain(data: Any) -> Any:
 
 
 def canonical_plain(data: Any) -> Any:
-    """What `encode_plain` gave with the items of dicts in an order of their own: the same for equal dicts."""
+    """What `encode_plain` gave, with the items of dicts sorted: equal dicts give equal results."""
     if isinstance(data, list):
         return [canonical_plain(item) for item in data]
     if not isinstance(data, dict):
@@ -111,7 +110,7 @@ def canonical_plain(data: Any) -> Any:
 
 
 def show_plain(data: Any) -> str:
-    """What `encode_plain` gave as a reader of messages expects it; needs no class to be known."""
+    """What `encode_plain` gave, as messages show it; needs no class to be known."""
     if isinstance(data, list):
         return f"[{_listed(data)}]"
     if not isinstance(data, dict):
@@ -127,10 +126,50 @@ def show_plain(data: Any) -> str:
 
 
 def differences(first: Mapping[K, V], other: Mapping[K, V]) -> list[tuple[K, V | None, V | None]]:
-    """What differs between two descriptions of batches: where, and what both say; None stands for what is absent."""
+    """Where two descriptions of batches differ, and what both say there; None stands for what is absent."""
     return [
         (name, first.get(name), other.get(name)) for name in {**first, **other} if first.get(name) != other.get(name)
     ]
+
+
+def register_type(named: type) -> None:
+    """Make a class known by name that is not at its name in a module, such as one made within a function."""
+    _REGISTERED[name_of(named)] = named
+
+
+def name_of(named: type) -> str:
+    """The name of a class, with a colon after its module."""
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def type_name(named: type, where: str) -> str:
+    """`name_of` a class at `where` in a batch; TypeError for one that `find_type` would not find by it."""
+    if find_type(name_of(named)) is not named:
+        raise TypeError(
+            f"{where!r} is a {named.__qualname__}, which is not found under that name in module {named.__module__}; "
+            "receivers look classes up by name: define it at the top level of a module"
+        )
+    return name_of(named)
+
+
+def find_type(name: str, kinds: tuple[type, ...] = (object,)) -> type | None:
+    """The class of that name if it is a subclass of one of `kinds`; None if there is none."""
+    module, _, qualname = name.partition(":")
+    found: object = _REGISTERED.get(name)
+    if found is None:
+        found = functools.reduce(
+            lambda outer, part: getattr(outer, part, None), qualname.split("."), sys.modules.get(module)
+        )
+    return found if isinstance(found, type) and issubclass(found, kinds) else None
+
+
+def unknown_type(name: str) -> KeyError:
+    """The error of a receiver that has not imported a class."""
+    module, _, qualname = name.partition(":")
+    return KeyError(
+        f"class {qualname} of module {module} is unknown on this rank; a batch is made again from its classes: import "
+        f"{module} on every rank"
+    )
 
 
 def _listed(items: list[Any]) -> str:

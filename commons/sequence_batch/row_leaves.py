@@ -1,7 +1,6 @@
 """Kinds of values that hold one entry per row, and what can be done with their rows.
 
-A kind is a class: to support another one, add it to `tensor_leaf_type`. `commons.sequence_batch.rows` walks the nesting
-of a batch and comes here at its leaves.
+A kind is a class: to support another one, add it to `tensor_leaf_type`.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import torch
 
 from commons.sequence_batch.fields import num_rows_of, require_sum, require_weights
 from commons.sequence_batch.host_copies import attach_host_copy, host_copy
-from commons.sequence_batch.torchrec_types import (
-    empty_keyed_jagged,
-    is_jagged,
+from commons.sequence_batch.jagged import (
+    is_any_jagged,
     is_keyed_jagged,
     new_jagged,
     new_keyed_jagged,
+    select_kjt_rows,
 )
 
 if TYPE_CHECKING:
@@ -116,11 +115,8 @@ class _NestedTensor(LeafType[torch.Tensor]):
 
     def padding(self, value: torch.Tensor, num_rows: int) -> torch.Tensor:
         axis = ragged_axis(value)
-        values = value.values()
-        shape = list(values.shape)
-        shape[axis - 1] = 0
-        lengths = nested_offsets(value).new_zeros(num_rows)
-        return nested_from_lengths(values.new_zeros(shape), lengths, axis)
+        no_values = value.values().narrow(axis - 1, 0, 0).detach().clone()
+        return nested_from_lengths(no_values, nested_offsets(value).new_zeros(num_rows), axis)
 
     def tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
         return [value.values(), nested_lengths(value)]
@@ -188,19 +184,10 @@ class _KeyedJagged(LeafType["KeyedJaggedTensor"]):
         return rows
 
     def select(self, value: KeyedJaggedTensor, rows: torch.Tensor) -> KeyedJaggedTensor:
-        from commons.sequence_batch.jagged import select_kjt_rows  # fbgemm, for those who have such a tensor
-
         return select_kjt_rows(value, rows)
 
     def traits(self, value: KeyedJaggedTensor) -> dict[str, Any]:
-        weights = value.weights_or_none()
-        return {
-            "keys": tuple(value.keys()),
-            "dtype": value.values().dtype,
-            "dtype of weights": None if weights is None else weights.dtype,
-            "dtype of lengths": value.lengths().dtype,
-            "device": value.device(),
-        }
+        return {"keys": tuple(value.keys()), **_jagged_traits(value)}
 
     def join(self, values: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         keys = values[0].keys()
@@ -213,24 +200,19 @@ class _KeyedJagged(LeafType["KeyedJaggedTensor"]):
         weights = [weights for value in values if (weights := value.weights_or_none()) is not None]
         lengths = torch.cat([value.lengths().view(len(keys), value.stride()) for value in values], dim=1)
         return new_keyed_jagged(
-            keys=list(keys),
-            values=by_key([value.values() for value in values]),
-            weights=by_key(weights) if weights else None,
-            lengths=lengths.flatten(),
-            stride=lengths.shape[1],
-            length_per_key=[sum(sizes) for sizes in zip(*per_key)],
+            keys,
+            by_key([value.values() for value in values]),
+            by_key(weights) if weights else None,
+            lengths.flatten(),
+            lengths.shape[1],
+            [sum(sizes) for sizes in zip(*per_key)],
         )
 
     def padding(self, value: KeyedJaggedTensor, num_rows: int) -> KeyedJaggedTensor:
-        weights = value.weights_or_none()
-        return empty_keyed_jagged(
-            value.keys(),
-            num_rows,
-            value.values().dtype,
-            None if weights is None else weights.dtype,
-            value.lengths().dtype,
-            value.device(),
-        )
+        weights, lengths = value.weights_or_none(), value.lengths().new_zeros(len(value.keys()) * num_rows)
+        no_weights = None if weights is None else weights.new_empty(0)
+        none_of_each = [0] * len(value.keys())
+        return new_keyed_jagged(value.keys(), value.values().new_empty(0), no_weights, lengths, num_rows, none_of_each)
 
     def tensors(self, value: KeyedJaggedTensor) -> list[torch.Tensor]:
         weights = value.weights_or_none()
@@ -258,33 +240,20 @@ class _Jagged(LeafType["JaggedTensor"]):
         lengths = value.lengths()
         positions, selected = segment_positions(value.offsets()[:-1], lengths, rows.to(lengths.device))
         weights = value.weights_or_none()
-        return new_jagged(
-            values=take(value.values(), 0, positions),
-            weights=None if weights is None else take(weights, 0, positions),
-            lengths=selected,
-        )
+        taken = None if weights is None else take(weights, 0, positions)
+        return new_jagged(take(value.values(), 0, positions), taken, selected)
 
     def traits(self, value: JaggedTensor) -> dict[str, Any]:
-        weights = value.weights_or_none()
-        return {
-            "dtype": value.values().dtype,
-            "element shape": tuple(value.values().shape[1:]),
-            "dtype of weights": None if weights is None else weights.dtype,
-            "dtype of lengths": value.lengths().dtype,
-            "device": value.values().device,
-        }
+        return {"element shape": tuple(value.values().shape[1:]), **_jagged_traits(value)}
 
     def join(self, values: Sequence[JaggedTensor]) -> JaggedTensor:
         joined, lengths, *weights = (torch.cat(parts) for parts in zip(*map(self.tensors, values)))
-        return new_jagged(values=joined, weights=weights[0] if weights else None, lengths=lengths)
+        return new_jagged(joined, weights[0] if weights else None, lengths)
 
     def padding(self, value: JaggedTensor, num_rows: int) -> JaggedTensor:
         weights = value.weights_or_none()
-        return new_jagged(
-            values=value.values().new_empty(0, *value.values().shape[1:]),
-            weights=None if weights is None else weights.new_empty(0, *weights.shape[1:]),
-            lengths=value.lengths().new_zeros(num_rows),
-        )
+        no_weights = None if weights is None else weights[:0].detach().clone()
+        return new_jagged(value.values()[:0].detach().clone(), no_weights, value.lengths().new_zeros(num_rows))
 
     def tensors(self, value: JaggedTensor) -> list[torch.Tensor]:
         weights, rows = value.weights_or_none(), slice(*_ends(value))
@@ -299,6 +268,16 @@ def require_plain_array(value: np.ndarray, name: str) -> None:
             f"field {name!r} is a {type(value).__name__}; rows are taken from plain arrays, and what it has beside its "
             f"values would be lost: pass what {remedy} give of it"
         )
+
+
+def _jagged_traits(value: KeyedJaggedTensor | JaggedTensor) -> dict[str, Any]:
+    values, weights = value.values(), value.weights_or_none()
+    return {
+        "dtype": values.dtype,
+        "dtype of weights": None if weights is None else weights.dtype,
+        "dtype of lengths": value.lengths().dtype,
+        "device": values.device,
+    }
 
 
 def _ends(value: JaggedTensor) -> tuple[int, int]:
@@ -319,9 +298,7 @@ def tensor_leaf_type(value: Any) -> LeafType[Any] | None:
         return ARRAY
     if is_keyed_jagged(value):
         return KEYED_JAGGED
-    if is_jagged(value):
-        return JAGGED
-    return None
+    return JAGGED if is_any_jagged(value) else None
 
 
 # Unsigned integers, for which torch has no index_select, as the integers that their bytes are taken for.
@@ -339,15 +316,9 @@ def take(value: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tenso
 def segment_positions(
     starts: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the elements of chosen segments are.
+    """Where the elements of the segments `rows` lie, segment after segment, and the lengths of these segments.
 
-    Args:
-        starts: int64 `(S,)`, the first element of each segment.
-        lengths: int64 or int32 `(S,)`, its number of elements.
-        rows: int64 `(N,)`, the segments.
-
-    Returns:
-        int64 positions of the elements, segment after segment, and the lengths `(N,)` of the chosen segments.
+    Segment i begins at `starts[i]` and has `lengths[i]` elements.
     """
     selected = lengths.index_select(0, rows)
     ends = selected.cumsum(0, dtype=torch.int64)
@@ -373,12 +344,6 @@ def nested_lengths(value: torch.Tensor) -> torch.Tensor:
 
 
 def nested_from_lengths(values: torch.Tensor, lengths: torch.Tensor, ragged: int) -> torch.Tensor:
-    """A jagged nested tensor whose rows lie end to end in `values`.
-
-    Args:
-        values: all rows, along dimension `ragged - 1`.
-        lengths: int64 `(rows,)`.
-        ragged: the ragged dimension of the result.
-    """
+    """A jagged nested tensor of rows that lie end to end in `values`, along dimension `ragged - 1`."""
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)

@@ -37,7 +37,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from commons.sequence_batch.batch_tree import LeafFunction, Node, map_trees, parse, stated_counts, take_own, walk
 from commons.sequence_batch.branches import Constant
 from commons.sequence_batch.fields import (
     ROW_COUNT_FIELDS,
@@ -47,6 +46,7 @@ from commons.sequence_batch.fields import (
     path_name,
     real_within,
 )
+from commons.sequence_batch.open_batch import LeafFunction, Node, map_trees, parse, stated_counts, take_own, walk
 from commons.sequence_batch.plain_values import canonical_plain, encode_plain
 from commons.sequence_batch.row_leaves import LeafType
 
@@ -67,8 +67,7 @@ class Rows(Generic[B]):
 
         Raises:
             ValueError: leaves with different numbers of rows, a 0-dimensional tensor, a KeyedTensor whose rows are not
-                its first dimension, no leaf at all, an
-                `actual_batch_size` outside the batch, or several that differ.
+                its first dimension, no leaf at all, an `actual_batch_size` outside the batch, or several that differ.
             TypeError: a tensorclass, or an array of a subclass such as a masked one.
 
         >>> Rows.of({"ids": torch.zeros(3, 5), "text": ["a", "b", "c"], "split": "train"}).count
@@ -259,11 +258,6 @@ def _describe(node: Node, path: Path, varying: Collection[Path], described: dict
 
 def _row_counts(tree: Node) -> tuple[int, int]:
     """Rows with padding, and real ones."""
-    rows = _count(tree)
-    return rows, real_within(stated_counts("actual_batch_size", walk(tree)), rows)
-
-
-def _count(tree: Node) -> int:
     counts = stated_counts("batch_size", walk(tree))
     for path, node in walk(tree):
         if node.leaf_type is not None:
@@ -273,13 +267,14 @@ def _count(tree: Node) -> int:
         raise ValueError(
             f"the batch is a {name} without rows; a batch holds tensors, arrays or lists with an entry per row: add one"
         )
-    return common_count(
+    rows = common_count(
         f"the {name}",
         counts,
         "the first dimension of every field is the batch, and a list has an entry per row: pad or trim them, or make a "
         "list that belongs to the whole batch a tuple",
         path_name,
     )
+    return rows, real_within(stated_counts("actual_batch_size", walk(tree)), rows)
 
 
 def _as_indices(indices: Any, rows: int) -> torch.Tensor:

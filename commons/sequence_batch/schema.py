@@ -15,7 +15,6 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from commons.sequence_batch.batch_tree import Node
 from commons.sequence_batch.branches import Constant, describe
 from commons.sequence_batch.fields import (
     Path,
@@ -27,23 +26,19 @@ from commons.sequence_batch.fields import (
     per_rank_names,
     require_dataclass,
 )
-from commons.sequence_batch.open_batch import Opened, counts_rows, open_batch, row_counts, text_of_plain, value_at
-from commons.sequence_batch.plain_values import differences, encode_plain
-from commons.sequence_batch.schema_fields import (
-    Branch,
-    DenseField,
-    Field,
-    JaggedField,
-    PlainField,
-    empty_counts,
-    field_from_json,
+from commons.sequence_batch.jagged import is_keyed_jagged
+from commons.sequence_batch.open_batch import Node, Opened, counts_rows, open_batch, row_counts, text_of_plain, value_at
+from commons.sequence_batch.plain_values import (
+    decode_plain,
+    differences,
+    encode_plain,
+    find_type,
+    name_of,
+    register_type,
 )
-from commons.sequence_batch.torchrec_types import is_keyed_jagged
-from commons.sequence_batch.type_names import find_type, name_of, register_type
+from commons.sequence_batch.schema_fields import Branch, DenseField, Field, JaggedField, PlainField, empty_counts
 
 T = TypeVar("T", bound=type)
-
-_DENSE_FACTS = len(dataclasses.fields(DenseField))
 
 
 @overload
@@ -57,8 +52,8 @@ def register_batch_type(*, per_rank: Sequence[str] = ()) -> Callable[[T], T]: ..
 def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] = ()) -> T | Callable[[T], T]:
     """Make a batch dataclass known by name, for ranks that never see a batch of their own; usable as a decorator.
 
-    A batch type states its padding in a field `actual_batch_size`. A `batch_size` below 0
-    states nothing and stays as it is when rows move.
+    A batch type states its padding in a field `actual_batch_size`. A `batch_size` below 0 states nothing and stays as
+    it is when rows move.
 
     Args:
         batch_type: the class, of another library too; none where this is a decorator with arguments.
@@ -83,16 +78,8 @@ def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] 
     return batch_type
 
 
-def _find_batch_type(name: str) -> type:
-    """The class of that name: registered, or found in a module that this process has already imported."""
-    found = find_type(name)
-    if found is None or not dataclasses.is_dataclass(found):
-        raise KeyError(
-            f"batch type {name.replace(':', '.')!r} is unknown on this rank, which has no batch of its own; the class "
-            "must be known by name on every rank: import its module, or decorate it with "
-            "commons.sequence_batch.schema.register_batch_type"
-        )
-    return found
+_FIELDS: dict[str, Any] = {each.__name__: each for each in (JaggedField, DenseField, PlainField, Branch)}
+_DENSE_FACTS = len(dataclasses.fields(DenseField))
 
 
 @dataclass(frozen=True)
@@ -136,13 +123,12 @@ class BatchSchema:
 
         Args:
             batch: the batch.
-            opened: what `open_batch` gives of it, where the caller has it and has counted the rows.
+            opened: of `open_batch`, where the caller has it and has counted the rows.
             known: the schema of an earlier batch, by what it was made of; of a batch like that one, it is the result.
 
         Raises:
             TypeError: not a dataclass, a plain value that JSON cannot hold, or a branch that no other rank could make.
-            ValueError: fields that disagree on the number of rows, or as `num_rows_of`; a name per rank of what holds
-                rows.
+            ValueError: as `row_counts`; a name per rank of what holds rows.
         """
         if opened is None:
             require_dataclass(batch)
@@ -163,7 +149,18 @@ class BatchSchema:
         ]
         if own:
             _require_plain(own, leaves, type(batch))
-        schema = cls(name_of(type(batch)), (*rows, *kept, *(_describe_branch(*each) for each in branches.items())))
+        schema = cls(
+            name_of(type(batch)),
+            (
+                *rows,
+                *kept,
+                *(
+                    Branch(path, json.dumps(describe(node.kind, node.value, path)), tuple(node.children))
+                    for path, node in branches.items()
+                    if node.kind is not None
+                ),
+            ),
+        )
         if known is not None and key is not None:
             known.clear()  # batches of a run are alike
             known[key] = schema
@@ -187,12 +184,7 @@ class BatchSchema:
         return first.stride() if self.jagged[0].row_shape is None else first.lengths().numel()
 
     def row_tensors(self, batch: Any, leaves: Mapping[Path, Any] | None = None) -> list[torch.Tensor]:
-        """Of every row field of a batch of this schema, the tensor or the values: jagged fields first.
-
-        Args:
-            batch: the batch.
-            leaves: of `open_batch`, where the caller has them.
-        """
+        """Of every row field, the tensor or the values, jagged fields first; `leaves` are those of `open_batch`."""
         find = partial(value_at, batch) if leaves is None else leaves.__getitem__
         return [find(field.path).values() for field in self.jagged] + [find(field.path) for field in self.dense]
 
@@ -203,10 +195,7 @@ class BatchSchema:
         return (*jagged, *(tensor.numel() for tensor in tensors[keyed:]))
 
     def empty_batch(self, rows: int = 0) -> Any:
-        """A host batch of `rows` padding rows, equal to the others' but for their rows.
-
-        It is made without its constructor, as every batch whose rows move: what the others hold has been through it,
-        and it may well refuse a batch without rows.
+        """A host batch of `rows` padding rows, equal to the others' but for their rows, made without its constructor.
 
         Raises:
             KeyError: a class that is not imported on this rank.
@@ -220,7 +209,7 @@ class BatchSchema:
             *parent, name = field.path
             above = branches.get(tuple(parent))
             value = _empty(field, rows, batch_type)
-            if isinstance(field, PlainField) and above is not None and above.kind == "tensordict":
+            if isinstance(field, PlainField) and above is not None and above.described[0] == "tensordict":
                 value = Constant(value)
             children[tuple(parent)][name] = value
         for path, branch in reversed(branches.items()):
@@ -229,12 +218,18 @@ class BatchSchema:
 
     def to_json(self) -> list[Any]:
         """Something that json.dumps takes; `from_json` reads it back."""
-        return [self.batch_type, [[encode_plain(field.path, field.path), *field.to_json()] for field in self.fields]]
+        return [
+            self.batch_type,
+            [
+                [type(each).__name__, *(encode_plain(getattr(each, name), each.path) for name in each.__match_args__)]
+                for each in self.fields
+            ],
+        ]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> BatchSchema:
         """The schema that `to_json` wrote."""
-        return cls(data[0], tuple(field_from_json(*field) for field in data[1]))
+        return cls(data[0], tuple(_FIELDS[kind](*map(decode_plain, content)) for kind, *content in data[1]))
 
     def differences(self, other: BatchSchema) -> list[str]:
         """What differs between two schemas, one short text per field."""
@@ -303,11 +298,6 @@ def _describe_plain(path: Path, value: Any, batch_type: type, per_rank: bool) ->
         ) from error
 
 
-def _describe_branch(path: Path, node: Node) -> Branch:
-    assert node.kind is not None  # noqa: S101  it is a branch
-    return Branch(path, json.dumps(describe(node.kind, node.value, path)), tuple(node.children))
-
-
 def _default(batch_type: type, name: str) -> Any:
     """The default of a field of a dataclass; MISSING where it has none."""
     item = batch_type.__dataclass_fields__.get(name)  # type: ignore[attr-defined]  # of a dataclass
@@ -325,3 +315,15 @@ def _empty(field: JaggedField | DenseField | PlainField, rows: int, batch_type: 
 
 def _summary(field: Field | None) -> str:
     return "absent" if field is None else field.summary()
+
+
+def _find_batch_type(name: str) -> type:
+    """The class of that name: registered, or found in a module that this process has already imported."""
+    found = find_type(name)
+    if found is None or not dataclasses.is_dataclass(found):
+        raise KeyError(
+            f"batch type {name.replace(':', '.')!r} is unknown on this rank, which has no batch of its own; the class "
+            "must be known by name on every rank: import its module, or decorate it with "
+            "commons.sequence_batch.schema.register_batch_type"
+        )
+    return found

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from commons.sequence_batch.branches import BranchKind, build, find_class
+from commons.sequence_batch.branches import build, find_class
 from commons.sequence_batch.fields import ROW_COUNT_FIELDS, Path, can_state_padding, row_count_names
-from commons.sequence_batch.plain_values import canonical_plain, decode_plain, encode_plain, show_plain
-from commons.sequence_batch.torchrec_types import new_jagged, new_keyed_jagged
+from commons.sequence_batch.jagged import new_jagged, new_keyed_jagged
+from commons.sequence_batch.plain_values import canonical_plain, decode_plain, show_plain
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -49,25 +49,10 @@ class JaggedField:
         stride: int,
         length_per_key: list[int],
     ) -> KeyedJaggedTensor | JaggedTensor:
-        """The jagged tensor of `stride` rows.
-
-        Args:
-            values: `(sum of lengths, *row_shape)`.
-            weights: `(sum of lengths,)`, if it has any.
-            lengths: `(keys · stride,)`.
-            stride: rows.
-            length_per_key: sums of the lengths.
-        """
+        """The jagged tensor of `stride` rows, with lengths `(keys · stride,)` whose sums are `length_per_key`."""
         if self.row_shape is not None:
-            return new_jagged(values=values, weights=weights, lengths=lengths)
-        return new_keyed_jagged(
-            keys=list(self.keys),
-            values=values,
-            weights=weights,
-            lengths=lengths,
-            stride=stride,
-            length_per_key=length_per_key,
-        )
+            return new_jagged(values, weights, lengths)
+        return new_keyed_jagged(self.keys, values, weights, lengths, stride, length_per_key)
 
     def empty(self, rows: int) -> KeyedJaggedTensor | JaggedTensor:
         """A jagged tensor of `rows` empty rows."""
@@ -78,36 +63,26 @@ class JaggedField:
 
     def summary(self) -> str:
         """What messages show of it."""
-        weights = "" if self.weights_dtype is None else f", weights {_dtype_name(self.weights_dtype)}"
-        lengths = _dtype_name(self.lengths_dtype)
+        weights = "" if self.weights_dtype is None else f", weights {_short(self.weights_dtype)}"
         what = list(self.keys) if self.row_shape is None else f"elements {list(self.row_shape)}"
-        return f"jagged {what} {_dtype_name(self.values_dtype)}{weights}, lengths {lengths}"
-
-    def to_json(self) -> list[Any]:
-        """What `field_from_json` reads back."""
-        dtypes = [_dtype_name(dtype) for dtype in (self.values_dtype, self.weights_dtype, self.lengths_dtype)]
-        return ["jagged", list(self.keys), *dtypes, None if self.row_shape is None else list(self.row_shape)]
+        return f"jagged {what} {_short(self.values_dtype)}{weights}, lengths {_short(self.lengths_dtype)}"
 
 
 @dataclass(frozen=True)
 class DenseField:
-    """A tensor field: its dtype and trailing dimensions."""
+    """A tensor `(rows, *trailing)`."""
 
     path: Path
     dtype: torch.dtype
     trailing: tuple[int, ...]
 
     def empty(self, rows: int) -> torch.Tensor:
-        """Zeros of shape `(rows, *trailing)`."""
+        """Zeros in `rows` rows."""
         return torch.zeros(rows, *self.trailing, dtype=self.dtype)
 
     def summary(self) -> str:
         """What messages show of it."""
-        return f"tensor {_dtype_name(self.dtype)} {list(self.trailing)}"
-
-    def to_json(self) -> list[Any]:
-        """What `field_from_json` reads back."""
-        return ["dense", _dtype_name(self.dtype), list(self.trailing)]
+        return f"tensor {_short(self.dtype)} {list(self.trailing)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +117,6 @@ class PlainField:
         text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         return f"{text} of this rank" if self.per_rank else text
 
-    def to_json(self) -> list[Any]:
-        """What `field_from_json` reads back."""
-        return ["plain", self.json, self.per_rank]
-
 
 @dataclass(frozen=True)
 class Branch:
@@ -156,35 +127,31 @@ class Branch:
     # Its children as the batch holds them; ranks may fill their dicts in other orders, and the first rank's counts.
     keys: tuple[Any, ...] = field(default=(), compare=False)
 
-    def made_of(self, children: dict[Any, Any], rows: int) -> Any:
-        """The branch around children of `rows` padding rows, in the order of `keys`."""
-        kind, *content = json.loads(self.json)
-        children = {key: children[key] for key in self.keys if key in children} | children
-        if kind == "dataclass":
-            children = empty_counts(find_class(content[0]), rows) | children
-        return build([kind, *content], children, rows)
+    @property
+    def described(self) -> list[Any]:
+        """Its kind, and what `build` needs beside."""
+        return json.loads(self.json)
 
     @property
     def states_padding(self) -> bool:
         """Whether it is a dataclass that can say which rows are padding."""
-        kind, *content = json.loads(self.json)
+        kind, *content = self.described
         return kind == "dataclass" and can_state_padding(find_class(content[0]))
 
-    @property
-    def kind(self) -> BranchKind:
-        """What it is."""
-        return json.loads(self.json)[0]
+    def made_of(self, children: dict[Any, Any], rows: int) -> Any:
+        """The branch around children of `rows` padding rows, in the order of `keys`."""
+        kind, *content = self.described
+        children = {key: children[key] for key in self.keys if key in children} | children
+        if kind == "dataclass":
+            children = empty_counts(find_class(content[0]), rows) | children
+        return build(self.described, children, rows)
 
     def summary(self) -> str:
         """What messages show of it."""
-        kind, *content = json.loads(self.json)
+        kind, *content = self.described
         if kind == "keyed":
             return f"KeyedTensor {content[0]} of widths {content[1]}"
         return kind if kind in ("tensordict", "defaultdict") else content[0].rpartition(":")[2]
-
-    def to_json(self) -> list[Any]:
-        """What `field_from_json` reads back."""
-        return ["branch", self.json, encode_plain(self.keys, self.path)]
 
 
 Field: TypeAlias = JaggedField | DenseField | PlainField | Branch
@@ -196,21 +163,5 @@ def empty_counts(batch_type: type, rows: int) -> dict[str, int]:
     return {name: count for name, count in zip(ROW_COUNT_FIELDS, (rows, 0)) if name in names}
 
 
-def _dtype_name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _dtype_of(name: str | None) -> Any:
-    return None if name is None else getattr(torch, name)
-
-
-def field_from_json(path: Any, kind: str, *content: Any) -> Field:
-    """What a schema that travels as JSON says of a field or branch, whose `to_json` gave the content."""
-    where: Path = decode_plain(path)
-    if kind == "jagged":
-        keys, values, weights, lengths, shape = content
-        row_shape = None if shape is None else tuple(shape)
-        return JaggedField(where, tuple(keys), _dtype_of(values), _dtype_of(weights), _dtype_of(lengths), row_shape)
-    if kind == "dense":
-        return DenseField(where, _dtype_of(content[0]), tuple(content[1]))
-    return Branch(where, content[0], decode_plain(content[1])) if kind == "branch" else PlainField(where, *content)
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,12 +1,9 @@
 """A batch as bytes: its structure as JSON, its tensors as they lie in memory. Nothing is pickled.
 
-What would arrive as something else is refused: the mask of a masked array, gradients, subclasses of tensors, attributes
-of a mapping beside its items.
-
     message: length of the JSON (8 bytes), JSON, tensor after tensor
 
-A receiver makes the batch again out of the message alone. Classes travel by name and are looked up among the modules
-that the receiver has imported; nothing is imported on a sender's word.
+A receiver makes the batch again out of the message alone; classes travel by name. What would arrive as something else
+is refused: the mask of a masked array, gradients, subclasses of tensors, attributes of a mapping beside its items.
 """
 
 from __future__ import annotations
@@ -14,14 +11,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from commons.sequence_batch.batch_tree import Node, parse
 from commons.sequence_batch.branches import BranchKind, Constant, UnsendableError, build, describe
 from commons.sequence_batch.fields import Path, path_name
+from commons.sequence_batch.jagged import new_jagged, new_keyed_jagged
+from commons.sequence_batch.open_batch import Node, parse
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.row_leaves import (
     ARRAY,
@@ -36,10 +34,6 @@ from commons.sequence_batch.row_leaves import (
     require_plain_array,
 )
 from commons.sequence_batch.rows import Rows
-from commons.sequence_batch.torchrec_types import new_jagged, new_keyed_jagged
-
-if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 _LENGTH_BYTES = 8
 
@@ -76,15 +70,12 @@ class MessageBuffer:
     Args:
         expected_bytes: of all messages together, as far as known.
         on_accelerator: whether the buffer lies on the current CUDA device.
-
-    Attributes:
-        sizes: bytes of each message.
     """
 
     def __init__(self, expected_bytes: int, on_accelerator: bool) -> None:
         device = torch.device("cuda" if on_accelerator else "cpu")
         self._storage = torch.empty(expected_bytes, dtype=torch.uint8, device=device)
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # bytes of each message
 
     def append(self, message: Message | None) -> None:
         """Add a message; None for a receiver that gets none."""
@@ -104,16 +95,12 @@ class MessageBuffer:
 
 
 def encode(*batches: Any, extra: Any = None) -> Message:
-    """Turn batches into a message.
-
-    Args:
-        batches: any batches, parsed or not; their numbers of rows may differ.
-        extra: a plain value that travels with them.
+    """Turn batches, parsed or not, and a plain value into a message; numbers of rows may differ.
 
     Raises:
         TypeError: metadata, or a Python object per row, that JSON cannot hold; a class that no receiver could find, or
-            make as it was; a tensor that requires gradients or is no plain one; an array of a subclass such as a masked
-            one.
+        make as it was; a tensor that requires gradients or is no plain one; an array of a subclass such as a masked
+        one.
         ValueError: a KeyedJaggedTensor whose keys differ in their number of rows.
     """
     encoder = _Encoder()
@@ -125,13 +112,8 @@ def encode(*batches: Any, extra: Any = None) -> Message:
 def decode(message: torch.Tensor) -> tuple[list[Any], Any]:
     """The batches and the plain value that `encode` took, every tensor in storage of its own.
 
-    Tensors that lay on the sender's CUDA device go to the current one of this process, the others to the host.
-
-    Args:
-        message: uint8 `(nbytes,)`, on the host or on a device.
-
-    Raises:
-        KeyError: a class that no imported module of this process has.
+    The message is uint8 `(nbytes,)`, on the host or on a device. Tensors that lay on the sender's CUDA device go to the
+    current one of this process, the others to the host. KeyError for a class that no imported module has.
     """
     length = int.from_bytes(bytes(message[:_LENGTH_BYTES].tolist()), "little")
     header = message[_LENGTH_BYTES : _LENGTH_BYTES + length]
@@ -243,22 +225,13 @@ class _Decoder:
         self._position += size
         return raw.to(_device_at(place), copy=True).view(dtype).view(shape)
 
-    def make_keyed_jagged(
-        self, keys: list[str], stride: int, per_key: list[int], parts: list[list[Any]]
-    ) -> KeyedJaggedTensor:
+    def make_keyed_jagged(self, keys: list[str], stride: int, per_key: list[int], parts: list[list[Any]]) -> Any:
         values, lengths, *weights = map(self.make_tensor, parts)
-        return new_keyed_jagged(
-            keys=keys,
-            values=values,
-            weights=weights[0] if weights else None,
-            lengths=lengths,
-            stride=stride,
-            length_per_key=per_key,
-        )
+        return new_keyed_jagged(keys, values, weights[0] if weights else None, lengths, stride, per_key)
 
-    def make_jagged(self, parts: list[list[Any]]) -> JaggedTensor:
+    def make_jagged(self, parts: list[list[Any]]) -> Any:
         values, lengths, *weights = map(self.make_tensor, parts)
-        return new_jagged(values=values, weights=weights[0] if weights else None, lengths=lengths)
+        return new_jagged(values, weights[0] if weights else None, lengths)
 
     def make_nested(self, ragged: int, values: list[Any], lengths: list[Any]) -> torch.Tensor:
         return nested_from_lengths(self.make_tensor(values), self.make_tensor(lengths), ragged)

@@ -9,7 +9,6 @@ import pytest
 from tests.extras.conftest import answers_of_ranks
 
 pytestmark = [pytest.mark.extra("lightning"), pytest.mark.timeout(400)]
-RANKS = 2
 
 
 @pytest.fixture(scope="module")

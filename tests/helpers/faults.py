@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from commons.distributed.channel import absence
 from tests.helpers.models import SampleBatch, make_batch
-from tests.helpers.rank_pool import RankFailure, RankPool
+from tests.helpers.rank_pool import RankPool
 
 # Where the product keeps how many seconds a rank waits for the records of others.
 NAMES_SECONDS = (absence, "_RECORDS_SECONDS")
@@ -70,22 +68,10 @@ def meet(place: str) -> None:
     store.wait(places, datetime.timedelta(seconds=120))
 
 
-def errors_of_survivors(
-    folder: Path, work: Callable[..., None], *args: Any, victim: int = 1, world_size: int = 4
-) -> list[str]:
-    """What ranks write into files of a folder, its first argument, when the victim dies in `work` with exit code 3."""
-    died = pytest.raises(RankFailure, match=rf"^rank {victim} died with exit code 3$")
-    with RankPool(world_size) as pool, died:
-        pool.run(work, str(folder), *args, timeout=100, grace=100)
-    texts = [path.read_text() for path in folder.iterdir()]
-    assert len(texts) == world_size - 1
-    return texts
-
-
-def ends_by_itself(work: Callable[[], None]) -> bool:
+def ends_by_itself(work: Callable[..., None], *args: Any) -> bool:
     """Whether the process of rank 0 ends once it gets no more calls, whatever `work` has left running there."""
     with RankPool(2) as pool:
-        pool.run(work)
+        pool.run(work, *args, timeout=60)
         rank = pool._ranks.pop(0)
         rank.connection.close()  # the rank's loop ends, and with it the process
         rank.process.join(30)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.dispatch import redistribute, redistribute_balanced
+from commons.dispatch import redistribute, redistribute_balanced, scatter_balanced
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from tests.helpers.faults import error_of
 from tests.helpers.models import make_batch
@@ -109,6 +109,23 @@ def _without_gradients():
 
 def test_no_graph_where_nothing_requires_it(two_ranks):
     assert two_ranks.run(_without_gradients) == [(False, False, False)] * 2
+
+
+def which_require_gradients(moves):
+    rank = dist.get_rank()
+    batch = {"x": torch.arange(4.0).requires_grad_() * 2, "leaf": torch.ones(4, requires_grad=True)}
+    moved = redistribute_balanced(batch, [1 + (20 * rank if moves else 0)] * 4)
+    home = moved.send_home({"score": moved.batch["x"].clone().requires_grad_() * 3})
+    share = scatter_balanced(*((batch, [1] * 4) if rank == 0 else (None, None)))
+    results = share.gather_back(share.batch["x"].requires_grad_() * 2, to_all=True)
+    assert home["score"].tolist() == [0, 6, 12, 18] and results.tolist() == [0, 4, 8, 12]
+    held = [*moved.batch.values(), home["score"], results, share.batch["leaf"]]
+    return moved.num_moved > 0, [each.requires_grad for each in held]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_requires_gradients_does_not_depend_on_whether_rows_move(two_ranks, moves):
+    assert two_ranks.run(which_require_gradients, moves) == [(moves, [True] * 3 + [False] * 2)] * 2
 
 
 def _micro_batches():

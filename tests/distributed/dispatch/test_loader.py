@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,26 +87,6 @@ def test_an_incomplete_last_batch_is_shared_out(ranks, balanced):
     assert sorted(result[2][1] for result in results) == [0] * (ranks.world_size - 1) + [1]
 
 
-def load_text(left):
-    trim = Trim("mask", side="left" if left else "right")
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
-    batch = {"mask": mask.flip(1) if left else mask, "ids": torch.arange(16).view(4, 4)}
-    loader = SingleRankLoader([batch] if dist.get_rank() == 0 else None, trim=trim)
-    (share,) = loader.shares()
-    widths = share.batch["ids"].shape[1]
-    back = share.gather_back(share.untrim(share.batch["ids"]))
-    loader.close()
-    if dist.get_rank() == 0:
-        columns = slice(-widths, None) if left else slice(0, widths)
-        assert torch.equal(back[0, columns], batch["ids"][0, columns])
-    return widths
-
-
-def test_shares_are_trimmed(two_ranks):
-    assert two_ranks.run(load_text, False) == [4, 1]
-    assert two_ranks.run(load_text, True) == [4, 1]
-
-
 class FailsAt:
     def __init__(self, number, error):
         self._number, self._error = number, error
@@ -129,14 +107,10 @@ def load_until_it_fails(what):
         options["get_workloads"] = lambda batch: [1, 2]
     elif what == "too few rows":
         source = list(dict_batches([4, 1]))
-    elif what == "empty batch":
-        source = list(dict_batches([0]))
     elif what == "no loader":
         source = None
     elif what == "another src":
         options["src"] = rank
-    elif what == "src outside":
-        options["src"] = 2
     elif what == "another trim" and rank:
         options["trim"] = Trim("id")
     steps = 0
@@ -158,10 +132,8 @@ def load_until_it_fails(what):
         ("loader", (2, "RuntimeError: rank 0: OSError: disk on fire")),
         ("workloads", (0, "ValueError: rank 0: workloads has 2 entries, there are 4 rows; one per row")),
         ("too few rows", (1, "ValueError: rank 0: the number of rows is 1, that of parts (chunks or ranks) is 2; ")),
-        ("empty batch", (0, "ValueError: rank 0: the batch has 0 rows")),
         ("no loader", (0, "ValueError: rank 0: this rank is the source and passes no loader; the source loads")),
         ("another src", (0, "ValueError: src is 0 on rank 0 and 1 on rank 1 in SingleRankLoader; all ranks pass")),
-        ("src outside", (0, "ValueError: rank 0: src is 2, the group has 2 ranks")),
         ("another trim", (0, "ValueError: trim is [] on rank 0 and [\"Trim(mask='id', lengths=None")),
     ],
 )
@@ -174,9 +146,9 @@ def plain_loader():
     return DataLoader(list(dict_batches([4] * 6)), batch_size=None)
 
 
-def own_loader(workers=0):
+def own_loader():
     batches = list(dict_batches([4] * 6))
-    return ResumableLoader(batches, BatchOrderSampler(6, shuffle=True, seed=1), num_workers=workers)
+    return ResumableLoader(batches, BatchOrderSampler(6, shuffle=True, seed=1))
 
 
 def stop_and_resume(make, stop_at, everywhere, epochs):
@@ -211,11 +183,6 @@ def test_a_resumed_loader_goes_on_with_the_next_batch(two_ranks, make, everywher
     for whole, parts, batches in results:
         assert parts == whole and len(whole) == 6 * 2 and batches == 4
     assert results[0] != results[1]
-
-
-def test_a_loader_with_workers_goes_on_too():
-    whole, parts, _ = stop_and_resume(functools.partial(own_loader, workers=2), 4, True, 2)
-    assert parts == whole and len({row for batch in whole for row in batch}) == 24
 
 
 def resume_wrongly(what):

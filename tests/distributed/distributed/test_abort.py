@@ -1,20 +1,22 @@
-"""abort() ends what waits in a shuffler at once; afterwards the process makes its groups anew and shuffles again."""
+"""What ends a shuffler: abort() at once, also where something waits; close() soon; the end of the process anyway."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
+from commons.distributed import engine
 from commons.distributed.channel.absence import ShufflerAbortedError
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
 from tests.helpers import models
-from tests.helpers.faults import my_batch
+from tests.helpers.faults import ends_by_itself, my_batch
 from tests.helpers.pipelines import CubicShuffler
 from tests.helpers.rank_pool import RankPool
 
@@ -138,3 +140,19 @@ def test_a_wait_without_process_groups_is_aborted_too():
             next(windowed)
     finally:
         go_on.set()
+
+
+def _leave_a_gather_behind(close):
+    """Rank 0 starts a shuffle that nobody else joins, and goes home."""
+    shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
+    shuffler.shuffle(my_batch())
+    if dist.get_rank() == 0:
+        shuffler.start_shuffle(my_batch(1))
+    if close:
+        with mock.patch.object(engine, "_CLOSE_SECONDS", 0.5):
+            shuffler.close()
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_worker_that_still_waits_keeps_neither_close_nor_the_process(close):
+    assert ends_by_itself(_leave_a_gather_behind, close)

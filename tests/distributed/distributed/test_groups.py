@@ -21,9 +21,9 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import describe_group, resolve_process_group
 from commons.pipeline import TrainPipelineFactory
 from tests.helpers.batches import rows_as_values
-from tests.helpers.faults import my_batch
+from tests.helpers.faults import my_batch, raised_by
 from tests.helpers.models import build_plain, build_sharded, head_of, make_batch, rank_batches, weights_of
-from tests.helpers.pipelines import CubicShuffler, largest_difference
+from tests.helpers.pipelines import CubicShuffler, largest_difference, steps_of
 from tests.helpers.rank_pool import RankPool
 
 
@@ -109,47 +109,25 @@ def test_tensor_parallel_peers_do_not_double_the_gradients(fresh_ranks, two_rank
 
 
 def _given_group():
-    """Two halves shuffle by themselves, through a pipeline and by hand."""
-    half = dist.get_rank() // 2
+    """Each half trains by itself, in a pipeline; and what is said of the other half's group."""
+    half, rank = dist.get_rank() // 2, dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model, optimizer = build_plain()
-    shuffler = CubicShuffler(pg_group=groups[half])
-    by_hand = CubicShuffler(pg_group=groups[half])
-    pipeline = TrainPipelineFactory.create(
-        "none",
-        model=model,
-        optimizer=optimizer,
-        device=torch.device("cpu"),
-        batch_shuffler=shuffler,
-        pg_group=groups[half],
-    )
-    source = rank_batches(dist.get_rank(), 3, [6])
-    for batch in rank_batches(dist.get_rank(), 3, [6]):
-        result, indices = by_hand.shuffle(batch, groups[half], return_indices=True)
-        assert max(indices.tolist()) < 12
-        pipeline.progress(source)
-        assert head_of(model).seen[-1] == result.sample_id[: result.actual_batch_size].tolist()
-    described = describe_group(groups[half])
-    try:
-        resolve_process_group(groups[1 - half])
-        mistake = "no error"
-    except ValueError as error:
-        mistake = str(error)
-    shuffler.close()
-    by_hand.close()
-    return head_of(model).seen, described, mistake
+    keywords = {"model": model, "optimizer": optimizer, "device": torch.device("cpu"), "pg_group": groups[half]}
+    with closing(CubicShuffler(pg_group=groups[half])) as shuffler:
+        pipeline = TrainPipelineFactory.create("none", batch_shuffler=shuffler, **keywords)
+        list(steps_of(pipeline, rank_batches(rank, 3, [6])))
+    mistake = raised_by(lambda: resolve_process_group(groups[1 - half]))
+    return head_of(model).seen, describe_group(groups[half]), mistake
 
 
 def test_a_given_group_shuffles_by_itself(rank_pools):
     answers = rank_pools[4].run(_given_group)
-    for half in (0, 1):
-        seen = sorted(i for rank in (2 * half, 2 * half + 1) for step in answers[rank][0] for i in step)
-        expected = [
-            int(i) for rank in (2 * half, 2 * half + 1) for batch in rank_batches(rank, 3, [6]) for i in batch.sample_id
-        ]
-        assert seen == sorted(expected)
-        assert answers[2 * half][1] == f"ranks [{2 * half}, {2 * half + 1}]"
-    assert all("is not in the process group" in mistake for _, _, mistake in answers)
+    for half in ([0, 1], [2, 3]):
+        seen = sorted(i for rank in half for step in answers[rank][0] for i in step)
+        assert seen == sorted(int(i) for rank in half for batch in rank_batches(rank, 3, [6]) for i in batch.sample_id)
+        assert answers[half[0]][1] == f"ranks {half}"
+    assert all("ValueError: " in mistake and "is not in the process group" in mistake for *_, mistake in answers)
 
 
 def _payload_groups():

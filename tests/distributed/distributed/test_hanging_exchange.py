@@ -1,6 +1,6 @@
-"""A rank fails after the plan: the others, which hang in the exchange on a device as in NCCL, are let go.
+"""A rank fails after the plan: the others, which wait for its rows, quote its error, also where a device hangs.
 
-The payload group is one of Python's, whose all-to-all blocks its caller until the group is aborted.
+There the payload group is one of Python's, whose all-to-all blocks its caller until the group is aborted, as in NCCL.
 """
 
 from __future__ import annotations
@@ -104,3 +104,33 @@ def test_ranks_that_wait_for_rows_end_with_the_error_of_the_one_that_failed(own_
         else:
             quoted = "rank 1 failed in the exchange of step 0: OutOfMemoryError: tried to allocate 7 GiB"
             assert text == f"RankMissingError: {quoted}" and aborted == hangs_in_the_call
+
+
+def _fails_before_the_exchange():
+    shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
+    shuffler.shuffle(my_batch())
+    error = torch.OutOfMemoryError("tried to allocate 7 GiB")
+    with on_rank(1, mock.patch.object(RowExchange, "_select", side_effect=error)):
+        return raised_by(lambda: shuffler.shuffle(my_batch(1)))
+
+
+def _finishes_another_batch():
+    shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
+    handle = shuffler.start_shuffle(own := my_batch())
+    batch = my_batch(1, rows=5) if dist.get_rank() == 1 else own
+    return raised_by(lambda: shuffler.finish_shuffle(batch, handle))
+
+
+@pytest.mark.parametrize(
+    "work, own",
+    [
+        (_fails_before_the_exchange, "OutOfMemoryError: tried to allocate 7 GiB"),
+        (_finishes_another_batch, "ValueError: the handle of step 0 was started with"),
+    ],
+)
+def test_a_rank_that_fails_alone_is_quoted_by_the_others(own_ranks, work, own):
+    answers = own_ranks.run(work, timeout=100)  # a third of the shuffler's
+    assert answers[1].startswith(own)
+    for rank, text in enumerate(answers):
+        if rank != 1:
+            assert text.startswith("RankMissingError: rank 1 failed in the exchange of step") and own[:20] in text

@@ -1,4 +1,7 @@
-"""Survivors in different collectives name the same rank; one that comes when others have given up is named too."""
+"""A rank dies, stops or fails, or the host of the store does: the others end in time, and say who and where it was.
+
+What the fault programme draws at random (tests/faults) is here case by case, with the exact words.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,192 @@ import time
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from commons.dispatch.exchange import EXCHANGE, DispatchChannel
+from commons.distributed import verification
 from commons.distributed.channel.absence import FailedChannel
 from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.options import ShufflerOptions
 from commons.distributed.shuffle_session import ShuffleSession
-from tests.helpers.faults import NAMES_SECONDS, limit_waits, my_batch
+from commons.trainer.optimize.updates import FiniteLossGuard
+from commons.trainer.ranks.collectives import broadcast_text
+from tests.helpers.faults import NAMES_SECONDS, limit_waits, my_batch, raised_by
 from tests.helpers.pipelines import CubicShuffler
 from tests.helpers.stopped_ranks import fault, run_with_fault
 
-TIMEOUT = 3.0
+# Survivors learn of a death by their connections, and end long before a timeout.
+PATIENT = 600.0
+# Where they learn of a fault by waiting.
+TIMEOUT = 2.0
+# Seconds from the fault to the end of a process; far fewer than torch's store waits.
 LIMIT = 60.0
+
+
+def _used_shuffler(**options):
+    shuffler = CubicShuffler(ShufflerOptions(timeout=PATIENT, **options))
+    shuffler.shuffle(my_batch())
+    return shuffler
+
+
+# ------------------------------------------------------------------------------------------------ rank 1 dies
+
+
+def _die(folder):
+    dist.barrier()
+    limit_waits(PATIENT, names=0.5)
+    if dist.get_rank() == 1:
+        fault(folder, signal.SIGKILL)
+
+
+def _gather(folder):
+    shuffler = _used_shuffler()
+    _die(folder)
+    text, again = (raised_by(lambda step=step: shuffler.shuffle(my_batch(step))) for step in (1, 2))
+    assert text == again  # it stays broken, and says why
+    shuffler.shuffle(my_batch(3))
+
+
+def _exchange(folder):
+    shuffler, send_rows = _used_shuffler(), ShuffleSession.send_rows
+    with mock.patch.object(ShuffleSession, "send_rows", lambda *rest: (_die(folder), send_rows(*rest))):
+        shuffler.shuffle(my_batch(1))
+
+
+def _realign(folder):
+    shuffler = _used_shuffler()
+    _die(folder)
+    shuffler.engine.realign()
+
+
+def _compare_checksums(folder):
+    computed, checksums = [], verification.checksums
+
+    def last_words(*args):
+        computed.append(1)
+        if len(computed) == 2 and dist.get_rank() == 1:  # of the rows that have come
+            time.sleep(0.5)  # the others have theirs too
+            fault(folder, signal.SIGKILL)
+        return checksums(*args)
+
+    with mock.patch.object(verification, "checksums", last_words):
+        _used_shuffler(verify=True)
+
+
+def _look_at_losses(folder):
+    guard = FiniteLossGuard(torch.device("cpu"))
+    guard.look(7, torch.ones(()))
+    guard.check()
+    _die(folder)
+    guard.look(8, torch.ones(()))
+    guard.check()
+
+
+def _broadcast(folder):
+    broadcast_text("text", torch.device("cpu"), src=1)
+    _die(folder)
+    broadcast_text("text", torch.device("cpu"), src=1)
+
+
+@pytest.mark.parametrize(
+    "work, what",
+    [
+        (_gather, "gather of step 1"),
+        (_exchange, "exchange of step 1"),
+        pytest.param(_realign, "realignment of step 1", marks=pytest.mark.slow),
+        pytest.param(_compare_checksums, "comparison of checksums of step 0", marks=pytest.mark.slow),
+        (_look_at_losses, "look at the losses of step 8"),
+        pytest.param(_broadcast, "broadcast of a text's size", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_has_died_is_named(tmp_path, work, what):
+    ended = run_with_fault(tmp_path, work, waits_for=[0], limit=LIMIT, world_size=2)[0]
+    assert ended.status == 1, ended
+    assert ended.error.startswith(f"RankMissingError: rank 1 did not take part in the {what} (ranks [0, 1]); ")
+    assert "frame #" not in ended.stderr
+
+
+def _start_without_waiting(folder):
+    """Two shuffles are under way when the other rank dies, and nobody waits for them until the log has it."""
+    shuffler, handles = _used_shuffler(), []
+    if dist.get_rank() == 0:
+        handles = [shuffler.start_shuffle(my_batch(step)) for step in (1, 2)]
+    _die(folder)
+    deadline = time.monotonic() + LIMIT
+    while "rank 1 did not" not in (folder / "stderr0").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for handle in reversed(handles):
+        handle.has_ended()  # waits for the gather
+
+
+def test_the_worker_logs_once_that_a_rank_is_missing_before_anyone_waits(tmp_path):
+    ended = run_with_fault(tmp_path, _start_without_waiting, waits_for=[0], limit=LIMIT, world_size=2)[0]
+    said = "rank 1 did not take part in the gather of step 1 (ranks [0, 1])"
+    before, _, after = ended.stderr.partition("Traceback")
+    assert before.count(f"rank 0: {said}") == 1 and f"rank 0: {said}" not in after
+    assert ended.error.startswith(f"RankMissingError: {said}")
+
+
+class OnDevice:
+    """Stands for a tensor of a device, whose collective gloo carries out."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def new_empty(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def _send_from_device(folder, fails_before):
+    """The second exchange of bytes lacks a rank: it dies, or has posted that it fails before, and stays."""
+    channel = DispatchChannel(dist.group.WORLD, PATIENT)
+    send, sent = dist.all_to_all_single, []
+
+    def on_the_host(received, outgoing, *args, **keywords):
+        sent.append(keywords["group"])
+        return send(received, outgoing.tensor, *args, **keywords)
+
+    def exchange():
+        own = torch.full((4,), dist.get_rank(), dtype=torch.uint8)
+        with mock.patch.object(dist, "all_to_all_single", on_the_host):
+            return torch.stack(channel.send_bytes(OnDevice(own), [2, 2], [2, 2])).tolist()
+
+    assert exchange() == [[0, 0], [1, 1]] and sent == [channel.payload_group]
+    channel.step = 1
+    if fails_before and dist.get_rank() == 1:
+        fault(folder)
+        with pytest.raises(ValueError), channel.failures_posted(1, EXCHANGE):
+            raise ValueError("no memory for it")
+        time.sleep(LIMIT)
+    if not fails_before:
+        _die(folder)
+    exchange()
+
+
+@pytest.mark.parametrize(
+    "fails_before, said",
+    [
+        pytest.param(False, "did not take part in the exchange of rows of step 1 (", marks=pytest.mark.slow, id="dies"),
+        pytest.param(True, "failed in the exchange of rows of step 1: ValueError: no memory for it", id="fails before"),
+    ],
+)
+def test_dispatch_names_a_rank_on_a_device_too(tmp_path, fails_before, said):
+    ended = run_with_fault(tmp_path, _send_from_device, fails_before, waits_for=[0], limit=LIMIT, world_size=2)[0]
+    assert ended.status == 1, ended
+    assert ended.error.startswith(f"RankMissingError: rank 1 {said}")
+
+
+# ------------------------------------------------------------------------------------------------ a rank stops
 
 
 def _stop_in_the_exchange(folder):
     """Rank 3 stops before it sends rows; rank 2 waits for these, the others, who need none, wait in the next gather."""
-    shuffler = CubicShuffler()
-    shuffler.shuffle(my_batch())
+    shuffler, send_rows = _used_shuffler(), ShuffleSession.send_rows
     dist.barrier()
     limit_waits(TIMEOUT)
-    send_rows = ShuffleSession.send_rows
 
     def send(*arguments):
         if dist.get_rank() == 3:
@@ -44,9 +213,18 @@ def _stop_in_the_exchange(folder):
         shuffler.shuffle(my_batch(2))
 
 
+@pytest.mark.slow
+def test_survivors_in_different_collectives_name_the_same_rank(tmp_path):
+    ended = run_with_fault(tmp_path, _stop_in_the_exchange, waits_for=[0, 1, 2], limit=LIMIT)
+    for each in ended[:3]:
+        assert each.status == 1
+        assert each.error.startswith("RankMissingError: rank 3 did not take part in the ")
+    assert "exchange of step 1" in ended[2].error and "gather of step 2" in ended[0].error
+
+
 @contextlib.contextmanager
 def _noting(folder, waiting):
-    """An event is set when this rank begins to wait in a collective, and a file made when it asks who is missing."""
+    """An event is set when this rank begins to wait in a collective, and a file made when it looks who is missing."""
     wait, who_is_missing = ControlChannel.wait, FailedChannel.who_is_missing
 
     def noted_wait(*arguments, **keywords):
@@ -67,10 +245,9 @@ def _noting(folder, waiting):
 
 def _stop(folder, in_a_gather):
     """Rank 2 stops before a gather, or within one that rank 1 comes to later, and goes on when others have given up."""
-    shuffler, waiting = CubicShuffler(), threading.Event()
-    shuffler.shuffle(my_batch())
+    shuffler, waiting = _used_shuffler(), threading.Event()
     dist.barrier()
-    limit_waits(TIMEOUT)
+    limit_waits(1.5 * TIMEOUT)
 
     def others_have_given_up():
         while len(list(folder.glob("gave up *"))) < 3:
@@ -91,21 +268,85 @@ def _stop(folder, in_a_gather):
         handle.has_ended()  # waits for the gather
 
 
-@pytest.mark.slow
-def test_survivors_in_different_collectives_name_the_same_rank(tmp_path):
-    ended = run_with_fault(tmp_path, _stop_in_the_exchange, waits_for=[0, 1, 2], limit=LIMIT)
-    for each in ended[:3]:
-        assert each.status == 1
-        assert each.error.startswith("RankMissingError: rank 3 did not take part in the ")
-    assert "exchange of step 1" in ended[2].error and "gather of step 2" in ended[0].error
-
-
 @pytest.mark.parametrize(
-    "in_a_gather, what", [(False, "came to the gather of step 1 only when the others gave up"), (True, "stood still")]
+    "in_a_gather, what",
+    [
+        (False, "came to the gather of step 1 only when the others gave up"),
+        pytest.param(True, "stood still", marks=pytest.mark.slow),
+    ],
 )
-def test_a_rank_that_comes_back_while_names_are_asked_for_is_named(tmp_path, in_a_gather, what):
-    ended = run_with_fault(tmp_path, _stop, in_a_gather, waits_for=[0, 1, 2, 3], limit=LIMIT)
-    for each in ended:
+def test_a_rank_that_comes_back_while_the_others_look_for_names_is_named(tmp_path, in_a_gather, what):
+    for each in run_with_fault(tmp_path, _stop, in_a_gather, waits_for=[0, 1, 2, 3], limit=LIMIT):
         assert each.status == 1
         assert each.error.startswith(f"RankMissingError: rank 2 {what}"), each.error
         assert "raise ShufflerOptions.timeout" in each.error
+
+
+# ------------------------------------------------------------------------------------------------ the host of the store
+
+
+def _shuffle(folder, victim, number):
+    """One step, the fault, and another step."""
+    shuffler = CubicShuffler()
+    shuffler.shuffle(my_batch())
+    dist.barrier()
+    limit_waits(TIMEOUT)
+    if dist.get_rank() == victim:
+        fault(folder, number)
+    shuffler.shuffle(my_batch(1))
+
+
+def _make_shuffler(folder, victim, number):
+    """The fault, and a shuffler that is made after it."""
+    dist.barrier()
+    if dist.get_rank() == victim:
+        fault(folder, number)
+    CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
+
+
+def _fail_alone(folder, victim, number):
+    """A rank fails by itself, in front of an exchange in which the others wait, and leaves at once."""
+    shuffler = CubicShuffler(ShufflerOptions(timeout=60.0))
+    handle = shuffler.start_shuffle(own := my_batch())
+    if dist.get_rank() == victim:
+        fault(folder)
+        shuffler.finish_shuffle(my_batch(1, rows=5), handle)
+    shuffler.finish_shuffle(own, handle)
+
+
+SILENT = "the store does not answer; rank 0 hosts it and has stopped or is overloaded"
+
+
+@pytest.mark.parametrize(
+    "work, victim, number, world_size, said",
+    [
+        pytest.param(_shuffle, 0, signal.SIGSTOP, 2, ("the gather of step 1 failed on rank ", SILENT), id="stops"),
+        pytest.param(
+            *(_make_shuffler, 0, signal.SIGSTOP, 2, ("the connection of step 0 failed on rank ", SILENT)),
+            id="stops before a shuffler is made",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(_shuffle, 0, signal.SIGKILL, 2, ("", "the store cannot be reached; rank 0 hosts it and has ended")),
+            id="dies",
+        ),
+        pytest.param(  # rank 1 is a neighbour of rank 0, which knows at once, and leaves too
+            *(_shuffle, 1, signal.SIGKILL, 3, ("rank 1 did not take part in the gather of step 1", "")),
+            id="leaves after another rank",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(_fail_alone, 0, None, 4, ("rank 0 failed in the exchange of step 0: ValueError: the handle", "")),
+            id="fails",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_where_the_host_of_the_store_leaves_it_is_known_who(tmp_path, work, victim, number, world_size, said):
+    others = [rank for rank in range(world_size) if rank != victim]
+    ended = run_with_fault(tmp_path, work, victim, number, waits_for=others, limit=LIMIT, world_size=world_size)
+    for each in (ended[rank] for rank in others):
+        assert each.status == 1, each
+        assert "frame #" not in each.stderr
+        assert each.stderr.count("Traceback") == 1  # of the program; torch's own errors are a line of ours
+        assert each.error.startswith(f"RankMissingError: {said[0]}") and said[1] in each.error

@@ -50,5 +50,5 @@ def test_a_failure_names_the_rank(function, message, timeout):
     with RankPool(2) as pool:
         pool.run(_sum_of_ranks)  # whose start takes longer than the limit of the next call
         with pytest.raises(RankFailure, match=message):
-            pool.run(function, 1, timeout=timeout)
+            pool.run(function, 1, timeout=timeout, grace=1)
         assert pool.run(_sum_of_ranks) == [1, 1]  # fresh ranks

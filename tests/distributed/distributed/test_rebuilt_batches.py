@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,26 +85,3 @@ def _redistributed():
 def test_rows_that_were_dispatched_are_as_the_constructor_left_them(two_ranks):
     shares = two_ranks.run(_redistributed)
     assert sorted(label for share in shares for label in share) == list(range(6)) and all(shares)
-
-
-def _differing(plains):
-    shuffler = CubicShuffler(ShufflerOptions(timeout=600.0))
-    shuffler.get_workloads = lambda batch: batch.sparse.lengths()
-    said = []
-    for pair in plains:
-        plain = pair[dist.get_rank() == 1]
-        try:
-            shuffler.shuffle(_batch(0, 3, {1, 2} if plain == "a set" else plain))
-        except (ValueError, TypeError) as error:
-            said.append(str(error))
-    shuffler.close()
-    return said
-
-
-def test_plain_values_that_differ_or_cannot_travel_stop_all_ranks(ranks):
-    plains = [({1: 2}, {"1": 2}), ((1, (2,)), (1, [2])), (True, 1), (1, "a set")]
-    for said in ranks.run(_differing, plains, timeout=60):
-        assert len(said) == len(plains)
-        for text, shown in zip(said, ["{1: 2} and {'1': 2}", "(1, (2,)) and (1, [2])", "True and 1"]):
-            assert f"the batches of ranks 0 and 1 differ: field 'plain': {shown}; all ranks must bring" in text
-        assert said[-1].startswith("rank 1: 'plain' holds a set; ") and json.dumps(said[-1]).count("\\n") == 0

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.distributed import verification
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import Part
-from commons.distributed.window import WindowReader
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
 from tests.helpers.batches import random_batch, rows_as_values
@@ -30,16 +28,31 @@ def _mode(options):
     return result is batch, indices.tolist(), None if stats is None else dataclasses.asdict(stats)
 
 
-def test_observe_plans_and_moves_nothing(ranks):
+def test_what_moves_nothing(ranks):
     for rank, (same, indices, stats) in enumerate(ranks.run(_mode, {"mode": "observe"})):
         assert same and indices == list(range(rank * 8, rank * 8 + 8))
         assert stats["imbalance_after"] < stats["imbalance_before"] and not stats["moved"] and stats["bytes_sent"] == 0
-
-
-def test_off_and_the_gate_move_nothing(two_ranks):
-    assert all(same and stats is None for same, _, stats in two_ranks.run(_mode, {"mode": "off"}))
-    for same, _, stats in two_ranks.run(_mode, {"min_gain": 0.99}):
+    assert all(same and stats is None for same, _, stats in ranks.run(_mode, {"mode": "off"}))
+    for same, _, stats in ranks.run(_mode, {"min_gain": 0.99}):
         assert same and stats["gated"] and not stats["moved"]
+
+
+def _growing():
+    """Rows of this rank, batch by batch and in windows, of which any batch may be the largest so far."""
+    rows_of_ranks, sizes = ([2, 2, 2, 2], [2, 30, 2, 2], [9, 9, 9, 9]), []
+    with closing(SquareShuffler()) as shuffler:
+        for step, rows in enumerate(rows_of_ranks):
+            sizes.append(shuffler.shuffle(my_batch(step, rows)).actual_batch_size)
+        source = (my_batch(step, rows) for rows in rows_of_ranks for step in range(3))
+        sizes += [batch.actual_batch_size for batch in windowed_iter(source, shuffler, 3)]
+    return sizes
+
+
+def test_a_rank_may_outgrow_the_first_batch_and_window(ranks):
+    expected = [2 * ranks.world_size, 30 + 2 * (ranks.world_size - 1), 9 * ranks.world_size]
+    sums = [sum(sizes) for sizes in zip(*ranks.run(_growing))]
+    assert sums[:3] == expected
+    assert [sum(sums[first : first + 3]) for first in (3, 6, 9)] == [3 * rows for rows in expected]
 
 
 def _identity():
@@ -55,35 +68,6 @@ def test_identity_moves_nothing_and_gives_an_empty_rank_one_row_of_padding(ranks
         assert same and size == max(1, rows[rank]) and workloads == [1] * rows[rank]
         assert indices == list(range(first, first + rows[rank]))
         first += rows[rank]
-
-
-def _gather_grows():
-    with closing(SquareShuffler()) as shuffler:
-        sizes = []
-        for step, rows in enumerate(([2, 2, 2, 2], [2, 30, 2, 2], [9, 9, 9, 9])):
-            result = shuffler.shuffle(my_batch(step, rows))
-            sizes.append(result.actual_batch_size)
-    return sizes
-
-
-def test_a_rank_may_outgrow_the_first_batch(ranks):
-    results = ranks.run(_gather_grows)
-    world_size = ranks.world_size
-    assert [sum(sizes) for sizes in zip(*results)] == [2 * world_size, 30 + 2 * (world_size - 1), 9 * world_size]
-
-
-def _windows_grow():
-    sizes = []
-    with closing(SquareShuffler()) as shuffler:
-        for rows in ([2, 2, 2, 2], [2, 30, 2, 2], [9, 9, 9, 9]):
-            batches = [my_batch(step, rows) for step in range(3)]
-            window = shuffler.engine.start_window(WindowReader(iter(batches), 3)).result()
-            sizes.append(sum(batch.actual_batch_size for batch in window.batches))
-    return sizes
-
-
-def test_a_rank_may_outgrow_the_first_window_with_any_of_its_batches(two_ranks):
-    assert [sum(sizes) for sizes in zip(*two_ranks.run(_windows_grow))] == [12, 96, 54]
 
 
 def _empty_rows(transport):
@@ -198,51 +182,6 @@ def test_verify_takes_views_of_any_kind(ranks):
         assert moved
         brought, trained = brought | mine, trained | arrived
     assert brought == trained
-
-
-def _failing_checksum(at: int, spread: bool, window: bool) -> tuple[str, bool]:
-    """What is raised when rank 1 cannot compute its checksum, the first or the second; and whether shuffles go on."""
-    longest = 60 if spread and dist.get_rank() == 0 else 1
-    batches = [my_batch(seed, [16] * 4, max_length=longest) for seed in range(2)]
-    calls: list[int] = []
-    original = verification.checksums
-
-    def failing(*args):
-        calls.append(1)
-        if dist.get_rank() == 1 and len(calls) == at:
-            raise MemoryError("no room for the hashes")
-        return original(*args)
-
-    options = ShufflerOptions(verify=True, min_gain=0.0 if spread else 0.9, timeout=20.0)
-    with closing(SquareShuffler(options)) as shuffler:
-        with mock.patch.object(verification, "checksums", failing):
-            first = iter(batches[:1])
-            said = raised_by(
-                lambda: next(windowed_iter(first, shuffler, 1) if window else map(shuffler.shuffle, first))
-            )
-        return said, window or shuffler.shuffle(batches[1]).batch_size == 16
-
-
-@pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize("spread", [False, True])
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_checksum_that_fails_on_one_rank_is_an_error_of_all(ranks, at, spread, window):
-    for said, goes_on in ranks.run(_failing_checksum, at, spread, window):
-        assert said == "RuntimeError: rank 1: MemoryError: no room for the hashes" and goes_on
-
-
-def _token_cap():
-    batch = my_batch(2, [8] * 4, max_length=30 if dist.get_rank() == 0 else 3)
-    with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=5))) as shuffler:
-        shuffler.shuffle(batch)
-        shuffler.shuffle(batch)
-        return shuffler.num_cap_exceeded, shuffler.last_stats.excess_tokens
-
-
-def test_a_cap_that_no_plan_keeps_is_counted_and_exceeded_least(ranks):
-    results = ranks.run(_token_cap)
-    assert {count for count, _ in results} == {2}
-    assert len({excess for _, excess in results}) == 1 and results[0][1] > 0
 
 
 def _named_tokens(names):

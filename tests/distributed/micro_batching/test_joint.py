@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from commons.dispatch import Trim
 from commons.micro_batching import MicroBatches, MicroBatchSpec, pack_micro_batches, pack_rows
@@ -84,14 +82,6 @@ def test_nothing_travels_where_it_would_gain_nothing(ranks):
         assert sorted(number for each in ids for number in each) == [100 * rank + row for row in range(4)]
 
 
-def test_answers_to_one_prompt_stay_together(two_ranks):
-    lengths = [[9, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3], [4, 4, 4, 4]]
-    packed = two_ranks.run(_all_that_holds, lengths, {"granularity": 4, "max_tokens_per_mb": 20})
-    for ids, *_ in packed:
-        assert all(each[0] % 4 == 0 and len(each) % 4 == 0 for each in ids)
-        assert all(number == each[0] + place for each in ids for place, number in enumerate(each[:4]))
-
-
 def test_groups_come_together_and_go_home(ranks):
     """Group 0 lies on all ranks, the others on one each."""
     lengths = [[9, 8, 2, 2], [1, 1, 3, 9], [4], []][: ranks.world_size]
@@ -121,43 +111,6 @@ def _padded():
     assert sum(micro_batches.loss_tokens) == sum(each.num_loss_tokens() for each in micro_batches)
     home = micro_batches.send_home([torch.ones(each.batch_size) for each in micro_batches])
     return len(home)
-
-
-def _accumulate():
-    """Gradients of DistributedDataParallel over joint micro-batches, and of one process over all rows."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    rows_of = [5, 19, 3, 0][:world_size]
-    data = [{"x": torch.randn(rows, 6, dtype=torch.float64), "terms": torch.randint(0, 4, (rows,))} for rows in rows_of]
-    data[0]["terms"][2:] = 0
-    lengths = [torch.randint(1, 9, (rows,)) for rows in rows_of]
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-    def sum_of(module, batch):
-        return (module(batch["x"]).squeeze(1) ** 2 * batch["terms"]).sum()
-
-    whole = {name: torch.cat([each[name] for each in data]) for name in ("x", "terms")}
-    (sum_of(model, whole) / int(whole["terms"].sum())).backward()
-    expected = torch.cat([weight.grad.flatten() for weight in model.parameters()])
-    model.zero_grad()
-    parallel = DistributedDataParallel(model)
-    micro_batches = pack_micro_batches(
-        data[rank],
-        MicroBatchSpec(max_tokens_per_mb=16, packing_algorithm="refined"),
-        lengths[rank],
-        loss_tokens=data[rank]["terms"],
-        joint=True,
-    )
-    for number, batch in enumerate(micro_batches):
-        parallel.require_backward_grad_sync = number == len(micro_batches) - 1
-        (micro_batches.loss_scale * sum_of(parallel, batch)).backward()
-    reached = torch.cat([weight.grad.flatten() for weight in model.parameters()])
-    return float((reached - expected).abs().max()), float(expected.abs().max()), len(micro_batches)
-
-
-def test_gradients_are_those_of_one_process(ranks):
-    for difference, largest, number in ranks.run(_accumulate):
-        assert difference < 1e-12 and largest > 1e-3 and number > 1
 
 
 def _padded_sequences(rank, lengths):

@@ -177,7 +177,7 @@ def _one_rank_stays_away():
     return text
 
 
-def _accumulate(fewest_terms_of_a_mean):
+def _accumulate(fewest_terms_of_a_mean, joint=False):
     """Gradients of DistributedDataParallel over micro-batches, and of one process over all rows."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -197,7 +197,8 @@ def _accumulate(fewest_terms_of_a_mean):
 
     parallel = DistributedDataParallel(model)
     spec = MicroBatchSpec(max_tokens_per_mb=12, packing_algorithm="refined")
-    micro_batches = pack_micro_batches(data[rank], spec, [4] * rows_of[rank], loss_tokens=data[rank]["terms"])
+    terms = data[rank]["terms"]
+    micro_batches = pack_micro_batches(data[rank], spec, [4] * rows_of[rank], loss_tokens=terms, joint=joint)
     for number, batch in enumerate(micro_batches):
         parallel.require_backward_grad_sync = number == len(micro_batches) - 1
         if fewest_terms_of_a_mean is not None:
@@ -215,9 +216,9 @@ def _accumulate(fewest_terms_of_a_mean):
     return [float((each - expected).abs().max()) for each in (reached, direct)], float(expected.abs().max())
 
 
-@pytest.mark.parametrize("fewest_terms_of_a_mean", [None, 1], ids=["sums", "means"])
-def test_gradients_are_those_of_one_process(ranks, fewest_terms_of_a_mean):
-    for differences, largest in ranks.run(_accumulate, fewest_terms_of_a_mean):
+@pytest.mark.parametrize("how", [(None,), (1,), (None, True)], ids=["sums", "means", "joint"])
+def test_gradients_are_those_of_one_process(ranks, how):
+    for differences, largest in ranks.run(_accumulate, *how):
         assert max(differences) < 1e-14 and largest > 1e-3
 
 

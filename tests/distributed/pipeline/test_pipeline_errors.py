@@ -25,8 +25,9 @@ from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from tests.helpers import models
 from tests.helpers.cpu_pipelines import CpuStaged, HostStream
+from tests.helpers.faults import error_of
 from tests.helpers.models import KEYS, SampleBatch, head_of
-from tests.helpers.pipelines import PIPELINES, CubicShuffler
+from tests.helpers.pipelines import PIPELINES, CubicShuffler, steps_of
 
 # One of each way to schedule batches, and the evaluation with a loading thread.
 SCHEDULES = [
@@ -124,11 +125,8 @@ class Run:
         self.moved += bool(self.trainer.last_stats.moved)
 
     def to_the_end(self, source: Source) -> None:
-        while True:
-            try:
-                self.progress(source)
-            except StopIteration:
-                return
+        for _ in steps_of(self.trainer, source):
+            self.moved += bool(self.trainer.last_stats.moved)
 
     @property
     def seen(self) -> list[int]:
@@ -149,12 +147,7 @@ def _in_the_middle_of_a_step(pipeline, places, fails_after):
         for _ in range(fails_after):
             run.progress(source)
         run.fails_in = place
-        messages = []
-        for _ in range(2):
-            try:
-                run.progress(source)
-            except (Injected, RuntimeError) as error:
-                messages.append(str(error))
+        messages = [error_of(run.progress, source) for _ in range(2)]
         run.trainer.reset()
         run.to_the_end(source)
         results.append((messages, run.torn, run.seen, run.moved))
@@ -169,7 +162,7 @@ def test_an_error_in_a_step_tears_no_row(two_ranks, pipeline):
     answers = two_ranks.run(_in_the_middle_of_a_step, pipeline, places, fails_after)
     for place, *results in zip(places, *answers):
         for messages, torn, _, moved in results:
-            assert messages[0] == f"in the {place}" and torn == 0 and moved > 2
+            assert messages[0] == f"Injected: in the {place}" and torn == 0 and moved > 2
             assert f"raised Injected: in the {place}" in messages[1] and "reset() on every rank" in messages[1]
         seen = [sample for _, _, ids, _ in results for sample in ids]
         assert len(seen) == len(set(seen))
@@ -233,12 +226,7 @@ def _always_failing():
             raise Injected("for good")
 
     source = Broken() if dist.get_rank() == 0 else Source(2)
-    messages = []
-    for _ in range(3):
-        try:
-            run.progress(source)
-        except RuntimeError as error:
-            messages.append(str(error))
+    messages = [error_of(run.progress, source) for _ in range(3)]
     run.to_the_end(Source(2, first=20))
     answer = messages, run.seen
     run.close()
@@ -247,7 +235,7 @@ def _always_failing():
 
 def test_a_loader_that_fails_for_good_fails_every_time(two_ranks):
     answers = two_ranks.run(_always_failing)
-    assert all(messages == ["rank 0: Injected: for good"] * 3 for messages, _ in answers)
+    assert all(messages == ["RuntimeError: rank 0: Injected: for good"] * 3 for messages, _ in answers)
     seen = [i for _, ids in answers for i in ids]
     expected = [(0, 20), (0, 21), (1, 20), (1, 21), (1, 0)]  # rank 1 had read one of its first, and not the second
     assert sorted(seen) == sorted(int(i) for pair in expected for i in named_batch(*pair).sample_id)
@@ -268,10 +256,7 @@ def _not_pipelineable():
         batch: Any = named_batch(rank, step)
         if plain:
             batch = PlainBatch(batch.features, batch.sample_id, batch.target, ROWS)
-        try:
-            run.progress(iter([batch]))
-        except TypeError as error:
-            said.append(str(error))
+        said.append(error_of(run.progress, iter([batch])))
     run.to_the_end(Source(1, first=2))
     answer = said, run.seen
     run.close()
@@ -282,7 +267,9 @@ def test_a_batch_that_is_not_pipelineable_is_refused_on_every_rank(two_ranks):
     answers = two_ranks.run(_not_pipelineable)
     for (both, one), _ in answers:
         assert both == one.replace("rank 1:", "rank 0:") + " (and on rank 1)"
-        assert one.startswith("rank 1: the batch is a PlainBatch, without to and record_stream; a pipeline trains")
+        assert one.startswith(
+            "TypeError: rank 1: the batch is a PlainBatch, without to and record_stream; a pipeline trains"
+        )
     seen = [(0, 1), (0, 2), (1, 2)]  # rank 0 keeps the batch that was not the reason
     expected = sorted(int(i) for pair in seen for i in named_batch(*pair).sample_id)
     assert sorted(i for _, ids in answers for i in ids) == expected
@@ -295,12 +282,10 @@ def _other_batches():
     handles = [shuffler.start_shuffle(batch) for batch in (first, second, first)]
     copied = second.to(torch.device("cpu"))
     stranger = named_batch(dist.get_rank(), 2)
-    refused = []
-    for batch in (second, copied, stranger, dataclasses.replace(second)):
-        try:
-            shuffler.finish_shuffle(batch, handles[0])
-        except ValueError as error:
-            refused.append(str(error))
+    refused = [
+        error_of(shuffler.finish_shuffle, batch, handles[0])
+        for batch in (second, copied, stranger, dataclasses.replace(second))
+    ]
     results = [shuffler.finish_shuffle(*pair) for pair in zip((first.to("cpu"), copied, first), handles)]
     shuffler.close()
     return refused, [result.sample_id.tolist() for result in results]
@@ -309,7 +294,9 @@ def _other_batches():
 def test_a_handle_belongs_to_one_batch_and_its_copies(two_ranks):
     answers = two_ranks.run(_other_batches)
     for refused, _ in answers:
-        assert len(refused) == 4 and all("is finished with another one; finish a shuffle with" in r for r in refused)
+        assert all(
+            r.startswith("ValueError") and "finished with another one; finish a shuffle with" in r for r in refused
+        )
     first, second, again = (sorted(i for _, ids in answers for i in ids[step]) for step in range(3))
     assert first == again == sorted(int(i) for rank in (0, 1) for i in named_batch(rank, 0).sample_id)
     assert second == sorted(int(i) for rank in (0, 1) for i in named_batch(rank, 1).sample_id)
@@ -331,24 +318,16 @@ def _staged_error():
             seen.extend(rows)
 
     seen: list[int] = []
-    message = ""
-    try:
-        run(balanced_iter(Source(6, fails_at=3 if dist.get_rank() == 1 else None), shuffler))
-    except RuntimeError as error:
-        message = str(error)
+    message = error_of(run, balanced_iter(Source(6, fails_at=3 if dist.get_rank() == 1 else None), shuffler))
     run(balanced_iter(Source(2, first=20), shuffler))
-    plain = ""
-    try:
-        run(Source(1))
-    except ValueError as error:
-        plain = str(error)
+    plain = error_of(run, Source(1))
     shuffler.close()
     return message, seen, plain
 
 
 def test_a_staged_pipeline_is_made_anew_after_an_error(two_ranks):
     answers = two_ranks.run(_staged_error)
-    assert all(message == "rank 1: Injected: in the loader" for message, _, _ in answers)
+    assert all(message == "RuntimeError: rank 1: Injected: in the loader" for message, _, _ in answers)
     assert all("got a SampleBatch whose shuffle was not started" in plain for *_, plain in answers)
     seen = [i for _, ids, _ in answers for i in ids]
     # the good batch of rank 0 in the step of the error comes again
@@ -363,17 +342,10 @@ def _shared_with_a_thread():
     device = torch.device("cpu")
     trainer = balanced(TrainPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
     evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
-    training, messages = Source(6), []
+    training = Source(6)
     trainer.progress(training)
-    try:
-        evaluator.progress(Source(3, first=20))
-    except ValueError as error:
-        messages.append(str(error))
-    while True:  # the training is not disturbed
-        try:
-            trainer.progress(training)
-        except StopIteration:
-            break
+    messages = [error_of(evaluator.progress, Source(3, first=20))]
+    list(steps_of(trainer, training))  # the training is not disturbed
     trainer.detach()
     model.eval()
     evaluation = Source(5, first=20)
@@ -381,11 +353,7 @@ def _shared_with_a_thread():
     model.train()
     other = balanced(TrainPipelineBase)(model, optimizer, device, batch_shuffler=shuffler)
     iterator = Source(1, first=40)
-    for call in (lambda: other.progress(iterator), lambda: balanced_iter(iterator, shuffler)):
-        try:
-            call()
-        except ValueError as error:
-            messages.append(str(error))
+    messages += [error_of(other.progress, iterator), error_of(balanced_iter, iterator, shuffler)]
     evaluator.reset()
     other.progress(iterator)
     shuffler.close()
@@ -394,7 +362,7 @@ def _shared_with_a_thread():
 
 def test_a_shuffler_does_not_serve_a_loading_thread_beside_another_pipeline(two_ranks):
     for messages in two_ranks.run(_shared_with_a_thread, timeout=60):
-        assert len(messages) == 3
+        assert all(text.startswith("ValueError") for text in messages)
         assert "already drives a BalancedTrainPipelineSparseDist whose data has not ended" in messages[0]
         assert all("already drives a BalancedEvalPipelineSparseDist" in text for text in messages[1:])
 
@@ -419,18 +387,20 @@ def _left_and_dropped(first, second):
     if dist.get_rank() == 1:
         kept.clear()
         gc.collect()
-    try:
-        balanced(second)(model, optimizer, device, batch_shuffler=shuffler).progress(Source(2, first=20))
-    except ValueError as error:
-        return str(error)
-    finally:
-        shuffler.close()
+    message = error_of(
+        balanced(second)(model, optimizer, device, batch_shuffler=shuffler).progress, Source(2, first=20)
+    )
+    shuffler.close()
+    return message
 
 
 def test_what_a_dropped_pipeline_leaves_behind_is_the_same_on_every_rank(two_ranks):
     for first, second in itertools.permutations([TrainPipelineBase, EvalPipelineSparseDist]):
         for message in two_ranks.run(_left_and_dropped, first, second, timeout=60):
-            assert f"already drives a Balanced{first.__name__} whose data has not ended" in message
+            assert (
+                message.startswith("ValueError")
+                and f"already drives a Balanced{first.__name__} whose data has not ended" in message
+            )
 
 
 @dataclasses.dataclass
@@ -479,11 +449,7 @@ def _runs_dry(mode):
             sizes = [2, 0, 3] if rank == 1 and epoch else [2, 2] if rank == 1 else [3] * 5
             source = (DenseBatch(torch.arange(size) + 100 * step + 1000 * rank) for step, size in enumerate(sizes))
             model.seen.clear()
-            while True:
-                try:
-                    trainer.progress(source)
-                except StopIteration:
-                    break
+            list(steps_of(trainer, source))
             epochs.append([len(ids) for ids in model.seen])
     finally:
         logging.getLogger("commons").removeHandler(handler)

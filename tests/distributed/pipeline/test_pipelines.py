@@ -36,18 +36,20 @@ from tests.helpers.pipelines import (
 
 @pytest.mark.parametrize("pipeline", list(PIPELINES))
 def test_every_sample_is_trained_once_and_the_weights_agree(ranks, pipeline):
-    counts = [5, 3, 0, 7][: ranks.world_size]
-    build = ("build_sharded",)
-    balanced_run = ranks.run(train, build, pipeline, "balance", [(counts, 0)])
-    plain_run = ranks.run(train, build, pipeline, "identity", [(counts, 0)])
+    counts = [3, 2, 0, 4][: ranks.world_size]
+    epochs = [(counts, 0), (counts, 10)]
+    balanced_run, plain_run = (
+        ranks.run(train, ("build_sharded",), pipeline, kind, epochs) for kind in ("balance", "identity")
+    )
+    expected = sorted(expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10))
     for run in (balanced_run, plain_run):
-        assert sorted(i for rank in run for step in rank["seen"] for i in step) == expected_ids(
-            counts, ranks.world_size
-        )
-        assert {len(rank["seen"]) for rank in run} == {max(counts)}  # the ranks stay in step to the end
+        assert sorted(i for rank in run for step in rank["seen"] for i in step) == expected
+        assert {len(rank["seen"]) for rank in run} == {2 * max(counts)}  # the ranks stay in step to the end
     for rank in balanced_run:
         assert all(step == sorted(step) for step in rank["seen"])
-        assert rank["stats_steps"] == list(range(max(counts)))  # each batch's stats arrive with its own step
+        assert len(rank["stats_steps"]) == 2 * max(counts) and rank["stats_steps"] == sorted(
+            set(rank["stats_steps"])
+        )  # each batch's stats arrive with its own step
         assert all(after <= before + 1e-12 for before, after in rank["imbalance"])
     assert balanced_run[0]["moved"] > 0
     assert largest_difference(balanced_run[0]["weights"], plain_run[0]["weights"]) < 1e-5
@@ -63,15 +65,6 @@ def test_sharded_weights_after_twenty_steps_agree(ranks, sharding):
     assert on["moved"] > 5
     for name, weight in on["weights"].items():
         torch.testing.assert_close(weight, off["weights"][name], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("pipeline", ["base", "sparse", "lite", "fused", "semi-sync, before it starts", "prefetch"])
-def test_two_epochs_lose_nothing(ranks, pipeline):
-    counts = [3, 2, 4, 0][: ranks.world_size]
-    epochs = [(counts, 0), (counts, 10)]
-    results = ranks.run(train, ("build_sharded",), pipeline, "balance", epochs)
-    seen = sorted(i for rank in results for step in rank["seen"] for i in step)
-    assert seen == sorted(expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10))
 
 
 def _left_near_the_end(pipeline, runs):
@@ -138,13 +131,15 @@ def _staged(counts, kind):
         shuffler.close()
 
 
-@pytest.mark.parametrize("kind", ["balance", "identity"])
-def test_the_staged_pipeline_trains_everything_to_the_end(ranks, kind):
+def test_the_staged_pipeline_trains_everything_to_the_end_and_the_same(ranks):
     counts = [5, 3, 0, 7][: ranks.world_size]
-    results = ranks.run(_staged, counts, kind)
+    on, off = (ranks.run(_staged, counts, kind) for kind in ("balance", "identity"))
     expected = expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10)
-    assert sorted(i for seen, _ in results for step in seen for i in step) == sorted(expected)
-    assert len({len(seen) for seen, _ in results}) == 1
+    for results in (on, off):
+        assert sorted(i for seen, _ in results for step in seen for i in step) == sorted(expected)
+        assert len({len(seen) for seen, _ in results}) == 1
+    assert [seen for seen, _ in on] != [seen for seen, _ in off]
+    assert largest_difference(on[0][1], off[0][1]) < 1e-5
 
 
 def test_a_stage_without_its_iterator_says_so():
@@ -155,27 +150,30 @@ def test_a_stage_without_its_iterator_says_so():
     shuffler.close()
 
 
-def _eval_reset():
-    """Reset with a loading thread that has read ahead, at a different pace on every rank; then a whole epoch."""
+def _reset(pipeline_class):
+    """Reset with batches in flight, three times, at a different pace on every rank; then a whole epoch."""
     model, optimizer = models.build_sharded()
-    model.eval()
+    model.train(pipeline_class is not EvalPipelineSparseDist)
     shuffler = CubicShuffler()
-    evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+    pipeline = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
     try:
         for attempt in range(3):
-            evaluator.progress(rank_batches(dist.get_rank() + 10 * attempt, 5, [6]))
+            pipeline.progress(rank_batches(dist.get_rank() + 10 * attempt, 5, [6]))
             time.sleep(0.05 * dist.get_rank())
-            evaluator.reset()
+            pipeline.reset()
         head_of(model).trained.clear()
-        list(steps_of(evaluator, rank_batches(dist.get_rank() + 50, 3, [6])))
+        list(steps_of(pipeline, rank_batches(dist.get_rank() + 50, 3, [6])))
         return head_of(model).seen
     finally:
-        evaluator.reset()
+        pipeline.reset()
         shuffler.close()
 
 
-def test_reset_joins_and_realigns_loading_threads(ranks):
-    results = ranks.run(_eval_reset, timeout=60)
+@pytest.mark.parametrize(
+    "pipeline_class", [TrainPipelineSparseDist, EvalPipelineSparseDist]
+)  # the latter's thread loads
+def test_reset_drains_what_is_in_flight_on_every_rank(ranks, pipeline_class):
+    results = ranks.run(_reset, pipeline_class, timeout=60)
     assert sum(len(step) for seen in results for step in seen) == 3 * 6 * ranks.world_size
 
 
@@ -220,26 +218,6 @@ def test_detach_evaluate_and_attach_change_nothing(ranks, pipeline, detach_every
     trained, evaluated = [i for i in seen if i < 2_000_000], [i for i in seen if i >= 2_000_000]
     assert sorted(trained) == expected_ids([7] * ranks.world_size, ranks.world_size)
     assert evaluated and on[0][1]
-
-
-def _reset_in_flight():
-    model, optimizer = models.build_sharded()
-    shuffler = CubicShuffler()
-    trainer = balanced(TrainPipelineSparseDist)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-    try:
-        source = rank_batches(dist.get_rank(), 5, [6])
-        trainer.progress(source)
-        trainer.reset()
-        head_of(model).trained.clear()
-        list(steps_of(trainer, rank_batches(dist.get_rank() + 10, 3, [6])))
-        return head_of(model).seen
-    finally:
-        shuffler.close()
-
-
-def test_reset_drains_what_is_in_flight(ranks):
-    seen = sorted(i for rank in ranks.run(_reset_in_flight) for step in rank for i in step)
-    assert len(seen) == 3 * 6 * ranks.world_size
 
 
 def test_what_cannot_be_hooked_is_refused():

@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader
 from torchrec.distributed.memory_stashing import MemoryStashingManager
 from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline.train_pipelines import (
-    PipelineStage,
     PrefetchTrainPipelineSparseDist,
-    StagedTrainPipeline,
     TorchCompileConfig,
     TrainPipelineBase,
     TrainPipelineFusedSparseDist,
@@ -29,7 +27,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
     TrainPipelineSparseDistLite,
 )
 
-from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage
+from commons.pipeline import TrainPipelineFactory, balanced
 from commons.pipeline.balanced import HOOKS
 from commons.pipeline.hooks import BalancedPipeline
 from commons.trainer import TrainerArgs, loop
@@ -39,9 +37,6 @@ from tests.helpers.models import Head, build_plain, build_sharded, head_of, rank
 from tests.helpers.pipeline_classes import torchrec_pipelines
 from tests.helpers.pipelines import CubicShuffler, largest_difference, require_pipeline, steps_of
 from tests.helpers.pretended_streams import (
-    DEFAULT_STREAM,
-    PretendedStream,
-    on_stream,
     pretended_streams,
     replaced,
     with_streams,
@@ -169,30 +164,6 @@ def test_compiled_pipelines_train_the_same(two_ranks, name):
 def test_every_balanced_class_that_trains_is_compared():
     trains = {name for name in HOOKS.keys() & torchrec_pipelines().keys() if not name.startswith("Eval")}
     assert trains == {each.__name__ for each, _ in (PIPELINES | COMPILED).values()}
-
-
-def _staged(balance: bool) -> dict[str, torch.Tensor]:
-    shuffler = CubicShuffler()
-    with pretended_streams():
-        model, optimizer = make_model()
-        stream = PretendedStream(name="memcpy stream")
-        stages = [PipelineStage("copy", lambda batch: batch.to(CPU, non_blocking=True), stream)]
-        source = batches()
-        if balance:
-            stages.append(shuffle_stage(shuffler, stream))
-            source = balanced_iter(source, shuffler)
-        pipeline = StagedTrainPipeline(stages, compute_stream=DEFAULT_STREAM)
-        pipeline._stream_context = on_stream
-        while (batch := pipeline.progress(source)) is not None:
-            optimizer.zero_grad()
-            model(batch)[0].backward()
-            optimizer.step()
-    shuffler.close()
-    return weights_of(model)
-
-
-def test_the_staged_pipeline_trains_the_same(two_ranks):
-    assert largest_difference(*(two_ranks.run(_staged, balance)[0] for balance in (True, False))) < 1e-5
 
 
 def _training_loop(run_dir: str, pipeline_type: str, accumulation_steps: int) -> dict[str, torch.Tensor]:

@@ -54,10 +54,3 @@ def test_rows_move_where_only_counts_are_uneven():
     assert (
         np.bincount(plan_redistribution(np.array([0, 9, 0]), np.array([3, 0]), equal_size=False).destination).min() == 1
     )
-
-
-def test_balanced_rows_stay_where_they_are():
-    plan = plan_redistribution(np.array([5, 5, 9, 1]), np.array([2, 2]))
-    assert not plan.moves.any()
-    ids = as_int64_ids(["a", "b", "a"], 3)
-    assert ids[0] == ids[2] != ids[1] and ids.min() >= 0

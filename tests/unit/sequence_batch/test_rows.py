@@ -153,13 +153,6 @@ def test_types_that_are_kept():
     assert select_rows({"x": dense([1]), "settings": settings}, [0])["settings"] is settings
 
 
-def test_lists_below_a_dataclass_are_plain_values():
-    batch = plain_batch([1, 2])
-    batch.nested["tags"] = ["a", "b", "c"]
-    result = select_rows(batch, [1])
-    assert result.names == ["kept", "whole"] and result.nested["tags"] == ["a", "b", "c"]
-
-
 def test_numbers_of_rows_and_bytes():
     assert Rows.of({"deep": [padded_batch([1])]}).states_padding and not Rows.of(plain_batch([1])).states_padding
     assert count_rows(["a", "b"]) == 2

@@ -12,13 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.schema import register_batch_type
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 from tests.helpers.any_batches import KINDS, as_values, dense, nested
 from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
-from tests.helpers.plain import plain
 
 
 def there_and_back(*batches, extra=None):
@@ -85,18 +83,6 @@ def test_a_message_is_little_more_than_its_tensors():
     batch = random_batch(0, 400)
     message = encode(batch)
     assert Rows.of(batch).nbytes < message.nbytes < 1.05 * Rows.of(batch).nbytes
-
-
-@given(plain)
-def test_plain_values(value):
-    (_,), extra = there_and_back(dense([1]), extra=value)
-    assert extra == value and repr(extra) == repr(value)
-
-
-def test_other_plain_values():
-    for value in (torch.float16, torch.device("cuda", 1), np.float32(0.1), np.int64(-3), np.bool_(True), np.str_("x")):
-        again = decode_plain(encode_plain(value, ()))
-        assert again == value and type(again) is type(value)
 
 
 @dataclass

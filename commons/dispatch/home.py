@@ -1,8 +1,7 @@
-"""Gradients follow rows: autograd through an exchange is the exchange of the gradients on the way back.
+"""The way home: results in the order of the rows that they belong to, and gradients to where these came from.
 
-Rows move without autograd. Where some of their tensors require gradients, on any rank, what has arrived is put behind a
-node of the graph on every rank, whose backward is a collective of all ranks: it moves the gradient of every row to
-where the row came from.
+Rows move without autograd. Where a tensor of them requires gradients, on any rank, every rank puts what has arrived
+behind a node of the graph whose backward is a collective of all ranks: it moves each row's gradient back.
 """
 
 from __future__ import annotations
@@ -21,6 +20,47 @@ MOST_LEAVES = 63
 R = TypeVar("R")
 # Gradients `(rows,) + shape` of what has arrived, to those of what was there; None on a rank that had no rows.
 MoveBack = Callable[[Rows[tuple[torch.Tensor, ...]]], Rows[tuple[torch.Tensor, ...]] | None]
+
+
+def result_rows(results: R, numbers: torch.Tensor, of: str) -> Rows[R]:
+    """The rows of results, without those of padding.
+
+    Args:
+        results: a tensor or any other batch.
+        numbers: int64 `(rows,)`, the number of each row that they belong to; below 0 for padding, which comes last.
+        of: what they are results of, in messages.
+
+    Raises:
+        ValueError: another number of rows, or padding where rows are real.
+    """
+    rows, real = Rows.of(results), int((numbers >= 0).sum())
+    if rows.count != len(numbers):
+        raise ValueError(
+            f"results of {of} have {rows.count} rows, {of} has {len(numbers)}; there is a row per row, padding "
+            "included: keep all rows"
+        )
+    if rows.real < real:
+        raise ValueError(
+            f"results of {of} are a {type(results).__name__} with {rows.count - rows.real} rows of padding, which "
+            "would be gathered at the end; results are tensors: restore its fields"
+        )
+    return rows.select(range(real)) if real < rows.count else rows
+
+
+def in_order(parts: Sequence[Rows[R]], numbers: Sequence[torch.Tensor]) -> R:
+    """The rows of all parts as one batch, in the order of their numbers; those below 0 have no row."""
+    order = torch.cat(list(numbers))
+    return Rows.concat(parts).select(torch.argsort(order[order >= 0])).batch
+
+
+def restore(results: Sequence[R], numbers: Sequence[torch.Tensor], part: str, parts: str) -> R:
+    """Results of all parts of a batch as one, in the order of its rows; messages call these `part` and `parts`."""
+    if len(results) != len(numbers):
+        raise ValueError(
+            f"there are {len(results)} results for {len(numbers)} {parts}; each has one: pass them in order"
+        )
+    rows = [result_rows(each, of, f"{part} {index}") for index, (each, of) in enumerate(zip(results, numbers))]
+    return in_order(rows, numbers)
 
 
 def differentiable_leaves(rows: Rows[Any] | None) -> list[int]:

@@ -1,0 +1,349 @@
+"""What goes wrong on one rank is raised on all of them, in the same words, and the next batch is shuffled."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from commons.dispatch import exchange, redistribute_balanced
+from commons.distributed import schema_agreement, verification
+from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.errors import describe_error, raise_first_error
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.row_exchange import RowExchange
+from commons.perf_model.shuffle_plan import ShufflePlanner
+from commons.pipeline import windowed_iter
+from commons.sequence_batch.schema import BatchSchema
+from tests.helpers.batches import RichBatch
+from tests.helpers.faults import on_rank, raised_by
+from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
+
+# Far beyond the pools' own limit: a rank that waits for another one fails its test.
+PATIENT = 600.0
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise OSError("no text")
+
+
+Patch = Callable[[Any, str, Any], Any]  # of an object's attribute, until the shuffle is over
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What rank 1 does wrong, and the error of every rank: its text, or a pattern of it."""
+
+    spoil: Callable[[SquareShuffler, RichBatch, Patch], Any]  # called on rank 1; may change the batch
+    said: str
+    options: dict[str, Any] = field(default_factory=dict)
+    goes_on: bool = True  # whether the next batch is shuffled
+
+
+def _fails(error):
+    return mock.Mock(side_effect=error)
+
+
+def _workloads(change):
+    def spoil(shuffler, batch, patch):
+        right = shuffler.get_workloads
+        patch(shuffler, "get_workloads", lambda each: change(right(each)))
+
+    return spoil
+
+
+def _raises(error):
+    return lambda shuffler, batch, patch: patch(shuffler, "get_workloads", _fails(error))
+
+
+def _breaks(owner, name, error):
+    return lambda shuffler, batch, patch: patch(owner, name, _fails(error))
+
+
+def _field(**changes):
+    """Other values of fields, each made of the batch."""
+
+    def spoil(shuffler, batch, patch):
+        for name, change in changes.items():
+            object.__setattr__(batch, name, change(batch))
+
+    return spoil
+
+
+def _jagged(**changes):
+    return _field(features=lambda batch: KeyedJaggedTensor(**_parts(batch.features) | changes))
+
+
+def _parts(features):
+    parts = {"values": features.values(), "weights": features.weights(), "lengths": features.lengths()}
+    return {"keys": features.keys(), **parts}
+
+
+def _with_grad(batch):
+    parts = _parts(batch.features)
+    return KeyedJaggedTensor(**parts | {"weights": parts["weights"] * torch.ones((), requires_grad=True)})
+
+
+def _no_column(shuffler, batch, patch):
+    patch(shuffler, "get_workloads", lambda each: each.features["no_such"].lengths())
+
+
+def _checksum(number):
+    """The checksum of that number, from 1, cannot be computed."""
+
+    def spoil(shuffler, batch, patch):
+        right, calls = verification.checksums, []
+
+        def failing(*args):
+            calls.append(1)
+            if len(calls) == number:
+                raise MemoryError("no room")
+            return right(*args)
+
+        patch(verification, "checksums", failing)
+
+    return spoil
+
+
+NO_ROOM = "RuntimeError: rank 1: MemoryError: no room"
+MISTAKES = {
+    "too few": Mistake(_workloads(lambda right: right[:-1]), "ValueError: rank 1: workloads has 3 entries, batch_size"),
+    "negative": Mistake(_workloads(lambda right: right - 10**6), r"ValueError: rank 1: workloads\[0\] is -"),
+    "nan": Mistake(_workloads(lambda right: right.double() * float("nan")), "ValueError: rank 1: .*(nan|NaN)"),
+    "shape": Mistake(_workloads(lambda right: right[:, None]), r"ValueError: rank 1: workloads have shape \(4, 1\)"),
+    "array": Mistake(
+        _workloads(lambda right: right.numpy()[:, None][:, :0].copy()),
+        r"ValueError: rank 1: workloads have shape \(4, 0\)",
+    ),
+    "no column": Mistake(
+        _no_column, r"""KeyError: "rank 1: get_workloads asks for 'no_such'; the batch's keys are \["""
+    ),
+    "no text": Mistake(_raises(ValueError("")), "ValueError: rank 1: ValueError$"),
+    "no text of another kind": Mistake(_raises(OSError()), "RuntimeError: rank 1: OSError$"),
+    "unprintable": Mistake(
+        _raises(UnprintableError()), "RuntimeError: rank 1: UnprintableError: its text cannot be had: str.. of it"
+    ),
+    "surrogate": Mistake(_raises(ValueError("file \udcff.parquet")), r"ValueError: rank 1: file \\udcff.parquet"),
+    "two lines": Mistake(_raises(KeyError("first\nsecond")), r"KeyError: 'rank 1: first\\nsecond'"),
+    "huge text": Mistake(
+        _raises(ValueError("x" * 1_000_000)), "ValueError: rank 1: x{4000}… and 996000 more characters"
+    ),
+    "dtype": Mistake(
+        _field(tiny=lambda batch: batch.tiny.to(torch.int16)),
+        "SchemasDifferError: the batches of ranks 0 and 1 differ: field 'tiny'",
+    ),
+    "plain value": Mistake(
+        _field(note=lambda batch: {"unit": "ms"}),
+        "SchemasDifferError: the batches of ranks 0 and 1 differ: field 'note'",
+    ),
+    "rows": Mistake(
+        _field(image=lambda batch: batch.image[:2]),
+        "ValueError: rank 1: fields of RichBatch disagree on the number of rows",
+    ),
+    "lengths": Mistake(
+        _jagged(values=torch.arange(1000), weights=torch.ones(1000)),
+        "ValueError: rank 1: field 'features' has lengths that add up to",
+    ),
+    "padding": Mistake(
+        _field(actual_batch_size=lambda batch: 1), r"ValueError: rank 1: field '\w+' has values in padding rows \[1, 4"
+    ),
+    "too many rows": Mistake(
+        _field(actual_batch_size=lambda batch: 5), "ValueError: rank 1: actual_batch_size is 5, batch_size is 4"
+    ),
+    "inverse indices": Mistake(
+        _jagged(inverse_indices=(["user"], torch.zeros(1, 4, dtype=torch.int64))), ".*field 'features' has inverse_ind"
+    ),
+    "grad": Mistake(
+        _field(image=lambda batch: batch.image * torch.ones((), requires_grad=True)),
+        "ValueError: rank 1: field 'image' requires grad; .*detach it before",
+    ),
+    "grad of weights": Mistake(_field(features=_with_grad), "ValueError: rank 1: field 'features' requires grad; "),
+    "features that are tokens": Mistake(
+        lambda shuffler, batch, patch: patch(shuffler, "token_feature_names", ("user",)),
+        r"ValueError: token_features is None on rank 0 and \['user'\] on rank 1 in shuffle; all ranks pass",
+        goes_on=False,
+    ),
+    "version": Mistake(
+        lambda shuffler, batch, patch: patch(schema_agreement, "__version__", "9.9.9"),
+        "ValueError: versions differ: rank 0 has {'evenrank'.*9.9.9",
+    ),
+    "plan": Mistake(_breaks(ShufflePlanner, "plan_messages", MemoryError("no room")), NO_ROOM),
+    "exchange": Mistake(_breaks(RowExchange, "of", MemoryError("no room")), NO_ROOM),
+    "writing options": Mistake(
+        _breaks(ShufflerOptions, "to_json", OSError("no room")), "RuntimeError: rank 1: OSError"
+    ),
+    "writing schemas": Mistake(_breaks(BatchSchema, "to_json", ValueError("\ud800")), r"ValueError: rank 1: \\ud800"),
+    "reading schemas": Mistake(_breaks(BatchSchema, "from_json", KeyError("a type")), "KeyError: 'rank 1: a type'"),
+    "comparing schemas": Mistake(
+        _breaks(BatchSchema, "__ne__", ZeroDivisionError()), "RuntimeError: rank 1: ZeroDivisionError"
+    ),
+    "first checksum": Mistake(_checksum(1), NO_ROOM, {"verify": True}),
+    "second checksum": Mistake(_checksum(2), NO_ROOM, {"verify": True}),
+    "checksum where nobody moves": Mistake(_checksum(2), NO_ROOM, {"verify": True, "min_gain": 0.99}),
+}
+IN_WINDOWS = ("grad", "grad of weights", "first checksum", "second checksum", "checksum where nobody moves")
+
+
+def _every_mistake(names, window):
+    """By name, the error of a shuffle in which rank 1 is wrong, and that of the next one."""
+    found = {}
+    for name in names:
+        mistake = MISTAKES[name]
+        options = ShufflerOptions(timeout=PATIENT, **mistake.options)
+        batch = my_batch(0, [4] * 4, max_length=60 if dist.get_rank() == 0 else 6)
+        with closing(SquareShuffler(options)) as shuffler:
+            with contextlib.ExitStack() as stack:
+                if dist.get_rank() == 1:
+                    mistake.spoil(shuffler, batch, lambda *what: stack.enter_context(mock.patch.object(*what)))
+                results = windowed_iter(iter([batch]), shuffler, 1) if window else map(shuffler.shuffle, [batch])
+                found[name] = raised_by(lambda results=results: next(results)), "no error"
+            if not window:
+                found[name] = found[name][0], raised_by(lambda each=shuffler: each.shuffle(my_batch(1, [4] * 4)))
+    return found
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_a_mistake_of_one_rank_is_raised_on_all(ranks, window):
+    names = IN_WINDOWS if window else tuple(MISTAKES)
+    for found in ranks.run(_every_mistake, names, window, timeout=100):
+        for name, (text, then) in found.items():
+            assert re.match(MISTAKES[name].said, text) and "\n" not in text, (name, text)
+            assert not MISTAKES[name].goes_on or then == "no error", (name, then)
+
+
+def _later_mistakes():
+    """What rank 1 does wrong when batches were compared before, and with messages that are gathered once more."""
+    said = []
+    with closing(SquareShuffler(ShufflerOptions(timeout=PATIENT))) as shuffler:
+        shuffler.shuffle(my_batch(0, [4] * 4))
+        planner = shuffler.engine._session(None)._planner
+        with on_rank(1, mock.patch.object(planner, "plan_messages", _fails(MemoryError("no room")))):
+            said.append(raised_by(lambda: shuffler.shuffle(my_batch(1, [64] * 4))))
+        if dist.get_rank() == 1:
+            shuffler.engine._session(None).next_step()
+        said.append(raised_by(lambda: shuffler.shuffle(my_batch(2, [4] * 4))))
+    return said
+
+
+def test_mistakes_of_later_batches(ranks):
+    for larger, step in ranks.run(_later_mistakes):
+        assert larger == NO_ROOM
+        assert f"ranks are at steps {[2, 3] + [2] * (ranks.world_size - 2)}" in step
+
+
+def _where_nothing_moves(mode):
+    batch = my_batch(0, [4] * 4)
+    batch.image = batch.image * torch.ones((), requires_grad=True)
+    with closing(SquareShuffler(ShufflerOptions(mode=mode))) as shuffler:
+        return raised_by(lambda: shuffler.shuffle(batch))
+
+
+@pytest.mark.parametrize("mode", ["observe", "off"])
+def test_fields_that_require_grad_stay_where_nothing_moves(two_ranks, mode):
+    assert two_ranks.run(_where_nothing_moves, mode) == ["no error"] * 2
+
+
+@dataclass
+class Unpadded:
+    """A batch type that cannot state padding."""
+
+    features: KeyedJaggedTensor
+
+    def to(self, device, non_blocking=False):
+        return dataclasses.replace(self, features=self.features.to(device))
+
+
+def _unpadded():
+    rows = 1 if dist.get_rank() == 0 else 0
+    lengths = torch.full((rows,), 3)
+    batch = Unpadded(KeyedJaggedTensor(keys=["a"], values=torch.arange(3 * rows), lengths=lengths, stride=rows))
+    with closing(SquareShuffler()) as shuffler:
+        return [raised_by(lambda each=each: shuffler.shuffle(each)) for each in (batch, [1, 2])]
+
+
+def test_what_no_rank_can_shuffle(two_ranks):
+    for padding, no_batch in two_ranks.run(_unpadded):
+        assert "ranks [1] would train no row" in padding and "actual_batch_size" in padding
+        assert "rank 0: the batch is a list" in no_batch and no_batch.endswith("(and on rank 1)")
+
+
+def _mistake_in_a_subgroup():
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with closing(SquareShuffler(pg_group=halves[dist.get_rank() % 2])) as shuffler:
+        if dist.get_rank() == 3:
+            shuffler.get_workloads = lambda batch: torch.full((batch.batch_size,), -1)
+        return raised_by(lambda: shuffler.shuffle(my_batch(0, [4] * 4)))
+
+
+def test_ranks_of_a_subgroup_are_named_by_their_global_number(rank_pools):
+    texts = rank_pools[4].run(_mistake_in_a_subgroup)
+    assert texts[0] == texts[2] == "no error"
+    assert all("rank 3: workloads[0] is -1" in text for text in (texts[1], texts[3]))
+
+
+def _warned_of():
+    """What torch and numpy warn of while ranks exchange numbers and texts."""
+    channel = ControlChannel(dist.group.WORLD, timeout=30.0, moves_rows=False)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else a process shows its first warning alone
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            channel.gather_text(f"rank {dist.get_rank()}", 0)
+            channel.gather(np.arange(6)[::2] + dist.get_rank(), 0)
+    finally:
+        torch.set_warn_always(always)
+        channel.close()
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_ranks_exchange_warns_of_nothing(two_ranks):
+    assert two_ranks.run(_warned_of) == [[], []]
+
+
+def _fails_in_dispatch():
+    """Rank 1 cannot pack its rows; then it cannot make room for those that come; the next call goes well."""
+    rows = {"ids": torch.arange(8) + 100 * dist.get_rank()}
+    workloads = torch.arange(8) * (100 if dist.get_rank() else 1)
+    said, broken = [], _fails(MemoryError("no room for \ud800"))
+    for owner, name in ((exchange.MessageBuffer, "append"), (torch.Tensor, "new_empty")):
+        with on_rank(1, mock.patch.object(owner, name, broken)):
+            said.append(raised_by(lambda: redistribute_balanced(rows, workloads)))
+    return said, redistribute_balanced(rows, workloads).batch["ids"].tolist()
+
+
+def test_a_rank_that_has_no_room_for_dispatched_rows(own_ranks, world_size):
+    answers = own_ranks.run(_fails_in_dispatch, timeout=60)
+    for rank, ((packing, receiving), _) in enumerate(answers):
+        assert packing == r"RuntimeError: rank 1: MemoryError: no room for \ud800"
+        if rank == 1:
+            assert receiving == "MemoryError: no room for \ud800"
+        else:
+            assert receiving.startswith("RankMissingError: rank 1 failed in the exchange of rows of step")
+            assert receiving.endswith(r"MemoryError: no room for \ud800")
+    expected = [rank * 100 + row for rank in range(world_size) for row in range(8)]
+    assert sorted(row for _, ids in answers for row in ids) == expected
+
+
+def test_the_same_mistake_of_many_ranks_is_told_once():
+    mistakes = [describe_error(ValueError("no column 'item'"))] * 40
+    mistakes[7], mistakes[8] = describe_error(OSError("disk")), None
+    named = ", ".join(str(rank) for rank in range(1, 19) if rank not in (7, 8))
+    with pytest.raises(ValueError) as caught:
+        raise_first_error(mistakes, None)
+    assert str(caught.value) == f"rank 0: no column 'item' (and on ranks {named} and 21 more); rank 7: disk"
+    with pytest.raises(RuntimeError) as caught:
+        raise_first_error([describe_error(OSError(str(rank))) for rank in range(20)], None)
+    assert str(caught.value).endswith("rank 15: OSError: 15; and 4 other errors")
