@@ -1,19 +1,23 @@
-"""What HSTU's Triton kernels need of a GPU, by compiling them for one; no GPU is needed for that.
+"""What HSTU's Triton kernels cost per score, counted in the machine code compiled for a GPU; no GPU is needed.
 
-Registers and spills are those that ptxas tells, shared memory what Triton reserves, wgmma the matrix products of whole
-warp groups that sm_90a has.
+Of the loop without a mask, where the time goes: instructions of a thread over its scores of the block, how many of them
+compute a sigmoid, and the products on the tensor cores over those that the mathematics needs for each score. A product
+that several warps compute counts as often. Registers and spills, in bytes per thread, are those of the whole kernel.
 
 Examples:
     python -m benchmarks.attention_kernels
-    python -m benchmarks.attention_kernels --architectures 90 --head-dims 64 128 --dtypes bf16
+    python -m benchmarks.attention_kernels --architectures 80 100 --head-dims 64 --biases none
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
+import math
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,113 +28,151 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.command_line import from_command_line
-from hstu.model import triton_kernels
-from hstu.model.triton_blocks import KERNELS, MAX_HEAD_DIM, Bias, Blocks, candidate_blocks
-from hstu.model.triton_launch import constants
+from hstu.model.kernels.parts import UNALIGNED
+from hstu.model.triton_blocks import KERNELS, MAX_HEAD_DIM, Bias, Blocks, candidate_blocks, outputs_of, padded_head_dim
+from hstu.model.triton_launch import constants, function_of, tokens_of
 
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Name for ptxas: the instructions of a generation that others do not have are under its own letter.
 _ARCHITECTURES = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 # Shared memory that a program may have, in bytes.
-LIMITS = {80: 166912, 90: 232448, 100: 232448}
-_POINTERS = {"POSITION": "*fp32", "TIME": "*fp32", "GRAD_POSITION": "*fp32", "GRAD_TIME": "*fp32"} | {
-    "TIMES": "*i64",
-    "ROWS": "*i32",
-    "TILES": "*i32",
-}
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHORT = {dtype: name for name, dtype in _DTYPES.items()}
-HEADER = (
-    "| kernel | for | dtype | width | bias | queries × keys | warps | stages | registers | spills | shared | wgmma |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|"
-)
+# Products of scores and channels that a kernel is to compute, by what it computes: the scores themselves, the gradient
+# of the weights where it needs that, and one per result.
+_PRODUCTS = {("OUT",): 2, ("GRAD_V",): 2, ("GRAD_POSITION", "GRAD_TIME"): 2, ("GRAD_K",): 3, ("GRAD_Q",): 3} | {
+    ("GRAD_K", "GRAD_V"): 4,
+    ("GRAD_Q", "GRAD_K", "GRAD_V"): 5,
+}
 
 
 @dataclass(frozen=True)
 class Args:
-    """What to compile.
+    """What to compile."""
 
-    Attributes:
-        architectures: compute capabilities times ten.
-        head_dims: widths of a head.
-        dtypes: of queries, keys and values.
-        biases: kinds of bias.
-
-    """
-
-    architectures: tuple[Literal[80, 90, 100], ...] = (80, 90, 100)
-    head_dims: tuple[Literal[16, 32, 64, 128, 256], ...] = (16, 32, 64, 128, 256)
-    dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("bf16", "fp32")
-    biases: tuple[Bias, ...] = ("none", "position", "both")
+    architectures: tuple[Literal[80, 90, 100], ...] = (90,)  # compute capabilities times ten
+    head_dims: tuple[Literal[16, 32, 64, 128, 256], ...] = (64, 128, 256)  # widths of a head
+    dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("bf16",)  # of queries, keys and values
+    biases: tuple[Bias, ...] = ("none", "position", "time")
 
 
-class Compiled(NamedTuple):
-    """A kernel as compiled for an architecture.
+class Layer(NamedTuple):
+    """What kernels are compiled for, besides blocks."""
 
-    Attributes:
-        registers: per thread.
-        spills: bytes stored to local memory, per thread.
-        shared: bytes per program.
-        wgmma: matrix products of warp groups in the code.
-        async_copies: copies to shared memory that do not wait.
+    architecture: int
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 64
+    bias: Bias = "none"
+    is_causal: bool = True
 
-    """
-
-    registers: int
-    spills: int
-    shared: int
-    wgmma: int
-    async_copies: int
+    def has_descriptors(self) -> bool:
+        """Whether blocks come by tensor descriptors there."""
+        return self.architecture >= 90 and self.dtype.itemsize == 2
 
 
-def compile_kernel(
-    name: str,
-    blocks: Blocks,
-    *,
-    architecture: int,
-    dtype: torch.dtype,
-    head_dim: int,
-    bias: Bias = "none",
-    is_causal: bool = True,
-) -> Compiled:
+class Cost(NamedTuple):
+    """A kernel as compiled; per score of its loop without a mask, but for the last three."""
+
+    instructions: float
+    sigmoids: float
+    products: float  # as computed, over one per score and channel; not a number where the code does not say
+    is_warp_group: bool  # whether the products are those of warp groups or, on sm_100a, of one thread for the program
+    is_serialized: bool  # whether ptxas made every product wait for the one before
+    spills: int  # bytes per thread stored to local memory
+    registers: int  # per thread
+    shared: int  # bytes of shared memory per program
+
+
+HEADER = (
+    "| kernel | for | dtype | width | bias | queries × keys | warps | stages | instructions | sigmoids | products | by "
+    "| registers | spills | shared |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def table_row(kernel: str, blocks: Blocks, layer: Layer, cost: Cost) -> str:
+    """A row below HEADER."""
+    by = ("warp groups" if cost.is_warp_group else "warps") + (", in turn" if cost.is_serialized else "")
+    return (
+        f"| {kernel} | {_ARCHITECTURES[layer.architecture]} | {_SHORT[layer.dtype]} | {layer.head_dim} | {layer.bias} "
+        f"| {blocks.queries} × {blocks.keys} | {blocks.warps} | {blocks.stages} | {cost.instructions:.1f} "
+        f"| {cost.sigmoids:.2f} | {cost.products:.2f} | {by} | {cost.registers} | {cost.spills} | {cost.shared} |"
+    )
+
+
+def products_of(kernel: str, head_dim: int) -> int:
+    """Products per score that a kernel needs."""
+    return _PRODUCTS[outputs_of(kernel, head_dim)]
+
+
+def has_repeated_products(kernel: str, layer: Layer, cost: Cost) -> bool:
+    """Whether warps compute products, or sigmoids, that other warps compute too."""
+    return cost.sigmoids > 1 or cost.products > products_of(kernel, layer.head_dim)
+
+
+def cost_of(kernel: str, blocks: Blocks, layer: Layer) -> Cost:
+    """What a kernel costs, compiled as a launch on that architecture would."""
+    compiled = compile_kernel(kernel, blocks, layer)
+    said = _assembler(compiled.asm["ptx"], _ARCHITECTURES[layer.architecture])
+    loop = _hottest_loop(compiled.asm["cubin"], blocks)
+    names = [_name(instruction) for instruction in loop]
+    scores = blocks.queries * blocks.keys / (32 * blocks.warps)
+    on_tensor_cores = [name for name in names if re.match(r"(HMMA|HGMMA|UTC\w*MMA)", name)]
+    of_groups = [name for name in on_tensor_cores if not name.startswith("HMMA")]
+    flops = sum(_flops(instruction, blocks.warps) for instruction in on_tensor_cores)
+    waits = sum(name.startswith("WARPGROUP.DEPBAR") for name in names)
+    return Cost(
+        instructions=len(loop) / scores,
+        sigmoids=sum(name == "MUFU.TANH" for name in names) / scores,
+        products=flops / (2 * blocks.queries * blocks.keys * padded_head_dim(layer.head_dim)) if flops else math.nan,
+        is_warp_group=len(of_groups) == len(on_tensor_cores),
+        is_serialized=waits > len(of_groups) / 2 > 0,
+        spills=sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
+        registers=int(re.findall(r"Used (\d+) registers", said)[0]),
+        shared=compiled.metadata.shared,
+    )
+
+
+def compile_kernel(kernel: str, blocks: Blocks, layer: Layer) -> Any:
     """Compile a kernel as a launch on that architecture would."""
-    kernel = getattr(triton_kernels, name)
-    fixed: dict[str, Any] = constants(dtype, head_dim, blocks, is_causal, fast=True)
-    missing = {"POSITION", "GRAD_POSITION"} if bias not in ("position", "both") else set()
-    missing |= {"TIME", "TIMES", "GRAD_TIME"} if bias not in ("time", "both") else set()
-    fixed |= dict.fromkeys(missing & set(kernel.arg_names))
+    function, short = function_of(kernel), _SHORT[layer.dtype]
+    tma = layer.has_descriptors()
+    fixed = constants(layer.dtype, layer.head_dim, blocks, layer.is_causal, fast=True, tma=tma)
+    outputs = set(outputs_of(kernel, layer.head_dim))
+    missing = {"GRAD_Q", "GRAD_K", "GRAD_V"} - outputs
+    missing |= {"POSITION", "GRAD_POSITION"} if layer.bias not in ("position", "both") else set()
+    missing |= {"TIME", "TIMES", "GRAD_TIME"} if layer.bias not in ("time", "both") else set()
+    fixed |= dict.fromkeys(missing & set(function.arg_names))
     signature, divisible = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        if argument in fixed:
-            signature[argument] = "constexpr"
-        elif argument.isupper():
-            signature[argument] = _POINTERS.get(argument, f"*{_SHORT[dtype]}")
+    for place, name in enumerate(function.arg_names):
+        is_float = name in ("POSITION", "TIME", "TIMES", "GRAD_POSITION", "GRAD_TIME") or (
+            name == "GRAD_Q" and kernel == "backward"
+        )
+        kind = "fp32" if is_float else short
+        if name in fixed:
+            signature[name] = "constexpr"
+        elif tma and name in KERNELS[kernel].visits:
+            signature[name] = f"tensordesc<{kind}[{tokens_of(name, blocks)}, {layer.head_dim}]>"
+        elif name.isupper():
+            signature[name] = "*i32" if name in ("ROWS", "TILES") else f"*{kind}"
         else:
-            signature[argument] = "fp32" if argument in ("before", "after") else "i32"
-        aligned = argument.isupper() and argument not in ("ROWS", "TILES", "TIMES")
-        if argument not in fixed and (aligned or (argument.endswith("_stride") and head_dim % 16 == 0)):
+            signature[name] = "fp32" if name in ("before", "after") else "i32"
+        is_pointer = signature[name].startswith("*") and name not in UNALIGNED
+        if is_pointer or (name.endswith("_stride") and layer.head_dim % 16 == 0):
             divisible[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(
-        fn=kernel,
+        fn=function,
         signature=signature,
-        constexprs={(kernel.arg_names.index(argument),): value for argument, value in fixed.items()},
+        constexprs={(function.arg_names.index(name),): value for name, value in fixed.items()},
         attrs=divisible,
     )
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    ptx = compiled.asm["ptx"]
-    said = _ptxas(ptx, _ARCHITECTURES[architecture])
-    return Compiled(
-        registers=int(re.search(r"Used (\d+) registers", said).group(1)),
-        spills=int(re.search(r"(\d+) bytes spill stores", said).group(1)),
-        shared=compiled.metadata.shared,
-        wgmma=ptx.count("wgmma.mma_async"),
-        async_copies=ptx.count("cp.async"),
-    )
+    return triton.compile(source, target=GPUTarget("cuda", layer.architecture, 32), options=options)
 
 
-def _ptxas(ptx: str, architecture: str) -> str:
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    program = folder / ("ptxas-blackwell" if architecture.startswith("sm_10") else "ptxas")
+def _assembler(ptx: str, architecture: str) -> str:
+    """What ptxas says of a kernel."""
+    program = _TOOLS / ("ptxas-blackwell" if architecture.startswith("sm_10") else "ptxas")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
@@ -138,29 +180,65 @@ def _ptxas(ptx: str, architecture: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def table_row(
-    kernel: str, blocks: Blocks, architecture: int, dtype: torch.dtype, head_dim: int, bias: Bias, found: Compiled
-) -> str:
-    """A row below HEADER."""
-    return (
-        f"| {kernel} | {_ARCHITECTURES[architecture]} | {_SHORT[dtype]} | {head_dim} | {bias} "
-        f"| {blocks.queries} × {blocks.keys} | {blocks.warps} | {blocks.stages} | {found.registers} | {found.spills} "
-        f"| {found.shared} | {found.wgmma} |"
-    )
+def _hottest_loop(cubin: bytes, blocks: Blocks) -> list[str]:
+    """The instructions of the shortest loop that computes scores of a block: the one without a mask."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_TOOLS / "nvdisasm"), "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if found := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[found[1]] = len(code)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(found[1])
+    scores = blocks.queries * blocks.keys / (32 * blocks.warps)
+    loops = []
+    for place, instruction in enumerate(code):
+        found = re.search(r"BRA\S*\s+.*?`?\(?(\.L_x_\d+)", instruction)
+        begin = labels.get(found[1], len(code)) if found else len(code)
+        if begin < place:
+            body = code[begin : place + 1]
+            counts = collections.Counter(_name(each).split(".")[0] for each in body)
+            if counts["MUFU"] >= scores and any(re.match(r"(HMMA|HGMMA|UTC\w*MMA)", name) for name in counts):
+                loops.append(body)
+    return min(loops, key=len)
+
+
+def _name(instruction: str) -> str:
+    """`HMMA.16816.F32.BF16` of `@P0 HMMA.16816.F32.BF16 R4, …`."""
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0]
+
+
+def _flops(name: str, warps: int) -> int:
+    """Operations of a product on the tensor cores for the whole program, all warps or groups of four together."""
+    if found := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):
+        return 2 * int(found[1]) * int(found[2]) * int(found[3]) * warps // 4
+    if found := re.match(r"HMMA\.(16)(8)(\d+)", name):
+        return 2 * 16 * 8 * int(found[3]) * warps
+    return 0
+
+
+def candidates(layer: Layer) -> Iterator[tuple[str, Blocks]]:
+    """Every kernel that such layers have, in all of its blocks."""
+    for kernel in KERNELS:
+        capability = divmod(layer.architecture, 10)
+        for blocks in candidate_blocks(kernel, layer.dtype, layer.head_dim, layer.bias, capability):
+            yield kernel, blocks
 
 
 def main(args: Args) -> None:
     """Compile everything and print the table."""
     print(HEADER)
-    for kernel, architecture, name, head_dim, bias in itertools.product(
-        KERNELS, args.architectures, args.dtypes, args.head_dims, args.biases
+    for architecture, name, head_dim, bias in itertools.product(
+        args.architectures, args.dtypes, args.head_dims, args.biases
     ):
-        dtype = _DTYPES[name]
-        if head_dim > MAX_HEAD_DIM[dtype.itemsize]:
-            continue
-        for blocks in candidate_blocks(kernel, dtype, head_dim, bias, divmod(architecture, 10)):
-            options = {"architecture": architecture, "dtype": dtype, "head_dim": head_dim, "bias": bias}
-            print(table_row(kernel, blocks, *options.values(), compile_kernel(kernel, blocks, **options)), flush=True)
+        if head_dim <= MAX_HEAD_DIM[_DTYPES[name].itemsize]:
+            layer = Layer(architecture, _DTYPES[name], head_dim, bias)
+            for kernel, blocks in candidates(layer):
+                print(table_row(kernel, blocks, layer, cost_of(kernel, blocks, layer)), flush=True)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ class ShuffleSession:
             other_steps, steps, most_words = self._header_of(messages, error)
             if most_words <= self._capacity:
                 break
-            self._capacity = _with_room(most_words)
+            self._capacity = most_words + most_words // 4  # which batches like these seldom outgrow
         if other_steps:
             raise RuntimeError(
                 f"ranks are at steps {messages[:, 0].tolist()} ({channel.description}); every rank must call the "
@@ -252,7 +252,7 @@ class ShuffleSession:
             local,
             sum(map(len, own or ())),
         )
-        self._capacity = _with_room(most_words)
+        self._capacity = most_words + most_words // 4
         return None if schema is None else PayloadLayout.of(schema)
 
     def _require_padding(self, schema: BatchSchema) -> None:
@@ -398,8 +398,3 @@ class ShuffleSession:
     def _named(self, ranks: Iterable[int]) -> list[int]:
         """Global numbers of ranks of the group."""
         return [self.channel.members[rank] for rank in ranks]
-
-
-def _with_room(words: int) -> int:
-    """Words of a buffer that batches like one of so many words seldom outgrow."""
-    return words + words // 4

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from commons.trainer.ranks.collectives import gather_texts
 from hstu.model.config import COMPUTE_DTYPES, HSTUConfig
 from hstu.model.triton_agreement import disagreement, error_in_words, slowness
-from hstu.model.triton_attention import compiled_group_size
 from hstu.model.triton_blocks import Blocks
 from hstu.model.triton_launch import LayerKind, choose_blocks, resolve_backend, use_blocks, why_not
+from hstu.model.triton_plan import compiled_group_size
 
 logger = logging.getLogger(__name__)
 

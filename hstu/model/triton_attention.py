@@ -1,98 +1,33 @@
-"""HSTU attention by Triton kernels: jagged, nothing padded, one launch forward and two backward.
+"""HSTU attention by Triton kernels: jagged, nothing padded, one launch forward and up to three backward.
 
-    lengths on the host ─► TritonPlan: rows and tiles, once per batch ─► triton_attention, in every layer
+    lengths on the host ─► TritonPlan, once per batch ─► triton_attention, in every layer
 
 What it computes, masks and biases included, is what `hstu.model.attention` defines. It adds biases in float32, sums in
 float32, and computes the scores again in the backward pass, so that nothing of the size of the scores is ever kept.
+
+The gradients of queries, keys and values take one launch, in which memory adds up those of the queries; two, or three
+for heads wider than 128, where the order of sums must not change (`torch.use_deterministic_algorithms`), where rows are
+short, or where the GPU has no tensor descriptors. Those of the biases take one more, and one for targets.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from commons.sequence_batch.host_copies import to_device
 from hstu.model.attention import TokenTimes, require_plan_of, require_reach
-from hstu.model.attention_plan import read_lengths
-from hstu.model.triton_launch import TILE_SPAN, Inputs, launch
+from hstu.model.triton_blocks import TILE_SPAN, outputs_of
+from hstu.model.triton_launch import Inputs, Tensors, adds_up, launch
+from hstu.model.triton_plan import TritonPlan, plan_triton_attention
 
-# Of a group of targets, so that places behind one are 32-bit integers; more than a batch can have.
-_LARGEST_GROUP = 2**30
+__all__ = ["TritonPlan", "plan_triton_attention", "triton_attention"]
 
-
-@dataclass(frozen=True)
-class TritonPlan:
-    """Where the rows of a jagged batch begin, and the tiles that programs take."""
-
-    # int32 `(batch_size, 4)`, of every row its first token, its tokens, those of its history, and how many of those are
-    # contextual.
-    rows: torch.Tensor
-    # int32 `(num_tiles, 2)`, row and first place of every tile of queries, the most keys first.
-    query_tiles: torch.Tensor
-    key_tiles: torch.Tensor  # int32 `(num_tiles, 2)`, as `query_tiles`, the most queries first
-    num_tokens: int  # tokens of the batch
-    longest: int  # tokens of the longest row
-    is_causal: bool  # whether a token sees only itself and what precedes it
-    sees_ahead: bool  # whether some token sees a later one, so that distances below zero have a bias
-    target_group_size: int  # targets per group; that of the model, for the kernels are compiled for it
-
-
-def plan_triton_attention(
-    lengths: torch.Tensor,
-    num_targets: torch.Tensor | None = None,
-    num_contextual: torch.Tensor | None = None,
-    *,
-    is_causal: bool = True,
-    target_group_size: int = 1,
-    device: torch.device | None = None,
-) -> TritonPlan:
-    """Cut the rows of a jagged batch into tiles; arguments and errors as those of `plan_attention`.
-
-    Everything goes to the device in one copy, from pinned memory where that is CUDA.
-    """
-    device = lengths.device if device is None else device
-    tokens, targets, contextual = read_lengths(lengths, num_targets, num_contextual)
-    if not is_causal:
-        targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
-    history = tokens - targets
-    num_tokens = int(tokens.sum())
-    if num_tokens >= 2**31:
-        raise ValueError(f"the batch has {num_tokens} tokens; they are counted in 32 bits: use a smaller batch")
-    counts = -(-tokens // TILE_SPAN)
-    row = np.repeat(np.arange(tokens.size), counts)
-    place = (np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_SPAN
-    end = np.minimum(place + TILE_SPAN, tokens[row])
-    keys_seen = queries_seeing = tokens[row]
-    if is_causal:
-        keys_seen = np.where(place < contextual[row], np.maximum(history[row], end), end)
-        queries_seeing = np.where(place < history[row], tokens[row] - place, TILE_SPAN)
-    tiles = np.stack([row, place], axis=1)
-    parts = [
-        np.stack([np.cumsum(tokens) - tokens, tokens, history, contextual], axis=1),
-        tiles[np.argsort(-keys_seen, kind="stable")],
-        tiles[np.argsort(-queries_seeing, kind="stable")],
-    ]
-    flat = to_device([part.astype(np.int32).ravel() for part in parts], device)
-    rows, query_tiles, key_tiles = (tensor.view(part.shape) for tensor, part in zip(flat, parts))
-    return TritonPlan(
-        rows=rows,
-        query_tiles=query_tiles,
-        key_tiles=key_tiles,
-        num_tokens=num_tokens,
-        longest=int(tokens.max(initial=0)),
-        is_causal=is_causal,
-        sees_ahead=not is_causal or num_contextual is not None,
-        target_group_size=compiled_group_size(target_group_size, is_causal=is_causal),
-    )
-
-
-def compiled_group_size(target_group_size: int, *, is_causal: bool) -> int:
-    """The size of groups that the kernels are compiled for, in a model with such groups."""
-    return min(target_group_size, _LARGEST_GROUP) if is_causal else 1
+# Rows in which two launches are no slower than one that also clears a buffer, by a model of the costs.
+_SHORT_ROW = 256
+# Buckets of all differences of 63 bits: with as many in a table the kernels need not look for the last one.
+_ALL_TIME_BUCKETS = 160
 
 
 def triton_attention(
@@ -128,14 +63,39 @@ def triton_attention(
 
     """
     require_plan_of(query, plan.num_tokens)
+    origin, position, time, seconds = 0, None, None, None
     if bias is not None:
         require_reach(plan.longest, bias.shape[1], sees_ahead=plan.sees_ahead)
-        bias = bias.float().contiguous()
-    time_bias = None if times is None else times.bias.float().contiguous()
-    seconds = None if times is None else times.values.contiguous()
+        position, origin = position_table(bias, plan)
+    if times is not None:
+        time, seconds = time_table(times.bias), _in_two_parts(times.values)
     # Autocast must not change the dtype of what the kernels are given.
     with torch.autocast(query.device.type, enabled=False):
-        return _TritonAttention.apply(query, key, value, bias, time_bias, seconds, plan, 1.0 / normalizer)
+        return _TritonAttention.apply(query, key, value, position, time, seconds, plan, 1.0 / normalizer, origin)
+
+
+def position_table(bias: torch.Tensor, plan: TritonPlan) -> tuple[torch.Tensor, int]:
+    """Halves of a bias, so padded that no block reads outside, and the column of distance 0.
+
+    A pair that the mask hides may be as far below zero as a group of targets is long.
+    """
+    width = bias.shape[1]
+    before = TILE_SPAN + min(plan.target_group_size, width)
+    zero = width // 2 if plan.sees_ahead else 0
+    return torch.nn.functional.pad(bias.float() * 0.5, (before, TILE_SPAN)), before + zero
+
+
+def time_table(bias: torch.Tensor) -> torch.Tensor:
+    """Halves of a bias by time, the last bucket repeated for all times behind it."""
+    missing = max(0, _ALL_TIME_BUCKETS - bias.shape[1])
+    return torch.cat([bias, bias[:, -1:].expand(-1, missing)], dim=1).float() * 0.5
+
+
+def _in_two_parts(times: torch.Tensor) -> torch.Tensor:
+    """Times as float32 `(num_tokens, 2)`: in units of 2²⁴, and the rest. Differences are exact up to 2⁴⁸."""
+    if times.numel():
+        times = times - times.min()
+    return torch.stack([times >> 24, times & 0xFFFFFF], dim=1).float()
 
 
 class _TritonAttention(torch.autograd.Function):
@@ -147,37 +107,30 @@ class _TritonAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        bias: torch.Tensor | None,
-        time_bias: torch.Tensor | None,
+        position: torch.Tensor | None,
+        time: torch.Tensor | None,
         times: torch.Tensor | None,
         plan: TritonPlan,
         scale: float,
+        origin: int,
     ) -> torch.Tensor:
         query, key, value = _with_common_strides(query, key, value)
-        ctx.save_for_backward(query, key, value, bias, time_bias, times)
-        ctx.plan, ctx.scale = plan, scale
-        return torch.ops.evenrank.hstu_attention.default(
-            query, key, value, bias, time_bias, times, plan.rows, plan.query_tiles, *_options(plan, scale)
-        )
+        ctx.save_for_backward(query, key, value, position, time, times)
+        ctx.plan, ctx.options = plan, _options(plan, scale, origin)
+        return torch.ops.evenrank.hstu_attention.default(query, key, value, position, time, times, *ctx.options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan: TritonPlan = ctx.plan
         saved = ctx.saved_tensors  # once: under activation checkpointing it cannot be asked for again
-        inputs = (*saved, grad_output.contiguous(), plan.rows)
-        options = _options(plan, ctx.scale)
-        grad_query, grad_bias, grad_time_bias = torch.ops.evenrank.hstu_attention_backward_query.default(
-            *inputs, plan.query_tiles, *options
-        )
-        grad_key, grad_value = torch.ops.evenrank.hstu_attention_backward_key.default(*inputs, plan.key_tiles, *options)
-        _, _, _, bias, time_bias, _ = saved
-        return (
-            *(grad_query, grad_key, grad_value),
-            None if bias is None else grad_bias,
-            None if time_bias is None else grad_time_bias,
-            *(None, None, None),
-        )
+        inputs = (*saved, grad_output.contiguous())
+        in_one = ctx.plan.longest >= _SHORT_ROW and not torch.are_deterministic_algorithms_enabled()
+        gradients = torch.ops.evenrank.hstu_attention_backward.default(*inputs, *ctx.options, in_one)
+        biases: list[torch.Tensor | None] = [None, None]
+        if any(ctx.needs_input_grad[3:5]):
+            found = torch.ops.evenrank.hstu_attention_bias_gradient.default(*inputs, *ctx.options)
+            biases = [None if bias is None else gradient for bias, gradient in zip(saved[3:5], found)]
+        return (*gradients, *biases, *(None,) * 4)
 
 
 def _with_common_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -187,15 +140,21 @@ def _with_common_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.contiguous() for tensor in tensors)
 
 
-def _options(plan: TritonPlan, scale: float) -> tuple[float, int, bool, bool]:
-    return scale, plan.target_group_size, plan.is_causal, plan.sees_ahead
+def _options(plan: TritonPlan, scale: float, origin: int) -> tuple[Any, ...]:
+    return (
+        *(plan.rows, plan.query_tiles, plan.key_tiles, plan.bias_work, plan.target_work, scale),
+        *(plan.target_group_size, plan.is_causal, plan.sees_ahead, plan.window, origin),
+    )
 
 
-# An operator for each launch: fake tensors, which cannot be given to a kernel, then go through a model too. Defined in
-# this way one costs about 6 µs per call, by torch.library.custom_op about 30.
+# Operators: fake tensors, which cannot be given to a kernel, then go through a model too. Defined in this way one costs
+# about 6 µs per call, by torch.library.custom_op about 30.
 _LIBRARY = torch.library.Library("evenrank", "FRAGMENT")
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? time_bias, Tensor? times"
-_OPTIONS = "Tensor rows, Tensor tiles, float scale, int target_group_size, bool is_causal, bool sees_ahead"
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? position, Tensor? time, Tensor? times"
+_OPTIONS = (
+    "Tensor rows, Tensor query_tiles, Tensor key_tiles, Tensor bias_work, Tensor target_work, float scale, "
+    "int target_group_size, bool is_causal, bool sees_ahead, int window, int origin"
+)
 
 
 def _define(name: str, arguments: str, result: str, implementation: Any, fake: Any) -> None:
@@ -206,57 +165,68 @@ def _define(name: str, arguments: str, result: str, implementation: Any, fake: A
 
 def _forward(*arguments: Any) -> torch.Tensor:
     inputs = Inputs(*arguments)
-    output = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
-    launch("forward", inputs, [output])
+    output = _fake_forward(inputs.query)
+    launch("forward", inputs, {"OUT": output})
     return output
 
 
-def _backward_query(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    inputs, grad_output = _with_gradient(*arguments)
-    results = _fake_backward_query(*arguments)
-    biases = zip(results[1:], (inputs.bias, inputs.time_bias))
-    gradients = (None if bias is None else gradient.zero_() for gradient, bias in biases)
-    launch("backward_query", inputs, [grad_output, results[0], *gradients])
+def _backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs, grad = Inputs(*arguments[:6], *arguments[7:-1]), arguments[6]
+    query, key, value = results = _fake_backward(*arguments)
+    outputs: Tensors = {"GRAD_Q": query, "GRAD_K": key, "GRAD_V": value}
+    if arguments[-1] and adds_up(inputs):
+        sums = torch.zeros_like(query, dtype=torch.float32)
+        launch("backward", inputs, outputs | {"GRAD_Q": sums}, grad)
+        # In float16 the sums are divided by N on their way.
+        torch.mul(sums, 1.0 if query.dtype == torch.float16 else inputs.scale, out=query)
+        return results
+    computed: tuple[str, ...] = ()
+    for kernel in ("backward_query", "backward_key", "backward_value"):
+        names = outputs_of(kernel, query.shape[2])
+        if not set(names) <= set(computed):
+            launch(kernel, inputs, {name: outputs[name] for name in names}, grad)
+        computed += names
     return results
 
 
-def _backward_key(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, grad_output = _with_gradient(*arguments)
-    results = _fake_backward_key(*arguments)
-    launch("backward_key", inputs, [grad_output, *results])
+def _bias_gradient(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, grad = Inputs(*arguments[:6], *arguments[7:]), arguments[6]
+    results = _fake_bias_gradient(*arguments)
+    biases = {"GRAD_POSITION": inputs.position, "GRAD_TIME": inputs.time}
+    outputs: Tensors = {
+        name: None if bias is None else each.zero_() for each, (name, bias) in zip(results, biases.items())
+    }
+    launch("bias_gradient", inputs, outputs, grad)
+    launch("target_bias_gradient", inputs, outputs, grad)
     return results
-
-
-def _with_gradient(*arguments: Any) -> tuple[Inputs, torch.Tensor]:
-    return Inputs(*arguments[:6], *arguments[7:]), arguments[6]
 
 
 def _fake_forward(query: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-def _fake_backward_query(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_backward(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _fake_forward(query), _fake_forward(query), _fake_forward(query)
+
+
+def _fake_bias_gradient(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     query, _, _, *biases = arguments[:5]
-    bias, time_bias = (query.new_empty(0) if bias is None else torch.empty_like(bias) for bias in biases)
-    return _fake_forward(query), bias, time_bias
-
-
-def _fake_backward_key(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _fake_forward(query), _fake_forward(query)
+    position, time = (query.new_empty(0) if bias is None else torch.empty_like(bias) for bias in biases)
+    return position, time
 
 
 _define("hstu_attention", f"{_INPUTS}, {_OPTIONS}", "Tensor", _forward, _fake_forward)
 _define(
-    "hstu_attention_backward_query",
-    f"{_INPUTS}, Tensor grad_output, {_OPTIONS}",
+    "hstu_attention_backward",
+    f"{_INPUTS}, Tensor grad_output, {_OPTIONS}, bool in_one",
     "(Tensor, Tensor, Tensor)",
-    _backward_query,
-    _fake_backward_query,
+    _backward,
+    _fake_backward,
 )
 _define(
-    "hstu_attention_backward_key",
+    "hstu_attention_bias_gradient",
     f"{_INPUTS}, Tensor grad_output, {_OPTIONS}",
     "(Tensor, Tensor)",
-    _backward_key,
-    _fake_backward_key,
+    _bias_gradient,
+    _fake_bias_gradient,
 )

@@ -1,8 +1,9 @@
 """Blocks that the Triton kernels may be cut into, and the shared memory that those need.
 
-They were chosen for few spilled registers: none for heads of 64 channels in 16 bits on sm_80 and sm_90a, but more than
-50 of 402 spill some. `benchmarks/attention_kernels.py` prints what each of them takes, and its page in
-benchmarks/results has those that spill; what that costs is for the measurement on the device to say.
+Triton gives the rows of products that follow one another to warps, 16 each: a block needs 16 rows per warp, or warps
+compute the same products. Rows are queries, or keys in the kernels that visit queries.
+`python -m benchmarks.attention_kernels` prints what each of the blocks costs per score, and a test holds the best ones
+to limits.
 """
 
 from __future__ import annotations
@@ -11,10 +12,45 @@ from typing import Literal, NamedTuple
 
 import torch
 
-KERNELS = ("forward", "backward_query", "backward_key")
+# Tokens that a tile of a plan spans; blocks are divisors of it.
+TILE_SPAN = 128
+
+
+class Kernel(NamedTuple):
+    """How a kernel is launched; names in capitals are those of its arguments."""
+
+    function: str  # of the module below `hstu.model.kernels`
+    module: str
+    tiles: str  # field of a plan: what its programs take
+    side: Literal["queries", "keys"]  # the side of a block that those are cut into
+    visits: tuple[str, ...]  # what comes by tensor descriptors where there are any
+    outputs: tuple[str, ...]  # what it computes
+
+
+# By name of a launch: the gradients of queries, keys and values in one ("backward"), or in two or, for heads wider than
+# 128, three.
+KERNELS = {
+    "forward": Kernel("forward", "forward", "query_tiles", "queries", ("K", "V"), ("OUT",)),
+    "backward": Kernel(
+        *("backward_key", "backward", "key_tiles", "keys"),
+        *(("Q", "GRAD_OUT", "GRAD_Q"), ("GRAD_Q", "GRAD_K", "GRAD_V")),
+    ),
+    "backward_key": Kernel("backward_key", "backward", "key_tiles", "keys", ("Q", "GRAD_OUT"), ("GRAD_K", "GRAD_V")),
+    "backward_value": Kernel("backward_key", "backward", "key_tiles", "keys", ("Q", "GRAD_OUT"), ("GRAD_V",)),
+    "backward_query": Kernel("backward_query", "backward", "query_tiles", "queries", ("K", "V"), ("GRAD_Q",)),
+} | {
+    name: Kernel(name, "bias_gradient", tiles, "queries", ("Q", "K", "V", "GRAD_OUT"), ("GRAD_POSITION", "GRAD_TIME"))
+    for name, tiles in (("bias_gradient", "bias_work"), ("target_bias_gradient", "target_work"))
+}
 # By bytes of an element: wider heads of float32 would not fit into registers.
 MAX_HEAD_DIM = {2: 256, 4: 128}
 Bias = Literal["none", "position", "time", "both"]
+
+
+def outputs_of(kernel: str, head_dim: int) -> tuple[str, ...]:
+    """What a launch computes; the gradients of wide heads' values take one of their own."""
+    outputs = KERNELS[kernel].outputs
+    return outputs[:1] if kernel == "backward_key" and padded_head_dim(head_dim) > 128 else outputs
 
 
 class Blocks(NamedTuple):
@@ -26,41 +62,45 @@ class Blocks(NamedTuple):
     stages: int  # blocks that are loaded ahead, the one in use included
 
 
-_Lines = dict[tuple[int, str, int], list[list[tuple[int, int, int, int]]]]
+_Table = dict[tuple[int, str, int], list[tuple[int, int, int, int]]]
 
-# By bytes of an element, kernel and padded width of a head, up to 64, 128 or 256: without biases, with one by position,
-# with one by time. What is missing has the line before. The largest first.
-_EVERYWHERE: _Lines = {
-    (2, "forward", 64): [
-        [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
-        [(128, 64, 8, 2), (64, 32, 4, 2)],
-        [(64, 32, 4, 2)],
-    ],
-    (2, "forward", 128): [[(128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2)], [(64, 64, 8, 2)], [(32, 32, 8, 2)]],
-    (2, "forward", 256): [[(64, 32, 8, 2), (32, 32, 8, 2)], [(32, 32, 8, 2)]],
-    (2, "backward_query", 64): [
-        [(128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
-        [(32, 32, 4, 2)],
-    ],
-    (2, "backward_query", 128): [[(128, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)], [(32, 32, 8, 2)], [(32, 16, 8, 2)]],
-    (2, "backward_query", 256): [[(32, 16, 8, 2), (16, 16, 8, 2)]],
-    (2, "backward_key", 64): [[(64, 128, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)], [(64, 32, 4, 2)]],
-    (2, "backward_key", 128): [[(64, 64, 8, 2), (32, 32, 8, 2)], [(32, 32, 8, 2)]],
-    (2, "backward_key", 256): [[(32, 32, 8, 2)], [(16, 32, 8, 2)]],
-    (4, "forward", 64): [[(32, 32, 8, 2)]],
-    (4, "forward", 128): [[(32, 32, 8, 2), (16, 16, 8, 2)]],
-    (4, "backward_query", 64): [[(32, 32, 8, 2)], [(16, 16, 4, 2)]],
-    (4, "backward_query", 128): [[(16, 16, 8, 2)]],
-    (4, "backward_key", 64): [[(16, 32, 4, 2)], [(16, 16, 4, 2)]],
-    (4, "backward_key", 128): [[(16, 16, 8, 2)]],
+# By bytes of an element, launch and padded width of a head, up to 64, 128 or 256; the smallest last.
+_EVERYWHERE: _Table = {
+    (2, "forward", 64): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
+    (2, "forward", 128): [(128, 64, 8, 2), (64, 32, 4, 2)],
+    (2, "forward", 256): [(128, 32, 8, 2), (64, 16, 4, 2)],
+    (2, "backward_key", 64): [(64, 128, 8, 2), (32, 64, 4, 2)],
+    (2, "backward_key", 128): [(32, 128, 8, 2), (16, 64, 4, 2)],
+    (2, "backward_key", 256): [(16, 128, 8, 2), (16, 64, 4, 1)],
+    (2, "backward_value", 256): [(16, 128, 8, 2), (16, 64, 4, 1)],
+    (2, "backward_query", 64): [(128, 64, 8, 2), (64, 32, 4, 2)],
+    (2, "backward_query", 128): [(128, 32, 8, 2), (64, 16, 4, 2)],
+    (2, "backward_query", 256): [(128, 16, 8, 2), (64, 16, 4, 1)],
+    (2, "bias_gradient", 64): [(64, 64, 4, 2)],
+    (2, "bias_gradient", 128): [(64, 64, 4, 1)],
+    (2, "bias_gradient", 256): [(32, 32, 2, 1)],
+    (4, "forward", 64): [(64, 32, 4, 2), (32, 32, 2, 2)],
+    (4, "forward", 128): [(64, 16, 4, 2), (32, 16, 2, 2)],
+    (4, "backward_key", 64): [(16, 64, 4, 2), (16, 32, 2, 2)],
+    (4, "backward_key", 128): [(16, 64, 4, 1), (16, 32, 2, 1)],
+    (4, "backward_query", 64): [(64, 16, 4, 2), (32, 16, 2, 2)],
+    (4, "backward_query", 128): [(64, 16, 4, 1), (32, 16, 2, 1)],
+    (4, "bias_gradient", 64): [(32, 32, 2, 1)],
+    (4, "bias_gradient", 128): [(32, 32, 2, 1)],
 }
-# More for compute capability 9.0 and above, whose products of warp groups read both factors from shared memory.
-_FROM_90: _Lines = {
-    (2, "forward", 64): [[], [(128, 64, 8, 3)], []],
-    (2, "backward_query", 64): [[], [(64, 64, 8, 2), (64, 64, 4, 2)], [(64, 32, 8, 2)]],
-    (2, "backward_key", 64): [[], [(64, 128, 8, 2), (64, 64, 8, 2)], [(64, 64, 8, 2)]],
-    (2, "backward_key", 128): [[], [(32, 64, 8, 2)]],
-    (2, "backward_query", 256): [[(64, 32, 8, 2)], []],
+# Before those, for compute capability 9.0 and above: blocks by tensor descriptors, products of warp groups, which read
+# both factors from shared memory, and sums of queries that memory adds up.
+_FROM_90: _Table = {
+    (2, "forward", 64): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2)],
+    (2, "forward", 128): [(64, 64, 4, 2), (128, 64, 8, 2)],
+    (2, "forward", 256): [(64, 32, 4, 2), (128, 32, 8, 2)],
+    (2, "backward", 64): [(64, 128, 8, 2), (64, 64, 4, 2)],
+    (2, "backward", 128): [(64, 128, 8, 2), (64, 64, 4, 2)],
+    (2, "backward_key", 256): [(32, 128, 8, 2)],
+    (2, "backward_value", 256): [(32, 128, 8, 2)],
+    (2, "backward_query", 256): [(128, 32, 8, 2)],
+    (2, "bias_gradient", 128): [(64, 64, 4, 2)],
+    (2, "bias_gradient", 256): [(64, 64, 4, 1)],
 }
 # Bytes that suffice for the smallest blocks of every kernel, by bytes of an element and padded width.
 _SHARED_MEMORY = {(2, 64): 65536, (2, 128): 98304, (2, 256): 98304, (4, 64): 65536, (4, 128): 98304}
@@ -74,12 +114,14 @@ def padded_head_dim(head_dim: int) -> int:
 def candidate_blocks(
     kernel: str, dtype: torch.dtype, head_dim: int, bias: Bias, capability: tuple[int, int] = (8, 0)
 ) -> list[Blocks]:
-    """Blocks to choose from on a device of a compute capability, the smallest last; never empty."""
+    """Blocks to choose from on a device of a compute capability, the smallest last; none if layers do without."""
+    if bias == "none" and kernel.endswith("bias_gradient"):
+        return []
+    if kernel == "target_bias_gradient":
+        kernel = "bias_gradient"
     key = dtype.itemsize, kernel, max(64, padded_head_dim(head_dim))
-    wanted = {"none": 0, "position": 1}.get(bias, 2)
     tables = (_FROM_90, _EVERYWHERE) if capability >= (9, 0) else (_EVERYWHERE,)
-    lines = [table.get(key, [[]]) for table in tables]
-    return [Blocks(*numbers) for each in lines for numbers in each[min(wanted, len(each) - 1)]]
+    return [Blocks(*numbers) for numbers in dict.fromkeys(each for table in tables for each in table.get(key, []))]
 
 
 def shared_memory(dtype: torch.dtype, head_dim: int) -> int:

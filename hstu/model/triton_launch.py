@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels of `hstu.model.triton_kernels`: which blocks they compute in, and on what devices.
+"""Launches of the Triton kernels of `hstu.model.kernels`: which blocks they compute in, and on what devices.
 
 Blocks are chosen by measurement, once per kind of layer: every candidate that the device has shared memory for runs on
 a batch made up for it. With nothing in Triton's cache on disk that compiles a dozen kernels, about a minute's work.
@@ -12,7 +12,7 @@ import functools
 import importlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,19 +20,24 @@ import torch
 from hstu.model.triton_blocks import (
     KERNELS,
     MAX_HEAD_DIM,
+    TILE_SPAN,
     Bias,
     Blocks,
     candidate_blocks,
+    outputs_of,
     padded_head_dim,
     shared_memory,
 )
+from hstu.model.triton_plan import plan_triton_attention
 
 logger = logging.getLogger(__name__)
 
-# Tokens that a tile of a plan spans; blocks are divisors of it.
-TILE_SPAN = 128
+# By the names of a kernel's arguments.
+Tensors = dict[str, torch.Tensor | None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = (8, 0)
+# From here on blocks come by tensor descriptors, and memory adds blocks up.
+_TMA_CAPABILITY = (9, 0)
 
 
 class LayerKind(NamedTuple):
@@ -57,15 +62,20 @@ class Inputs(NamedTuple):
     query: torch.Tensor  # `(num_tokens, num_heads, head_dim)`, as key and value, whose strides are the same
     key: torch.Tensor  # as `query`
     value: torch.Tensor  # as `query`
-    bias: torch.Tensor | None  # float32 `(num_heads, width)`, or None
-    time_bias: torch.Tensor | None  # float32 `(num_heads, num_buckets)`, or None
-    times: torch.Tensor | None  # int64 `(num_tokens,)`, with a time bias
+    position: torch.Tensor | None  # float32 `(num_heads, width)`, see `triton_attention.position_table`
+    time: torch.Tensor | None  # float32 `(num_heads, num_buckets)`, see `triton_attention.time_table`
+    times: torch.Tensor | None  # float32 `(num_tokens, 2)`, with a time bias: in units of 2²⁴, and the rest
     rows: torch.Tensor  # see `TritonPlan`, as what follows
-    tiles: torch.Tensor  # of queries or keys, as the kernel takes them
+    query_tiles: torch.Tensor  # of the forward pass and of gradients of queries
+    key_tiles: torch.Tensor  # of gradients of keys and values
+    bias_work: torch.Tensor  # of gradients of biases, as `target_work`
+    target_work: torch.Tensor  # of those that targets have on the history
     scale: float  # 1/N
     target_group_size: int  # targets per group
     is_causal: bool  # whether a token sees only itself and what precedes it
-    sees_ahead: bool  # whether the bias has distances below zero
+    sees_ahead: bool  # whether biases have distances below zero
+    window: int  # the largest distance at which a token is seen
+    origin: int  # the column of distance 0 in `position`
 
 
 def resolve_backend(
@@ -130,61 +140,113 @@ def _too_little_memory(device: torch.device, dtype: torch.dtype, head_dim: int) 
     )
 
 
-def launch(kernel: str, inputs: Inputs, outputs: Sequence[torch.Tensor | None]) -> None:
-    """Run a kernel; `outputs` are what stands between its inputs and the rows, gradients of the output among them."""
+def launch(kernel: str, inputs: Inputs, outputs: Tensors, grad_output: torch.Tensor | None = None) -> None:
+    """Run a kernel that writes into `outputs`, by the names of its arguments; what is missing is not computed."""
     query = inputs.query
     if not query.numel():
         return
     kind = LayerKind(
         *(query.dtype, query.shape[2], inputs.is_causal, inputs.sees_ahead and inputs.is_causal),
-        *(inputs.target_group_size, inputs.bias is not None, inputs.time_bias is not None),
+        *(inputs.target_group_size, inputs.position is not None, inputs.time is not None),
     )
     # Triton launches on the current device: also what is launched to choose blocks.
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
-        _launch(kernel, choose_blocks(query.device, kind)[kernel], inputs, outputs)
+        _launch(kernel, choose_blocks(query.device, kind)[kernel], inputs, outputs, grad_output)
 
 
-def _launch(kernel: str, blocks: Blocks, inputs: Inputs, outputs: Sequence[torch.Tensor | None]) -> None:
-    num_heads, head_dim = inputs.query.shape[1:]
-    block = blocks.keys if kernel == "backward_key" else blocks.queries
-    grid = (inputs.tiles.shape[0] * (TILE_SPAN // block) * num_heads,)
-    getattr(_kernels(), kernel)[grid](
-        *inputs[:6],
-        *outputs,
-        inputs.rows,
-        inputs.tiles,
-        *scalars(inputs),
-        **constants(
-            inputs.query.dtype,
-            head_dim,
-            blocks,
-            inputs.is_causal,
-            inputs.target_group_size,
-            fast=inputs.query.device.type == "cuda",
-        ),
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
+def _launch(
+    name: str, blocks: Blocks, inputs: Inputs, outputs: Tensors, grad_output: torch.Tensor | None = None
+) -> None:
+    kernel, query = KERNELS[name], inputs.query
+    work = getattr(inputs, kernel.tiles)
+    grid = (work.shape[0] * (TILE_SPAN // getattr(blocks, kernel.side)) * query.shape[1],)
+    if not grid[0]:
+        return
+    tensors: Tensors = dict(zip(("Q", "K", "V", "POSITION", "TIME", "TIMES"), inputs[:6]))
+    tensors |= {"GRAD_OUT": grad_output, "ROWS": inputs.rows, "TILES": work} | dict.fromkeys(
+        KERNELS["backward"].outputs
+    )
+    tensors |= dict.fromkeys(kernel.outputs) | outputs
+    arguments: dict[str, Any] = tensors | scalars(inputs)
+    tma = uses_tma(inputs)
+    if tma:
+        described = {each: tensors[each] for each in kernel.visits}
+        arguments |= {
+            each: _descriptor(tensor, tokens_of(each, blocks))
+            for each, tensor in described.items()
+            if tensor is not None
+        }
+    arguments |= constants(
+        *(query.dtype, query.shape[2], blocks, inputs.is_causal, inputs.target_group_size),
+        fast=query.is_cuda,
+        tma=tma,
+    )
+    function = function_of(name)
+    function[grid](
+        **{each: arguments[each] for each in function.arg_names}, num_warps=blocks.warps, num_stages=blocks.stages
     )
 
 
-def scalars(inputs: Inputs) -> tuple[int | float, ...]:
-    """Numbers that the kernels are given, in their order."""
+def tokens_of(argument: str, blocks: Blocks) -> int:
+    """Tokens of a block of an argument that comes by a tensor descriptor."""
+    return blocks.keys if argument in ("K", "V") else blocks.queries
+
+
+def uses_tma(inputs: Inputs) -> bool:
+    """Whether blocks come by tensor descriptors, which need addresses in steps of 16 bytes and heads of 2ⁿ channels."""
+    query = inputs.query
+    if not query.is_cuda or query.element_size() != 2 or _capability(query.device) < _TMA_CAPABILITY:
+        return False
+    addresses = [each.data_ptr() for each in inputs[:3]]
+    is_aligned = not any(number % 16 for number in (*addresses, 2 * query.stride(0)))
+    return is_aligned and query.stride(1) == query.shape[2] == padded_head_dim(query.shape[2])
+
+
+def adds_up(inputs: Inputs) -> bool:
+    """Whether gradients of queries can be added up in memory while those of keys and values are computed."""
+    return uses_tma(inputs) and inputs.query.shape[2] <= 128
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _descriptor(tensor: torch.Tensor, size: int) -> Any:
+    """A tensor `(num_tokens, num_heads, head_dim)` in blocks of `size` tokens and one head."""
+    num_tokens, num_heads, head_dim = tensor.shape
+    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    return descriptor(tensor, [num_tokens, num_heads * head_dim], [tensor.stride(0), 1], [size, head_dim])
+
+
+def scalars(inputs: Inputs) -> dict[str, int | float]:
+    """Numbers that the kernels are given."""
     # Half of the division by N comes before the sum, so that float16 neither overflows nor loses small values; by a
     # power of two, which rounds nothing.
     before = 2.0 ** round(math.log2(inputs.scale) / 2) if inputs.query.dtype == torch.float16 else 1.0
-    width = 0 if inputs.bias is None else inputs.bias.shape[1]
-    return (
-        inputs.query.shape[1],
-        *inputs.query.stride()[:2],
-        *(before, inputs.scale / before),
-        width // 2 if inputs.sees_ahead else 0,  # the column of distance 0
-        width,
-        0 if inputs.time_bias is None else inputs.time_bias.shape[1],
-    )
+    token_stride, head_stride, _ = inputs.query.stride()
+    return {
+        "num_heads": inputs.query.shape[1],
+        "token_stride": token_stride,
+        "head_stride": head_stride,
+        "before": before,
+        "after": inputs.scale / before,
+        "window": inputs.window,
+        "origin": inputs.origin,
+        "width": 0 if inputs.position is None else inputs.position.shape[1],
+        "num_buckets": 0 if inputs.time is None else inputs.time.shape[1],
+    }
 
 
 def constants(
-    dtype: torch.dtype, head_dim: int, blocks: Blocks, is_causal: bool, target_group_size: int = 1, *, fast: bool
+    dtype: torch.dtype,
+    head_dim: int,
+    blocks: Blocks,
+    is_causal: bool,
+    target_group_size: int = 1,
+    *,
+    fast: bool,
+    tma: bool = False,
 ) -> dict[str, Any]:
     """What the kernels are compiled for: nothing that changes from batch to batch."""
     return {
@@ -196,6 +258,7 @@ def constants(
         "CAUSAL": is_causal,
         "PRECISION": _precision(dtype),
         "FAST": fast and dtype != torch.float32,
+        "TMA": tma,
     }
 
 
@@ -210,9 +273,9 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _kernels() -> Any:
-    """The module of the kernels; imported when first needed, for Triton comes with CUDA builds of PyTorch only."""
-    return importlib.import_module("hstu.model.triton_kernels")
+def function_of(kernel: str) -> Any:
+    """The function of a kernel; imported when first needed, for Triton comes with CUDA builds of PyTorch only."""
+    return getattr(importlib.import_module(f"hstu.model.kernels.{KERNELS[kernel].module}"), KERNELS[kernel].function)
 
 
 def choose_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]:
@@ -241,16 +304,21 @@ def _measured_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]
     }
     layer = (kind.dtype, kind.head_dim, biases[kind.has_position, kind.has_time])
     if device.type != "cuda":
-        return {kernel: candidate_blocks(kernel, *layer)[-1] for kernel in KERNELS}
+        candidates = {kernel: candidate_blocks(kernel, *layer) for kernel in KERNELS}
+        return {kernel: each[-1] for kernel, each in candidates.items() if each}
     capability = torch.cuda.get_device_capability(device)
     inputs = _sample_inputs(device, kind)
-    outputs = _sample_outputs(inputs)
     chosen = {}
     for kernel in KERNELS:
+        grad_output = None if kernel == "forward" else inputs.query
+        outputs = _sample_outputs(kernel, inputs)
         seconds = {
-            blocks: _seconds(functools.partial(_launch, kernel, blocks, inputs, outputs[kernel]))
+            blocks: _seconds(functools.partial(_launch, kernel, blocks, inputs, outputs, grad_output))
             for blocks in candidate_blocks(kernel, *layer, capability)
+            if kernel != "backward" or adds_up(inputs)
         }
+        if not seconds:
+            continue
         chosen[kernel] = min(seconds, key=seconds.__getitem__)
         if math.isinf(seconds[chosen[kernel]]):
             reason = _too_little_memory(device, kind.dtype, kind.head_dim)
@@ -282,29 +350,35 @@ def seconds_of(run: Callable[[], object], repeats: int = 5) -> float:
 def _sample_inputs(device: torch.device, kind: LayerKind) -> Inputs:
     """Sixteen rows of 1024 tokens, of constants: no random number is drawn from the generators of the training."""
     num_rows, length, num_heads = 16, 1024, 4
-    sees_ahead = kind.has_context or not kind.is_causal
-    first = torch.arange(0, num_rows * length, length)
-    rows = torch.stack([first, *(torch.full_like(first, number) for number in (length, length, 0))], dim=1)
-    places = torch.arange(length - TILE_SPAN, -1, -TILE_SPAN).repeat_interleave(num_rows)
-    tiles = torch.stack([torch.arange(num_rows).repeat(length // TILE_SPAN), places], dim=1)
-    tokens = torch.full((num_rows * length, num_heads, kind.head_dim), 0.1, device=device, dtype=kind.dtype)
+    lengths = torch.full((num_rows,), length)
+    plan = plan_triton_attention(
+        lengths,
+        torch.full_like(lengths, TILE_SPAN if kind.is_causal else 0),
+        torch.zeros_like(lengths) if kind.has_context else None,
+        is_causal=kind.is_causal,
+        target_group_size=kind.target_group_size,
+        device=device,
+    )
+    tokens = torch.full((plan.num_tokens, num_heads, kind.head_dim), 0.1, device=device, dtype=kind.dtype)
+    origin = length + TILE_SPAN
     return Inputs(
         *(tokens, tokens, tokens),
-        torch.zeros(num_heads, 2 * length - 1 if sees_ahead else length, device=device) if kind.has_position else None,
-        torch.zeros(num_heads, 64, device=device) if kind.has_time else None,
-        torch.arange(num_rows * length, device=device) * 3600 if kind.has_time else None,
-        *(rows.to(device, torch.int32), tiles.to(device, torch.int32)),
+        torch.zeros(num_heads, 2 * origin, device=device) if kind.has_position else None,
+        torch.zeros(num_heads, 160, device=device) if kind.has_time else None,
+        torch.zeros(plan.num_tokens, 2, device=device) if kind.has_time else None,
+        *(plan.rows, plan.query_tiles, plan.key_tiles, plan.bias_work, plan.target_work),
         scale=1.0 / length,
-        target_group_size=kind.target_group_size,
-        is_causal=kind.is_causal,
-        sees_ahead=sees_ahead,
+        target_group_size=plan.target_group_size,
+        is_causal=plan.is_causal,
+        sees_ahead=plan.sees_ahead,
+        window=plan.window,
+        origin=origin,
     )
 
 
-def _sample_outputs(inputs: Inputs) -> dict[str, list[torch.Tensor | None]]:
+def _sample_outputs(kernel: str, inputs: Inputs) -> Tensors:
+    made: Tensors = {"GRAD_POSITION": inputs.position, "GRAD_TIME": inputs.time}
+    if kernel == "backward":
+        made["GRAD_Q"] = torch.empty_like(inputs.query, dtype=torch.float32)
     like = torch.empty_like(inputs.query)
-    return {
-        "forward": [like],
-        "backward_query": [like, like, inputs.bias, inputs.time_bias],
-        "backward_key": [like, like, like],
-    }
+    return {name: made.get(name, like) for name in outputs_of(kernel, inputs.query.shape[2])}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -354,16 +354,10 @@ class _Limits:
         sizes, cap = tokens, self.max_tokens
         if tokens is None and self.max_rows is not None:  # the planner's one cap is free for that on rows
             sizes, cap = np.ones_like(workloads), self.max_rows
+        speeds = None if self.speeds is None else self.speeds[ranks]
+        plan = partial(partition, workloads, num_parts, tokens=sizes, max_tokens=cap, best_effort=True, speeds=speeds)
         for equal_size in (False, True):  # of equal sizes none is above the cap on rows
-            parts = partition(
-                workloads,
-                num_parts,
-                equal_size=equal_size,
-                tokens=sizes,
-                max_tokens=cap,
-                best_effort=True,
-                speeds=None if self.speeds is None else self.speeds[ranks],
-            ).assignment
+            parts = plan(equal_size=equal_size).assignment
             _fill_empty(parts, workloads, num_parts)
             counts, loads = np.bincount(parts, minlength=num_parts), sum_by_rank(parts, workloads, num_parts)
             if ((loads > self.budgets[ranks]) & (counts > 1)).any():

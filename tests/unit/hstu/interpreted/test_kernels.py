@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hstu.model import ExecutionConfig, HSTUEncoder, layer, triton_launch
+from hstu.model import triton_attention as triton_attention_module
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import Execution
@@ -136,6 +137,94 @@ def test_any_batch(rows, bias, dtype, contextual, is_causal, group, head_dim, se
     )  # fmt: skip
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Kernels that are launched, where the backward pass may take one launch."""
+    found = []
+    launch = triton_attention_module.launch
+    monkeypatch.setattr(triton_attention_module, "launch", lambda *each: found.append(each[0]) or launch(*each))
+    monkeypatch.setattr(triton_attention_module, "adds_up", lambda _: True)
+    monkeypatch.setattr(triton_attention_module, "_SHORT_ROW", 0)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bias", ["none", "both"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_of_queries_may_be_added_up_in_memory(launched, mask, bias, dtype):
+    """The backward pass in one launch; here by pointers, for the interpreter has no reduction by tensor descriptors."""
+    agree([22, 0, 1, 3], [5, 0, 0, 3], [2, 0, 1, 0], dtype=dtype, bias=bias, **MASKS[mask])
+    assert launched[:2] == ["forward", "backward"] and "backward_query" not in launched
+
+
+def test_deterministic_algorithms_add_nothing_up_in_memory(launched):
+    torch.use_deterministic_algorithms(True)
+    try:
+        agree([22, 3], [5, 0], [2, 0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert launched == ["forward", "backward_query", "backward_key"]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_blocks_by_tensor_descriptors_compute_the_same(monkeypatch, mask):
+    monkeypatch.setattr(triton_launch, "uses_tma", lambda _: True)
+    agree([40, 0, 1, 3], [5, 0, 0, 3], [2, 0, 1, 0], bias="position", **MASKS[mask])
+
+
+def dense(q, k, v, position, rows, max_attn_len, *, contextual, is_causal, target_group_size):
+    """The definition, one row after the other."""
+    outputs, begin = [], 0
+    for length, targets, context in zip(*rows):
+        i = torch.arange(length)
+        history = length - targets if is_causal else length
+        place = torch.where(i < history, i, history + (i - history) % target_group_size)
+        apart = place[:, None] - place
+        seen = apart.abs() <= max_attn_len
+        if is_causal:
+            before = seen & (i[:, None] >= i)
+            own = (i[:, None] - history) // target_group_size == (i - history) // target_group_size
+            free = (i < (context if contextual else 0))[:, None]
+            seen = torch.where(i < history, before | free, before & own)
+        zero = position.shape[1] // 2 if contextual or not is_causal else 0
+        bias = position[:, (apart + zero).clamp(0, position.shape[1] - 1)]
+        qs, ks, vs = (each[begin : begin + length].transpose(0, 1) for each in (q, k, v))
+        weights = torch.nn.functional.silu(qs @ ks.transpose(1, 2) + bias) * seen
+        outputs.append((weights @ vs).transpose(0, 1) / 64.0)
+        begin += length
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("max_attn_len", [1, 7, 20, 1000])
+@pytest.mark.parametrize("mask", MASKS)
+def test_windows_compute_what_their_definition_says(request, mask, max_attn_len):
+    if max_attn_len == 20:
+        request.getfixturevalue("launched")
+    options = {"contextual": False, "is_causal": True, "target_group_size": 1} | MASKS[mask]
+    rows = [77, 0, 1, 35], [20, 0, 0, 3], [5, 0, 1, 0]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, weights = torch.randn(4, 113, 2, 16, generator=generator) * 0.5
+    sees_ahead = options["contextual"] or not options["is_causal"]
+    position = torch.randn(2, 155 if sees_ahead else 78, generator=generator)
+    plan = plan_triton_attention(
+        *(torch.tensor(each) for each in rows[:2]),
+        torch.tensor(rows[2]) if options["contextual"] else None,
+        is_causal=options["is_causal"],
+        target_group_size=options["target_group_size"],
+        max_attn_len=max_attn_len,
+    )
+    found = []
+    for attend in (
+        lambda *each: dense(*each, rows, max_attn_len, **options),
+        lambda *each: triton_attention(*each, plan, normalizer=64.0),
+    ):
+        leaves = [each.clone().requires_grad_() for each in (q, k, v, position)]
+        output = attend(*leaves)
+        found.append([output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)])
+    for expected, value in zip(*found):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0], [1]])
 def test_no_tokens_and_one(lengths):
     agree(lengths, [0] * len(lengths), [0] * len(lengths), bias="both")
@@ -213,7 +302,7 @@ def test_kernels_that_agree_are_trusted(monkeypatch, kind):
 @pytest.mark.parametrize(
     ("planted", "reason"),
     [
-        (lambda scalars: (*scalars[:4], scalars[4] * 1.2, *scalars[5:]), "it computes outputs that are off by"),
+        (lambda scalars: scalars | {"after": scalars["after"] * 1.2}, "it computes outputs that are off by"),
         (lambda scalars: 1 / 0, "its kernels cannot run (ZeroDivisionError: division by zero)"),
     ],
 )

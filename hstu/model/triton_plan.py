@@ -1,0 +1,158 @@
+"""What the programs of the attention kernels take: tiles of a jagged batch, and blocks of one distance for the biases.
+
+lengths on the host ─► TritonPlan, once per batch ─► triton_attention, in every layer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from commons.sequence_batch.host_copies import to_device
+from hstu.model.attention_plan import read_lengths
+from hstu.model.triton_blocks import TILE_SPAN
+
+# Of a group of targets and of a window, so that places behind one are 32-bit integers; more than a batch can have.
+_LARGEST = 2**30
+# Blocks that a program of the bias gradient visits at least, where there are as many: its last step costs some.
+_LEAST_WORK, _MOST_PROGRAMS = 16, 512
+
+
+@dataclass(frozen=True)
+class TritonPlan:
+    """Where the rows of a jagged batch begin, and what programs take."""
+
+    # int32 `(batch_size, 4)`, of every row its first token, its tokens, those of its history, and how many of those are
+    # contextual; the longest history first.
+    rows: torch.Tensor
+    # int32 `(num_tiles, 2)`, row and first place of every tile of queries, the most keys first.
+    query_tiles: torch.Tensor
+    key_tiles: torch.Tensor  # int32 `(num_tiles, 2)`, as `query_tiles`, the most queries first
+    bias_work: torch.Tensor  # int32 `(n, 3)`, distance of blocks, first row, row behind the last one
+    target_work: torch.Tensor  # int32 `(n, 3)`, place in the history, row, 0: keys that targets see
+    num_tokens: int  # tokens of the batch
+    longest: int  # tokens of the longest row
+    is_causal: bool  # whether a token sees only itself and what precedes it
+    sees_ahead: bool  # whether some token sees a later one, so that distances below zero have a bias
+    target_group_size: int  # targets per group; that of the model, for the kernels are compiled for it
+    window: int  # the largest distance at which a token is seen
+
+
+def plan_triton_attention(
+    lengths: torch.Tensor,
+    num_targets: torch.Tensor | None = None,
+    num_contextual: torch.Tensor | None = None,
+    *,
+    is_causal: bool = True,
+    target_group_size: int = 1,
+    max_attn_len: int | None = None,
+    device: torch.device | None = None,
+) -> TritonPlan:
+    """Cut the rows of a jagged batch into tiles; arguments and errors as those of `plan_attention`.
+
+    Everything goes to the device in one copy, from pinned memory where that is CUDA.
+    """
+    device = lengths.device if device is None else device
+    tokens, targets, contextual = read_lengths(lengths, num_targets, num_contextual)
+    if not is_causal:
+        targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
+    history = tokens - targets
+    num_tokens = int(tokens.sum())
+    if num_tokens >= 2**31:
+        raise ValueError(f"the batch has {num_tokens} tokens; they are counted in 32 bits: use a smaller batch")
+    window = _LARGEST if max_attn_len is None else min(max_attn_len, _LARGEST)
+    rows = np.stack([np.cumsum(tokens) - tokens, tokens, history, contextual], axis=1)
+    rows = rows[np.argsort(-history, kind="stable")]
+    group = compiled_group_size(target_group_size, is_causal=is_causal)
+    parts = [
+        rows,
+        *_tiles(rows, window, is_causal=is_causal),
+        _bias_work(rows, window, group, is_causal=is_causal),
+        _target_work(rows, window),
+    ]
+    flat = to_device([part.astype(np.int32).ravel() for part in parts], device)
+    rows_there, query_tiles, key_tiles, bias_work, target_work = (
+        tensor.view(part.shape) for tensor, part in zip(flat, parts)
+    )
+    return TritonPlan(
+        rows=rows_there,
+        query_tiles=query_tiles,
+        key_tiles=key_tiles,
+        bias_work=bias_work,
+        target_work=target_work,
+        num_tokens=num_tokens,
+        longest=int(tokens.max(initial=0)),
+        is_causal=is_causal,
+        sees_ahead=not is_causal or num_contextual is not None,
+        target_group_size=group,
+        window=window,
+    )
+
+
+def compiled_group_size(target_group_size: int, *, is_causal: bool) -> int:
+    """The size of groups that the kernels are compiled for, in a model with such groups."""
+    return min(target_group_size, _LARGEST) if is_causal else 1
+
+
+def _tiles(rows: np.ndarray, window: int, *, is_causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Tiles of queries and of keys, `(num_tiles, 2)` each."""
+    _, tokens, history, contextual = rows.T
+    counts = -(-tokens // TILE_SPAN)
+    row = np.repeat(np.arange(tokens.size), counts)
+    place = (np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_SPAN
+    end = np.minimum(place + TILE_SPAN, tokens[row])
+    keys_seen = queries_seeing = np.minimum(tokens[row], 2 * window)
+    if is_causal:
+        seen = np.minimum(end, window + TILE_SPAN)
+        keys_seen = np.where(place < contextual[row], np.maximum(history[row], end), seen)
+        queries_seeing = np.where(place < history[row], tokens[row] - place, TILE_SPAN)
+        queries_seeing = np.minimum(queries_seeing, window + TILE_SPAN)
+    tiles = np.stack([row, place], axis=1)
+    return tiles[np.argsort(-keys_seen, kind="stable")], tiles[np.argsort(-queries_seeing, kind="stable")]
+
+
+def _bias_work(rows: np.ndarray, window: int, group: int, *, is_causal: bool) -> np.ndarray:
+    """Distances of tiles and the rows to visit for them, `(n, 3)`, the most tiles first.
+
+    Rows are cut so that no program visits many more tiles than the others.
+    """
+    _, tokens, history, contextual = rows.T
+    longest = int(tokens.max(initial=0))
+    lowest = -longest if not is_causal else -longest if contextual.any() else 0
+    apart = np.arange(lowest // TILE_SPAN * TILE_SPAN, longest, TILE_SPAN)[:, None]
+    ahead = apart < 0
+    # Queries in tiles of such a distance: from a place on, or up to one, which a tile's blocks may be beyond.
+    queries = np.where(ahead, history + apart + TILE_SPAN, history - apart)
+    is_far = np.abs(apart) - TILE_SPAN >= window
+    if is_causal:
+        contextual_queries = np.minimum(queries, np.where(ahead, contextual, contextual - apart))
+        queries = np.where(ahead | is_far, contextual_queries, queries)
+        own = np.where((apart >= 0) & (apart < group + TILE_SPAN) & ~is_far, tokens - history - apart, 0)
+    else:
+        queries, own = np.where(is_far, 0, queries), np.zeros_like(queries)
+    cost = -(-np.maximum(queries, 0) // TILE_SPAN) + -(-np.maximum(own, 0) // TILE_SPAN)
+    before = np.cumsum(cost, axis=1) - cost
+    part = before // max(_LEAST_WORK, int(cost.sum()) // _MOST_PROGRAMS)
+    begins = np.diff(part, axis=1, prepend=-1) != 0
+    offset, first = np.nonzero(begins)
+    if not offset.size:
+        return np.zeros((0, 3), np.int64)
+    is_last = np.append(offset[1:] != offset[:-1], True)
+    end = np.where(is_last, tokens.size, np.append(first[1:], 0))
+    needed = np.add.reduceat(cost.ravel(), np.flatnonzero(begins))
+    work = np.stack([apart[offset, 0], first, end], axis=1)
+    order = np.argsort(-needed, kind="stable")
+    return work[order[: np.count_nonzero(needed)]]
+
+
+def _target_work(rows: np.ndarray, window: int) -> np.ndarray:
+    """Tiles of the history that targets see, `(n, 3)`: place, row and 0, those with the most targets first."""
+    _, tokens, history, _ = rows.T
+    targets = tokens - history
+    first = np.where(targets > 0, np.maximum(history - window, 0) // TILE_SPAN, 0)
+    counts = np.where(targets > 0, -(-history // TILE_SPAN) - first, 0)
+    row = np.repeat(np.arange(tokens.size), counts)
+    place = (np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts) + first[row]) * TILE_SPAN
+    return np.stack([place, row, np.zeros_like(row)], axis=1)[np.argsort(-targets[row], kind="stable")]
