@@ -22,7 +22,7 @@ from hstu.model.attention import TokenTimes, hstu_attention, require_reach
 from hstu.model.attention_plan import AttentionPlan, plan_attention
 from hstu.model.config import HSTUConfig
 from hstu.model.execution import execution_of
-from hstu.model.triton_attention import TritonPlan, plan_triton_attention, triton_attention
+from hstu.model.triton_attention import TritonPlan, in_two_parts, plan_triton_attention, triton_attention
 
 
 class RelativePositionBias(nn.Module):
@@ -116,7 +116,7 @@ class HSTULayer(nn.Module):
         Args:
             tokens: its input.
             plan: the blocks of this batch.
-            times: int64 `(num_tokens,)`, with a time bias.
+            times: int64 `(num_tokens,)`, with a time bias; for the kernels in two parts.
             compiles: whether what lies around the attention is under torch.compile.
         """
         project, combine = type(self).project, type(self).combine
@@ -199,6 +199,8 @@ class HSTUEncoder(nn.Module):
         execution = execution_of(self.config, tokens.device, dtype)
         lengths_of = (lengths, num_targets, num_contextual if self.config.contextual_mask else None)
         plan = self._plan(*lengths_of, tokens.device, uses_triton=execution.uses_triton)
+        if times is not None and isinstance(plan, TritonPlan):
+            times = in_two_parts(times)
         saves_memory = self.config.execution.activation_checkpointing and torch.is_grad_enabled()
         # Inside DDP torch would cut each graph where DDP's buckets end, to overlap their reduction with the backward
         # pass; half a layer is small enough for that.

@@ -53,7 +53,8 @@ def triton_attention(
         bias: by distance, as that of `hstu_attention`; none if not given.
         plan: the tiles of this batch.
         normalizer: N, by which the sums are divided.
-        times: adds a bias for the time between two tokens; none if not given.
+        times: adds a bias for the time between two tokens; none if not given. Its values may be those of `in_two_parts`,
+            made once for all layers.
 
     Returns:
         `(num_tokens, num_heads, head_dim)`, the dtype of `query`. It can be differentiated once.
@@ -68,7 +69,7 @@ def triton_attention(
         require_reach(plan.longest, bias.shape[1], sees_ahead=plan.sees_ahead)
         position, origin = position_table(bias, plan)
     if times is not None:
-        time, seconds = time_table(times.bias), _in_two_parts(times.values)
+        time, seconds = time_table(times.bias), in_two_parts(times.values)
     # Autocast must not change the dtype of what the kernels are given.
     with torch.autocast(query.device.type, enabled=False):
         return _TritonAttention.apply(query, key, value, position, time, seconds, plan, 1.0 / normalizer, origin)
@@ -91,8 +92,10 @@ def time_table(bias: torch.Tensor) -> torch.Tensor:
     return torch.cat([bias, bias[:, -1:].expand(-1, missing)], dim=1).float() * 0.5
 
 
-def _in_two_parts(times: torch.Tensor) -> torch.Tensor:
+def in_two_parts(times: torch.Tensor) -> torch.Tensor:
     """Times as float32 `(num_tokens, 2)`: in units of 2²⁴, and the rest. Differences are exact up to 2⁴⁸."""
+    if times.dim() == 2:  # they are so already
+        return times
     if times.numel():
         times = times - times.min()
     return torch.stack([times >> 24, times & 0xFFFFFF], dim=1).float()
