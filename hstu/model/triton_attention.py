@@ -53,8 +53,8 @@ def triton_attention(
         bias: by distance, as that of `hstu_attention`; none if not given.
         plan: the tiles of this batch.
         normalizer: N, by which the sums are divided.
-        times: adds a bias for the time between two tokens; none if not given. Its values may be those of `in_two_parts`,
-            made once for all layers.
+        times: adds a bias for the time between two tokens; none if not given. Its values may be those of
+            `in_two_parts`, made once for all layers.
 
     Returns:
         `(num_tokens, num_heads, head_dim)`, the dtype of `query`. It can be differentiated once.
