@@ -141,7 +141,7 @@ awaits_error() { # NAME PATTERN: how a host ends
   grep -q -E "$2" <<<"$line" || fail "the $1 host does not name the other's ranks"
 }
 # A rank of this host that waits in a collective of the model takes no part in the shuffler's, and is named too.
-awaits_error first 'rank [01]: RankMissingError: .*(ranks ([01], )?2, 3 did not take part in the |not noticed on ranks 2, 3)'
+awaits_error first 'rank [01]: RankMissingError: .*ranks ([01], )?2, 3 did not (take part in the|report the failure)'
 awaits_error second 'rank [23]: RankMissingError: .*; ranks 0, 1 run on that host, which may be out of reach'
 while runs "$first" || pgrep -f '[p]ython -u -m hstu.train' >/dev/null; do
   [ $((SECONDS - cut)) -lt $((timeout + grace_seconds + end_seconds)) ] || { last_lines; fail "a rank has not ended"; }
