@@ -205,7 +205,7 @@ def draw_picture(cases: dict[int, list[dict[str, Any]]], steps: int) -> None:
     """Steps and the speed of the slow rank over time, a column for each number of ranks."""
     colours = {"equal": "tab:red", "measured": "tab:blue", "known": "tab:grey"}
     with matplotlib.rc_context({"svg.hashsalt": "evenrank", "font.size": 9}):
-        figure = Figure(figsize=(4.6 * len(cases), 4.6), layout="constrained")
+        figure = Figure(figsize=(max(7.0, 4.6 * len(cases)), 4.6), layout="constrained")
         axes = figure.subplots(2, len(cases), sharex=True, squeeze=False, height_ratios=(2, 1))
         for column, (num_ranks, measured) in enumerate(cases.items()):
             above, below = axes[:, column]
