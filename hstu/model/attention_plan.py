@@ -5,7 +5,7 @@
 A row is its history followed by its targets. What its tokens see has up to three parts: the history and each group of
 targets on themselves, targets on the history and, with a contextual mask, contextual tokens on all of the history. Rows
 of one part and of similar length are padded to one shape, a block, and a block is closed as soon as its padding would
-cost more than opening another one. So the work for a batch follows the sum of the squared lengths, not rows × longest².
+cost more than opening another one. So the work for a batch follows the pairs that the mask keeps, not rows × longest².
 
 Within a block queries stand in reverse order: the bias of a pair, a function of its distance, is then a function of the
 sum of its two places, and a strided view can show it.
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from commons.perf_model.task_estimator import attention_pairs
 from commons.sequence_batch.host_copies import to_device
 
 # Fewer queries than this make poor matrix products.
@@ -32,7 +33,7 @@ class DeviceTuning(NamedTuple):
     max_scores: int  # attention scores held at a time, over rows and heads; on a CPU they should stay in its cache
     dispatch_scores: int  # scores that are computed in the time it takes to start the operations of one chunk
 
-    def chunk_size(self, num_matrices: int, num_queries: int, num_keys: int) -> int:
+    def chunk_size(self, num_matrices: int, num_queries: int, num_keys: int, span: int) -> int:
         """Queries to compute at a time.
 
         A causal chunk of c queries computes c/2 scores per query that the mask drops, and costs one dispatch: both
@@ -42,9 +43,10 @@ class DeviceTuning(NamedTuple):
             num_matrices: score matrices side by side (rows × heads).
             num_queries: rows of a matrix.
             num_keys: columns of a matrix.
+            span: how far apart the first and the last key that a query sees may be.
         """
         cheapest = round((2 * self.dispatch_scores / num_matrices) ** 0.5)
-        fitting = self.max_scores // (num_matrices * num_keys)
+        fitting = self.max_scores // (num_matrices * min(num_keys, span + cheapest))
         return min(max(min(cheapest, fitting), _MIN_CHUNK), num_queries)
 
 
@@ -54,37 +56,28 @@ CPU_TUNING = DeviceTuning(max_scores=2**18, dispatch_scores=2**14)
 ACCELERATOR_TUNING = DeviceTuning(max_scores=2**25, dispatch_scores=2**20)
 
 
-class Chunk(NamedTuple):
-    """Queries of a block that are computed together.
-
-    Query x of the chunk and key y of the block are at distance `distance − x % period − y`.
-    """
-
-    queries: torch.Tensor  # int64 `(num_rows, num_queries)`, their tokens
-    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, the first keys of the block: those that they see
-    distance: int  # between query 0 and key 0
-    period: int  # queries after which the distances repeat
-    is_causal: bool  # whether keys at distances below zero are hidden
-
-
 class Block(NamedTuple):
-    """Rows that attend as one dense batch."""
+    """Rows that attend as one dense batch; query x and key y are at distance `distance − x % period − y`."""
 
     queries: torch.Tensor  # int64 `(num_rows, num_queries)`, tokens; padding is the token behind the last one
     keys: torch.Tensor  # int64 `(num_rows, num_keys)`, as `queries`
     distance: int  # between query 0 and key 0
     period: int  # queries after which the distances repeat; `num_queries` is a multiple of it
-    is_causal: bool  # whether keys at distances below zero are hidden
+    seen: tuple[int, int] | None  # the smallest and the largest distance at which keys are seen; None for all
     chunk_size: int  # queries to compute at a time
 
-    def chunks(self) -> Iterator[Chunk]:
-        """The queries, `chunk_size` at a time; a causal chunk leaves out the keys behind its last query in time."""
-        num_queries, num_keys = self.queries.shape[1], self.keys.shape[1]
-        for start in range(0, num_queries, self.chunk_size):
-            queries = self.queries[:, start : start + self.chunk_size]
-            keys = self.keys[:, : num_keys - start] if self.is_causal else self.keys
-            period = min(self.period, queries.shape[1])
-            yield Chunk(queries, keys, self.distance - start % self.period, period, self.is_causal)
+    def chunks(self) -> Iterator[tuple[slice, Block]]:
+        """The queries, `chunk_size` at a time, as blocks with the keys that they may see, and which keys these are."""
+        for start in range(0, self.queries.shape[1], self.chunk_size):
+            queries, keys = self.queries[:, start : start + self.chunk_size], slice(0, self.keys.shape[1])
+            distance, period = self.distance - start % self.period, min(self.period, queries.shape[1])
+            if self.seen is not None:
+                nearest, farthest = self.seen
+                keys = slice(max(distance - period + 1 - farthest, 0), min(distance - nearest + 1, keys.stop))
+            yield (
+                keys,
+                self._replace(queries=queries, keys=self.keys[:, keys], distance=distance - keys.start, period=period),
+            )
 
 
 @dataclass(frozen=True)
@@ -94,9 +87,14 @@ class AttentionPlan:
     blocks: list[Block]
     num_tokens: int  # tokens of the batch
     longest: int  # tokens of the longest row
-    is_causal: bool  # whether a token sees only itself and what precedes it
-    sees_ahead: bool  # whether some token sees a later one of its history, so that distances below zero have a bias
+    seen: tuple[int, int]  # the smallest and the largest distance at which keys are seen, but by contextual tokens
+    has_context: bool  # whether there may be contextual tokens, which see all of the history
     target_group_size: int  # targets per group; at most the most targets a row has
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether some token sees a later one of its history, so that distances below zero have a bias."""
+        return self.has_context or self.seen[0] < 0
 
     @property
     def farthest(self) -> int:
@@ -112,6 +110,7 @@ def plan_attention(
     num_heads: int,
     is_causal: bool = True,
     target_group_size: int = 1,
+    max_attn_len: int | None = None,
     device: torch.device | None = None,
     tuning: DeviceTuning | None = None,
 ) -> AttentionPlan:
@@ -127,6 +126,8 @@ def plan_attention(
         num_heads: attention heads.
         is_causal: whether a token sees only itself and what precedes it.
         target_group_size: targets that see one another; a row's groups start at its first target.
+        max_attn_len: the largest distance at which a token is seen, every group of targets standing directly behind
+            the history; by contextual tokens it is seen at any. No window if not given.
         device: where the plan's index tensors go; the device of `lengths` if not given.
         tuning: sizes of blocks and chunks; by the kind of device if not given.
 
@@ -140,33 +141,34 @@ def plan_attention(
         targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
     history = tokens - targets
     first = np.cumsum(tokens) - tokens
+    longest = int(tokens.max(initial=0))
+    window = max(longest, 1) if max_attn_len is None else min(max_attn_len, max(longest, 1))
+    seen = (0 if is_causal else -window, window)
     group_size = min(target_group_size, max(1, int(targets.max(initial=0))))
     num_groups = -(-targets // group_size)
     row = np.repeat(np.arange(tokens.size), num_groups)
     done = (np.arange(row.size) - np.repeat(np.cumsum(num_groups) - num_groups, num_groups)) * group_size
     groups = np.minimum(group_size, targets[row] - done)  # targets per group
 
-    none = np.zeros_like(history)
+    none, near = np.zeros_like(history), np.minimum(history, window)
     # Histories and groups of targets, each on itself.
     own = np.concatenate([history, groups])
     own_first = np.concatenate([first, (first + history)[row] + done])
     parts = [
         # As queries, the contextual tokens of a history are in the second part.
-        _Part(own_first, np.concatenate([contextual, np.zeros_like(groups)]), own, own_first, own, is_causal=is_causal),
-        _Part(first, none, contextual, first, history),
-        _Part(first + history, none, targets, first, history, group_size=group_size),
+        _Part(own_first, np.concatenate([contextual, np.zeros_like(groups)]), own, own_first, own, seen),
+        _Part(first, none, contextual, first, history, None),
+        _Part(first + history, none, targets, first + history - near, near, seen, group_size),
     ]
     num_tokens = int(tokens.sum())
-    pieces = [(part, part.places(rows, num_tokens)) for part in parts for rows in part.cut(num_heads, tuning)]
-    arrays = [array for _, places in pieces for array in places]
-    flat = iter(to_device([array.ravel() for array in arrays], device) if arrays else [])
-    indices = iter([next(flat).view(array.shape) for array in arrays])
+    drafts = [draft for part in parts for draft in part.blocks(num_heads, tuning, padding=num_tokens)]
+    flat = iter(to_device([array.ravel() for draft in drafts for array in draft[:2]], device) if drafts else [])
     return AttentionPlan(
-        blocks=[part.block(next(indices), next(indices), num_heads, tuning) for part, _ in pieces],
+        blocks=[Block(*(next(flat).view(array.shape) for array in draft[:2]), *draft[2:]) for draft in drafts],
         num_tokens=num_tokens,
-        longest=int(tokens.max(initial=0)),
-        is_causal=is_causal,
-        sees_ahead=not is_causal or num_contextual is not None,
+        longest=longest,
+        seen=seen,
+        has_context=is_causal and num_contextual is not None,
         target_group_size=group_size,
     )
 
@@ -195,13 +197,13 @@ class _Part:
     num_queries: np.ndarray  # queries of a row, those skipped included
     first_key: np.ndarray  # token of a row's key 0
     num_keys: np.ndarray
-    # Of targets on a history: targets per group, each of which stands directly behind the history. None where query i
-    # and key i are at distance 0.
+    seen: tuple[int, int] | None  # as in a block
+    # Of targets on a history: targets per group, each of which stands directly behind the keys. None where query i and
+    # key i are at distance 0.
     group_size: int | None = None
-    is_causal: bool = False
 
-    def cut(self, num_heads: int, tuning: DeviceTuning) -> Iterator[np.ndarray]:
-        """Rows of each block, those with the most keys first; rows without pairs are in no block.
+    def blocks(self, num_heads: int, tuning: DeviceTuning, padding: int) -> Iterator[tuple[Any, ...]]:
+        """Fields of every block, those with the most keys first; rows without pairs are in no block.
 
         Padding is accepted until it has cost as much as a new block would: so short rows share a block whatever their
         lengths, and long ones are padded little.
@@ -214,36 +216,39 @@ class _Part:
             longest = self.num_keys[rows[0]]
             needed = np.cumsum(self._pairs(self.num_queries[rows], self.num_keys[rows]))
             wasted = num_rows * self._pairs(widest, longest) - needed
-            held = num_rows * longest * np.minimum(widest, _MIN_CHUNK)
+            held = num_rows * min(longest, self._span(longest) + _MIN_CHUNK) * np.minimum(widest, _MIN_CHUNK)
             fits = (num_heads * wasted <= 2 * tuning.dispatch_scores) & (num_heads * held <= tuning.max_scores)
             count = max(1, int(np.cumprod(fits).sum()))
-            yield rows[:count]
+            yield self._block(rows[:count], num_heads, tuning, padding)
             rows = rows[count:]
 
     def _pairs(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
-        return num_queries * (num_keys + 1) // 2 if self.is_causal else num_queries * num_keys
+        if self.seen is None or self.group_size is not None:
+            return num_queries * num_keys
+        nearest, farthest = self.seen
+        return attention_pairs(num_keys, causal=nearest == 0, max_attn_len=farthest)
 
-    def places(self, rows: np.ndarray, padding: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the queries and keys of a block, `padding` elsewhere; int64 `(num_rows, places)` each.
+    def _span(self, num_keys: int) -> int:
+        return num_keys if self.seen is None else self.seen[1] - self.seen[0]
+
+    def _block(self, rows: np.ndarray, num_heads: int, tuning: DeviceTuning, padding: int) -> tuple[Any, ...]:
+        """Fields of the block of these rows: of queries and keys their tokens, `padding` elsewhere.
 
         Keys of targets stand at the end of a padded row, so that their distance to a target is the same in all rows.
         """
-        group = self.group_size or int(self.num_queries[rows].max())
-        query = np.arange(-(-int(self.num_queries[rows].max()) // group) * group)
-        query += group - 1 - 2 * (query % group)  # in reverse order
-        num_keys, count = int(self.num_keys[rows].max()), self.num_keys[rows, None]
-        key = np.arange(num_keys) - (0 if self.group_size is None else num_keys - count)
+        num_queries, num_keys = int(self.num_queries[rows].max()), int(self.num_keys[rows].max())
+        period = self.group_size or num_queries
+        query = np.arange(-(-num_queries // period) * period)
+        query += period - 1 - 2 * (query % period)  # in reverse order
         is_query = (query >= self.skipped[rows, None]) & (query < self.num_queries[rows, None])
+        count = self.num_keys[rows, None]
+        key = np.arange(num_keys) - (0 if self.group_size is None else num_keys - count)
+        size = tuning.chunk_size(num_heads * rows.size, query.size, num_keys, self._span(num_keys))
         return (
             np.where(is_query, self.first_query[rows, None] + query, padding),
             np.where((key >= 0) & (key < count), self.first_key[rows, None] + key, padding),
+            period - 1 + (0 if self.group_size is None else num_keys),
+            period,
+            self.seen,
+            size if self.group_size is None else max(size // period, 1) * period,
         )
-
-    def block(self, queries: torch.Tensor, keys: torch.Tensor, num_heads: int, tuning: DeviceTuning) -> Block:
-        """The block whose tokens are at these places."""
-        (num_rows, num_queries), num_keys = queries.shape, keys.shape[1]
-        size = tuning.chunk_size(num_heads * num_rows, num_queries, num_keys)
-        if self.group_size is None:
-            return Block(queries, keys, num_queries - 1, num_queries, self.is_causal, size)
-        group = self.group_size
-        return Block(queries, keys, num_keys + group - 1, group, False, max(size // group, 1) * group)

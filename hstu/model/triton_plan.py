@@ -15,7 +15,7 @@ from hstu.model.attention_plan import read_lengths
 from hstu.model.triton_blocks import TILE_SPAN
 
 # Of a group of targets and of a window, so that places behind one are 32-bit integers; more than a batch can have.
-_LARGEST = 2**30
+NO_WINDOW = _LARGEST = 2**30
 # Blocks that a program of the bias gradient visits at least, where there are as many: its last step costs some.
 _LEAST_WORK, _MOST_PROGRAMS = 16, 512
 
@@ -62,7 +62,7 @@ def plan_triton_attention(
     num_tokens = int(tokens.sum())
     if num_tokens >= 2**31:
         raise ValueError(f"the batch has {num_tokens} tokens; they are counted in 32 bits: use a smaller batch")
-    window = _LARGEST if max_attn_len is None else min(max_attn_len, _LARGEST)
+    window = launched_window(max_attn_len)
     rows = np.stack([np.cumsum(tokens) - tokens, tokens, history, contextual], axis=1)
     rows = rows[np.argsort(-history, kind="stable")]
     group = compiled_group_size(target_group_size, is_causal=is_causal)
@@ -94,6 +94,11 @@ def plan_triton_attention(
 def compiled_group_size(target_group_size: int, *, is_causal: bool) -> int:
     """The size of groups that the kernels are compiled for, in a model with such groups."""
     return min(target_group_size, _LARGEST) if is_causal else 1
+
+
+def launched_window(max_attn_len: int | None) -> int:
+    """The largest distance at which a token is seen, as the kernels are given it."""
+    return NO_WINDOW if max_attn_len is None else min(max_attn_len, NO_WINDOW)
 
 
 def _tiles(rows: np.ndarray, window: int, *, is_causal: bool) -> tuple[np.ndarray, np.ndarray]:
