@@ -111,11 +111,10 @@ def _bias_table(bias: torch.Tensor, plan: AttentionPlan, reach: int) -> torch.Te
 
     Distance d is in column `plan.farthest − d`. Columns of distances that no row has serve padding.
     """
-    nearest, farthest = plan.seen
-    distance = torch.arange(plan.farthest, -max(plan.longest, 1), -1, device=bias.device)
+    distance = torch.arange(plan.farthest, plan.nearest - 1, -1, device=bias.device)
     column = distance + (reach - 1 if plan.sees_ahead else 0)
     bare = bias.index_select(1, column.clamp_(0, bias.shape[1] - 1))
-    hidden = (distance < nearest) | (distance > farthest)
+    hidden = (distance < plan.seen[0]) | (distance > plan.seen[1])
     masked = bare.masked_fill(hidden, torch.finfo(bias.dtype).min / 2)
     return torch.stack([masked, bare] if plan.has_context else [masked], dim=1)
 
@@ -184,7 +183,7 @@ class _Bias:
     def __init__(
         self, plan: AttentionPlan, table: torch.Tensor, time_table: torch.Tensor | None, times: torch.Tensor | None
     ) -> None:
-        self._farthest = plan.farthest  # the distance in the first column of the table
+        self._plan = plan
         self._table, self._time_table = table, time_table
         self._times = table.new_zeros(0) if times is None else torch.nn.functional.pad(times, (0, 1))  # of padding, too
         self._grad_table = _zeros_to_add_to(table)
@@ -223,8 +222,10 @@ class _Bias:
 
     def _window(self, table: torch.Tensor, chunk: Block) -> torch.Tensor:
         """The columns of the table that a chunk sees: `(num_heads, period + num_keys − 1)`, by falling distance."""
-        first = self._farthest - chunk.distance
-        return table[:, -1 if chunk.seen is None else 0, first : first + chunk.period + chunk.keys.shape[1] - 1]
+        first = self._plan.farthest - chunk.distance
+        return table[
+            :, 0 if chunk.seen == self._plan.seen else -1, first : first + chunk.period + chunk.keys.shape[1] - 1
+        ]
 
     def _buckets(self, chunk: Block, time_table: torch.Tensor) -> torch.Tensor:
         """Buckets of the times between queries and keys: int64 `(num_rows · num_queries · num_keys,)`."""

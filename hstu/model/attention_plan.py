@@ -5,7 +5,8 @@
 A row is its history followed by its targets. What its tokens see has up to three parts: the history and each group of
 targets on themselves, targets on the history and, with a contextual mask, contextual tokens on all of the history. Rows
 of one part and of similar length are padded to one shape, a block, and a block is closed as soon as its padding would
-cost more than opening another one. So the work for a batch follows the pairs that the mask keeps, not rows × longest².
+cost more than opening another one; rows longer than a window are cut into pieces, each with the keys around it. So the
+work for a batch follows the pairs that the mask keeps, not rows × longest².
 
 Within a block queries stand in reverse order: the bias of a pair, a function of its distance, is then a function of the
 sum of its two places, and a strided view can show it.
@@ -25,6 +26,8 @@ from commons.sequence_batch.host_copies import to_device
 
 # Fewer queries than this make poor matrix products.
 _MIN_CHUNK = 16
+# Queries of the shortest pieces that rows longer than a window are cut into: each takes the keys around it along.
+_MIN_PIECE = 64
 
 
 class DeviceTuning(NamedTuple):
@@ -34,16 +37,10 @@ class DeviceTuning(NamedTuple):
     dispatch_scores: int  # scores that are computed in the time it takes to start the operations of one chunk
 
     def chunk_size(self, num_matrices: int, num_queries: int, num_keys: int, span: int) -> int:
-        """Queries to compute at a time.
+        """Queries to compute at a time, of matrices `(num_queries, num_keys)` whose rows see `span` + 1 keys at most.
 
         A causal chunk of c queries computes c/2 scores per query that the mask drops, and costs one dispatch: both
         together are least at c = √(2 · dispatch_scores ÷ num_matrices).
-
-        Args:
-            num_matrices: score matrices side by side (rows × heads).
-            num_queries: rows of a matrix.
-            num_keys: columns of a matrix.
-            span: how far apart the first and the last key that a query sees may be.
         """
         cheapest = round((2 * self.dispatch_scores / num_matrices) ** 0.5)
         fitting = self.max_scores // (num_matrices * min(num_keys, span + cheapest))
@@ -63,21 +60,17 @@ class Block(NamedTuple):
     keys: torch.Tensor  # int64 `(num_rows, num_keys)`, as `queries`
     distance: int  # between query 0 and key 0
     period: int  # queries after which the distances repeat; `num_queries` is a multiple of it
-    seen: tuple[int, int] | None  # the smallest and the largest distance at which keys are seen; None for all
+    seen: tuple[int, int]  # the smallest and the largest distance at which keys are seen
     chunk_size: int  # queries to compute at a time
 
     def chunks(self) -> Iterator[tuple[slice, Block]]:
         """The queries, `chunk_size` at a time, as blocks with the keys that they may see, and which keys these are."""
         for start in range(0, self.queries.shape[1], self.chunk_size):
-            queries, keys = self.queries[:, start : start + self.chunk_size], slice(0, self.keys.shape[1])
+            queries = self.queries[:, start : start + self.chunk_size]
             distance, period = self.distance - start % self.period, min(self.period, queries.shape[1])
-            if self.seen is not None:
-                nearest, farthest = self.seen
-                keys = slice(max(distance - period + 1 - farthest, 0), min(distance - nearest + 1, keys.stop))
-            yield (
-                keys,
-                self._replace(queries=queries, keys=self.keys[:, keys], distance=distance - keys.start, period=period),
-            )
+            first = max(distance - period + 1 - self.seen[1], 0)
+            keys = slice(first, distance - self.seen[0] + 1)
+            yield keys, Block(queries, self.keys[:, keys], distance - first, period, self.seen, self.chunk_size)
 
 
 @dataclass(frozen=True)
@@ -89,17 +82,14 @@ class AttentionPlan:
     longest: int  # tokens of the longest row
     seen: tuple[int, int]  # the smallest and the largest distance at which keys are seen, but by contextual tokens
     has_context: bool  # whether there may be contextual tokens, which see all of the history
-    target_group_size: int  # targets per group; at most the most targets a row has
+    # The largest and the smallest distance between a query and a key of a block, padding included.
+    farthest: int
+    nearest: int
 
     @property
     def sees_ahead(self) -> bool:
         """Whether some token sees a later one of its history, so that distances below zero have a bias."""
         return self.has_context or self.seen[0] < 0
-
-    @property
-    def farthest(self) -> int:
-        """The largest distance from a query to a key, padding included."""
-        return self.target_group_size + max(self.longest, 1) - 1
 
 
 def plan_attention(
@@ -142,35 +132,51 @@ def plan_attention(
     history = tokens - targets
     first = np.cumsum(tokens) - tokens
     longest = int(tokens.max(initial=0))
-    window = max(longest, 1) if max_attn_len is None else min(max_attn_len, max(longest, 1))
+    everything = max(longest, 1)  # no distance is as large
+    window = everything if max_attn_len is None else min(max_attn_len, everything)
     seen = (0 if is_causal else -window, window)
     group_size = min(target_group_size, max(1, int(targets.max(initial=0))))
-    num_groups = -(-targets // group_size)
-    row = np.repeat(np.arange(tokens.size), num_groups)
-    done = (np.arange(row.size) - np.repeat(np.cumsum(num_groups) - num_groups, num_groups)) * group_size
-    groups = np.minimum(group_size, targets[row] - done)  # targets per group
-
+    row, number = numbered(-(-targets // group_size))
+    groups = np.minimum(group_size, targets[row] - number * group_size)
+    # Histories, whose contextual tokens are queries of the second part, and groups of targets, each on itself.
+    own_first = np.concatenate([first, (first + history)[row] + number * group_size])
+    own, skipped = np.concatenate([history, groups]), np.concatenate([contextual, np.zeros_like(groups)])
+    size = max(2 * window, _MIN_PIECE)
+    row, number = numbered(-(-(own - skipped) // size))
+    begin = skipped[row] + number * size
+    end = np.minimum(begin + size, own[row])
+    key, key_end = np.maximum(begin - seen[1], 0), np.minimum(end - seen[0], own[row])
+    up_to_begin, up_to_end = (attention_pairs(n, causal=is_causal, max_attn_len=max_attn_len) for n in (begin, end))
+    pairs = up_to_end - up_to_begin
     none, near = np.zeros_like(history), np.minimum(history, window)
-    # Histories and groups of targets, each on itself.
-    own = np.concatenate([history, groups])
-    own_first = np.concatenate([first, (first + history)[row] + done])
     parts = [
-        # As queries, the contextual tokens of a history are in the second part.
-        _Part(own_first, np.concatenate([contextual, np.zeros_like(groups)]), own, own_first, own, seen),
-        _Part(first, none, contextual, first, history, None),
-        _Part(first + history, none, targets, first + history - near, near, seen, group_size),
+        _Part(own_first[row] + begin, end - begin, own_first[row] + key, key_end - key, begin - key, pairs, seen),
+        _Part(first, contextual, first, history, none, contextual * history, (-everything, everything)),
+        _Part(first + history, targets, first + history - near, near, near, targets * near, seen, group_size),
     ]
     num_tokens = int(tokens.sum())
     drafts = [draft for part in parts for draft in part.blocks(num_heads, tuning, padding=num_tokens)]
     flat = iter(to_device([array.ravel() for draft in drafts for array in draft[:2]], device) if drafts else [])
+    blocks = [Block(*(next(flat).view(array.shape) for array in draft[:2]), *draft[2:]) for draft in drafts]
     return AttentionPlan(
-        blocks=[Block(*(next(flat).view(array.shape) for array in draft[:2]), *draft[2:]) for draft in drafts],
+        blocks=blocks,
         num_tokens=num_tokens,
         longest=longest,
         seen=seen,
         has_context=is_causal and num_contextual is not None,
-        target_group_size=group_size,
+        farthest=max((block.distance for block in blocks), default=0),
+        nearest=min((block.distance + 2 - block.period - block.keys.shape[1] for block in blocks), default=0),
     )
+
+
+def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row and number within the row of `counts[row]` things per row, int64 `(counts.sum(),)` each.
+
+    >>> numbered(np.array([2, 0, 1]))
+    (array([0, 0, 2]), array([0, 1, 0]))
+    """
+    row = np.repeat(np.arange(counts.size), counts)
+    return row, np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def read_lengths(lengths: torch.Tensor, *parts: torch.Tensor | None) -> list[np.ndarray]:
@@ -190,17 +196,16 @@ def read_lengths(lengths: torch.Tensor, *parts: torch.Tensor | None) -> list[np.
 
 @dataclass(frozen=True)
 class _Part:
-    """Queries of some rows on keys of these rows; int64 `(num_rows,)` each."""
+    """Queries of rows, or of pieces of rows, on keys of the same rows; int64 `(num_rows,)` each."""
 
     first_query: np.ndarray  # token of a row's query 0
-    skipped: np.ndarray  # queries at the front of a row that are not of this part
-    num_queries: np.ndarray  # queries of a row, those skipped included
+    num_queries: np.ndarray
     first_key: np.ndarray  # token of a row's key 0
     num_keys: np.ndarray
-    seen: tuple[int, int] | None  # as in a block
-    # Of targets on a history: targets per group, each of which stands directly behind the keys. None where query i and
-    # key i are at distance 0.
-    group_size: int | None = None
+    lead: np.ndarray  # distance from query 0 to key 0
+    pairs: np.ndarray  # of queries and keys that the mask keeps, to size blocks by
+    seen: tuple[int, int]  # as in a block
+    period: int | None = None  # as in a block; as many as there are queries if not given
 
     def blocks(self, num_heads: int, tuning: DeviceTuning, padding: int) -> Iterator[tuple[Any, ...]]:
         """Fields of every block, those with the most keys first; rows without pairs are in no block.
@@ -208,47 +213,37 @@ class _Part:
         Padding is accepted until it has cost as much as a new block would: so short rows share a block whatever their
         lengths, and long ones are padded little.
         """
-        rows = np.flatnonzero(self.num_keys * (self.num_queries - self.skipped))
+        rows = np.flatnonzero(self.num_keys * self.num_queries)
         rows = rows[np.argsort(-self.num_keys[rows], kind="stable")]
         while rows.size:
-            num_rows = np.arange(1, rows.size + 1)
-            widest = np.maximum.accumulate(self.num_queries[rows])
-            longest = self.num_keys[rows[0]]
-            needed = np.cumsum(self._pairs(self.num_queries[rows], self.num_keys[rows]))
-            wasted = num_rows * self._pairs(widest, longest) - needed
-            held = num_rows * min(longest, self._span(longest) + _MIN_CHUNK) * np.minimum(widest, _MIN_CHUNK)
+            num_rows, widest = np.arange(1, rows.size + 1), np.maximum.accumulate(self.num_queries[rows])
+            longest = int(self.num_keys[rows[0]])
+            kept = self.pairs[rows[0]] / (widest[0] * longest)  # of a padded row
+            wasted = num_rows * widest * longest * kept - np.cumsum(self.pairs[rows])
+            at_once = min(longest, self.seen[1] - self.seen[0] + _MIN_CHUNK)  # keys of the smallest chunk
+            held = num_rows * at_once * np.minimum(widest, _MIN_CHUNK)
             fits = (num_heads * wasted <= 2 * tuning.dispatch_scores) & (num_heads * held <= tuning.max_scores)
             count = max(1, int(np.cumprod(fits).sum()))
             yield self._block(rows[:count], num_heads, tuning, padding)
             rows = rows[count:]
 
-    def _pairs(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
-        if self.seen is None or self.group_size is not None:
-            return num_queries * num_keys
-        nearest, farthest = self.seen
-        return attention_pairs(num_keys, causal=nearest == 0, max_attn_len=farthest)
-
-    def _span(self, num_keys: int) -> int:
-        return num_keys if self.seen is None else self.seen[1] - self.seen[0]
-
     def _block(self, rows: np.ndarray, num_heads: int, tuning: DeviceTuning, padding: int) -> tuple[Any, ...]:
         """Fields of the block of these rows: of queries and keys their tokens, `padding` elsewhere.
 
-        Keys of targets stand at the end of a padded row, so that their distance to a target is the same in all rows.
+        Keys stand so far behind the front of a padded row that query 0 is as far from place 0 in all rows.
         """
-        num_queries, num_keys = int(self.num_queries[rows].max()), int(self.num_keys[rows].max())
-        period = self.group_size or num_queries
-        query = np.arange(-(-num_queries // period) * period)
+        num_queries, num_keys, lead = (each[rows, None] for each in (self.num_queries, self.num_keys, self.lead))
+        period = self.period or int(num_queries.max())
+        query = np.arange(-(-int(num_queries.max()) // period) * period)
         query += period - 1 - 2 * (query % period)  # in reverse order
-        is_query = (query >= self.skipped[rows, None]) & (query < self.num_queries[rows, None])
-        count = self.num_keys[rows, None]
-        key = np.arange(num_keys) - (0 if self.group_size is None else num_keys - count)
-        size = tuning.chunk_size(num_heads * rows.size, query.size, num_keys, self._span(num_keys))
+        front = lead.max() - lead
+        key = np.arange((front + num_keys).max()) - front
+        size = tuning.chunk_size(num_heads * rows.size, query.size, key.shape[1], self.seen[1] - self.seen[0])
         return (
-            np.where(is_query, self.first_query[rows, None] + query, padding),
-            np.where((key >= 0) & (key < count), self.first_key[rows, None] + key, padding),
-            period - 1 + (0 if self.group_size is None else num_keys),
+            np.where(query < num_queries, self.first_query[rows, None] + query, padding),
+            np.where((key >= 0) & (key < num_keys), self.first_key[rows, None] + key, padding),
+            period - 1 + int(lead.max()),
             period,
             self.seen,
-            size if self.group_size is None else max(size // period, 1) * period,
+            size if self.period is None else max(size // period, 1) * period,
         )

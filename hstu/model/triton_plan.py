@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from commons.sequence_batch.host_copies import to_device
-from hstu.model.attention_plan import read_lengths
+from hstu.model.attention_plan import numbered, read_lengths
 from hstu.model.triton_blocks import TILE_SPAN
 
 # Of a group of targets and of a window, so that places behind one are 32-bit integers; more than a batch can have.
@@ -105,8 +105,8 @@ def _tiles(rows: np.ndarray, window: int, *, is_causal: bool) -> tuple[np.ndarra
     """Tiles of queries and of keys, `(num_tiles, 2)` each."""
     _, tokens, history, contextual = rows.T
     counts = -(-tokens // TILE_SPAN)
-    row = np.repeat(np.arange(tokens.size), counts)
-    place = (np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_SPAN
+    row, number = numbered(counts)
+    place = number * TILE_SPAN
     end = np.minimum(place + TILE_SPAN, tokens[row])
     keys_seen = queries_seeing = np.minimum(tokens[row], 2 * window)
     if is_causal:
@@ -158,6 +158,6 @@ def _target_work(rows: np.ndarray, window: int) -> np.ndarray:
     targets = tokens - history
     first = np.where(targets > 0, np.maximum(history - window, 0) // TILE_SPAN, 0)
     counts = np.where(targets > 0, -(-history // TILE_SPAN) - first, 0)
-    row = np.repeat(np.arange(tokens.size), counts)
-    place = (np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts) + first[row]) * TILE_SPAN
+    row, number = numbered(counts)
+    place = (number + first[row]) * TILE_SPAN
     return np.stack([place, row, np.zeros_like(row)], axis=1)[np.argsort(-targets[row], kind="stable")]

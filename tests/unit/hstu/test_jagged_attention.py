@@ -219,8 +219,7 @@ def test_every_pair_is_computed_once(rows, is_causal, group_size, max_attn_len, 
             place = torch.arange(chunk.queries.shape[1])[:, None] % chunk.period
             distance = chunk.distance - place - torch.arange(chunk.keys.shape[1])
             pairs = torch.broadcast_tensors(chunk.queries[:, :, None], chunk.keys[:, None])
-            nearest, farthest = (-LONGEST, LONGEST) if chunk.seen is None else chunk.seen
-            counted = (distance >= nearest) & (distance <= farthest)
+            counted = (distance >= chunk.seen[0]) & (distance <= chunk.seen[1])
             seen.index_put_(pairs, counted.to(torch.int64).expand_as(pairs[0]), accumulate=True)
     expected = torch.zeros_like(seen)
     starts = [sum(lengths[:row]) for row in range(len(lengths))]
@@ -272,8 +271,8 @@ def test_work_follows_the_pairs_within_the_window(is_causal, max_attn_len):
     computed = sum(chunk.queries.numel() * chunk.keys.shape[1] for block in plan.blocks for _, chunk in block.chunks())
     kept = sum(attention_pairs(n, count, causal=is_causal, **mask) for n, count in zip(lengths, targets))
     per_query = computed / sum(lengths)
-    # A chunk of c queries computes c scores more per query; of one row with four heads it has 91.
-    assert per_query <= kept / sum(lengths) + 96
+    # A chunk of 16 queries computes 16 scores more per query.
+    assert per_query <= 1.12 * kept / sum(lengths) + 18
 
 
 @pytest.mark.slow
