@@ -138,19 +138,15 @@ def plan_attention(
     group_size = min(target_group_size, max(1, int(targets.max(initial=0))))
     row, number = numbered(-(-targets // group_size))
     groups = np.minimum(group_size, targets[row] - number * group_size)
-    # Histories, whose contextual tokens are queries of the second part, and groups of targets, each on itself.
-    own_first = np.concatenate([first, (first + history)[row] + number * group_size])
-    own, skipped = np.concatenate([history, groups]), np.concatenate([contextual, np.zeros_like(groups)])
-    size = max(2 * window, _MIN_PIECE)
-    row, number = numbered(-(-(own - skipped) // size))
-    begin = skipped[row] + number * size
-    end = np.minimum(begin + size, own[row])
-    key, key_end = np.maximum(begin - seen[1], 0), np.minimum(end - seen[0], own[row])
-    up_to_begin, up_to_end = (attention_pairs(n, causal=is_causal, max_attn_len=max_attn_len) for n in (begin, end))
-    pairs = up_to_end - up_to_begin
+    group_first = (first + history)[row] + number * group_size
     none, near = np.zeros_like(history), np.minimum(history, window)
     parts = [
-        _Part(own_first[row] + begin, end - begin, own_first[row] + key, key_end - key, begin - key, pairs, seen),
+        _on_themselves(
+            np.concatenate([first, group_first]),
+            np.concatenate([history, groups]),
+            np.concatenate([contextual, np.zeros_like(groups)]),  # queries of the next part
+            seen,
+        ),
         _Part(first, contextual, first, history, none, contextual * history, (-everything, everything)),
         _Part(first + history, targets, first + history - near, near, near, targets * near, seen, group_size),
     ]
@@ -247,3 +243,18 @@ class _Part:
             self.seen,
             size if self.period is None else max(size // period, 1) * period,
         )
+
+
+def _on_themselves(first: np.ndarray, length: np.ndarray, skipped: np.ndarray, seen: tuple[int, int]) -> _Part:
+    """Sequences of tokens, each on itself; of one longer than a window, pieces of its queries on the keys around them.
+
+    The first `skipped` tokens of a sequence are keys alone.
+    """
+    size = max(2 * seen[1], _MIN_PIECE)
+    row, number = numbered(-(-(length - skipped) // size))
+    begin = skipped[row] + number * size
+    end = np.minimum(begin + size, length[row])
+    key, key_end = np.maximum(begin - seen[1], 0), np.minimum(end - seen[0], length[row])
+    up_to_begin, up_to_end = (attention_pairs(n, causal=seen[0] == 0, max_attn_len=seen[1]) for n in (begin, end))
+    token = first[row]
+    return _Part(token + begin, end - begin, token + key, key_end - key, begin - key, up_to_end - up_to_begin, seen)
