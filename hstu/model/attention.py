@@ -194,7 +194,7 @@ class _Bias:
         num_heads, num_keys = self._table.shape[0], chunk.keys.shape[1]
         scores = query.new_empty(query.shape[0], query.shape[1], num_keys)
         # (num_heads, period, num_keys), for all rows and periods: query x and key j are in column x + j
-        bias = self._window(self._table, chunk).unfold(1, num_keys, 1)
+        bias = self._columns(self._table, chunk).unfold(1, num_keys, 1)
         scores.view(num_heads, -1, *bias.shape[1:]).copy_(bias.unsqueeze(1))
         if self._time_table is not None:
             scores += self._time_table.index_select(1, self._buckets(chunk, self._time_table)).view_as(scores)
@@ -209,23 +209,21 @@ class _Bias:
             self._grad_time_table.scatter_add_(1, buckets.expand_as(by_pair), by_pair)
         # Sums over anti-diagonals: rows of width + 1 numbers, read as rows of width, move one more column to the right
         # each, so that anti-diagonals become columns.
-        window = self._window(self._grad_table, chunk)
-        period, width = chunk.period, window.shape[1]
-        by_distance = grad_scores.view(num_heads, -1, period, chunk.keys.shape[1]).sum(1, dtype=window.dtype)
+        columns = self._columns(self._grad_table, chunk)
+        period, width = chunk.period, columns.shape[1]
+        by_distance = grad_scores.view(num_heads, -1, period, chunk.keys.shape[1]).sum(1, dtype=columns.dtype)
         skewed = torch.nn.functional.pad(by_distance, (0, period)).flatten(1)[:, : period * width]
-        window += skewed.view(num_heads, period, width).sum(1)
+        columns += skewed.view(num_heads, period, width).sum(1)
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gradients of both tables, in their dtype."""
         by_time = None if self._grad_time_table is None else self._grad_time_table.to(self._table.dtype)
         return self._grad_table.to(self._table.dtype), by_time
 
-    def _window(self, table: torch.Tensor, chunk: Block) -> torch.Tensor:
+    def _columns(self, table: torch.Tensor, chunk: Block) -> torch.Tensor:
         """The columns of the table that a chunk sees: `(num_heads, period + num_keys − 1)`, by falling distance."""
-        first = self._plan.farthest - chunk.distance
-        return table[
-            :, 0 if chunk.seen == self._plan.seen else -1, first : first + chunk.period + chunk.keys.shape[1] - 1
-        ]
+        first, is_masked = self._plan.farthest - chunk.distance, chunk.seen == self._plan.seen
+        return table[:, 0 if is_masked else -1, first : first + chunk.period + chunk.keys.shape[1] - 1]
 
     def _buckets(self, chunk: Block, time_table: torch.Tensor) -> torch.Tensor:
         """Buckets of the times between queries and keys: int64 `(num_rows · num_queries · num_keys,)`."""

@@ -116,8 +116,8 @@ def plan_attention(
         num_heads: attention heads.
         is_causal: whether a token sees only itself and what precedes it.
         target_group_size: targets that see one another; a row's groups start at its first target.
-        max_attn_len: the largest distance at which a token is seen, every group of targets standing directly behind
-            the history; by contextual tokens it is seen at any. No window if not given.
+        max_attn_len: the largest distance at which a token is seen; every group of targets stands directly behind the
+            history, and contextual tokens see all of it whatever the window. No window if not given.
         device: where the plan's index tensors go; the device of `lengths` if not given.
         tuning: sizes of blocks and chunks; by the kind of device if not given.
 
@@ -153,7 +153,10 @@ def plan_attention(
     num_tokens = int(tokens.sum())
     drafts = [draft for part in parts for draft in part.blocks(num_heads, tuning, padding=num_tokens)]
     flat = iter(to_device([array.ravel() for draft in drafts for array in draft[:2]], device) if drafts else [])
-    blocks = [Block(*(next(flat).view(array.shape) for array in draft[:2]), *draft[2:]) for draft in drafts]
+    blocks = []
+    for draft in drafts:
+        queries, keys = (next(flat).view(array.shape) for array in draft[:2])
+        blocks.append(Block(queries, keys, *draft[2:]))
     return AttentionPlan(
         blocks=blocks,
         num_tokens=num_tokens,

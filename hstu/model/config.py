@@ -74,9 +74,10 @@ class HSTUConfig:
     # Consecutive target tokens that may see one another, up to themselves; other targets are hidden from them. With
     # actions a candidate is two tokens. Has no effect without targets or without the causal mask.
     target_group_size: int = 1
-    # The largest distance at which a token sees another one, as `max_attn_len` of generative-recommenders; None for no
-    # window, which is 0 there. Each group of targets stands directly behind the history. Contextual tokens see all of
-    # the history with `contextual_mask`, whatever the window; they are seen at their own places, not all at one.
+    # The largest distance at which a token sees another one; None for no window. Each group of targets stands directly
+    # behind the history, and with `contextual_mask` contextual tokens see all of it whatever the window. It is
+    # `max_attn_len` of generative-recommenders, but for 0, which is no window there, and for contextual tokens, which
+    # are at their own places here and all at one place there.
     max_attn_len: int | None = None
     # Learned bias per head and distance between tokens: "direct" has a number for every distance, "bucketed" one for
     # every bucket, whose widths grow with the distance, "none" has no bias.
