@@ -5,6 +5,7 @@ For HSTU's attention over jagged rows and for that of the semantic-ID decoder ov
 1. Time against the pairs that the causal mask keeps, over batches of very different shapes.
 2. Time against padding every row to the longest: by the same kernel, and by whole score matrices in plain PyTorch.
 3. Time of a training step of a small model against the workloads of its shuffler.
+4. HSTU alone: time and pairs of long rows by the width of a window.
 
 Forward and backward on the CPU, one thread. Times are CPU times of the process, medians; variants are taken in turn, so
 that a drifting machine cannot fake a ratio.
@@ -30,6 +31,7 @@ from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import RandomDistribution
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.perf_model.task_estimator import attention_pairs
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, hstu_attention, plan_attention
 from sid_gr import SIDGRBalancedBatchShuffler
@@ -86,8 +88,10 @@ class HSTU(Subject):
         self.model = HSTURankingModel(RankingConfig(config, tables, (64, 1), 1), plain_embeddings=True)
         self.shuffler = HSTUBalancedBatchShuffler(self.width, args.num_heads, args.head_dim, 2)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        plan = plan_attention(lengths, num_heads=self.args.num_heads)
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, max_attn_len: int | None = None
+    ) -> torch.Tensor:
+        plan = plan_attention(lengths, num_heads=self.args.num_heads, max_attn_len=max_attn_len)
         return hstu_attention(q, k, v, self.bias, plan, normalizer=float(self.longest))
 
     def weigh(self, scores: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
@@ -147,7 +151,7 @@ def draw_lengths(subject: Subject, num_rows: int, longest: int, zipf: bool = Tru
     return torch.multinomial(weights, num_rows, replacement=True, generator=subject.generator) + 1
 
 
-def attention_pass(subject: Subject, lengths: torch.Tensor, *, dense: bool = False) -> Callable[[], None]:
+def attention_pass(subject: Any, lengths: torch.Tensor, *, dense: bool = False, **options: Any) -> Callable[[], None]:
     """Forward and backward over a batch, with random queries, keys and values of its own."""
     shape = (int(lengths.sum()), subject.args.num_heads, subject.args.head_dim)
     inputs = [torch.randn(shape, generator=subject.generator).requires_grad_() for _ in range(3)]
@@ -158,7 +162,7 @@ def attention_pass(subject: Subject, lengths: torch.Tensor, *, dense: bool = Fal
             ahead = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
             output = subject.weigh(q @ k.transpose(2, 3), ahead) @ v
         else:
-            output = subject.attend(*inputs, lengths)
+            output = subject.attend(*inputs, lengths, **options)
         output.sum().backward()
         for each in inputs:
             each.grad = None
@@ -225,6 +229,26 @@ def measure_steps(subject: Subject) -> list[Fit]:
     return fitted(subject, passes, work=work, tokens=tokens)
 
 
+def measure_windows(subject: HSTU) -> list[str]:
+    """Attention of rows as long as the bias reaches, by the width of the window."""
+    longest = subject.bias.shape[1]
+    lengths = torch.full((4,), longest)
+    windows: dict[str, int | None] = {"none": None} | {f"{width:,}": width for width in (512, 128, 32)}
+    passes = {name: attention_pass(subject, lengths, max_attn_len=width) for name, width in windows.items()}
+    seconds = interleaved_medians(passes, subject.args.repeats)
+    pairs = {name: int(attention_pairs(longest, max_attn_len=width)) for name, width in windows.items()}
+    rows = [
+        {
+            "window": name,
+            "pairs, of those without": pairs[name] / pairs["none"],
+            "ms": seconds[name] * 1e3,
+            "time, of that without": seconds[name] / seconds["none"],
+        }
+        for name in windows
+    ]
+    return [f"Windows (`max_attn_len`): {len(lengths)} rows of {longest:,} tokens.", rows_table(rows)]
+
+
 def measured(subject: Subject) -> list[str]:
     """Measure a subject; the paragraphs of its section."""
     args = subject.args
@@ -264,7 +288,8 @@ def main(args: Args) -> None:
     with one_rank():
         initialize_model_parallel()
         for subject in (HSTU, SIDGR):
-            page.section(subject.title, *measured(subject(args)))
+            made = subject(args)
+            page.section(subject.title, *measured(made), *(measure_windows(made) if isinstance(made, HSTU) else []))
     page.finish(quick=args.quick)
 
 

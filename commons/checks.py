@@ -10,11 +10,13 @@ import numpy as np
 _MOST = 2**63 - 1
 
 
-def require_at_least(name: str, value: Any, least: int) -> None:
-    """Raise ValueError unless `value` is an `int` from `least` to 2^63 − 1; for fields that become JSON."""
-    if not isinstance(value, int):
-        raise _no_integer(name, value, least)
-    as_count(value, name, least)
+def require_at_least(name: str, value: Any, least: int, *, optional: bool = False) -> None:
+    """Raise ValueError unless `value` is an `int` from `least` to 2^63 − 1; for fields that become JSON.
+
+    `optional`: the field may also be None, which the caller has looked at; the message says so.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise _no_integer(name, value, least, ", or leave it out" if optional else "")
     if value > _MOST:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least} and below 2**63: lower it")
 
@@ -39,5 +41,5 @@ def as_count(value: Any, name: str, least: int) -> int:
     return integer
 
 
-def _no_integer(name: str, value: Any, least: int) -> ValueError:
-    return ValueError(f"{name} is {value!r}; it must be an integer of at least {least}: correct it")
+def _no_integer(name: str, value: Any, least: int, or_else: str = "") -> ValueError:
+    return ValueError(f"{name} is {value!r}; it must be an integer of at least {least}: correct it{or_else}")

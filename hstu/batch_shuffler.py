@@ -34,6 +34,7 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         target_group_size: candidates' tokens that may see one another.
         value_dim: width of a head of u and v, as for HSTUAttentionTask; head_dim if not given.
         concat_ux: whether the output projection reads [u, x, y], as in generative-recommenders, not y alone.
+        max_attn_len: the largest distance at which a token sees another one; no window if not given.
         token_feature_names: keys whose values are tokens of the model, for `options.max_tokens_per_rank` and the stats;
             all keys of the batch if not given.
         options: settings; the defaults balance.
@@ -53,6 +54,7 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         target_group_size: int = 1,
         value_dim: int | None = None,
         concat_ux: bool = False,
+        max_attn_len: int | None = None,
         token_feature_names: Sequence[str] | None = None,
         options: ShufflerOptions | None = None,
         pg_group: dist.ProcessGroup | None = None,
@@ -60,7 +62,7 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         dimensions: dict[str, Any] = {
             **{"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim, "num_layers": num_layers},
             **{"causal": causal, "target_group_size": target_group_size},
-            **{"value_dim": value_dim, "concat_ux": concat_ux},
+            **{"value_dim": value_dim, "concat_ux": concat_ux, "max_attn_len": max_attn_len},
         }
         masks = {"action_interleaved": action_interleaved, "contextual_mask": contextual_mask}
         reject_options_as(**dimensions, **masks, token_feature_names=token_feature_names)

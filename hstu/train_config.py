@@ -55,6 +55,9 @@ class ModelArgs:
     target_group_size: int = 1
     """Consecutive target tokens that may see one another; with actions a candidate is two tokens."""
 
+    max_attn_len: int | None = None
+    """Largest distance, in tokens, at which a token sees another one; None for no window."""
+
     position_bias: PositionBias = "direct"
     """Learned bias by distance: a number for every distance, for buckets of them, or none."""
 
@@ -117,6 +120,7 @@ class ModelArgs:
             "num_layers": self.num_layers,
             "causal": self.is_causal,
             "target_group_size": self.target_group_size,
+            "max_attn_len": self.max_attn_len,
         }
 
     def on(self, device: torch.device) -> ModelArgs:

@@ -40,6 +40,9 @@ class RowCost:
     concat_ux: bool = False
     """The output projection reads [u, x, y], with --task hstu, as in generative-recommenders; y alone otherwise."""
 
+    max_attn_len: int | None = None
+    """Largest distance at which a token sees another one, with --task hstu; None for no window."""
+
     tokens_per_item: int = 1
     """Tokens that the model computes per unit of length; 2 for HSTU with interleaved actions."""
 
@@ -52,10 +55,10 @@ class RowCost:
         require_at_least("extra_tokens", self.extra_tokens, 0)
         if self.task not in get_args(Task):
             raise ValueError(f"task is {self.task!r}; known tasks are {', '.join(get_args(Task))}: choose one")
-        if self.task != "hstu" and (self.value_dim is not None or self.concat_ux):
+        if self.task != "hstu" and (self.value_dim, self.concat_ux, self.max_attn_len) != (None, False, None):
             raise ValueError(
-                f"task is {self.task!r}; value_dim and concat_ux are dimensions of HSTU: leave them out, or give "
-                "--task hstu"
+                f"task is {self.task!r}; value_dim, concat_ux and max_attn_len are dimensions of HSTU: leave them out, "
+                "or give --task hstu"
             )
         self.model()
 
@@ -65,7 +68,9 @@ class RowCost:
             return None
         dimensions = self.hidden_size, self.num_heads, self.head_dim, self.num_layers
         if self.task == "hstu":
-            return HSTUAttentionTask(*dimensions, value_dim=self.value_dim, concat_ux=self.concat_ux)
+            return HSTUAttentionTask(
+                *dimensions, value_dim=self.value_dim, concat_ux=self.concat_ux, max_attn_len=self.max_attn_len
+            )
         return SelfAttentionTask(*dimensions)
 
     def tokens(self, lengths: np.ndarray) -> np.ndarray:

@@ -248,4 +248,5 @@ def describe(task: AttentionTask | None) -> str:
     if isinstance(task, HSTUAttentionTask):
         text += f", values × {task.value_dim}" if task.value_dim else ""
         text += ", output of [u, x, y]" if task.concat_ux else ""
+        text += f", attention within {task.max_attn_len} tokens" if task.max_attn_len else ""
     return text

@@ -20,6 +20,7 @@ from commons.checks import require_at_least
 IntLike = TypeVar("IntLike", int, np.ndarray, torch.Tensor)
 
 _INT64_MAX = 2**63 - 1
+_WIDEST = 2**62  # no row is as long as this window
 _COUNTS = ("seqlen", "num_targets", "num_contextual")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -37,7 +38,13 @@ def training_flops(forward_flops: IntLike) -> IntLike:
 
 
 def attention_pairs(
-    seqlen: Any, num_targets: Any = 0, num_contextual: Any = 0, *, causal: bool = True, target_group_size: int = 1
+    seqlen: Any,
+    num_targets: Any = 0,
+    num_contextual: Any = 0,
+    *,
+    causal: bool = True,
+    target_group_size: int = 1,
+    max_attn_len: int | None = None,
 ) -> Any:
     """Number of (query, key) pairs that the attention mask keeps.
 
@@ -49,6 +56,12 @@ def attention_pairs(
     which is L(L + 1) ÷ 2 without targets. A last group of r < g targets keeps r(r + 1) ÷ 2 pairs within itself. Where
     the first C tokens see all but the targets, C·(L − T) − C(C + 1) ÷ 2 pairs are added.
 
+    In a window of w a query sees no key that is more than w places away; every group of targets stands directly behind
+    the history, and the first C tokens see all but the targets whatever the window. With S(n, m) = Σ min(u, m) over u
+    from 1 to n, full attention then keeps 2·S(L, w + 1) − L pairs, the causal one S(L − T, w + 1) without targets; a
+    group of g targets adds S(w, L − T) − S(max(w − g, 0), L − T) + S(g, w + 1), and the first C tokens add
+    C·(L − T) − S(C, w + 1).
+
     Args:
         seqlen: tokens per row, targets included; an int or an integer array or tensor.
         num_targets: targets per row, of the same kind.
@@ -56,10 +69,14 @@ def attention_pairs(
             mask that treats contextual tokens as history.
         causal: whether the mask is causal.
         target_group_size: targets that may see one another.
+        max_attn_len: w, the largest distance at which a key is seen; no window if not given.
 
     Returns:
         Pairs per row, of the same kind.
     """
+    if max_attn_len is not None:
+        window = _least(seqlen, min(max_attn_len, _WIDEST))
+        return _pairs_in_window(seqlen, num_targets, num_contextual, window, causal, target_group_size)
     if not causal:
         return seqlen * seqlen
     history = seqlen if _is_zero(num_targets) else seqlen - num_targets
@@ -71,6 +88,38 @@ def attention_pairs(
     if not _is_zero(num_contextual):
         pairs = pairs + num_contextual * history - num_contextual * (num_contextual + 1) // 2
     return pairs
+
+
+def _pairs_in_window(
+    seqlen: Any, num_targets: Any, num_contextual: Any, window: Any, causal: bool, target_group_size: int
+) -> Any:
+    """Pairs in windows that are at most as wide as the rows are long; see `attention_pairs`."""
+    if not causal:
+        return 2 * _capped_sum(seqlen, window + 1) - seqlen
+    history = seqlen - num_targets
+
+    def of_group(size: Any) -> Any:
+        nearest = window - _least(window, size)  # keys of the history that all of the group see
+        return _capped_sum(window, history) - _capped_sum(nearest, history) + _capped_sum(size, window + 1)
+
+    pairs = _capped_sum(history, window + 1)
+    if not _is_zero(num_targets):
+        groups, rest = num_targets // target_group_size, num_targets % target_group_size
+        pairs = pairs + groups * of_group(target_group_size) + of_group(rest)
+    if not _is_zero(num_contextual):
+        pairs = pairs + num_contextual * history - _capped_sum(num_contextual, window + 1)
+    return pairs
+
+
+def _capped_sum(count: Any, cap: Any) -> Any:
+    """Σ min(u, cap) over u from 1 to `count`, for integers of any kind."""
+    rising = _least(count, cap)
+    return rising * (rising + 1) // 2 + (count - rising) * cap
+
+
+def _least(one: Any, other: Any) -> Any:
+    """The smaller of two integers, for those of any kind."""
+    return one + (other - one) * (other < one)
 
 
 def _is_zero(count: Any) -> bool:
@@ -153,7 +202,7 @@ class AttentionTask(ABC):
             value = getattr(self, item.name)
             if isinstance(item.default, bool) or value is None:
                 continue
-            require_at_least(item.name, value, 1)
+            require_at_least(item.name, value, 1, optional=item.default is None)
 
     @abstractmethod
     def _pairs(self, seqlen: Any, num_targets: Any, num_contextual: Any) -> Any:
@@ -270,6 +319,8 @@ class HSTUAttentionTask(AttentionTask):
         concat_ux: whether the output projection reads [u, x, y], x being what attention gives and y its product with u,
             instead of y alone, as the STU layers of generative-recommenders do. There, hidden_size is embedding_dim,
             head_dim is attention_dim and value_dim is hidden_dim.
+        max_attn_len: the largest distance at which a token sees another one, as `hstu.model.HSTUConfig` has it; no
+            window if not given.
 
     Raises:
         ValueError: a dimension below 1.
@@ -283,6 +334,7 @@ class HSTUAttentionTask(AttentionTask):
     target_group_size: int = field(default=1, kw_only=True)
     value_dim: int | None = field(default=None, kw_only=True)
     concat_ux: bool = field(default=False, kw_only=True)
+    max_attn_len: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -291,7 +343,12 @@ class HSTUAttentionTask(AttentionTask):
 
     def _pairs(self, seqlen: Any, num_targets: Any, num_contextual: Any) -> Any:
         return attention_pairs(
-            seqlen, num_targets, num_contextual, causal=self.causal, target_group_size=self.target_group_size
+            seqlen,
+            num_targets,
+            num_contextual,
+            causal=self.causal,
+            target_group_size=self.target_group_size,
+            max_attn_len=self.max_attn_len,
         )
 
     def forward_flops(self, tokens: Any, pairs: Any) -> Any:

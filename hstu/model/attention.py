@@ -1,4 +1,4 @@
-"""Pointwise SiLU attention over jagged rows, in time that follows the sum of the squared lengths.
+"""Pointwise SiLU attention over jagged rows, in time that follows the pairs that the mask keeps.
 
     y_i = 1/N · Σ_j mask(i, j) · SiLU(q_i · k_j + bias(i − j) + time_bias(t_i − t_j)) · v_j        per head
 
@@ -8,10 +8,10 @@ the model; a number taken from the batch would make a row's result depend on the
 
 What keeps it cheap:
 - Padding holds zeros, and a zero value adds nothing: padding needs no mask.
-- The bias of a chunk is a strided view of one short row of numbers per head, and the causal mask is written into that
-  row: at distances below zero it is so low that SiLU and its derivative are exactly zero.
-- A chunk of queries sees only the keys up to its last one, so nearly half of the square is never computed, and its
-  scores are computed again in the backward pass, so memory is bounded whatever the lengths.
+- The bias of a chunk is a strided view of one short row of numbers per head, and the mask is written into that row: at
+  distances below zero, and beyond a window, it is so low that SiLU and its derivative are exactly zero.
+- A chunk of queries has only the keys that some of them see, so nearly half of the square is never computed, with a
+  window nearly all of it. Scores are computed again in the backward pass, so memory is bounded whatever the lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hstu.model.attention_plan import AttentionPlan, Chunk
+from hstu.model.attention_plan import AttentionPlan, Block
 
 # ln(1.351): the width of a time bucket, as in the code published with the paper.
 _LOG_TIME_STEP = 0.301
@@ -107,21 +107,16 @@ def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:
 
 
 def _bias_table(bias: torch.Tensor, plan: AttentionPlan, reach: int) -> torch.Tensor:
-    """Bias by falling distance `(num_heads, 1 or 2, width)`: with the causal mask in it, or without, or both in turn.
+    """Bias by falling distance `(num_heads, 1 or 2, width)`: with the mask in it, and where contextual tokens are bare.
 
-    Distance d is in column `plan.farthest − d`. The first columns, `target_group_size` many, are
-    further away than any key can be; only padding is there.
+    Distance d is in column `plan.farthest − d`. Columns of distances that no row has serve padding.
     """
-    longest = max(plan.longest, 1)
-    zero = reach - 1 if plan.sees_ahead else 0  # column of distance 0 in `bias`
-    beyond = bias.new_zeros(bias.shape[0], plan.target_group_size)
-    behind = bias[:, zero : zero + longest].flip(1)
-    ahead = []
-    if plan.is_causal:
-        ahead.append(bias.new_full((bias.shape[0], longest - 1), torch.finfo(bias.dtype).min / 2))
-    if plan.sees_ahead:
-        ahead.append(bias[:, zero - longest + 1 : zero].flip(1))
-    return torch.stack([torch.cat([beyond, behind, each], dim=1) for each in ahead], dim=1)
+    distance = torch.arange(plan.farthest, plan.nearest - 1, -1, device=bias.device)
+    column = distance + (reach - 1 if plan.sees_ahead else 0)
+    bare = bias.index_select(1, column.clamp_(0, bias.shape[1] - 1))
+    hidden = (distance < plan.seen[0]) | (distance > plan.seen[1])
+    masked = bare.masked_fill(hidden, torch.finfo(bias.dtype).min / 2)
+    return torch.stack([masked, bare] if plan.has_context else [masked], dim=1)
 
 
 class _HSTUAttention(torch.autograd.Function):
@@ -149,10 +144,10 @@ class _HSTUAttention(torch.autograd.Function):
         outputs = torch.zeros_like(queries)
         for block in plan.blocks:
             k, v = _take(keys, block.keys), _take(values, block.keys)
-            for chunk in block.chunks():
-                scores = bias.scores(_take(queries, chunk.queries), k, chunk)
+            for seen, chunk in block.chunks():
+                scores = bias.scores(_take(queries, chunk.queries), k[:, seen], chunk)
                 weights = torch.nn.functional.silu(scores, inplace=True)
-                _add(outputs, chunk.queries, torch.bmm(weights, v[:, : chunk.keys.shape[1]]))
+                _add(outputs, chunk.queries, torch.bmm(weights, v[:, seen]))
         return _tokens_first(outputs).mul_(scale / before)
 
     @staticmethod
@@ -166,10 +161,9 @@ class _HSTUAttention(torch.autograd.Function):
         for block in ctx.plan.blocks:
             k, v = _take(keys, block.keys), _take(values, block.keys)
             grad_k, grad_v = _zeros_to_add_to(k), _zeros_to_add_to(v)
-            for chunk in block.chunks():
-                seen = slice(chunk.keys.shape[1])
+            for seen, chunk in block.chunks():
                 q, grad = _take(queries, chunk.queries), _take(grad_outputs, chunk.queries)
-                scores = bias.scores(q, k, chunk)
+                scores = bias.scores(q, k[:, seen], chunk)
                 grad_weights = torch.bmm(grad, v[:, seen].transpose(1, 2))
                 grad_scores = torch.ops.aten.silu_backward(grad_weights, scores)
                 weights = torch.nn.functional.silu(scores, inplace=True)
@@ -189,24 +183,24 @@ class _Bias:
     def __init__(
         self, plan: AttentionPlan, table: torch.Tensor, time_table: torch.Tensor | None, times: torch.Tensor | None
     ) -> None:
-        self._farthest = plan.farthest  # the distance in the first column of the table
+        self._plan = plan
         self._table, self._time_table = table, time_table
         self._times = table.new_zeros(0) if times is None else torch.nn.functional.pad(times, (0, 1))  # of padding, too
         self._grad_table = _zeros_to_add_to(table)
         self._grad_time_table = None if time_table is None else _zeros_to_add_to(time_table)
 
-    def scores(self, query: torch.Tensor, key: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    def scores(self, query: torch.Tensor, key: torch.Tensor, chunk: Block) -> torch.Tensor:
         """Scores q · k + bias of a chunk: `(num_heads · num_rows, num_queries, num_keys)`."""
         num_heads, num_keys = self._table.shape[0], chunk.keys.shape[1]
         scores = query.new_empty(query.shape[0], query.shape[1], num_keys)
         # (num_heads, period, num_keys), for all rows and periods: query x and key j are in column x + j
-        bias = self._window(self._table, chunk).unfold(1, num_keys, 1)
+        bias = self._columns(self._table, chunk).unfold(1, num_keys, 1)
         scores.view(num_heads, -1, *bias.shape[1:]).copy_(bias.unsqueeze(1))
         if self._time_table is not None:
             scores += self._time_table.index_select(1, self._buckets(chunk, self._time_table)).view_as(scores)
-        return scores.baddbmm_(query, key[:, :num_keys].transpose(1, 2))
+        return scores.baddbmm_(query, key.transpose(1, 2))
 
-    def add_gradients(self, grad_scores: torch.Tensor, chunk: Chunk) -> None:
+    def add_gradients(self, grad_scores: torch.Tensor, chunk: Block) -> None:
         """Add the gradients of a chunk's scores to those of the bias."""
         num_heads = self._table.shape[0]
         if self._grad_time_table is not None:
@@ -215,23 +209,23 @@ class _Bias:
             self._grad_time_table.scatter_add_(1, buckets.expand_as(by_pair), by_pair)
         # Sums over anti-diagonals: rows of width + 1 numbers, read as rows of width, move one more column to the right
         # each, so that anti-diagonals become columns.
-        window = self._window(self._grad_table, chunk)
-        period, width = chunk.period, window.shape[1]
-        by_distance = grad_scores.view(num_heads, -1, period, chunk.keys.shape[1]).sum(1, dtype=window.dtype)
+        columns = self._columns(self._grad_table, chunk)
+        period, width = chunk.period, columns.shape[1]
+        by_distance = grad_scores.view(num_heads, -1, period, chunk.keys.shape[1]).sum(1, dtype=columns.dtype)
         skewed = torch.nn.functional.pad(by_distance, (0, period)).flatten(1)[:, : period * width]
-        window += skewed.view(num_heads, period, width).sum(1)
+        columns += skewed.view(num_heads, period, width).sum(1)
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gradients of both tables, in their dtype."""
         by_time = None if self._grad_time_table is None else self._grad_time_table.to(self._table.dtype)
         return self._grad_table.to(self._table.dtype), by_time
 
-    def _window(self, table: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    def _columns(self, table: torch.Tensor, chunk: Block) -> torch.Tensor:
         """The columns of the table that a chunk sees: `(num_heads, period + num_keys − 1)`, by falling distance."""
-        first = self._farthest - chunk.distance
-        return table[:, 0 if chunk.is_causal else -1, first : first + chunk.period + chunk.keys.shape[1] - 1]
+        first, is_masked = self._plan.farthest - chunk.distance, chunk.seen == self._plan.seen
+        return table[:, 0 if is_masked else -1, first : first + chunk.period + chunk.keys.shape[1] - 1]
 
-    def _buckets(self, chunk: Chunk, time_table: torch.Tensor) -> torch.Tensor:
+    def _buckets(self, chunk: Block, time_table: torch.Tensor) -> torch.Tensor:
         """Buckets of the times between queries and keys: int64 `(num_rows · num_queries · num_keys,)`."""
         apart = self._times[chunk.queries][:, :, None] - self._times[chunk.keys][:, None]
         return time_buckets(apart, time_table.shape[1]).flatten()

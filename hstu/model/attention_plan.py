@@ -5,7 +5,8 @@
 A row is its history followed by its targets. What its tokens see has up to three parts: the history and each group of
 targets on themselves, targets on the history and, with a contextual mask, contextual tokens on all of the history. Rows
 of one part and of similar length are padded to one shape, a block, and a block is closed as soon as its padding would
-cost more than opening another one. So the work for a batch follows the sum of the squared lengths, not rows × longest².
+cost more than opening another one; rows longer than a window are cut into pieces, each with the keys around it. So the
+work for a batch follows the pairs that the mask keeps, not rows × longest².
 
 Within a block queries stand in reverse order: the bias of a pair, a function of its distance, is then a function of the
 sum of its two places, and a strided view can show it.
@@ -15,15 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from commons.perf_model.task_estimator import attention_pairs
 from commons.sequence_batch.host_copies import to_device
 
 # Fewer queries than this make poor matrix products.
 _MIN_CHUNK = 16
+# Queries of the shortest pieces that rows longer than a window are cut into: each takes the keys around it along.
+_MIN_PIECE = 64
 
 
 class DeviceTuning(NamedTuple):
@@ -32,19 +36,14 @@ class DeviceTuning(NamedTuple):
     max_scores: int  # attention scores held at a time, over rows and heads; on a CPU they should stay in its cache
     dispatch_scores: int  # scores that are computed in the time it takes to start the operations of one chunk
 
-    def chunk_size(self, num_matrices: int, num_queries: int, num_keys: int) -> int:
-        """Queries to compute at a time.
+    def chunk_size(self, num_matrices: int, num_queries: int, num_keys: int, span: int) -> int:
+        """Queries to compute at a time, of matrices `(num_queries, num_keys)` whose rows see `span` + 1 keys at most.
 
         A causal chunk of c queries computes c/2 scores per query that the mask drops, and costs one dispatch: both
         together are least at c = √(2 · dispatch_scores ÷ num_matrices).
-
-        Args:
-            num_matrices: score matrices side by side (rows × heads).
-            num_queries: rows of a matrix.
-            num_keys: columns of a matrix.
         """
         cheapest = round((2 * self.dispatch_scores / num_matrices) ** 0.5)
-        fitting = self.max_scores // (num_matrices * num_keys)
+        fitting = self.max_scores // (num_matrices * min(num_keys, span + cheapest))
         return min(max(min(cheapest, fitting), _MIN_CHUNK), num_queries)
 
 
@@ -54,37 +53,24 @@ CPU_TUNING = DeviceTuning(max_scores=2**18, dispatch_scores=2**14)
 ACCELERATOR_TUNING = DeviceTuning(max_scores=2**25, dispatch_scores=2**20)
 
 
-class Chunk(NamedTuple):
-    """Queries of a block that are computed together.
-
-    Query x of the chunk and key y of the block are at distance `distance − x % period − y`.
-    """
-
-    queries: torch.Tensor  # int64 `(num_rows, num_queries)`, their tokens
-    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, the first keys of the block: those that they see
-    distance: int  # between query 0 and key 0
-    period: int  # queries after which the distances repeat
-    is_causal: bool  # whether keys at distances below zero are hidden
-
-
 class Block(NamedTuple):
-    """Rows that attend as one dense batch."""
+    """Rows that attend as one dense batch; query x and key y are at distance `distance − x % period − y`."""
 
     queries: torch.Tensor  # int64 `(num_rows, num_queries)`, tokens; padding is the token behind the last one
     keys: torch.Tensor  # int64 `(num_rows, num_keys)`, as `queries`
     distance: int  # between query 0 and key 0
     period: int  # queries after which the distances repeat; `num_queries` is a multiple of it
-    is_causal: bool  # whether keys at distances below zero are hidden
+    seen: tuple[int, int]  # the smallest and the largest distance at which keys are seen
     chunk_size: int  # queries to compute at a time
 
-    def chunks(self) -> Iterator[Chunk]:
-        """The queries, `chunk_size` at a time; a causal chunk leaves out the keys behind its last query in time."""
-        num_queries, num_keys = self.queries.shape[1], self.keys.shape[1]
-        for start in range(0, num_queries, self.chunk_size):
+    def chunks(self) -> Iterator[tuple[slice, Block]]:
+        """The queries, `chunk_size` at a time, as blocks with the keys that they may see, and which keys these are."""
+        for start in range(0, self.queries.shape[1], self.chunk_size):
             queries = self.queries[:, start : start + self.chunk_size]
-            keys = self.keys[:, : num_keys - start] if self.is_causal else self.keys
-            period = min(self.period, queries.shape[1])
-            yield Chunk(queries, keys, self.distance - start % self.period, period, self.is_causal)
+            distance, period = self.distance - start % self.period, min(self.period, queries.shape[1])
+            first = max(distance - period + 1 - self.seen[1], 0)
+            keys = slice(first, distance - self.seen[0] + 1)
+            yield keys, Block(queries, self.keys[:, keys], distance - first, period, self.seen, self.chunk_size)
 
 
 @dataclass(frozen=True)
@@ -94,14 +80,16 @@ class AttentionPlan:
     blocks: list[Block]
     num_tokens: int  # tokens of the batch
     longest: int  # tokens of the longest row
-    is_causal: bool  # whether a token sees only itself and what precedes it
-    sees_ahead: bool  # whether some token sees a later one of its history, so that distances below zero have a bias
-    target_group_size: int  # targets per group; at most the most targets a row has
+    seen: tuple[int, int]  # the smallest and the largest distance at which keys are seen, but by contextual tokens
+    has_context: bool  # whether there may be contextual tokens, which see all of the history
+    # The largest and the smallest distance between a query and a key of a block, padding included.
+    farthest: int
+    nearest: int
 
     @property
-    def farthest(self) -> int:
-        """The largest distance from a query to a key, padding included."""
-        return self.target_group_size + max(self.longest, 1) - 1
+    def sees_ahead(self) -> bool:
+        """Whether some token sees a later one of its history, so that distances below zero have a bias."""
+        return self.has_context or self.seen[0] < 0
 
 
 def plan_attention(
@@ -112,6 +100,7 @@ def plan_attention(
     num_heads: int,
     is_causal: bool = True,
     target_group_size: int = 1,
+    max_attn_len: int | None = None,
     device: torch.device | None = None,
     tuning: DeviceTuning | None = None,
 ) -> AttentionPlan:
@@ -127,6 +116,8 @@ def plan_attention(
         num_heads: attention heads.
         is_causal: whether a token sees only itself and what precedes it.
         target_group_size: targets that see one another; a row's groups start at its first target.
+        max_attn_len: the largest distance at which a token is seen; every group of targets stands directly behind the
+            history, and contextual tokens see all of it whatever the window. No window if not given.
         device: where the plan's index tensors go; the device of `lengths` if not given.
         tuning: sizes of blocks and chunks; by the kind of device if not given.
 
@@ -140,35 +131,51 @@ def plan_attention(
         targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
     history = tokens - targets
     first = np.cumsum(tokens) - tokens
+    longest = int(tokens.max(initial=0))
+    everything = max(longest, 1)  # no distance is as large
+    window = everything if max_attn_len is None else min(max_attn_len, everything)
+    seen = (0 if is_causal else -window, window)
     group_size = min(target_group_size, max(1, int(targets.max(initial=0))))
-    num_groups = -(-targets // group_size)
-    row = np.repeat(np.arange(tokens.size), num_groups)
-    done = (np.arange(row.size) - np.repeat(np.cumsum(num_groups) - num_groups, num_groups)) * group_size
-    groups = np.minimum(group_size, targets[row] - done)  # targets per group
-
-    none = np.zeros_like(history)
-    # Histories and groups of targets, each on itself.
-    own = np.concatenate([history, groups])
-    own_first = np.concatenate([first, (first + history)[row] + done])
+    row, number = numbered(-(-targets // group_size))
+    groups = np.minimum(group_size, targets[row] - number * group_size)
+    group_first = (first + history)[row] + number * group_size
+    none, near = np.zeros_like(history), np.minimum(history, window)
     parts = [
-        # As queries, the contextual tokens of a history are in the second part.
-        _Part(own_first, np.concatenate([contextual, np.zeros_like(groups)]), own, own_first, own, is_causal=is_causal),
-        _Part(first, none, contextual, first, history),
-        _Part(first + history, none, targets, first, history, group_size=group_size),
+        _on_themselves(
+            np.concatenate([first, group_first]),
+            np.concatenate([history, groups]),
+            np.concatenate([contextual, np.zeros_like(groups)]),  # queries of the next part
+            seen,
+        ),
+        _Part(first, contextual, first, history, none, contextual * history, (-everything, everything)),
+        _Part(first + history, targets, first + history - near, near, near, targets * near, seen, group_size),
     ]
     num_tokens = int(tokens.sum())
-    pieces = [(part, part.places(rows, num_tokens)) for part in parts for rows in part.cut(num_heads, tuning)]
-    arrays = [array for _, places in pieces for array in places]
-    flat = iter(to_device([array.ravel() for array in arrays], device) if arrays else [])
-    indices = iter([next(flat).view(array.shape) for array in arrays])
+    drafts = [draft for part in parts for draft in part.blocks(num_heads, tuning, padding=num_tokens)]
+    flat = iter(to_device([array.ravel() for draft in drafts for array in draft[:2]], device) if drafts else [])
+    blocks = []
+    for draft in drafts:
+        queries, keys = (next(flat).view(array.shape) for array in draft[:2])
+        blocks.append(Block(queries, keys, *draft[2:]))
     return AttentionPlan(
-        blocks=[part.block(next(indices), next(indices), num_heads, tuning) for part, _ in pieces],
+        blocks=blocks,
         num_tokens=num_tokens,
-        longest=int(tokens.max(initial=0)),
-        is_causal=is_causal,
-        sees_ahead=not is_causal or num_contextual is not None,
-        target_group_size=group_size,
+        longest=longest,
+        seen=seen,
+        has_context=is_causal and num_contextual is not None,
+        farthest=max((block.distance for block in blocks), default=0),
+        nearest=min((block.distance + 2 - block.period - block.keys.shape[1] for block in blocks), default=0),
     )
+
+
+def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row and number within the row of `counts[row]` things per row, int64 `(counts.sum(),)` each.
+
+    >>> numbered(np.array([2, 0, 1]))
+    (array([0, 0, 2]), array([0, 1, 0]))
+    """
+    row = np.repeat(np.arange(counts.size), counts)
+    return row, np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def read_lengths(lengths: torch.Tensor, *parts: torch.Tensor | None) -> list[np.ndarray]:
@@ -188,62 +195,69 @@ def read_lengths(lengths: torch.Tensor, *parts: torch.Tensor | None) -> list[np.
 
 @dataclass(frozen=True)
 class _Part:
-    """Queries of some rows on keys of these rows; int64 `(num_rows,)` each."""
+    """Queries of rows, or of pieces of rows, on keys of the same rows; int64 `(num_rows,)` each."""
 
     first_query: np.ndarray  # token of a row's query 0
-    skipped: np.ndarray  # queries at the front of a row that are not of this part
-    num_queries: np.ndarray  # queries of a row, those skipped included
+    num_queries: np.ndarray
     first_key: np.ndarray  # token of a row's key 0
     num_keys: np.ndarray
-    # Of targets on a history: targets per group, each of which stands directly behind the history. None where query i
-    # and key i are at distance 0.
-    group_size: int | None = None
-    is_causal: bool = False
+    lead: np.ndarray  # distance from query 0 to key 0
+    pairs: np.ndarray  # of queries and keys that the mask keeps, to size blocks by
+    seen: tuple[int, int]  # as in a block
+    period: int | None = None  # as in a block; as many as there are queries if not given
 
-    def cut(self, num_heads: int, tuning: DeviceTuning) -> Iterator[np.ndarray]:
-        """Rows of each block, those with the most keys first; rows without pairs are in no block.
+    def blocks(self, num_heads: int, tuning: DeviceTuning, padding: int) -> Iterator[tuple[Any, ...]]:
+        """Fields of every block, those with the most keys first; rows without pairs are in no block.
 
         Padding is accepted until it has cost as much as a new block would: so short rows share a block whatever their
         lengths, and long ones are padded little.
         """
-        rows = np.flatnonzero(self.num_keys * (self.num_queries - self.skipped))
+        rows = np.flatnonzero(self.num_keys * self.num_queries)
         rows = rows[np.argsort(-self.num_keys[rows], kind="stable")]
         while rows.size:
-            num_rows = np.arange(1, rows.size + 1)
-            widest = np.maximum.accumulate(self.num_queries[rows])
-            longest = self.num_keys[rows[0]]
-            needed = np.cumsum(self._pairs(self.num_queries[rows], self.num_keys[rows]))
-            wasted = num_rows * self._pairs(widest, longest) - needed
-            held = num_rows * longest * np.minimum(widest, _MIN_CHUNK)
+            num_rows, widest = np.arange(1, rows.size + 1), np.maximum.accumulate(self.num_queries[rows])
+            longest = int(self.num_keys[rows[0]])
+            kept = self.pairs[rows[0]] / (widest[0] * longest)  # of a padded row
+            wasted = num_rows * widest * longest * kept - np.cumsum(self.pairs[rows])
+            at_once = min(longest, self.seen[1] - self.seen[0] + _MIN_CHUNK)  # keys of the smallest chunk
+            held = num_rows * at_once * np.minimum(widest, _MIN_CHUNK)
             fits = (num_heads * wasted <= 2 * tuning.dispatch_scores) & (num_heads * held <= tuning.max_scores)
             count = max(1, int(np.cumprod(fits).sum()))
-            yield rows[:count]
+            yield self._block(rows[:count], num_heads, tuning, padding)
             rows = rows[count:]
 
-    def _pairs(self, num_queries: np.ndarray, num_keys: np.ndarray) -> np.ndarray:
-        return num_queries * (num_keys + 1) // 2 if self.is_causal else num_queries * num_keys
+    def _block(self, rows: np.ndarray, num_heads: int, tuning: DeviceTuning, padding: int) -> tuple[Any, ...]:
+        """Fields of the block of these rows: of queries and keys their tokens, `padding` elsewhere.
 
-    def places(self, rows: np.ndarray, padding: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the queries and keys of a block, `padding` elsewhere; int64 `(num_rows, places)` each.
-
-        Keys of targets stand at the end of a padded row, so that their distance to a target is the same in all rows.
+        Keys stand so far behind the front of a padded row that query 0 is as far from place 0 in all rows.
         """
-        group = self.group_size or int(self.num_queries[rows].max())
-        query = np.arange(-(-int(self.num_queries[rows].max()) // group) * group)
-        query += group - 1 - 2 * (query % group)  # in reverse order
-        num_keys, count = int(self.num_keys[rows].max()), self.num_keys[rows, None]
-        key = np.arange(num_keys) - (0 if self.group_size is None else num_keys - count)
-        is_query = (query >= self.skipped[rows, None]) & (query < self.num_queries[rows, None])
+        num_queries, num_keys, lead = (each[rows, None] for each in (self.num_queries, self.num_keys, self.lead))
+        period = self.period or int(num_queries.max())
+        query = np.arange(-(-int(num_queries.max()) // period) * period)
+        query += period - 1 - 2 * (query % period)  # in reverse order
+        front = lead.max() - lead
+        key = np.arange((front + num_keys).max()) - front
+        size = tuning.chunk_size(num_heads * rows.size, query.size, key.shape[1], self.seen[1] - self.seen[0])
         return (
-            np.where(is_query, self.first_query[rows, None] + query, padding),
-            np.where((key >= 0) & (key < count), self.first_key[rows, None] + key, padding),
+            np.where(query < num_queries, self.first_query[rows, None] + query, padding),
+            np.where((key >= 0) & (key < num_keys), self.first_key[rows, None] + key, padding),
+            period - 1 + int(lead.max()),
+            period,
+            self.seen,
+            size if self.period is None else max(size // period, 1) * period,
         )
 
-    def block(self, queries: torch.Tensor, keys: torch.Tensor, num_heads: int, tuning: DeviceTuning) -> Block:
-        """The block whose tokens are at these places."""
-        (num_rows, num_queries), num_keys = queries.shape, keys.shape[1]
-        size = tuning.chunk_size(num_heads * num_rows, num_queries, num_keys)
-        if self.group_size is None:
-            return Block(queries, keys, num_queries - 1, num_queries, self.is_causal, size)
-        group = self.group_size
-        return Block(queries, keys, num_keys + group - 1, group, False, max(size // group, 1) * group)
+
+def _on_themselves(first: np.ndarray, length: np.ndarray, skipped: np.ndarray, seen: tuple[int, int]) -> _Part:
+    """Sequences of tokens, each on itself; of one longer than a window, pieces of its queries on the keys around them.
+
+    The first `skipped` tokens of a sequence are keys alone.
+    """
+    size = max(2 * seen[1], _MIN_PIECE)
+    row, number = numbered(-(-(length - skipped) // size))
+    begin = skipped[row] + number * size
+    end = np.minimum(begin + size, length[row])
+    key, key_end = np.maximum(begin - seen[1], 0), np.minimum(end - seen[0], length[row])
+    up_to_begin, up_to_end = (attention_pairs(n, causal=seen[0] == 0, max_attn_len=seen[1]) for n in (begin, end))
+    token = first[row]
+    return _Part(token + begin, end - begin, token + key, key_end - key, begin - key, up_to_end - up_to_begin, seen)

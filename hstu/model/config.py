@@ -74,6 +74,11 @@ class HSTUConfig:
     # Consecutive target tokens that may see one another, up to themselves; other targets are hidden from them. With
     # actions a candidate is two tokens. Has no effect without targets or without the causal mask.
     target_group_size: int = 1
+    # The largest distance at which a token sees another one; None for no window. Each group of targets stands directly
+    # behind the history, and with `contextual_mask` contextual tokens see all of it whatever the window. It is
+    # `max_attn_len` of generative-recommenders, but for 0, which is no window there, and for contextual tokens, which
+    # are at their own places here and all at one place there.
+    max_attn_len: int | None = None
     # Learned bias per head and distance between tokens: "direct" has a number for every distance, "bucketed" one for
     # every bucket, whose widths grow with the distance, "none" has no bias.
     position_bias: PositionBias = "direct"
@@ -98,6 +103,8 @@ class HSTUConfig:
             "time_buckets",
         ):
             require_at_least(name, getattr(self, name), 1)
+        if self.max_attn_len is not None:
+            require_at_least("max_attn_len", self.max_attn_len, 1, optional=True)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
         _require_one_of("position_bias", self.position_bias, PositionBias)

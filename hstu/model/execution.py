@@ -20,7 +20,7 @@ from hstu.model.config import COMPUTE_DTYPES, HSTUConfig
 from hstu.model.triton_agreement import disagreement, error_in_words, slowness
 from hstu.model.triton_blocks import Blocks
 from hstu.model.triton_launch import LayerKind, choose_blocks, resolve_backend, use_blocks, why_not
-from hstu.model.triton_plan import compiled_group_size
+from hstu.model.triton_plan import compiled_group_size, launched_window
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,7 @@ def _kind_of(config: HSTUConfig, dtype: torch.dtype) -> LayerKind:
         compiled_group_size(config.target_group_size, is_causal=config.is_causal),
         config.position_bias != "none",
         config.time_bias,
+        launched_window(config.max_attn_len),
     )
 
 

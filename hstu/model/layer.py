@@ -222,6 +222,7 @@ class HSTUEncoder(nn.Module):
         masks: dict[str, Any] = {
             "is_causal": self.config.is_causal,
             "target_group_size": self.config.target_group_size,
+            "max_attn_len": self.config.max_attn_len,
             "device": device,
         }
         if not uses_triton:

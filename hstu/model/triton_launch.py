@@ -28,7 +28,7 @@ from hstu.model.triton_blocks import (
     padded_head_dim,
     shared_memory,
 )
-from hstu.model.triton_plan import plan_triton_attention
+from hstu.model.triton_plan import NO_WINDOW, plan_triton_attention
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _TMA_CAPABILITY = (9, 0)
 
 
 class LayerKind(NamedTuple):
-    """What decides which kernels run, and what they are compiled for."""
+    """What decides which kernels run, what they are compiled for, and which blocks are the fastest."""
 
     dtype: torch.dtype  # of queries
     head_dim: int  # width of a head
@@ -50,6 +50,7 @@ class LayerKind(NamedTuple):
     target_group_size: int  # targets that may see one another
     has_position: bool  # whether there is a bias by position
     has_time: bool  # whether there is a bias by time
+    window: int = NO_WINDOW  # the largest distance at which a token is seen
 
 
 # What was chosen, for as long as the process lives.
@@ -147,7 +148,7 @@ def launch(kernel: str, inputs: Inputs, outputs: Tensors, grad_output: torch.Ten
         return
     kind = LayerKind(
         *(query.dtype, query.shape[2], inputs.is_causal, inputs.sees_ahead and inputs.is_causal),
-        *(inputs.target_group_size, inputs.position is not None, inputs.time is not None),
+        *(inputs.target_group_size, inputs.position is not None, inputs.time is not None, inputs.window),
     )
     # Triton launches on the current device: also what is launched to choose blocks.
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
@@ -357,6 +358,7 @@ def _sample_inputs(device: torch.device, kind: LayerKind) -> Inputs:
         torch.zeros_like(lengths) if kind.has_context else None,
         is_causal=kind.is_causal,
         target_group_size=kind.target_group_size,
+        max_attn_len=kind.window,
         device=device,
     )
     tokens = torch.full((plan.num_tokens, num_heads, kind.head_dim), 0.1, device=device, dtype=kind.dtype)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from commons.sequence_batch.host_copies import to_device
-from hstu.model.attention_plan import read_lengths
+from hstu.model.attention_plan import numbered, read_lengths
 from hstu.model.triton_blocks import TILE_SPAN
 
 # Of a group of targets and of a window, so that places behind one are 32-bit integers; more than a batch can have.
-_LARGEST = 2**30
+NO_WINDOW = _LARGEST = 2**30
 # Blocks that a program of the bias gradient visits at least, where there are as many: its last step costs some.
 _LEAST_WORK, _MOST_PROGRAMS = 16, 512
 
@@ -62,7 +62,7 @@ def plan_triton_attention(
     num_tokens = int(tokens.sum())
     if num_tokens >= 2**31:
         raise ValueError(f"the batch has {num_tokens} tokens; they are counted in 32 bits: use a smaller batch")
-    window = _LARGEST if max_attn_len is None else min(max_attn_len, _LARGEST)
+    window = launched_window(max_attn_len)
     rows = np.stack([np.cumsum(tokens) - tokens, tokens, history, contextual], axis=1)
     rows = rows[np.argsort(-history, kind="stable")]
     group = compiled_group_size(target_group_size, is_causal=is_causal)
@@ -96,12 +96,17 @@ def compiled_group_size(target_group_size: int, *, is_causal: bool) -> int:
     return min(target_group_size, _LARGEST) if is_causal else 1
 
 
+def launched_window(max_attn_len: int | None) -> int:
+    """The largest distance at which a token is seen, as the kernels are given it."""
+    return NO_WINDOW if max_attn_len is None else min(max_attn_len, NO_WINDOW)
+
+
 def _tiles(rows: np.ndarray, window: int, *, is_causal: bool) -> tuple[np.ndarray, np.ndarray]:
     """Tiles of queries and of keys, `(num_tiles, 2)` each."""
     _, tokens, history, contextual = rows.T
     counts = -(-tokens // TILE_SPAN)
-    row = np.repeat(np.arange(tokens.size), counts)
-    place = (np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_SPAN
+    row, number = numbered(counts)
+    place = number * TILE_SPAN
     end = np.minimum(place + TILE_SPAN, tokens[row])
     keys_seen = queries_seeing = np.minimum(tokens[row], 2 * window)
     if is_causal:
@@ -153,6 +158,6 @@ def _target_work(rows: np.ndarray, window: int) -> np.ndarray:
     targets = tokens - history
     first = np.where(targets > 0, np.maximum(history - window, 0) // TILE_SPAN, 0)
     counts = np.where(targets > 0, -(-history // TILE_SPAN) - first, 0)
-    row = np.repeat(np.arange(tokens.size), counts)
-    place = (np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts) + first[row]) * TILE_SPAN
+    row, number = numbered(counts)
+    place = (number + first[row]) * TILE_SPAN
     return np.stack([place, row, np.zeros_like(row)], axis=1)[np.argsort(-targets[row], kind="stable")]

@@ -61,7 +61,7 @@ def test_attention_is_that_of_the_host(device, is_causal, group, with_context, w
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 
 
-MASKS = [(True, 1, False), (True, 3, True), (False, 1, False)]
+MASKS = [(True, 1, False, None), (True, 3, True, None), (False, 1, False, None), (True, 3, True, 40)]
 # Every mask and bias with the commonest heads, every width and dtype with one of them: each kind compiles a dozen
 # kernels of its own and measures them.
 CASES = [(*mask, bias, 64, torch.bfloat16) for mask in MASKS for bias in ("none", "position", "both")]
@@ -69,9 +69,12 @@ CASES += [(*MASKS[1], "both", head_dim, dtype) for head_dim in (24, 64, 128, 256
 
 
 @pytest.mark.parametrize(
-    ("is_causal", "group", "with_context", "bias", "head_dim", "dtype"), sorted(set(CASES), key=CASES.index)
+    ("is_causal", "group", "with_context", "max_attn_len", "bias", "head_dim", "dtype"),
+    sorted(set(CASES), key=CASES.index),
 )
-def test_triton_attention_is_that_of_the_host(device, is_causal, group, with_context, bias, head_dim, dtype):
+def test_triton_attention_is_that_of_the_host(
+    device, is_causal, group, with_context, max_attn_len, bias, head_dim, dtype
+):
     where = rank_device(device)
     if resolve_backend("auto", where, dtype, head_dim) != "triton":
         pytest.skip(f"kernels of Triton cannot run on {where} or for {head_dim} channels of {dtype}")
@@ -81,7 +84,7 @@ def test_triton_attention_is_that_of_the_host(device, is_causal, group, with_con
     projection = torch.randn(355, 4 * 2 * head_dim, generator=generator).mul_(0.3).to(dtype)
     position = torch.randn(2, 599 if with_context or not is_causal else 300, generator=generator) * 0.3
     time_bias, seconds = torch.randn(2, 20, generator=generator), torch.randint(100, (355,), generator=generator)
-    masks = {"is_causal": is_causal, "target_group_size": group}
+    masks = {"is_causal": is_causal, "target_group_size": group, "max_attn_len": max_attn_len}
 
     def attend(where, dtype, attention, plan):
         leaves = [tensor.to(where).requires_grad_() for tensor in (projection.to(dtype), position, time_bias)]

@@ -7,12 +7,17 @@ import torch
 from hstu.model.attention import time_buckets
 
 
-def sees(i: int, j: int, history: int, group_size: int, is_causal: bool, contextual: int = 0) -> bool:
+def sees(
+    i: int, j: int, history: int, group_size: int, is_causal: bool, contextual: int = 0, max_attn_len: int | None = None
+) -> bool:
     """Whether query i of a row sees key j, as the text says it."""
+    if is_causal and i < contextual:
+        return j < history
+    distance = position(i, history, group_size, is_causal) - position(j, history, group_size, is_causal)
+    if max_attn_len is not None and abs(distance) > max_attn_len:
+        return False
     if not is_causal:
         return True
-    if i < contextual:
-        return j < history
     if j > i:
         return False
     return j < history or (i - history) // group_size == (j - history) // group_size
@@ -35,6 +40,7 @@ def reference_attention(
     is_causal,
     group_size,
     contextual=None,
+    max_attn_len=None,
     times=None,
     time_bias=None,
 ):
@@ -49,7 +55,8 @@ def reference_attention(
         column = torch.zeros(length, length, dtype=torch.int64)
         for i in range(length):
             for j in range(length):
-                if sees(i, j, history, group_size, is_causal, 0 if contextual is None else contextual[row]):
+                context = 0 if contextual is None else contextual[row]
+                if sees(i, j, history, group_size, is_causal, context, max_attn_len):
                     mask[i, j] = 1
                     distance = position(i, history, group_size, is_causal)
                     distance -= position(j, history, group_size, is_causal)

@@ -32,6 +32,7 @@ HSTU = HSTUConfig(num_attention_heads=2, max_sequence_length=2 * 24 + 1, **SIZES
 RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item", temperature=1.0, embedding_dims={"item": 4})
 MODELS = {
     "ranking": RankingConfig(HSTU, TABLES, (8, 2), 2),
+    "ranking in a window": RankingConfig(dataclasses.replace(HSTU, max_attn_len=6), TABLES, (8, 2), 2),
     "drawn": dataclasses.replace(RETRIEVAL, num_negatives=12),
     "global": dataclasses.replace(RETRIEVAL, in_batch_pool="global"),
     "neighbours": RETRIEVAL,
@@ -71,7 +72,7 @@ def _train(kind, task, candidates, sharding):
     device = torch.device("cpu")
     torch.manual_seed(0)
     config = MODELS[task]
-    model_class = HSTURankingModel if task == "ranking" else HSTURetrievalModel
+    model_class = HSTURankingModel if isinstance(config, RankingConfig) else HSTURetrievalModel
     if sharding is None:
         model = model_class(config, plain_embeddings=True).double()
         optimizer, pipeline_class = AveragedSGD(model.parameters(), lr=0.2), TrainPipelineBase
@@ -87,7 +88,7 @@ def _train(kind, task, candidates, sharding):
         optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.2)
         pipeline_class = TrainPipelineSparseDist
     if kind == "hstu":
-        shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 2)
+        shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 2, max_attn_len=config.hstu.max_attn_len)
     else:
         shuffler = IdentityBalancedBatchShuffler()
     before = weights_of(model)
@@ -106,7 +107,10 @@ def _train(kind, task, candidates, sharding):
     return before, weights_of(model), moved, float(total)
 
 
-@pytest.mark.parametrize(("task", "candidates"), [("ranking", 0), ("ranking", 3), ("drawn", 0), ("global", 0)])
+@pytest.mark.parametrize(
+    ("task", "candidates"),
+    [("ranking", 0), ("ranking", 3), ("ranking in a window", 3), ("drawn", 0), ("global", 0)],
+)
 def test_plain_tables_in_float64(ranks, task, candidates):
     before, on, moved, loss_on = ranks.run(_train, "hstu", task, candidates, None)[0]
     _, off, _, loss_off = ranks.run(_train, "identity", task, candidates, None)[0]

@@ -119,6 +119,8 @@ MISTAKES = [
     (["--lengths", "zipf:1.2:9", "--mfu", "1.5"], "mfu is 1.5"),
     (["--lengths", "zipf:1.2:9", "--value-dim", "0"], "value_dim is 0"),
     (["--lengths", "zipf:1.2:9", "--task", "transformer", "--concat-ux"], "dimensions of HSTU: leave them out"),
+    (["--lengths", "zipf:1.2:9", "--task", "tokens", "--max-attn-len", "9"], "dimensions of HSTU: leave them out"),
+    (["--lengths", "zipf:1.2:9", "--max-attn-len", "0"], "max_attn_len is 0"),
     (["--lengths", "zipf:1.2:9", "--link-gbps", "-1"], "link_gbps is -1"),
     (["--lengths", "zipf:1.2:9", "--task", "tokens", "--peak-tflops", "9"], "tokens are no operations"),
     (["--lengths", "zipf:1.2:9", "--window", "64", "--steps", "8"], "window is (64,) and steps is 8"),

@@ -61,6 +61,16 @@ def test_figures_are_those_of_the_rows(histories, capsys):
     assert answer["lengths"]["tokens"]["max"] == tokens.max()
 
 
+def test_rows_cost_what_a_window_leaves_of_them(histories, capsys):
+    flags = [*FLAGS, "--ranks", "4", "--in-order", "--max-attn-len", "50"]
+    ways = ways_of(asked(capsys, *flags))
+    task = HSTUAttentionTask(256, 4, 64, 8, max_attn_len=50)
+    loads = task.get_workloads(as_loaded(histories, 4, 8)).sum(2)
+    assert ways["as loaded"]["largest_to_mean"] == pytest.approx((loads.max(1) / loads.mean(1)).mean())
+    assert main(["simulate", *flags]) == 0
+    assert "4 heads × 64, attention within 50 tokens" in capsys.readouterr().out
+
+
 def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, capsys):
     answer = asked(capsys, *FLAGS, "--ranks", "8", "4")
     assert [of_ranks["ranks"] for of_ranks in answer["ranks"]] == [4, 8]

@@ -78,9 +78,12 @@ def test_output_and_gradients_equal_the_reference(rows, is_causal, group_size, t
     st.sampled_from(TUNINGS),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([None, 1, 2, 5, 11, 10**12]),
     st.integers(0, 99),
 )
-def test_context_and_times_equal_the_reference(rows, is_causal, group_size, tuning, with_context, with_times, seed):
+def test_context_times_and_windows_equal_the_reference(
+    rows, is_causal, group_size, tuning, with_context, with_times, max_attn_len, seed
+):
     lengths, targets, contextual = rows
     contextual = contextual if with_context else None
     inputs = random_inputs(sum(lengths), with_context or not is_causal, seed)
@@ -88,7 +91,13 @@ def test_context_and_times_equal_the_reference(rows, is_causal, group_size, tuni
     seconds = torch.randint(-(10**6), 10**6, (sum(lengths),), generator=generator) ** 2 // 10**9
     time_bias = torch.randn(2, 20, dtype=torch.float64, generator=generator).requires_grad_()
     plan = make_plan(
-        lengths, targets, contextual=contextual, is_causal=is_causal, target_group_size=group_size, tuning=tuning
+        lengths,
+        targets,
+        contextual=contextual,
+        is_causal=is_causal,
+        target_group_size=group_size,
+        max_attn_len=max_attn_len,
+        tuning=tuning,
     )
     times = TokenTimes(seconds, time_bias) if with_times else None
     output = hstu_attention(*inputs, plan, normalizer=LONGEST, times=times)
@@ -100,6 +109,7 @@ def test_context_and_times_equal_the_reference(rows, is_causal, group_size, tuni
         is_causal=is_causal,
         group_size=group_size,
         contextual=contextual,
+        max_attn_len=max_attn_len,
         times=seconds if with_times else None,
         time_bias=time_bias,
     )
@@ -117,24 +127,28 @@ def test_context_and_times_equal_the_reference(rows, is_causal, group_size, tuni
 @pytest.mark.parametrize(("is_causal", "group_size"), [(True, 1), (True, 2), (True, 4), (False, 1)])
 @pytest.mark.parametrize("tuning", [None, DeviceTuning(64, 8)])
 @pytest.mark.parametrize("contextual", [None, [3, 1, 0, 2, 0, 11]])
-def test_the_mask_has_the_pairs_that_the_cost_formula_counts(dtype, is_causal, group_size, tuning, contextual):
+@pytest.mark.parametrize("max_attn_len", [None, 1, 3, 12])
+def test_the_mask_has_the_pairs_that_the_cost_formula_counts(
+    dtype, is_causal, group_size, tuning, contextual, max_attn_len
+):
     """With one-hot values and equal scores, the output is the mask."""
     lengths, targets = [9, 1, 0, 12, 5, 12], [4, 0, 0, 6, 5, 1]
     identity = torch.cat([torch.eye(length, 12, dtype=dtype) for length in lengths]).unsqueeze(1)
     zeros = torch.zeros_like(identity)
     bias = torch.ones(1, 12 if is_causal and contextual is None else 23, dtype=dtype)
-    options = {"is_causal": is_causal, "target_group_size": group_size, "tuning": tuning}
-    plan = make_plan(lengths, targets, 1, contextual=contextual, **options)
+    options = {"is_causal": is_causal, "target_group_size": group_size, "max_attn_len": max_attn_len}
+    plan = make_plan(lengths, targets, 1, contextual=contextual, tuning=tuning, **options)
     output = hstu_attention(zeros, zeros, identity, bias, plan, normalizer=1.0).squeeze(1)
     seen = torch.nn.functional.silu(torch.ones((), dtype=dtype))
     for row, length, num_targets, first in zip(output.split(lengths), lengths, targets, contextual or [0] * 6):
         expected = torch.zeros(length, 12, dtype=dtype)
         for i in range(length):
             for j in range(length):
-                if sees(i, j, length - num_targets, group_size, is_causal, first):
+                if sees(i, j, length - num_targets, group_size, is_causal, first, max_attn_len):
                     expected[i, j] = seen
         assert torch.equal(row, expected)
-        pairs = attention_pairs(length, num_targets, first, causal=is_causal, target_group_size=group_size)
+        mask = {"causal": is_causal, "target_group_size": group_size, "max_attn_len": max_attn_len}
+        pairs = attention_pairs(length, num_targets, first, **mask)
         assert int(row.count_nonzero()) == pairs
 
 
@@ -187,25 +201,33 @@ def test_the_place_of_a_candidate_among_the_candidates_does_not_matter():
     torch.testing.assert_close(permuted, output[order], rtol=0, atol=1e-12)
 
 
-@given(rows_with_context_and_targets(), st.booleans(), st.sampled_from([1, 2, 5]), st.sampled_from(TUNINGS))
-def test_every_pair_is_computed_once(rows, is_causal, group_size, tuning):
+@given(
+    rows_with_context_and_targets(),
+    st.booleans(),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([None, 1, 4, 12]),
+    st.sampled_from(TUNINGS),
+)
+def test_every_pair_is_computed_once(rows, is_causal, group_size, max_attn_len, tuning):
     lengths, targets, contextual = rows
-    options = {"contextual": contextual, "is_causal": is_causal, "target_group_size": group_size, "tuning": tuning}
-    plan = make_plan(lengths, targets, **options)
+    options = {"is_causal": is_causal, "target_group_size": group_size, "max_attn_len": max_attn_len}
+    plan = make_plan(lengths, targets, contextual=contextual, tuning=tuning, **options)
     seen = torch.zeros(plan.num_tokens + 1, plan.num_tokens + 1, dtype=torch.int64)
     for block in plan.blocks:
-        for chunk in block.chunks():
+        for keys, chunk in block.chunks():
+            assert torch.equal(block.keys[:, keys], chunk.keys)
             place = torch.arange(chunk.queries.shape[1])[:, None] % chunk.period
             distance = chunk.distance - place - torch.arange(chunk.keys.shape[1])
             pairs = torch.broadcast_tensors(chunk.queries[:, :, None], chunk.keys[:, None])
-            counted = (distance >= 0) if chunk.is_causal else torch.ones_like(distance)
+            counted = (distance >= chunk.seen[0]) & (distance <= chunk.seen[1])
             seen.index_put_(pairs, counted.to(torch.int64).expand_as(pairs[0]), accumulate=True)
     expected = torch.zeros_like(seen)
     starts = [sum(lengths[:row]) for row in range(len(lengths))]
     for start, length, count, context in zip(starts, lengths, targets, contextual):
         for i in range(length):
             for j in range(length):
-                expected[start + i, start + j] = sees(i, j, length - count, group_size, is_causal, context)
+                pair = i, j, length - count, group_size, is_causal, context, max_attn_len
+                expected[start + i, start + j] = sees(*pair)
     assert torch.equal(seen[:-1, :-1], expected[:-1, :-1])
 
 
@@ -223,13 +245,34 @@ def test_padding_costs_no_more_than_opening_another_block(lengths, is_causal):
     assert not remaining
 
 
-@given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 5000))
-def test_chunks_hold_no_more_scores_than_allowed(num_queries, num_matrices, num_keys):
+@given(
+    st.lists(st.integers(1, 900), min_size=1, max_size=9),
+    st.booleans(),
+    st.integers(1, 8),
+    st.sampled_from([None, 1, 20, 300]),
+)
+def test_chunks_hold_no_more_scores_than_allowed(lengths, is_causal, num_heads, max_attn_len):
     tuning = DeviceTuning(max_scores=2**16, dispatch_scores=2**12)
-    size = tuning.chunk_size(num_matrices, num_queries, num_keys)
-    assert 1 <= size <= num_queries
-    smallest = 16 * num_matrices * num_keys  # sixteen queries at least, however long the row
-    assert size * num_matrices * num_keys <= max(tuning.max_scores, smallest)
+    options = {"is_causal": is_causal, "max_attn_len": max_attn_len, "tuning": tuning}
+    for block in make_plan(lengths, [0] * len(lengths), num_heads, **options).blocks:
+        for _, chunk in block.chunks():
+            matrices = num_heads * chunk.queries.shape[0]
+            smallest = 16 * matrices * chunk.keys.shape[1]  # sixteen queries at least, however long the row
+            assert matrices * chunk.queries.shape[1] * chunk.keys.shape[1] <= max(tuning.max_scores, smallest)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("max_attn_len", [8, 64, 256])
+def test_work_follows_the_pairs_within_the_window(is_causal, max_attn_len):
+    """Scores that are computed, padding included, of rows that are much longer than the window."""
+    lengths, targets = [4096, 3000, 1000, 700, 90, 5], [20, 20, 20, 20, 20, 2]
+    mask = {"max_attn_len": max_attn_len}
+    plan = make_plan(lengths, targets, num_heads=4, is_causal=is_causal, **mask)
+    computed = sum(chunk.queries.numel() * chunk.keys.shape[1] for block in plan.blocks for _, chunk in block.chunks())
+    kept = sum(attention_pairs(n, count, causal=is_causal, **mask) for n, count in zip(lengths, targets))
+    per_query = computed / sum(lengths)
+    # A chunk of 16 queries computes 16 scores more per query.
+    assert per_query <= 1.12 * kept / sum(lengths) + 18
 
 
 @pytest.mark.slow

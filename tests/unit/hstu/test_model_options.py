@@ -209,6 +209,7 @@ is_causal = true
 dropout = 0.1
 time_bias = true
 time_buckets = 20
+max_attn_len = 7
 compute_dtype = "bf16"
 activation_checkpointing = true
 num_negatives = 64
@@ -228,6 +229,7 @@ def test_every_option_is_reachable_from_a_file(tmp_path):
     assert made.table_widths == {"movie_id": 32, "rating": 64, "age": 16, "zip": 16}
     assert (made.num_negatives, made.temperature, made.item_dim) == (64, 0.1, 32)
     assert (made.hstu.dropout, made.hstu.time_bias, made.hstu.time_buckets) == (0.1, True, 20)
+    assert made.hstu.max_attn_len == config.model.cost_dimensions["max_attn_len"] == 7
     assert made.hstu.execution == ExecutionConfig(compute_dtype="bf16", activation_checkpointing=True)
     options = {"is_causal", "contextual_mask", "target_group_size", "position_bias", "position_buckets"}
     assert options < {field.name for field in dataclasses.fields(ModelArgs)}

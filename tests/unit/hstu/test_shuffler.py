@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -70,6 +72,22 @@ def test_contextual_tokens_that_see_all_cost_more(candidates):
     assert recipe.num_tokens(batch) == int(seqlen.sum())
     for each in (shuffler, plain):
         each.close()
+
+
+def test_tokens_that_see_less_cost_less():
+    batch = make_batch(4)
+    model = ModelArgs(
+        hidden_size=32, num_attention_heads=2, kv_channels=24, num_layers=3, contextual_mask=True, max_attn_len=3
+    )
+    recipe = HSTURecipe(TrainConfig(TrainerArgs(6, 6), DatasetArgs("random", 60), model), torch.device("cpu"))
+    with contextlib.closing(HSTUBalancedBatchShuffler(**SIZES, contextual_mask=True, max_attn_len=3)) as shuffler:
+        assert shuffler.task == recipe.task == HSTUAttentionTask(**SIZES, max_attn_len=3)
+        seqlen, num_targets = batch.sequence_lengths()
+        expected = recipe.task.get_workloads(seqlen, num_targets, torch.tensor([2] * 5 + [0]))
+        assert torch.equal(shuffler.get_workloads(batch), expected)
+        assert recipe.flops(batch) == 3 * int(expected.sum())
+    whole = HSTUAttentionTask(**SIZES).get_workloads(seqlen, num_targets)
+    assert (expected <= whole).all() and int(expected.sum()) < int(whole.sum())
 
 
 def test_an_empty_history_still_costs_its_context():

@@ -12,19 +12,23 @@ from torch.utils.flop_counter import FlopCounterMode
 from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask, attention_pairs
 
 
-def pairs_by_mask(length, targets, causal, group):
+def pairs_by_mask(length, targets, causal, group, window=10**9, context=0):
     """Count the pairs one by one."""
     kept = 0
     history = length - targets
     for query in range(length):
         for key in range(length):
+            places = [
+                each if each < history or not causal else history + (each - history) % group for each in (query, key)
+            ]
+            is_near = abs(places[0] - places[1]) <= window
             if not causal:
-                kept += 1
+                kept += is_near
             elif query < history or key < history:
-                kept += key <= query
+                kept += key < history if query < context else key <= query and is_near
             else:
                 same_group = (query - history) // group == (key - history) // group
-                kept += same_group and key <= query
+                kept += same_group and key <= query and is_near
     return kept
 
 
@@ -34,6 +38,40 @@ def test_pairs_are_those_that_the_mask_keeps(length, targets, causal, group):
     assert attention_pairs(length, targets, causal=causal, target_group_size=group) == pairs_by_mask(
         length, targets, causal, group
     )
+
+
+@st.composite
+def rows_of_parts(draw):
+    """Tokens, targets and contextual tokens of some rows."""
+    lengths = draw(st.lists(st.integers(0, 20), min_size=1, max_size=4))
+    targets = [draw(st.integers(0, length)) for length in lengths]
+    return lengths, targets, [draw(st.integers(0, length - count)) for length, count in zip(lengths, targets)]
+
+
+@given(rows_of_parts(), st.booleans(), st.integers(1, 25), st.sampled_from([*range(1, 22), 10**6, 2**62, 2**63 - 1]))
+def test_pairs_within_a_window_are_those_that_the_mask_keeps(rows, causal, group, window):
+    """For integers, arrays and tensors alike; in a window as wide as the row as without one."""
+    options = {"causal": causal, "target_group_size": group}
+    expected = [pairs_by_mask(*row[:2], causal, group, window, row[2]) for row in zip(*rows)]
+    assert [attention_pairs(*row, **options, max_attn_len=window) for row in zip(*rows)] == expected
+    for make in (np.array, torch.tensor):
+        found = attention_pairs(*map(make, rows), **options, max_attn_len=window)
+        assert found.dtype in (np.int64, torch.int64) and found.tolist() == expected
+    if window >= 20:
+        assert [attention_pairs(*row, **options) for row in zip(*rows)] == expected
+
+
+def test_a_window_makes_rows_cost_less_and_no_window_is_the_default():
+    lengths, targets = torch.tensor([4096, 100, 9, 0], dtype=torch.int32), torch.tensor([8, 8, 0, 0])
+    whole, narrow = HSTUAttentionTask(64, 4, 16, 8), HSTUAttentionTask(64, 4, 16, 8, max_attn_len=50)
+    assert whole == HSTUAttentionTask(64, 4, 16, 8, max_attn_len=None) != narrow
+    costs = [task.get_workloads(lengths, targets).tolist() for task in (whole, narrow)]
+    assert costs[1] == [narrow.get_workloads(*row) for row in zip(lengths.tolist(), targets.tolist())]
+    assert costs[1][:2] < costs[0][:2] and costs[1][2:] == costs[0][2:]
+    assert HSTUAttentionTask(64, 4, 16, 8, max_attn_len=2**40).get_workloads(lengths, targets).tolist() == costs[0]
+    for wrong in (0, -1, 2.5, "x", True):
+        with pytest.raises(ValueError, match=f"max_attn_len is {wrong!r}; it must be an integer of at least 1: .* out"):
+            HSTUAttentionTask(64, 4, 16, max_attn_len=wrong)
 
 
 def test_the_contract_s_formulas():

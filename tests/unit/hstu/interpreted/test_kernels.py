@@ -261,10 +261,15 @@ def test_gradients_cannot_be_differentiated_again():
 
 
 @pytest.mark.parametrize("saves_memory", [False, True])
-@pytest.mark.parametrize("position_bias", ["direct", "bucketed", "none"])
-def test_layers_compute_the_same_with_both(monkeypatch, position_bias, saves_memory):
+@pytest.mark.parametrize(("position_bias", "max_attn_len"), [("direct", 3), ("bucketed", None), ("none", 3)])
+def test_layers_compute_the_same_with_both(monkeypatch, position_bias, max_attn_len, saves_memory):
     hstu = dataclasses.replace(
-        HSTU, position_bias=position_bias, time_bias=True, contextual_mask=True, target_group_size=2
+        HSTU,
+        position_bias=position_bias,
+        time_bias=True,
+        contextual_mask=True,
+        target_group_size=2,
+        max_attn_len=max_attn_len,
     )
     lengths, targets, context = map(torch.tensor, ([9, 0, 3], [4, 0, 1], [2, 0, 1]))
     tokens = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
@@ -290,6 +295,7 @@ KINDS = [
     LayerKind(torch.float32, 16, True, False, 1, has_position=True, has_time=False),
     LayerKind(torch.bfloat16, 16, True, True, 2, has_position=True, has_time=True),
     LayerKind(torch.float16, 24, False, False, 1, has_position=False, has_time=False),
+    LayerKind(torch.float32, 16, True, True, 2, has_position=True, has_time=False, window=300),
 ]
 
 
@@ -304,10 +310,11 @@ def test_kernels_that_agree_are_trusted(monkeypatch, kind):
     [
         (lambda scalars: scalars | {"after": scalars["after"] * 1.2}, "it computes outputs that are off by"),
         (lambda scalars: 1 / 0, "its kernels cannot run (ZeroDivisionError: division by zero)"),
+        (lambda scalars: scalars | {"window": 300}, "it computes outputs that are off by"),
     ],
 )
 def test_kernels_that_compute_something_else_are_not(monkeypatch, planted, reason):
     use_blocks(monkeypatch, 64, 64)
     scalars = triton_launch.scalars
     monkeypatch.setattr(triton_launch, "scalars", lambda inputs: planted(scalars(inputs)))
-    assert reason in disagreement.__wrapped__(torch.device("cpu"), KINDS[0])
+    assert reason in disagreement.__wrapped__(torch.device("cpu"), KINDS[-1])
