@@ -96,10 +96,10 @@ class RowCosts:
 
     def _costs(self, batch: Any, schema: BatchSchema) -> tuple[Any, Any]:
         """The workloads and the groups of a batch; None for no groups."""
-        keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
-        unknown = [name for name in self.token_features or () if name not in keys]
-        if unknown:
-            raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
+        if names := self.token_features:
+            keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
+            if unknown := [name for name in names if name not in keys]:
+                raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
         try:
             return self.shuffler.get_workloads(batch), self.shuffler.get_groups(batch) if self.has_groups else None
         except KeyError as error:

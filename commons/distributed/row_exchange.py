@@ -38,7 +38,7 @@ from commons.sequence_batch.jagged import permute_segments
 from commons.sequence_batch.open_batch import replace_rows
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RowExchange:
     """What one rank does to carry out a plan; sizes are in words."""
 
@@ -94,8 +94,7 @@ class RowExchange:
     @property
     def lookups(self) -> list[int]:
         """By batch that the rank trains, values of its KeyedJaggedTensors but the labels."""
-        lengths = [result[3 + len(self.layout.parts) :] for result in self.results]
-        return [sum(sum(of_keys[keys]) for keys in self.layout.lookups) for of_keys in lengths]
+        return [sum(result[3 + part] // words for part, words in self.layout.lookups) for result in self.results]
 
     def pack(self, batches: Sequence[Any]) -> tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor]:
         """Make the buffer of batches, and pack the rows that leave them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PreparedShuffle:
     """What the worker hands to `finish_shuffle`."""
 
@@ -163,7 +164,8 @@ class ShuffleHandle:
         self.session.channel.require_own_process()
         # In short waits, counted: a process that was stopped for long gives its worker time to say who was missing.
         for _ in range(math.ceil(self.session.longest_wait / _LOOK_SECONDS)):
-            if self._future.done() or concurrent.futures.wait([self._future], _LOOK_SECONDS).done:
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self._future.exception(_LOOK_SECONDS)
                 return
         raise RuntimeError(
             f"step {self.step} is not planned after {self.session.longest_wait:.0f} s, though no rank is waited for so "

@@ -31,6 +31,7 @@ from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
 from commons.distributed.verification import checksums_of_all, require_same_rows
 from commons.perf_model.calibration import CalibratedTask
+from commons.perf_model.partitioner.core import address
 from commons.perf_model.shuffle_plan import BATCH_NUMBERS, MESSAGE_NUMBERS, ShufflePlan, ShufflePlanner
 from commons.sequence_batch.schema import BatchSchema
 
@@ -127,19 +128,33 @@ class ShuffleSession:
         layout = self._layout = self._layout or self._agree(step, local)
         if layout is None:
             return PreparedShuffle()
-        schema, channel, device = layout.schema, self.channel, local[0].device
-        self._require_padding(schema)
-        self._pins = device is not None and device.type == "cuda" and channel.world_size > 1
+        device = local[0].device
+        self._pins = device is not None and device.type == "cuda" and self.channel.world_size > 1
         while True:
             with span("gather"):
-                messages = self._gather(step, schema, local)
+                messages = self._gather(step, layout.schema, local)
             gathered = time.perf_counter()
             with span("plan"):
-                plan, exchange, error = self._try_plan(messages, layout)
-            other_steps, steps, most_words = self._header_of(messages, error)
-            if most_words <= self._capacity:
-                break
+                prepared = self._planned(step, local, layout, messages, started, gathered)
+            if prepared is not None:
+                return prepared
+
+    def _planned(
+        self,
+        step: int,
+        local: Sequence[LocalRows],
+        layout: PayloadLayout,
+        messages: np.ndarray,
+        started: float,
+        gathered: float,
+    ) -> PreparedShuffle | None:
+        """What follows from the messages of all ranks; None if one had no room, and all gather again with more."""
+        schema, channel, options = layout.schema, self.channel, self._options
+        plan, exchange, error = self._try_plan(messages, layout)
+        other_steps, steps, most_words = self._header_of(messages, error)
+        if most_words > self._capacity:
             self._capacity = most_words + most_words // 4  # which batches like these seldom outgrow
+            return None
         if other_steps:
             raise RuntimeError(
                 f"ranks are at steps {messages[:, 0].tolist()} ({channel.description}); every rank must call the "
@@ -147,24 +162,24 @@ class ShuffleSession:
             )
         if not steps or self._ends_early(schema, messages):
             return PreparedShuffle()
-        if self._options.mode == "off":
+        if options.mode == "off":
             rows_before = int(messages[: channel.rank, MESSAGE_NUMBERS : self._header : BATCH_NUMBERS].sum())
             return PreparedShuffle(schema, channel.rank, rows_before, steps)
-        with span("plan"):
-            reports = self._require_same_plan(step, steps, plan, exchange, local, error)
+        reports = self._require_same_plan(step, steps, plan, exchange, local, error)
         assert plan is not None and exchange is not None  # noqa: S101  the comparison raised the error
         self._require_rows_everywhere(schema, plan)
+        number = step * (self._window or 1)
         describe = functools.partial(
             stats_of_plan,
             plan,
-            step * (self._window or 1),
+            number,
             gather_ms=(gathered - started) * 1e3,
             plan_ms=(time.perf_counter() - gathered) * 1e3,
             bytes_sent=exchange.bytes_sent,
-            ranks_per_node=self._options.ranks_per_node,
+            ranks_per_node=options.ranks_per_node,
             units_per_ms=self._units_per_ms,
             lookups=reports[:, 3:],
-            speeds=self._speeds.look(step * (self._window or 1), *reports[:, :3].T),
+            speeds=self._speeds.look(number, reports),
         )
         return PreparedShuffle(schema, channel.rank, 0, steps, plan, exchange, describe)
 
@@ -268,8 +283,11 @@ class ShuffleSession:
         options = self._options
 
         def allocate(size: int) -> tuple[torch.Tensor, int]:
-            indices = torch.empty(size, dtype=torch.int64, pin_memory=self._pins)
-            return indices, indices.data_ptr()
+            if self._pins:
+                pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
+                return pinned, pinned.data_ptr()
+            indices = np.empty(size, dtype=np.int64)  # not torch.empty, which releases the GIL
+            return torch.from_numpy(indices), address(indices)
 
         return ShufflePlanner(
             self.channel.world_size,

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ def _nothing(*shape: int) -> np.ndarray:
     return np.zeros(shape, dtype=np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: one is made per batch, and a frozen one takes several times as long
 class GatheredRows:
     """What every rank knows of the global batch, or of a window of them, after the gather; `N` rows without padding.
 
@@ -96,7 +95,7 @@ class GatheredRows:
         return core.read_rows(self, rows, _LENGTHS_FROM + self.num_keys, self.num_kept)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ShufflePlan:
     """Where every real row of the global batch, or of a window of them, is trained."""
 
@@ -343,22 +342,17 @@ class ShufflePlanner:
     def _read(self, answer: np.ndarray, gathered: GatheredRows | None, words: np.ndarray | None = None) -> ShufflePlan:
         """The plan in an answer, whose arrays lie one after another."""
         given, head = self._arguments, self.head
-        num_ranks, steps, num_rows = given.num_ranks, head["steps"], head["num_rows"]
-        places, exchange_room = num_ranks * steps, 0
-        if self._parts is not None:
-            exchange_room = 3 + 2 * num_ranks + steps * (2 * given.num_parts + 4 + given.num_keys)
-        sizes = (len(core.SHUFFLE_HEAD), 7 * places, 6 * steps, exchange_room, 4 * num_rows)
-        _, of_places, of_steps, of_exchange, of_rows = (
-            answer[end - size : end] for end, size in zip(accumulate(sizes), sizes)
-        )
-        rows, real_rows, first, before, planned_loads, after, result_rows = of_places.reshape(7, places)
-        moved = of_steps.reshape(6, steps)
-        self.exchange = of_exchange.tolist()
-        workloads, tokens, planned, destination = of_rows.reshape(4, num_rows)
+        steps, num_rows = head["steps"], head["num_rows"]
+        places, of_places = given.num_ranks * steps, len(core.SHUFFLE_HEAD)
+        of_steps, of_rows = of_places + 7 * places, head["room"] - 4 * num_rows
+        of_exchange = of_steps + 6 * steps
+        rows, real_rows, first, before, planned_loads, after, result_rows = answer[of_places:of_steps].reshape(7, -1)
+        workloads, tokens, planned, destination = answer[of_rows : head["room"]].reshape(4, -1)
+        self.exchange = answer[of_exchange:of_rows].tolist()
         if gathered is None:
             assert words is not None  # noqa: S101  the rows are those of messages
-            keys = {"num_keys": given.num_keys, "num_kept": given.num_kept}
-            gathered = GatheredRows(rows, real_rows, workloads, tokens, steps, words, first, **keys)
+            keys, kept = given.num_keys, given.num_kept
+            gathered = GatheredRows(rows, real_rows, workloads, tokens, steps, words, first, keys, kept)
         return ShufflePlan(
             gathered=gathered,
             destination=destination,
@@ -373,7 +367,7 @@ class ShufflePlanner:
             loads_planned=planned_loads,
             loads_after=after,
             result_real_rows=result_rows,
-            moved=moved,
+            moved=answer[of_steps:of_exchange].reshape(6, -1),
             speeds=self._speeds,
         )
 
@@ -382,7 +376,7 @@ def _rows_of_words(words: np.ndarray) -> tuple[int, int, int]:
     """Where int64 `(num_ranks, n)` lies, how far it is from row to row, and n; a row is in one piece."""
     if words.dtype != np.int64 or words.ndim != 2 or (words.shape[1] > 1 and words.strides[1] != words.itemsize):
         raise ValueError(f"words are {words.dtype} {words.shape}; ranks tell int64 (num_ranks, n): sizes do not match")
-    return words.__array_interface__["data"][0], words.strides[0] // words.itemsize, words.shape[1]
+    return core.address(words[0]), words.strides[0] // words.itemsize, words.shape[1]
 
 
 def plan_shuffle(gathered: GatheredRows, *, speeds: np.ndarray | None = None, **options: Any) -> ShufflePlan:

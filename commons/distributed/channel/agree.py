@@ -175,9 +175,11 @@ class ControlChannel(NamedCollectives):
         error = error or problem
         state = 0 if error is None else _FAILED if options is not None and problem is None else _OPTIONS_UNKNOWN
         last = 2 + len(numbers)
-        own = np.empty(max(last, 2 + room), dtype=np.int64)
-        own[0], own[1], own[2:last], own[last:] = state, digest, numbers, 0
+        own = np.zeros(max(last, 2 + room), dtype=np.int64)
+        own[0], own[1], own[2:last] = state, digest, numbers
         table = self.gather(own, step, call)
+        if not state and (table[:, :2] == own[:2]).all():
+            return table[:, 2:last]
         states = table[:, 0]
         # Different options come first: they often are why a rank has failed.
         if (table[:, 1] != digest).any() and not (states == _OPTIONS_UNKNOWN).any():
