@@ -10,7 +10,7 @@ where a window of batches is, every rank has a place for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -95,32 +95,67 @@ class GatheredRows:
         return core.read_rows(self, rows, _LENGTHS_FROM + self.num_keys, self.num_kept)
 
 
-@dataclass(eq=False)
 class ShufflePlan:
-    """Where every real row of the global batch, or of a window of them, is trained."""
+    """Where every real row of the global batch, or of a window of them, is trained.
 
-    gathered: GatheredRows
-    destination: np.ndarray  # int64 (N,), the place that trains each row; equal to `gathered.home` if nobody moves
+    Arrays are views of the core's answer, made when they are first read: the worker thread reads none.
+
+    Attributes:
+        lower_bound: no plan can have a smaller largest load; of a window, a smaller sum of them over its steps. With
+            speeds it is of times, see `partition`.
+        gated: a better plan was found, and its gain was below the gate.
+        excess_tokens: how far the fullest place exceeds the token cap; 0 where it is kept or there is none.
+        changes: whether any row changes its rank, or its step of a window.
+        pads: whether results are padded to the rows that a rank brought; False for batches that cannot state padding.
+        speeds: int64 `(num_ranks,)`, or None for equal ones.
+    """
+
     # int64 (N,), what balancing alone asks for: another plan where one was made and not carried out, in mode "observe"
     # or for a gain below the gate.
-    planned: np.ndarray
-    lower_bound: int  # no plan can have a smaller largest load; of a window, a smaller sum of them over its steps
-    gated: bool  # a better plan was found, and its gain was below the gate
-    excess_tokens: int  # how far the fullest place exceeds the token cap; 0 where it is kept or there is none
-    pads: (
-        bool  # whether results are padded to the rows that a rank brought; False for batches that cannot state padding
-    )
-    bits: int  # the digest
-    changes: bool  # whether any row changes its rank, or its step of a window
-    loads_before: np.ndarray  # int64 (num_places,), summed workloads where the rows are now
-    loads_planned: np.ndarray  # int64 (num_places,), under the plan, carried out or not
-    loads_after: np.ndarray  # int64 (num_places,), where the rows go
-    result_real_rows: np.ndarray  # int64 (num_places,), real rows that each place ends with
-    # int64 (6, steps), by the step in which a row is trained: rows and their tokens, those that change rank and theirs,
-    # those that leave their node and theirs.
-    moved: np.ndarray
-    # int64 (num_ranks,), or None for equal ones; with speeds `lower_bound` is of times, see `partition`.
-    speeds: np.ndarray | None = None
+    planned = cached_property(lambda plan: plan._of_rows(2))
+    # int64 (N,), the place that trains each row; equal to `gathered.home` if nobody moves.
+    destination = cached_property(lambda plan: plan._of_rows(3))
+    loads_before = cached_property(lambda plan: plan._of_places(3))  # int64 (num_places,), where the rows are now
+    loads_planned = cached_property(lambda plan: plan._of_places(4))  # the same under the plan, carried out or not
+    loads_after = cached_property(lambda plan: plan._of_places(5))  # the same where the rows go
+    result_real_rows = cached_property(lambda plan: plan._of_places(6))  # int64 (num_places,), that each ends with
+
+    def __init__(
+        self, head: Mapping[str, int], answer: np.ndarray, num_ranks: int, pads: bool, speeds: np.ndarray | None
+    ) -> None:
+        self.lower_bound, self.excess_tokens = head["bound"], head["excess_tokens"]
+        self.gated, self.changes, self.pads, self.speeds = bool(head["gated"]), bool(head["changes"]), pads, speeds
+        self._head, self._answer, self._num_places = head, answer, num_ranks * head["steps"]
+        self._known: GatheredRows | None = None
+        self._packed: tuple[np.ndarray, int, int] | None = None  # words, keys and kept columns
+
+    @cached_property
+    def gathered(self) -> GatheredRows:
+        """The rows that the plan is of."""
+        if self._known is not None:
+            return self._known
+        assert self._packed is not None  # noqa: S101  the rows are those of messages
+        words, keys, kept = self._packed
+        rows, real_rows, first = map(self._of_places, range(3))
+        of_rows = self._of_rows(0), self._of_rows(1)
+        return GatheredRows(rows, real_rows, *of_rows, self._head["steps"], words, first, keys, kept)
+
+    @cached_property
+    def moved(self) -> np.ndarray:
+        """int64 `(6, steps)`, rows and their tokens by the step in which they are trained.
+
+        All of them, then those that change rank, then those that leave their node.
+        """
+        first = len(core.SHUFFLE_HEAD) + 7 * self._num_places
+        return self._answer[first : first + 6 * self._head["steps"]].reshape(6, -1)
+
+    def _of_places(self, number: int) -> np.ndarray:
+        first = len(core.SHUFFLE_HEAD) + number * self._num_places
+        return self._answer[first : first + self._num_places]
+
+    def _of_rows(self, number: int) -> np.ndarray:
+        first = self._head["room"] + (number - 4) * self._head["num_rows"]
+        return self._answer[first : first + self._head["num_rows"]]
 
     @cached_property
     def moves(self) -> np.ndarray:
@@ -144,20 +179,18 @@ class ShufflePlan:
 
     def digest(self) -> int:
         """63 bits over the plan and what it was made from; equal on ranks that agree."""
-        return self.bits
+        return self._head["digest"]
 
-    @classmethod
-    def of(
-        cls, gathered: GatheredRows, destination: np.ndarray, lower_bound: int = 0, pads: bool = True
-    ) -> ShufflePlan:
+    @staticmethod
+    def of(gathered: GatheredRows, destination: np.ndarray, lower_bound: int = 0, pads: bool = True) -> ShufflePlan:
         """A plan that somebody else has made.
 
         Raises:
             ValueError: a destination that is no place.
         """
-        planner = ShufflePlanner(gathered.num_ranks, gathered.steps, pads=pads)
-        plan = planner.plan(gathered, destination)
-        return cls(**{**plan.__dict__, "lower_bound": lower_bound})
+        plan = ShufflePlanner(gathered.num_ranks, gathered.steps, pads=pads).plan(gathered, destination)
+        plan.lower_bound = lower_bound
+        return plan
 
 
 class ShufflePlanner:
@@ -280,8 +313,9 @@ class ShufflePlanner:
         if len(gathered.words) == given.num_ranks:
             given.words, given.stride, given.num_words = _rows_of_words(gathered.words)
         given.num_keys, given.num_kept = gathered.num_keys, gathered.num_kept
-        answer = self._answer(gathered)
-        return self._read(answer, gathered)
+        plan = self._read(self._answer(gathered))
+        plan._known = gathered
+        return plan
 
     def plan_messages(
         self, messages: np.ndarray, capacity: int, speeds: np.ndarray | None = None
@@ -309,8 +343,9 @@ class ShufflePlanner:
         head = self.head
         if not given.has_plan or not head["steps"] or head["other_steps"] or head["most_words"] > capacity:
             return None
-        header = MESSAGE_NUMBERS + BATCH_NUMBERS * given.steps
-        return self._read(answer, None, messages[:, header:])
+        plan = self._read(answer)
+        plan._packed = messages[:, MESSAGE_NUMBERS + BATCH_NUMBERS * given.steps :], given.num_keys, given.num_kept
+        return plan
 
     def _take_speeds(self, speeds: np.ndarray | None) -> None:
         number = self._arguments.num_ranks
@@ -339,37 +374,13 @@ class ShufflePlanner:
             self._room = max(self._room, room + room // 4)
             self._index_room = max(self._index_room, needed + needed // 4)
 
-    def _read(self, answer: np.ndarray, gathered: GatheredRows | None, words: np.ndarray | None = None) -> ShufflePlan:
-        """The plan in an answer, whose arrays lie one after another."""
+    def _read(self, answer: np.ndarray) -> ShufflePlan:
+        """The plan in an answer, whose arrays lie one after another; of the exchange, those between sums and rows."""
         given, head = self._arguments, self.head
-        steps, num_rows = head["steps"], head["num_rows"]
-        places, of_places = given.num_ranks * steps, len(core.SHUFFLE_HEAD)
-        of_steps, of_rows = of_places + 7 * places, head["room"] - 4 * num_rows
-        of_exchange = of_steps + 6 * steps
-        rows, real_rows, first, before, planned_loads, after, result_rows = answer[of_places:of_steps].reshape(7, -1)
-        workloads, tokens, planned, destination = answer[of_rows : head["room"]].reshape(4, -1)
-        self.exchange = answer[of_exchange:of_rows].tolist()
-        if gathered is None:
-            assert words is not None  # noqa: S101  the rows are those of messages
-            keys, kept = given.num_keys, given.num_kept
-            gathered = GatheredRows(rows, real_rows, workloads, tokens, steps, words, first, keys, kept)
-        return ShufflePlan(
-            gathered=gathered,
-            destination=destination,
-            planned=planned,
-            lower_bound=head["bound"],
-            gated=bool(head["gated"]),
-            excess_tokens=head["excess_tokens"],
-            pads=bool(given.pads),
-            bits=head["digest"],
-            changes=bool(head["changes"]),
-            loads_before=before,
-            loads_planned=planned_loads,
-            loads_after=after,
-            result_real_rows=result_rows,
-            moved=answer[of_steps:of_exchange].reshape(6, -1),
-            speeds=self._speeds,
-        )
+        if self._parts is not None:
+            first = len(core.SHUFFLE_HEAD) + (7 * given.num_ranks + 6) * head["steps"]
+            self.exchange = answer[first : head["room"] - 4 * head["num_rows"]].tolist()
+        return ShufflePlan(head, answer, given.num_ranks, bool(given.pads), self._speeds)
 
 
 def _rows_of_words(words: np.ndarray) -> tuple[int, int, int]:
