@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -90,7 +91,7 @@ class ShuffleSession:
         self._counted: np.ndarray | None = None  # the keys that count as tokens
         settle = functools.partial(slowest_of_peers, channel.generation, options.timeout / 2)
         self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds, settle)
-        self._pins = self._has_warned_of_end = False  # pinned are index arrays, where batches are trained on CUDA
+        self._pins = self._has_warned_of_end = False  # index arrays are pinned where batches are trained on CUDA
 
     @property
     def longest_wait(self) -> float:
@@ -128,28 +129,22 @@ class ShuffleSession:
         layout = self._layout = self._layout or self._agree(step, local)
         if layout is None:
             return PreparedShuffle()
+        self._require_padding(layout.schema)
         device = local[0].device
         self._pins = device is not None and device.type == "cuda" and self.channel.world_size > 1
         while True:
             with span("gather"):
                 messages = self._gather(step, layout.schema, local)
-            gathered = time.perf_counter()
             with span("plan"):
-                prepared = self._planned(step, local, layout, messages, started, gathered)
+                prepared = self._plan(step, local, layout, messages, (time.perf_counter() - started) * 1e3)
             if prepared is not None:
                 return prepared
 
-    def _planned(
-        self,
-        step: int,
-        local: Sequence[LocalRows],
-        layout: PayloadLayout,
-        messages: np.ndarray,
-        started: float,
-        gathered: float,
+    def _plan(
+        self, step: int, local: Sequence[LocalRows], layout: PayloadLayout, messages: np.ndarray, gather_ms: float
     ) -> PreparedShuffle | None:
         """What follows from the messages of all ranks; None if one had no room, and all gather again with more."""
-        schema, channel, options = layout.schema, self.channel, self._options
+        started, schema, channel, options = time.perf_counter(), layout.schema, self.channel, self._options
         plan, exchange, error = self._try_plan(messages, layout)
         other_steps, steps, most_words = self._header_of(messages, error)
         if most_words > self._capacity:
@@ -173,8 +168,8 @@ class ShuffleSession:
             stats_of_plan,
             plan,
             number,
-            gather_ms=(gathered - started) * 1e3,
-            plan_ms=(time.perf_counter() - gathered) * 1e3,
+            gather_ms=gather_ms,
+            plan_ms=(time.perf_counter() - started) * 1e3,
             bytes_sent=exchange.bytes_sent,
             ranks_per_node=options.ranks_per_node,
             units_per_ms=self._units_per_ms,
@@ -220,20 +215,11 @@ class ShuffleSession:
                         for index, (changes, *_) in enumerate(exchange.results)
                     ]
         if verify:
-            require_same_rows(
-                self.channel, self._rows_group, step, layout, before, results, unknown, on_main=self._window is None
-            )
+            require_same_rows(self.channel, step, layout, before, results, unknown, on_main=self._window is None)
         return results
 
     def send_rows(self, step: int, exchange: RowExchange, buffer: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
-        """Run the payload collective of a step, on the main thread; of a window, on the worker thread.
-
-        Host tensors are waited for while asking the store for failures; on a device the stream waits, the host does
-        not.
-
-        Raises:
-            RankMissingError: a rank did not take part, or has failed, with its message; so does every later call.
-        """
+        """Run the payload collective; host tensors are waited for here, on a device the stream waits alone."""
         assert self._rows_group is not None  # noqa: S101  rows move between at least two ranks
         with self.channel.collective(step, _EXCHANGE):
             on_host = sent.device.type == "cpu"
@@ -252,21 +238,17 @@ class ShuffleSession:
             generation, limit = self.channel.generation, options.timeout / 2
             _, error = attempt(lambda: require_equal_among_peers(calibration, generation, limit))
             local = [dataclasses.replace(local[0], error=local[0].error or error), *local[1:]]
-        # An error in the rows is raised by their gather.
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
-        own, _ = attempt(lambda: [self._table(each, counted) for each in local])
-        schema, most_words = agree_on_schema(
-            self.channel,
-            step,
-            options,
-            self._shuffler_type,
-            calibration,
-            self._window or 1,
-            self._token_features,
-            self._has_groups,
-            local,
-            sum(map(len, own or ())),
-        )
+        own, _ = attempt(lambda: [self._table(each, counted) for each in local])  # their gather raises an error in them
+        settings = {
+            "options": json.loads(options.to_json()),
+            "calibrations": None if calibration is None else dataclasses.asdict(calibration),
+            "shuffler": self._shuffler_type,
+            "window": self._window or 1,
+            "token_features": None if self._token_features is None else list(self._token_features),
+            "has_groups": self._has_groups,
+        }
+        schema, most_words = agree_on_schema(self.channel, step, settings, local, sum(map(len, own or ())))
         self._capacity = most_words + most_words // 4
         return None if schema is None else PayloadLayout.of(schema)
 
@@ -312,7 +294,7 @@ class ShuffleSession:
         try:
             planner = self._planner = self._planner or self._make_planner(layout)
             plan = planner.plan_messages(messages, self._capacity, self._speeds.to_plan_with)
-            return plan, None if plan is None else RowExchange.of(planner, layout, self.channel.world_size), None
+            return plan, None if plan is None else RowExchange.of(planner, layout), None
         except Exception as error:
             return None, None, error
 
@@ -348,7 +330,7 @@ class ShuffleSession:
         return self._table(local, self._counted)
 
     def _table(self, local: LocalRows, counted: np.ndarray) -> np.ndarray:
-        return _NO_WORDS if local.schema is None or self._options.mode == "off" else local.table(counted)
+        return local.table(counted) if local.schema and self._options.mode != "off" else _NO_WORDS
 
     def _require_rows_everywhere(self, schema: BatchSchema, plan: ShufflePlan) -> None:
         """Raise ValueError, on all ranks, if one would train no row of a batch that cannot state padding."""

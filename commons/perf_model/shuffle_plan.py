@@ -45,9 +45,8 @@ class GatheredRows:
     workloads: np.ndarray  # int64 (N,), place by place
     tokens: np.ndarray  # int64 (N,), what the rows weigh in memory and on the wire
     steps: int = 1  # batches of a rank that are planned together
-    words: np.ndarray = field(
-        default_factory=lambda: _nothing(0, 0)
-    )  # int64 (num_ranks, n): packed rows, then anything
+    # int64 (num_ranks, n): packed rows, then anything
+    words: np.ndarray = field(default_factory=lambda: _nothing(0, 0))
     first: np.ndarray = field(default_factory=lambda: _nothing(0))  # int64 (num_places,), where each block begins
     num_keys: int = 0  # columns of lengths
     num_kept: int = 0  # further columns: the fields that the host keeps, see `BaseBatch`
@@ -229,6 +228,7 @@ class ShufflePlanner:
         has_groups: whether the last kept column numbers the group of each row; rows of a group end in one place.
 
     Attributes:
+        num_ranks: as given.
         head: the first numbers of the last answer, see `core.SHUFFLE_HEAD`.
         exchange: the numbers of the last plan's exchange: regions (3), words to every rank and from every rank, by own
             batch the words of every part and of what aligns the next, by result whether it changes, its rows, its real
@@ -258,7 +258,7 @@ class ShufflePlanner:
         num_kept: int = 0,
         has_groups: bool = False,
     ) -> None:
-        self.head: dict[str, int] = {}
+        self.num_ranks, self.head = num_ranks, dict[str, int]()
         self.exchange: list[int] = []
         self.indices: Any = None
         self._parts, self._allocate = parts, allocate
@@ -305,13 +305,13 @@ class ShufflePlanner:
             arrays["destination"] = destination
         for name, array in arrays.items():
             setattr(given, name, core.address(array))
-        if len(gathered.rows) != given.num_ranks * given.steps or len(gathered.real_rows) != len(gathered.rows):
-            raise ValueError("a plan of rows: sizes do not match")
-        if len({len(arrays[name]) for name in ("workloads", "tokens", "destination") if name in arrays}) > 1:
+        of_rows = {len(arrays[name]) for name in ("workloads", "tokens", "destination") if name in arrays}
+        places = {self.num_ranks * given.steps, len(gathered.rows), len(gathered.real_rows)}
+        if len(of_rows) > 1 or len(places) > 1:
             raise ValueError("a plan of rows: sizes do not match")
         given.words, given.stride, given.num_words = None, 0, 0
         if len(gathered.words) == given.num_ranks:
-            given.words, given.stride, given.num_words = _rows_of_words(gathered.words)
+            given.words, given.stride, given.num_words = core.rows_of_words(gathered.words)
         given.num_keys, given.num_kept = gathered.num_keys, gathered.num_kept
         plan = self._read(self._answer(gathered))
         plan._known = gathered
@@ -338,7 +338,7 @@ class ShufflePlanner:
         given = self._arguments
         self._take_speeds(speeds)
         given.destination, given.capacity = None, capacity
-        given.messages, given.stride, given.num_words = _rows_of_words(messages)
+        given.messages, given.stride, given.num_words = core.rows_of_words(messages)
         answer = self._answer(None)
         head = self.head
         if not given.has_plan or not head["steps"] or head["other_steps"] or head["most_words"] > capacity:
@@ -348,9 +348,10 @@ class ShufflePlanner:
         return plan
 
     def _take_speeds(self, speeds: np.ndarray | None) -> None:
-        number = self._arguments.num_ranks
-        if speeds is not None and len(speeds) != number:
-            raise ValueError(f"speeds has {len(speeds)} entries, there are {number} ranks; each has one: match them")
+        if speeds is not None and len(speeds) != self.num_ranks:
+            raise ValueError(
+                f"speeds has {len(speeds)} entries, there are {self.num_ranks} ranks; each has one: match them"
+            )
         self._speeds, self._arguments.speeds = speeds, None if speeds is None else core.address(speeds)
 
     def _answer(self, gathered: GatheredRows | None) -> np.ndarray:
@@ -381,13 +382,6 @@ class ShufflePlanner:
             first = len(core.SHUFFLE_HEAD) + (7 * given.num_ranks + 6) * head["steps"]
             self.exchange = answer[first : head["room"] - 4 * head["num_rows"]].tolist()
         return ShufflePlan(head, answer, given.num_ranks, bool(given.pads), self._speeds)
-
-
-def _rows_of_words(words: np.ndarray) -> tuple[int, int, int]:
-    """Where int64 `(num_ranks, n)` lies, how far it is from row to row, and n; a row is in one piece."""
-    if words.dtype != np.int64 or words.ndim != 2 or (words.shape[1] > 1 and words.strides[1] != words.itemsize):
-        raise ValueError(f"words are {words.dtype} {words.shape}; ranks tell int64 (num_ranks, n): sizes do not match")
-    return core.address(words[0]), words.strides[0] // words.itemsize, words.shape[1]
 
 
 def plan_shuffle(gathered: GatheredRows, *, speeds: np.ndarray | None = None, **options: Any) -> ShufflePlan:

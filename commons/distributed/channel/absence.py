@@ -73,13 +73,13 @@ class Attendance:
     """A rank's time in one collective.
 
     Args:
-        step: number of the step or call; None where the name of the collective says all.
         what: the collective.
+        step: number of the step or call; None where the name of the collective says all.
         failed: key that is set once the channel has failed on any rank.
     """
 
-    def __init__(self, step: int | None, what: str, failed: str) -> None:
-        self._step, self._what = step, what
+    def __init__(self, what: str, step: int | None, failed: str) -> None:
+        self._what, self._step = what, step
         self._entered = self._seen = time.monotonic()
         self._still = 0.0
         self._failed = failed
@@ -125,9 +125,9 @@ class FailedChannel:
         self._key, self._members, self._failed_key = key, members, f"{key}/failed"
         self._records = StoreGather(key, members)
 
-    def attend(self, step: int | None, what: str) -> Attendance:
+    def attend(self, what: str, step: int | None = None) -> Attendance:
         """This rank's time in a collective, from now on."""
-        return Attendance(step, what, self._failed_key)
+        return Attendance(what, step, self._failed_key)
 
     def post(self, text: str) -> None:
         """Let all ranks that wait in the channel, now or later, know why this one will not come.
@@ -238,7 +238,7 @@ class NamedCollectives:
         Raises:
             RankMissingError: a rank did not take part in time, which is named, or has failed, with its message.
         """
-        attendance = self.failed.attend(step, what)
+        attendance = self.failed.attend(what, step)
         try:
             self._raise_known()
             while True:
@@ -261,7 +261,7 @@ class NamedCollectives:
     @contextlib.contextmanager
     def collective(self, step: int | None, what: str) -> Iterator[None]:
         """Around the call of a collective: if it fails, the error names the ranks that are missing."""
-        attendance = self.failed.attend(step, what)
+        attendance = self.failed.attend(what, step)
         try:
             self._is_issuing = True
             try:

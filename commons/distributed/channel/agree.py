@@ -259,18 +259,6 @@ class ControlChannel(NamedCollectives):
         self.wait(dist.all_to_all_single(result, source, group=self.control_group, async_op=True), step, what)
         return result.numpy()
 
-    def sum_over_ranks(self, numbers: torch.Tensor, group: dist.ProcessGroup | None, step: int, what: str) -> list[int]:
-        """Sums of int64 numbers `(n,)`, of the host or a device, over a group of this channel's; waits for a device.
-
-        Raises:
-            RankMissingError: a rank did not take part in time; names it.
-        """
-        if group is not None:
-            with self.collective(step, what):
-                work = dist.all_reduce(numbers, group=group, async_op=True)
-            self.wait(work, step, what, on_host=numbers.device.type == "cpu")
-        return numbers.tolist()
-
     @property
     def control_group(self) -> dist.ProcessGroup | None:
         """The gloo group over all ranks, for host tensors on the thread that uses the channel.

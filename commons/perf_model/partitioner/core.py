@@ -374,10 +374,18 @@ def _at(values: np.ndarray) -> int:
         return values.__array_interface__["data"][0]
 
 
+def rows_of_words(words: np.ndarray) -> tuple[int, int, int]:
+    """Where int64 `(num_ranks, n)` lies, the step from row to row, and n; ValueError unless rows are in one piece."""
+    is_table = words.dtype == np.int64 and words.ndim == 2 and words.strides[0] % 8 == 0
+    if not is_table or (words.shape[1] > 1 and words.strides[1] != 8):
+        raise ValueError(f"words are {words.dtype} {words.shape}; ranks tell int64 (num_ranks, n): sizes do not match")
+    return _at(words[0]) if len(words) else 0, words.strides[0] // 8, words.shape[1]
+
+
 def _table_arguments(table: GatheredRows) -> _TableArguments:
-    words, first, real_rows = table.words, _int64(table.first), _int64(table.real_rows)
-    fits = words.dtype == np.int64 and words.ndim == 2 and len(first) == len(real_rows)
-    if not fits or (words.shape[1] > 1 and words.strides[1] != 8) or words.strides[0] % 8:
+    first, real_rows, num_ranks = _int64(table.first), _int64(table.real_rows), len(table.words)
+    if len(first) != len(real_rows):
         raise ValueError("a gathered table: sizes do not match")
-    sizes = (len(words), words.strides[0] // 8, words.shape[1], len(first), table.num_columns)
-    return _TableArguments(_at(words), _at(first), _at(real_rows), *sizes)
+    where, stride, num_words = rows_of_words(table.words)
+    sizes = (num_ranks, stride, num_words, len(first), table.num_columns)
+    return _TableArguments(where, _at(first), _at(real_rows), *sizes)
