@@ -23,14 +23,18 @@ class SchemasDifferError(ValueError):
 
 
 def agree_on_schema(
-    channel: ControlChannel, step: int, settings: Mapping[str, Any], local: Sequence[LocalRows], words: int
+    channel: ControlChannel,
+    step: int,
+    settings: Callable[[], dict[str, Any]],
+    local: Sequence[LocalRows],
+    words: int,
 ) -> tuple[BatchSchema | None, int]:
     """Compare settings and schemas over the ranks; a rank without data learns the schema.
 
     Args:
         channel: the ranks.
         step: number of the step.
-        settings: what all ranks have alike, as JSON holds it; their versions are added.
+        settings: gives what all ranks have alike, as JSON holds it; their versions are added.
         local: what this rank brings, its batches in order; a single entry without a schema for none.
         words: what it has to say of its rows.
 
@@ -43,14 +47,14 @@ def agree_on_schema(
         KeyError: a rank without a batch does not know the type of the others'.
         Exception: a rank could not describe its batch; its error, on every rank.
     """
-    versions = {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__}
-    own = local[0].schema
-    text, problem = attempt(lambda: "" if own is None else json.dumps(own.to_json()))
-    # An error comes first: it may be why settings differ.
+    own, versions = local[0].schema, {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__}
+    # Whatever goes wrong here, the others are waiting for it. An error of the rows may be why settings differ.
+    said, problem = attempt(lambda: (settings(), "" if own is None else json.dumps(own.to_json())))
     error = next((each.error for each in local if each.error is not None), None) or problem
-    options = None if error else {**settings, "versions": versions}
+    compared, text = said or ({}, "")
+    options = None if error else compared | {"versions": versions}
     most_words = int(channel.agree("shuffle", options, error, [words], step).max())
-    texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text or "", step)) if text}
+    texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text, step)) if text}
     if not texts:
         return None, 0
     # A type of another rank's batch may not be imported here; then this rank alone fails.

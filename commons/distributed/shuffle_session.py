@@ -25,13 +25,13 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
 from commons.distributed.peer_calibration import require_equal_among_peers, slowest_of_peers
 from commons.distributed.rank_speeds import RankSpeeds, StepTimes
+from commons.distributed.row_costs import RowCosts
 from commons.distributed.row_exchange import RowExchange
 from commons.distributed.schema_agreement import agree_on_schema
 from commons.distributed.shuffle_handle import PreparedShuffle
 from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
 from commons.distributed.verification import checksums_of_all, require_same_rows
-from commons.perf_model.calibration import CalibratedTask
 from commons.perf_model.partitioner.core import address
 from commons.perf_model.shuffle_plan import BATCH_NUMBERS, MESSAGE_NUMBERS, ShufflePlan, ShufflePlanner
 from commons.sequence_batch.schema import BatchSchema
@@ -53,12 +53,11 @@ class ShuffleSession:
         channel: the ranks.
         options: of the shuffler.
         shuffler_type: name of its class.
-        calibrated: turns workloads into times; None where they are operations.
-        token_features: keys that count as tokens; None for all but the labels'.
-        has_groups: whether the rows of a batch have groups.
+        costs: what the shuffler says of rows.
         step_times: of this rank's own work, which travel with the comparison of plans, and what follows from all.
         window: most batches of a rank that are planned together. Given, rows are exchanged on the host, by the worker
             thread and over the group that it plans with; None: batch by batch, over a group of their own.
+        only_device: where all batches of the group lie; None where only a batch can tell.
     """
 
     def __init__(
@@ -66,19 +65,16 @@ class ShuffleSession:
         channel: ControlChannel,
         options: ShufflerOptions,
         shuffler_type: str,
-        *,
-        calibrated: CalibratedTask | None = None,
-        token_features: tuple[str, ...] | None = None,
-        has_groups: bool = False,
+        costs: RowCosts,
         step_times: StepTimes,
+        *,
         window: int | None = None,
+        only_device: torch.device | None = None,
     ) -> None:
-        self.channel = channel
-        self.steps = 0
+        self.channel, self.only_device, self.steps = channel, only_device, 0
         self._options, self._shuffler_type, self._window = options, shuffler_type, window
-        self._calibrated, self._token_features = calibrated, token_features
-        self._has_groups = has_groups
-        self._units_per_ms = None if calibrated is None else calibrated.units_per_ms
+        self._calibrated, self._token_features = costs.calibrated, costs.token_features
+        self._has_groups = costs.has_groups
         on_host = window is not None
         self._rows_group = channel.control_group if on_host else channel.payload_group
         has_all_to_all = on_host or channel.has_all_to_all
@@ -172,7 +168,7 @@ class ShuffleSession:
             plan_ms=(time.perf_counter() - started) * 1e3,
             bytes_sent=exchange.bytes_sent,
             ranks_per_node=options.ranks_per_node,
-            units_per_ms=self._units_per_ms,
+            units_per_ms=None if self._calibrated is None else self._calibrated.units_per_ms,
             lookups=reports[:, 3:],
             speeds=self._speeds.look(number, reports),
         )
@@ -235,19 +231,22 @@ class ShuffleSession:
         """The layout of the batches of all ranks, which have compared their settings; None if no rank has a batch."""
         options, calibration = self._options, None if self._calibrated is None else self._calibrated.calibration
         if options.calibration is not None and options.mode != "off":
-            generation, limit = self.channel.generation, options.timeout / 2
-            _, error = attempt(lambda: require_equal_among_peers(calibration, generation, limit))
+            among = self.channel.generation, options.timeout / 2
+            _, error = attempt(lambda: require_equal_among_peers(calibration, *among))
             local = [dataclasses.replace(local[0], error=local[0].error or error), *local[1:]]
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
         own, _ = attempt(lambda: [self._table(each, counted) for each in local])  # their gather raises an error in them
-        settings = {
-            "options": json.loads(options.to_json()),
-            "calibrations": None if calibration is None else dataclasses.asdict(calibration),
-            "shuffler": self._shuffler_type,
-            "window": self._window or 1,
-            "token_features": None if self._token_features is None else list(self._token_features),
-            "has_groups": self._has_groups,
-        }
+
+        def settings() -> dict[str, Any]:
+            return {
+                "options": json.loads(options.to_json()),
+                "calibrations": None if calibration is None else dataclasses.asdict(calibration),
+                "shuffler": self._shuffler_type,
+                "window": self._window or 1,
+                "token_features": None if self._token_features is None else list(self._token_features),
+                "has_groups": self._has_groups,
+            }
+
         schema, most_words = agree_on_schema(self.channel, step, settings, local, sum(map(len, own or ())))
         self._capacity = most_words + most_words // 4
         return None if schema is None else PayloadLayout.of(schema)
@@ -262,7 +261,6 @@ class ShuffleSession:
 
     def _make_planner(self, layout: PayloadLayout) -> ShufflePlanner:
         """Plans every batch of the run."""
-        options = self._options
 
         def allocate(size: int) -> tuple[torch.Tensor, int]:
             if self._pins:
@@ -274,10 +272,10 @@ class ShuffleSession:
         return ShufflePlanner(
             self.channel.world_size,
             self._window or 1,
-            **options.plan_arguments(),
-            carry_out=options.mode == "balance",
+            **self._options.plan_arguments(),
+            carry_out=self._options.mode == "balance",
             pads=layout.schema.states_padding,
-            has_plan=options.mode != "off",
+            has_plan=self._options.mode != "off",
             parts=layout.table,
             rank=self.channel.rank,
             all_gather=self._all_gather,
