@@ -53,18 +53,14 @@ def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
 
 
 def checksums(batch: Any, layout: PayloadLayout) -> torch.Tensor:
-    """int64 `(parts + 1,)`: per part the sum over real rows, and last the sum over whole rows."""
+    """int64 `(parts + 1,)` on the host: per part the sum over real rows, and last the sum over whole rows."""
     rows, real = row_counts(batch)
     if not layout.parts or real == 0:
-        return torch.zeros(len(layout.parts) + 1, dtype=torch.int64, device=_device(batch, layout))
+        return torch.zeros(len(layout.parts) + 1, dtype=torch.int64)
     hashes = torch.stack([_part_hashes(part, batch, rows)[:real] for part in layout.parts])  # (parts, real)
     order = torch.arange(1, len(layout.parts) + 1, device=hashes.device)
     whole = _mix((hashes * _mix(order)[:, None]).sum(dim=0))
-    return torch.cat([hashes.sum(dim=1), whole.sum().unsqueeze(0)])
-
-
-def _device(batch: Any, layout: PayloadLayout) -> torch.device:
-    return layout.parts[0].tensor_of(batch).device if layout.parts else torch.device("cpu")
+    return torch.cat([hashes.sum(dim=1), whole.sum().unsqueeze(0)]).cpu()
 
 
 def checksums_of_all(batches: Sequence[Any], layout: PayloadLayout) -> torch.Tensor:
@@ -97,13 +93,13 @@ def require_same_rows(
         RuntimeError: the shuffle has changed or mixed rows, or a checksum failed on any rank; on all ranks.
         RankMissingError: a rank did not take part in time.
     """
-    after, problem = attempt(lambda: checksums_of_all(results, layout).cpu())
+    after, problem = attempt(lambda: checksums_of_all(results, layout))
     # The last number counts the ranks whose checksum failed.
     numbers = np.zeros(len(layout.parts) + 2, dtype=np.int64)
     if before is None or after is None:
         numbers[-1] = 1
     else:
-        numbers[:-1] = (after - before.cpu()).numpy()
+        numbers[:-1] = (after - before).numpy()
     gather = channel.gather_on_main if on_main else channel.gather
     *wrong, failed = gather(numbers, step, "comparison of checksums").sum(axis=0).tolist()
     if failed:
