@@ -215,7 +215,7 @@ class ShuffleSession:
         return results
 
     def send_rows(self, step: int, exchange: RowExchange, buffer: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
-        """Run the payload collective; host tensors are waited for here, on a device the stream waits alone."""
+        """Run the payload collective; host tensors are waited for here, on a device only the stream waits."""
         assert self._rows_group is not None  # noqa: S101  rows move between at least two ranks
         with self.channel.collective(step, _EXCHANGE):
             on_host = sent.device.type == "cpu"

@@ -16,7 +16,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -256,7 +256,7 @@ class NamedCollectives:
                     if failed or self._known_failure() is not None:
                         raise _FailedElsewhereError from None
         except BaseException as error:
-            self._raise_failed(attendance, error)
+            raise self._failure_after(attendance, error) from None  # torch's text may bring forty lines of C++
 
     @contextlib.contextmanager
     def collective(self, step: int | None, what: str) -> Iterator[None]:
@@ -271,7 +271,7 @@ class NamedCollectives:
                 self._is_issuing = False
             self._raise_known()  # an aborted collective may return as if all were well
         except BaseException as error:
-            self._raise_failed(attendance, error)
+            raise self._failure_after(attendance, error) from None  # torch's text may bring forty lines of C++
 
     @contextlib.contextmanager
     def failures_posted(self, step: int, what: str) -> Iterator[None]:
@@ -291,12 +291,12 @@ class NamedCollectives:
             text = f"rank {dist.get_rank()} failed in the {_place(step, what)}: {': '.join(describe_error(error))}"
             self.failed.post(" ".join(text.split()))
 
-    def _raise_failed(self, attendance: Attendance, error: BaseException) -> NoReturn:
-        """Raise what has ended this rank's time in a collective, with the ranks that are missing."""
+    def _failure_after(self, attendance: Attendance, error: BaseException) -> BaseException:
+        """The error to raise for one that has ended this rank's time in a collective: it names who is missing."""
         self._intact = False  # an interrupt too leaves the ranks at different places
         if not isinstance(error, RuntimeError) and self._known_failure() is None:
-            raise error
-        raise self._fail(attendance, error) from None  # torch's text may bring forty lines of C++
+            return error
+        return self._fail(attendance, error)
 
     def _raise_known(self) -> None:
         if (known := self._known_failure()) is not None:
