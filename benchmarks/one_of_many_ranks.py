@@ -93,7 +93,7 @@ def planned_exchange(
     exchange: dict[str, Any] = {"parts": layout.table, "rank": rank, "all_gather": all_gather, "allocate": allocate}
     planner = ShufflePlanner(gathered.num_ranks, gathered.steps, **exchange)
     planner.plan(gathered, destination)
-    return RowExchange.of(planner, layout, gathered.num_ranks)
+    return RowExchange.of(planner, layout)
 
 
 class _HeardError(Exception):

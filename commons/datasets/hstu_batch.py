@@ -6,6 +6,7 @@ has one action per item. Contextual features describe the user and stand in fron
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -171,13 +172,8 @@ class HSTUBatch(BaseBatch):
 
     def contextual_lengths(self) -> torch.Tensor:
         """Contextual tokens per row: int64 `(batch_size,)`, on the batch's device; nothing is read back from it."""
-        lengths, column_of = self._lengths_by_key(), {key: column for column, key in enumerate(self.features.keys())}
-        runs: list[list[int]] = []  # of neighbouring keys: a list of columns would be copied to the device
-        for column in sorted(column_of[name] for name in self.contextual_feature_names):
-            if runs and column == runs[-1][1]:
-                runs[-1][1] += 1
-            else:
-                runs.append([column, column + 1])
+        lengths = self._lengths_by_key()
+        runs = _runs_of_columns(tuple(self.features.keys()), tuple(self.contextual_feature_names))
         sums = [lengths[first:stop].sum(0, dtype=torch.int64) for first, stop in runs]
         return sum(sums[1:], sums[0]) if sums else lengths.new_zeros(self.batch_size, dtype=torch.int64)
 
@@ -279,6 +275,18 @@ class HSTUBatch(BaseBatch):
             num_candidates=num_candidates,
         )
         return batch.to(torch.device(device))
+
+
+@functools.lru_cache(maxsize=16)
+def _runs_of_columns(keys: tuple[str, ...], names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """First column and last + 1 of neighbouring ones, of some keys: a list of them would be copied to the device."""
+    runs: list[tuple[int, int]] = []
+    for column in sorted(keys.index(name) for name in names):
+        if runs and column == runs[-1][1]:
+            runs[-1] = runs[-1][0], column + 1
+        else:
+            runs.append((column, column + 1))
+    return runs
 
 
 def real_rows_of(batch_size: int, actual_batch_size: int | None) -> int:

@@ -159,7 +159,8 @@ class ShuffleEngine:
     ) -> ShuffleHandle:
         """Describe a batch and let the worker thread gather and plan; see `start_shuffle` of the shuffler."""
         self._require_open()
-        session, device = self._session(pg_group), self._device_of(pg_group)
+        session = self._session(pg_group)
+        device = self._device or session.only_device
         problem = error or self.costs.problem(device)
         if batch is None or problem is not None:
             local = LocalRows(device=device, error=problem)
@@ -236,11 +237,8 @@ class ShuffleEngine:
             RuntimeError: the shuffler is closed.
         """
         self._require_open()
-        session, device, shuffler = (
-            self._session(pg_group, reader.window),
-            self._device_of(pg_group),
-            self.costs.shuffler,
-        )
+        session, shuffler = self._session(pg_group, reader.window), self.costs.shuffler
+        device = self._device or session.only_device
         problem, step = self.costs.problem(device), session.next_step()
 
         def describe(batch: Any) -> LocalRows:
@@ -363,20 +361,15 @@ class ShuffleEngine:
                 channel,
                 self._options,
                 self._shuffler_type,
-                calibrated=self.costs.calibrated,
-                token_features=self.costs.token_features,
-                has_groups=self.costs.has_groups,
-                step_times=self.step_times,
+                self.costs,
+                self.step_times,
                 window=window,
+                only_device=only_device(key[0]),
             )
         return session
 
     def _group(self, pg_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return resolve_process_group(pg_group if pg_group is not None else self._pg_group)
-
-    def _device_of(self, pg_group: dist.ProcessGroup | None) -> torch.device | None:
-        """Where batches are trained, as far as that is known."""
-        return self._device or only_device(self._group(pg_group))
 
 
 def _abandon(workers: list[DaemonWorker], channels: _Channels) -> None:

@@ -12,13 +12,12 @@ import torch
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.core import encode_rows
 from commons.perf_model.partitioner.inputs import as_groups
-from commons.perf_model.shuffle_plan import MESSAGE_NUMBERS
 from commons.sequence_batch.fields import Path, path_name, require_dataclass, require_sum
 from commons.sequence_batch.open_batch import open_batch, require_no_grad, require_one_device, row_counts
 from commons.sequence_batch.schema import BatchSchema
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: one is made per batch
 class LocalRows:
     """One rank's batch at one step: what it tells the others, and what tells it from other batches."""
 
@@ -159,17 +158,14 @@ def message_of(
         header: numbers of the header.
         capacity: words that there is room for.
     """
-    message = np.empty(header + capacity, dtype=np.int64)
-    message[:header] = 0
-    message[:MESSAGE_NUMBERS] = (step, sum(each.schema is not None for each in local))
-    given = ((each, words) for each, words in zip(local, tables) if each.schema is not None)
-    counts = [count for each, words in given for count in (each.rows, each.real_rows, len(words))]
-    message[MESSAGE_NUMBERS : MESSAGE_NUMBERS + len(counts)] = counts
-    at = header
-    for words in tables:
-        message[at : at + len(words)] = words[: max(0, len(message) - at)]
-        at += len(words)
-    message[at:] = 0
+    message, numbers, at = np.zeros(header + capacity, dtype=np.int64), [step, 0], header
+    for each, words in zip(local, tables):
+        if each.schema is not None:
+            numbers[1] += 1
+            numbers += (each.rows, each.real_rows, len(words))
+            message[at : at + len(words)] = words[: max(0, len(message) - at)]
+            at += len(words)
+    message[: len(numbers)] = numbers
     return message
 
 

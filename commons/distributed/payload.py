@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -123,11 +122,11 @@ class PayloadLayout:
         return sum(part.num_segments for part in self.parts)
 
     @cached_property
-    def lookups(self) -> list[slice]:
-        """The keys of every jagged field whose values are embedding lookups."""
-        counts = [len(field.keys) for field in self.schema.jagged]
-        ends = zip(accumulate(counts), counts, self.schema.jagged)
-        return [slice(end - count, end) for end, count, field in ends if field.is_lookup]
+    def lookups(self) -> list[tuple[int, int]]:
+        """Number of every part whose entries are embedding lookups, and the words of an entry."""
+        paths = {field.path for field in self.schema.jagged if field.is_lookup}
+        parts = enumerate(self.parts)
+        return [(number, part.words) for number, part in parts if part.path in paths and not part.weights]
 
     @cached_property
     def table(self) -> np.ndarray:

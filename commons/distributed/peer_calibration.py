@@ -46,14 +46,12 @@ def require_equal_among_peers(calibration: Calibration | None, generation: int, 
             f"{timeout:g} s; all of them must shuffle alike: see the log there"
         )
     digests = gather.read(peers)
-    unreadable = [rank for rank in peers if digests[rank] == _UNREADABLE]
-    if unreadable:
+    if unreadable := [rank for rank in peers if digests[rank] == _UNREADABLE]:
         raise ValueError(
             f"ranks {unreadable} of the tensor-parallel group {peers} have no usable calibration; peers must make the "
             "same plan: see their message, and copy one file to all machines"
         )
-    differing = [rank for rank in peers if digests[rank] != digests[peers[0]]]
-    if differing:
+    if differing := [rank for rank in peers if digests[rank] != digests[peers[0]]]:
         raise ValueError(
             f"ranks {differing} have another calibration than rank {peers[0]} of their tensor-parallel group; peers "
             "must make the same plan: copy one file to all machines"

@@ -122,21 +122,21 @@ class RankSpeeds:
         self._steps += 1
         return *self._times.take(), self._own
 
-    def look(self, step: int, busy_ns: np.ndarray, loads: np.ndarray, speeds: np.ndarray) -> dict[str, Any]:
+    def look(self, step: int, reports: np.ndarray) -> dict[str, Any]:
         """Take the reports of the ranks.
 
         Args:
             step: number of the step with which they came.
-            busy_ns: int64 `(num_ranks,)`, nanoseconds of each rank's own work; 0 where it has not reported any.
-            loads: int64 `(num_ranks,)`, of the rows that it worked on.
-            speeds: int64 `(num_ranks,)`.
+            reports: int64 `(num_ranks, n)`, whose first columns are what `report` gives of each: nanoseconds of its own
+                work, 0 where it has not reported any; the load of the rows that it worked on; and its speed.
 
         Returns:
             `rank_speeds`, `speeds` and `speed_saving` of ShuffleStats.
         """
         found: dict[str, Any] = {}
+        busy_ns, loads = reports[:, 0], reports[:, 1]
         if self._control is not None:
-            speeds = np.ascontiguousarray(speeds)  # a column of the table
+            speeds = np.ascontiguousarray(reports[:, 2])
             self._control.speeds, self._times.speeds = speeds, speeds.tolist()
             if self._option == "measured":
                 self.to_plan_with = None if (speeds == speeds[0]).all() else speeds

@@ -29,7 +29,8 @@ class RowCosts:
     def __init__(self, shuffler: BaseTaskBalancedBatchShuffler, has_groups: bool) -> None:
         self.has_groups = has_groups
         self.calibrated: CalibratedTask | None = None  # turns operations into times; None where they stay operations
-        self._options = shuffler.options
+        self._mode = shuffler.options.mode
+        self._file = None if self._mode == "off" else shuffler.options.calibration
         self._shuffler = weakref.ref(shuffler)
         self._error: Exception | None = None
         self._checked_device: torch.device | None = None
@@ -51,7 +52,7 @@ class RowCosts:
 
     def calibrate(self, task: AttentionTask) -> AttentionTask | CalibratedTask:
         """See `BaseTaskBalancedBatchShuffler.calibrated`."""
-        if not self._wants_calibration:
+        if self._file is None:
             return task
         try:
             self.calibrated = CalibratedTask(task, load_calibration(self._file))
@@ -62,11 +63,11 @@ class RowCosts:
 
     def problem(self, device: torch.device | None) -> Exception | None:
         """Why the workloads are not the measured ones of `options.calibration`, on the device if it is known."""
-        if not self._wants_calibration:
+        if self._file is None:
             return None
         if self.calibrated is None and self._error is None:
             return ValueError(
-                f"calibration is {self._options.calibration!r}, but {type(self.shuffler).__name__} does not compute "
+                f"calibration is {self._file!r}, but {type(self.shuffler).__name__} does not compute "
                 "its workloads with self.calibrated(task); its costs stay as they are: remove the option, or use "
                 "calibrated() in its constructor"
             )
@@ -85,21 +86,20 @@ class RowCosts:
             batch: on the host, or on its device.
             device: where it is trained; None if that is not known yet.
         """
-        mode = self._options.mode
         try:
             register_type(type(batch))
             with span("workload"):
-                get_costs = None if mode == "off" else self._costs
-                return LocalRows.of(batch, device, get_costs, moves=mode == "balance", known=self._known)
+                get_costs = None if self._mode == "off" else self._costs
+                return LocalRows.of(batch, device, get_costs, moves=self._mode == "balance", known=self._known)
         except Exception as error:
             return LocalRows(device=device, error=error)
 
     def _costs(self, batch: Any, schema: BatchSchema) -> tuple[Any, Any]:
         """The workloads and the groups of a batch; None for no groups."""
-        keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
-        unknown = [name for name in self.token_features or () if name not in keys]
-        if unknown:
-            raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
+        if names := self.token_features:
+            keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
+            if unknown := [name for name in names if name not in keys]:
+                raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
         try:
             return self.shuffler.get_workloads(batch), self.shuffler.get_groups(batch) if self.has_groups else None
         except KeyError as error:
@@ -111,14 +111,6 @@ class RowCosts:
             raise KeyError(
                 f"get_workloads asks for {asked!r}; the batch's keys are {keys}: correct get_workloads"
             ) from error
-
-    @property
-    def _wants_calibration(self) -> bool:
-        return self._options.calibration is not None and self._options.mode != "off"
-
-    @property
-    def _file(self) -> str:
-        return self._options.calibration or ""
 
     def _refused(self, error: Exception) -> ValueError:
         return ValueError(f"calibration {self._file!r}: {error}")

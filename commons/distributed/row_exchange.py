@@ -38,7 +38,7 @@ from commons.sequence_batch.jagged import permute_segments
 from commons.sequence_batch.open_batch import replace_rows
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RowExchange:
     """What one rank does to carry out a plan; sizes are in words."""
 
@@ -58,22 +58,22 @@ class RowExchange:
     indices: torch.Tensor  # the host array, pinned where the batches are trained on CUDA
 
     @classmethod
-    def of(cls, planner: ShufflePlanner, layout: PayloadLayout, num_ranks: int) -> RowExchange:
+    def of(cls, planner: ShufflePlanner, layout: PayloadLayout) -> RowExchange:
         """This rank's part of the plan that a planner has just made; called on the worker thread."""
-        head, numbers, num_parts, steps = planner.head, planner.exchange, len(layout.parts), planner.head["steps"]
-        splits, own = 3 + num_ranks, 3 + 2 * num_ranks
-        first, own_size, size = own + steps * (num_parts + 1), num_parts + 1, 3 + num_parts + layout.schema.num_keys
-        results = [numbers[first + step * size :][:size] for step in range(steps)]
+        head, numbers, steps, num_ranks = planner.head, planner.exchange, planner.head["steps"], planner.num_ranks
+        own, own_size = 3 + 2 * num_ranks, len(layout.parts) + 1
+        first, size = own + steps * own_size, 2 + own_size + layout.schema.num_keys
+        results = [numbers[at : at + size] for at in range(first, first + steps * size, size)]
         return cls(
-            layout=layout,
-            moves=bool(head["moves"]),
-            block_words=head["block_words"],
-            sent_words=head["sent_words"],
-            segments=(head["own_segments"], head["buffer_segments"], head["sent_segments"]),
+            layout,
+            bool(head["moves"]),
+            head["block_words"],
+            head["sent_words"],
+            (head["own_segments"], head["buffer_segments"], head["sent_segments"]),
             regions=numbers[:3],
-            input_splits=numbers[3:splits],
-            output_splits=numbers[splits:own],
-            own_parts=[numbers[own + step * own_size :][:own_size] for step in range(steps)],
+            input_splits=numbers[3 : 3 + num_ranks],
+            output_splits=numbers[3 + num_ranks : own],
+            own_parts=[numbers[at : at + own_size] for at in range(own, first, own_size)],
             results=results,
             rows_before=[0, *accumulate(result[1] for result in results)],
             indices=planner.indices[: head["index_room"]],
@@ -94,8 +94,7 @@ class RowExchange:
     @property
     def lookups(self) -> list[int]:
         """By batch that the rank trains, values of its KeyedJaggedTensors but the labels."""
-        lengths = [result[3 + len(self.layout.parts) :] for result in self.results]
-        return [sum(sum(of_keys[keys]) for keys in self.layout.lookups) for of_keys in lengths]
+        return [sum(result[3 + part] // words for part, words in self.layout.lookups) for result in self.results]
 
     def pack(self, batches: Sequence[Any]) -> tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor]:
         """Make the buffer of batches, and pack the rows that leave them.

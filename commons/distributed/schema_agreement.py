@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.errors import attempt
 from commons.distributed.local_rows import LocalRows
-from commons.distributed.options import ShufflerOptions
-from commons.perf_model.calibration import Calibration
 from commons.perf_model.partitioner.core import SOURCES
 from commons.sequence_batch.schema import BatchSchema
 from commons.version import __version__
@@ -28,12 +25,7 @@ class SchemasDifferError(ValueError):
 def agree_on_schema(
     channel: ControlChannel,
     step: int,
-    options: ShufflerOptions,
-    shuffler_type: str,
-    calibration: Calibration | None,
-    window: int,
-    token_features: tuple[str, ...] | None,
-    has_groups: bool,
+    settings: Callable[[], dict[str, Any]],
     local: Sequence[LocalRows],
     words: int,
 ) -> tuple[BatchSchema | None, int]:
@@ -42,12 +34,7 @@ def agree_on_schema(
     Args:
         channel: the ranks.
         step: number of the step.
-        options: of the shuffler.
-        shuffler_type: name of its class.
-        calibration: what its workloads are measured with, if anything.
-        window: most batches of a rank that are planned together.
-        token_features: keys that count as tokens; None for all but the labels'.
-        has_groups: whether its rows have groups.
+        settings: gives what all ranks have alike, as JSON holds it; their versions are added.
         local: what this rank brings, its batches in order; a single entry without a schema for none.
         words: what it has to say of its rows.
 
@@ -60,22 +47,13 @@ def agree_on_schema(
         KeyError: a rank without a batch does not know the type of the others'.
         Exception: a rank could not describe its batch; its error, on every rank.
     """
-    # An error comes first: it may be why settings differ.
-    settings, text, error = None, "", next((each.error for each in local if each.error is not None), None)
-    try:
-        settings = {
-            "options": json.loads(options.to_json()),
-            "calibrations": None if calibration is None else dataclasses.asdict(calibration),
-            "shuffler": shuffler_type,
-            "window": window,
-            "token_features": None if token_features is None else list(token_features),
-            "has_groups": has_groups,
-            "versions": {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__},
-        }
-        text = "" if local[0].schema is None else json.dumps(local[0].schema.to_json())
-    except Exception as caught:  # whatever it is, the others are waiting for it
-        error = error or caught
-    most_words = int(channel.agree("shuffle", None if error else settings, error, [words], step).max())
+    own, versions = local[0].schema, {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__}
+    # Whatever goes wrong here, the others are waiting for it. An error of the rows may be why settings differ.
+    said, problem = attempt(lambda: (settings(), "" if own is None else json.dumps(own.to_json())))
+    error = next((each.error for each in local if each.error is not None), None) or problem
+    compared, text = said or ({}, "")
+    options = None if error else compared | {"versions": versions}
+    most_words = int(channel.agree("shuffle", options, error, [words], step).max())
     texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text, step)) if text}
     if not texts:
         return None, 0

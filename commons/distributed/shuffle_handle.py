@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PreparedShuffle:
     """What the worker hands to `finish_shuffle`."""
 
@@ -141,7 +143,7 @@ class ShuffleHandle:
     def carried_out(self, prepared: PreparedShuffle, exchange_ms: float) -> None:
         """Note that the rows are where they are trained, after so many milliseconds of the main thread."""
         describe, wait_ms = prepared.describe, self.wait_ms
-        self.read_stats = _MadeOnce(lambda: describe()[0].carried_out(wait_ms, exchange_ms))
+        self.read_stats = functools.cache(lambda: describe()[0].carried_out(wait_ms, exchange_ms))
 
     def follow(self, copied: Any) -> None:
         """Go on with a copy of the batch, or with the empty batch of a rank that brought none."""
@@ -163,7 +165,8 @@ class ShuffleHandle:
         self.session.channel.require_own_process()
         # In short waits, counted: a process that was stopped for long gives its worker time to say who was missing.
         for _ in range(math.ceil(self.session.longest_wait / _LOOK_SECONDS)):
-            if self._future.done() or concurrent.futures.wait([self._future], _LOOK_SECONDS).done:
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self._future.exception(_LOOK_SECONDS)
                 return
         raise RuntimeError(
             f"step {self.step} is not planned after {self.session.longest_wait:.0f} s, though no rank is waited for so "
@@ -202,12 +205,7 @@ class ShuffleHandle:
             return False
         try:
             rows, sizes = schema.rows_of(batch), schema.sizes(schema.row_tensors(batch))
-        except (
-            AttributeError,
-            LookupError,
-            TypeError,
-            RuntimeError,
-        ):  # a row field that this batch does not have, or of another kind
+        except (AttributeError, LookupError, TypeError, RuntimeError):  # a field that it lacks, or of another kind
             return False
         if rows != local.rows or getattr(batch, "actual_batch_size", None) not in (None, local.real_rows):
             return False
@@ -226,20 +224,6 @@ class ShuffleHandle:
             return identity == id(self._batch)
         pairs = list(zip(schema.row_tensors(self._batch), schema.row_tensors(batch)))
         return pairs[0][0].device != pairs[0][1].device or all(a.data_ptr() == b.data_ptr() for a, b in pairs)
-
-
-class _MadeOnce:
-    """Stats that are made when they are first read; the plan that they are made of is kept until then."""
-
-    def __init__(self, make: Callable[[], ShuffleStats]) -> None:
-        self._make: Callable[[], ShuffleStats] | None = make
-        self._stats: ShuffleStats | None = None
-
-    def __call__(self) -> ShuffleStats | None:
-        make = self._make
-        if make is not None:
-            self._stats, self._make = make(), None
-        return self._stats
 
 
 def no_stats() -> ShuffleStats | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -24,13 +25,14 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.payload import PayloadLayout
 from commons.distributed.peer_calibration import require_equal_among_peers, slowest_of_peers
 from commons.distributed.rank_speeds import RankSpeeds, StepTimes
+from commons.distributed.row_costs import RowCosts
 from commons.distributed.row_exchange import RowExchange
 from commons.distributed.schema_agreement import agree_on_schema
 from commons.distributed.shuffle_handle import PreparedShuffle
 from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
 from commons.distributed.verification import checksums_of_all, require_same_rows
-from commons.perf_model.calibration import CalibratedTask
+from commons.perf_model.partitioner.core import address
 from commons.perf_model.shuffle_plan import BATCH_NUMBERS, MESSAGE_NUMBERS, ShufflePlan, ShufflePlanner
 from commons.sequence_batch.schema import BatchSchema
 
@@ -51,12 +53,11 @@ class ShuffleSession:
         channel: the ranks.
         options: of the shuffler.
         shuffler_type: name of its class.
-        calibrated: turns workloads into times; None where they are operations.
-        token_features: keys that count as tokens; None for all but the labels'.
-        has_groups: whether the rows of a batch have groups.
+        costs: what the shuffler says of rows.
         step_times: of this rank's own work, which travel with the comparison of plans, and what follows from all.
         window: most batches of a rank that are planned together. Given, rows are exchanged on the host, by the worker
             thread and over the group that it plans with; None: batch by batch, over a group of their own.
+        only_device: where all batches of the group lie; None where only a batch can tell.
     """
 
     def __init__(
@@ -64,19 +65,16 @@ class ShuffleSession:
         channel: ControlChannel,
         options: ShufflerOptions,
         shuffler_type: str,
-        *,
-        calibrated: CalibratedTask | None = None,
-        token_features: tuple[str, ...] | None = None,
-        has_groups: bool = False,
+        costs: RowCosts,
         step_times: StepTimes,
+        *,
         window: int | None = None,
+        only_device: torch.device | None = None,
     ) -> None:
-        self.channel = channel
-        self.steps = 0
+        self.channel, self.only_device, self.steps = channel, only_device, 0
         self._options, self._shuffler_type, self._window = options, shuffler_type, window
-        self._calibrated, self._token_features = calibrated, token_features
-        self._has_groups = has_groups
-        self._units_per_ms = None if calibrated is None else calibrated.units_per_ms
+        self._calibrated, self._token_features = costs.calibrated, costs.token_features
+        self._has_groups = costs.has_groups
         on_host = window is not None
         self._rows_group = channel.control_group if on_host else channel.payload_group
         has_all_to_all = on_host or channel.has_all_to_all
@@ -89,7 +87,7 @@ class ShuffleSession:
         self._counted: np.ndarray | None = None  # the keys that count as tokens
         settle = functools.partial(slowest_of_peers, channel.generation, options.timeout / 2)
         self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds, settle)
-        self._pins = self._has_warned_of_end = False  # pinned are index arrays, where batches are trained on CUDA
+        self._pins = self._has_warned_of_end = False  # index arrays are pinned where batches are trained on CUDA
 
     @property
     def longest_wait(self) -> float:
@@ -127,19 +125,27 @@ class ShuffleSession:
         layout = self._layout = self._layout or self._agree(step, local)
         if layout is None:
             return PreparedShuffle()
-        schema, channel, device = layout.schema, self.channel, local[0].device
-        self._require_padding(schema)
-        self._pins = device is not None and device.type == "cuda" and channel.world_size > 1
+        self._require_padding(layout.schema)
+        device = local[0].device
+        self._pins = device is not None and device.type == "cuda" and self.channel.world_size > 1
         while True:
             with span("gather"):
-                messages = self._gather(step, schema, local)
-            gathered = time.perf_counter()
+                messages = self._gather(step, layout.schema, local)
             with span("plan"):
-                plan, exchange, error = self._try_plan(messages, layout)
-            other_steps, steps, most_words = self._header_of(messages, error)
-            if most_words <= self._capacity:
-                break
+                prepared = self._plan(step, local, layout, messages, (time.perf_counter() - started) * 1e3)
+            if prepared is not None:
+                return prepared
+
+    def _plan(
+        self, step: int, local: Sequence[LocalRows], layout: PayloadLayout, messages: np.ndarray, gather_ms: float
+    ) -> PreparedShuffle | None:
+        """What follows from the messages of all ranks; None if one had no room, and all gather again with more."""
+        started, schema, channel, options = time.perf_counter(), layout.schema, self.channel, self._options
+        plan, exchange, error = self._try_plan(messages, layout)
+        other_steps, steps, most_words = self._header_of(messages, error)
+        if most_words > self._capacity:
             self._capacity = most_words + most_words // 4  # which batches like these seldom outgrow
+            return None
         if other_steps:
             raise RuntimeError(
                 f"ranks are at steps {messages[:, 0].tolist()} ({channel.description}); every rank must call the "
@@ -147,24 +153,24 @@ class ShuffleSession:
             )
         if not steps or self._ends_early(schema, messages):
             return PreparedShuffle()
-        if self._options.mode == "off":
+        if options.mode == "off":
             rows_before = int(messages[: channel.rank, MESSAGE_NUMBERS : self._header : BATCH_NUMBERS].sum())
             return PreparedShuffle(schema, channel.rank, rows_before, steps)
-        with span("plan"):
-            reports = self._require_same_plan(step, steps, plan, exchange, local, error)
+        reports = self._require_same_plan(step, steps, plan, exchange, local, error)
         assert plan is not None and exchange is not None  # noqa: S101  the comparison raised the error
         self._require_rows_everywhere(schema, plan)
+        number = step * (self._window or 1)
         describe = functools.partial(
             stats_of_plan,
             plan,
-            step * (self._window or 1),
-            gather_ms=(gathered - started) * 1e3,
-            plan_ms=(time.perf_counter() - gathered) * 1e3,
+            number,
+            gather_ms=gather_ms,
+            plan_ms=(time.perf_counter() - started) * 1e3,
             bytes_sent=exchange.bytes_sent,
-            ranks_per_node=self._options.ranks_per_node,
-            units_per_ms=self._units_per_ms,
+            ranks_per_node=options.ranks_per_node,
+            units_per_ms=None if self._calibrated is None else self._calibrated.units_per_ms,
             lookups=reports[:, 3:],
-            speeds=self._speeds.look(step * (self._window or 1), *reports[:, :3].T),
+            speeds=self._speeds.look(number, reports),
         )
         return PreparedShuffle(schema, channel.rank, 0, steps, plan, exchange, describe)
 
@@ -205,20 +211,11 @@ class ShuffleSession:
                         for index, (changes, *_) in enumerate(exchange.results)
                     ]
         if verify:
-            require_same_rows(
-                self.channel, self._rows_group, step, layout, before, results, unknown, on_main=self._window is None
-            )
+            require_same_rows(self.channel, step, layout, before, results, unknown, on_main=self._window is None)
         return results
 
     def send_rows(self, step: int, exchange: RowExchange, buffer: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
-        """Run the payload collective of a step, on the main thread; of a window, on the worker thread.
-
-        Host tensors are waited for while asking the store for failures; on a device the stream waits, the host does
-        not.
-
-        Raises:
-            RankMissingError: a rank did not take part, or has failed, with its message; so does every later call.
-        """
+        """Run the payload collective; host tensors are waited for here, on a device only the stream waits."""
         assert self._rows_group is not None  # noqa: S101  rows move between at least two ranks
         with self.channel.collective(step, _EXCHANGE):
             on_host = sent.device.type == "cpu"
@@ -234,24 +231,23 @@ class ShuffleSession:
         """The layout of the batches of all ranks, which have compared their settings; None if no rank has a batch."""
         options, calibration = self._options, None if self._calibrated is None else self._calibrated.calibration
         if options.calibration is not None and options.mode != "off":
-            generation, limit = self.channel.generation, options.timeout / 2
-            _, error = attempt(lambda: require_equal_among_peers(calibration, generation, limit))
+            among = self.channel.generation, options.timeout / 2
+            _, error = attempt(lambda: require_equal_among_peers(calibration, *among))
             local = [dataclasses.replace(local[0], error=local[0].error or error), *local[1:]]
-        # An error in the rows is raised by their gather.
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
-        own, _ = attempt(lambda: [self._table(each, counted) for each in local])
-        schema, most_words = agree_on_schema(
-            self.channel,
-            step,
-            options,
-            self._shuffler_type,
-            calibration,
-            self._window or 1,
-            self._token_features,
-            self._has_groups,
-            local,
-            sum(map(len, own or ())),
-        )
+        own, _ = attempt(lambda: [self._table(each, counted) for each in local])  # their gather raises an error in them
+
+        def settings() -> dict[str, Any]:
+            return {
+                "options": json.loads(options.to_json()),
+                "calibrations": None if calibration is None else dataclasses.asdict(calibration),
+                "shuffler": self._shuffler_type,
+                "window": self._window or 1,
+                "token_features": None if self._token_features is None else list(self._token_features),
+                "has_groups": self._has_groups,
+            }
+
+        schema, most_words = agree_on_schema(self.channel, step, settings, local, sum(map(len, own or ())))
         self._capacity = most_words + most_words // 4
         return None if schema is None else PayloadLayout.of(schema)
 
@@ -265,19 +261,21 @@ class ShuffleSession:
 
     def _make_planner(self, layout: PayloadLayout) -> ShufflePlanner:
         """Plans every batch of the run."""
-        options = self._options
 
         def allocate(size: int) -> tuple[torch.Tensor, int]:
-            indices = torch.empty(size, dtype=torch.int64, pin_memory=self._pins)
-            return indices, indices.data_ptr()
+            if self._pins:
+                pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
+                return pinned, pinned.data_ptr()
+            indices = np.empty(size, dtype=np.int64)  # not torch.empty, which releases the GIL
+            return torch.from_numpy(indices), address(indices)
 
         return ShufflePlanner(
             self.channel.world_size,
             self._window or 1,
-            **options.plan_arguments(),
-            carry_out=options.mode == "balance",
+            **self._options.plan_arguments(),
+            carry_out=self._options.mode == "balance",
             pads=layout.schema.states_padding,
-            has_plan=options.mode != "off",
+            has_plan=self._options.mode != "off",
             parts=layout.table,
             rank=self.channel.rank,
             all_gather=self._all_gather,
@@ -294,7 +292,7 @@ class ShuffleSession:
         try:
             planner = self._planner = self._planner or self._make_planner(layout)
             plan = planner.plan_messages(messages, self._capacity, self._speeds.to_plan_with)
-            return plan, None if plan is None else RowExchange.of(planner, layout, self.channel.world_size), None
+            return plan, None if plan is None else RowExchange.of(planner, layout), None
         except Exception as error:
             return None, None, error
 
@@ -330,7 +328,7 @@ class ShuffleSession:
         return self._table(local, self._counted)
 
     def _table(self, local: LocalRows, counted: np.ndarray) -> np.ndarray:
-        return _NO_WORDS if local.schema is None or self._options.mode == "off" else local.table(counted)
+        return local.table(counted) if local.schema and self._options.mode != "off" else _NO_WORDS
 
     def _require_rows_everywhere(self, schema: BatchSchema, plan: ShufflePlan) -> None:
         """Raise ValueError, on all ranks, if one would train no row of a batch that cannot state padding."""

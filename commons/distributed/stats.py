@@ -182,9 +182,12 @@ def stats_of_plan(
         speeds: `rank_speeds`, `speeds` and `speed_saving`, as in the class.
     """
     steps, in_force = plan.gathered.steps, plan.speeds
-    befores, afters = _by_step(plan.loads_before, steps), _by_step(plan.loads_after, steps)
-    told = afters if plan.gated else _by_step(plan.loads_planned, steps)
-    largest_before, largest_told = ([_longest(loads, in_force) for loads in each] for each in (befores, told))
+    # By step, of every rank: places are rank · steps + step.
+    befores, afters, planned = (
+        each.reshape(-1, steps).T for each in (plan.loads_before, plan.loads_after, plan.loads_planned)
+    )
+    told = afters if plan.gated else planned
+    largest_before, largest_told = (times_of(each, in_force).max(axis=1).tolist() for each in (befores, told))
     before, after = sum(largest_before), sum(largest_told)
     looked_up = np.zeros((0, 2 * steps), dtype=np.int64) if lookups is None else lookups
     num_rows, num_tokens, rows_moved, tokens_moved, rows_crossed, tokens_crossed = plan.moved.tolist()
@@ -217,8 +220,8 @@ def stats_of_plan(
             exchange_ms=0.0,
             predicted_saving=(before - after) / before if before else 0.0,
             predicted_saving_ms=None if units_per_ms is None else (before - after) / units_per_ms / steps,
-            loads_before=tuple(befores[index]),
-            loads_after=tuple(afters[index]),
+            loads_before=tuple(befores[index].tolist()),
+            loads_after=tuple(afters[index].tolist()),
             lookups_before=tuple(looked_up[:, index].tolist()),
             lookups_after=tuple(looked_up[:, steps + index].tolist()),
             lookup_imbalance_before=imbalance(looked_up[:, index]),
@@ -227,15 +230,3 @@ def stats_of_plan(
         )
         for index in range(steps)
     )
-
-
-def _longest(loads: list[int], speeds: np.ndarray | None) -> int:
-    """The largest load; with speeds, the longest time, in loads of the fastest rank."""
-    of_ranks = loads if speeds is None else times_of(np.array(loads, dtype=np.int64), speeds).tolist()
-    return max(of_ranks, default=0)
-
-
-def _by_step(loads: np.ndarray, steps: int) -> list[list[int]]:
-    """Of every step the loads of the ranks; places are rank · steps + step. Short lists are faster than arrays."""
-    of_places = loads.tolist()
-    return [of_places[step::steps] for step in range(steps)]

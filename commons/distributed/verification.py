@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.errors import attempt
 from commons.distributed.payload import Part, PayloadLayout
 from commons.sequence_batch.fields import path_name
-from commons.sequence_batch.open_batch import batch_device, row_counts, value_at
+from commons.sequence_batch.open_batch import row_counts, value_at
 
 # Odd multipliers of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
@@ -53,18 +53,14 @@ def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
 
 
 def checksums(batch: Any, layout: PayloadLayout) -> torch.Tensor:
-    """int64 `(parts + 1,)`: per part the sum over real rows, and last the sum over whole rows."""
+    """int64 `(parts + 1,)` on the host: per part the sum over real rows, and last the sum over whole rows."""
     rows, real = row_counts(batch)
     if not layout.parts or real == 0:
-        return torch.zeros(len(layout.parts) + 1, dtype=torch.int64, device=_device(batch, layout))
+        return torch.zeros(len(layout.parts) + 1, dtype=torch.int64)
     hashes = torch.stack([_part_hashes(part, batch, rows)[:real] for part in layout.parts])  # (parts, real)
     order = torch.arange(1, len(layout.parts) + 1, device=hashes.device)
     whole = _mix((hashes * _mix(order)[:, None]).sum(dim=0))
-    return torch.cat([hashes.sum(dim=1), whole.sum().unsqueeze(0)])
-
-
-def _device(batch: Any, layout: PayloadLayout) -> torch.device:
-    return layout.parts[0].tensor_of(batch).device if layout.parts else torch.device("cpu")
+    return torch.cat([hashes.sum(dim=1), whole.sum().unsqueeze(0)]).cpu()
 
 
 def checksums_of_all(batches: Sequence[Any], layout: PayloadLayout) -> torch.Tensor:
@@ -74,7 +70,6 @@ def checksums_of_all(batches: Sequence[Any], layout: PayloadLayout) -> torch.Ten
 
 def require_same_rows(
     channel: ControlChannel,
-    group: dist.ProcessGroup | None,
     step: int,
     layout: PayloadLayout,
     before: torch.Tensor | None,
@@ -87,7 +82,6 @@ def require_same_rows(
 
     Args:
         channel: the ranks.
-        group: of the channel, on the device of the batches.
         step: number of the step or window.
         layout: the parts.
         before: `checksums_of_all` of the batches that this rank brought; None if it failed.
@@ -101,12 +95,13 @@ def require_same_rows(
     """
     after, problem = attempt(lambda: checksums_of_all(results, layout))
     # The last number counts the ranks whose checksum failed.
-    numbers = torch.zeros(len(layout.parts) + 2, dtype=torch.int64, device=batch_device(results[0]))
+    numbers = np.zeros(len(layout.parts) + 2, dtype=np.int64)
     if before is None or after is None:
         numbers[-1] = 1
     else:
-        numbers[:-1] = after - before
-    *wrong, failed = channel.sum_over_ranks(numbers, group, step, "comparison of checksums")
+        numbers[:-1] = (after - before).numpy()
+    gather = channel.gather_on_main if on_main else channel.gather
+    *wrong, failed = gather(numbers, step, "comparison of checksums").sum(axis=0).tolist()
     if failed:
         channel.raise_on_all(error or problem, step, on_main=on_main)
     damaged = [part for part, value in zip(layout.parts, wrong) if value]

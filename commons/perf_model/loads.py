@@ -17,12 +17,10 @@ def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndar
 
 def imbalance(loads: np.ndarray | list[int], speeds: np.ndarray | None = None) -> float:
     """Largest load divided by the mean, minus 1; 0.0 if there is no load. With speeds, the same of times_of()."""
-    of_ranks: list[int] = loads if isinstance(loads, list) else loads.tolist()
-    total = sum(of_ranks)
-    if not total:
-        return 0.0
-    largest = max(of_ranks) if speeds is None else int(times_of(np.array(of_ranks, np.int64), speeds).max())
-    return largest * ranks_of_fastest(len(of_ranks), speeds) / total - 1.0
+    loads = np.asarray(loads)
+    total = sum(loads.tolist())  # Python's integers do not overflow
+    largest = max(times_of(loads, speeds).tolist(), default=0)
+    return largest * ranks_of_fastest(len(loads), speeds) / total - 1.0 if total else 0.0
 
 
 def times_of(loads: np.ndarray, speeds: np.ndarray | None) -> np.ndarray:

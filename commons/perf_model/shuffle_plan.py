@@ -10,10 +10,9 @@ where a window of batches is, every rank has a place for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ def _nothing(*shape: int) -> np.ndarray:
     return np.zeros(shape, dtype=np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: one is made per batch, and a frozen one takes several times as long
 class GatheredRows:
     """What every rank knows of the global batch, or of a window of them, after the gather; `N` rows without padding.
 
@@ -46,9 +45,8 @@ class GatheredRows:
     workloads: np.ndarray  # int64 (N,), place by place
     tokens: np.ndarray  # int64 (N,), what the rows weigh in memory and on the wire
     steps: int = 1  # batches of a rank that are planned together
-    words: np.ndarray = field(
-        default_factory=lambda: _nothing(0, 0)
-    )  # int64 (num_ranks, n): packed rows, then anything
+    # int64 (num_ranks, n): packed rows, then anything
+    words: np.ndarray = field(default_factory=lambda: _nothing(0, 0))
     first: np.ndarray = field(default_factory=lambda: _nothing(0))  # int64 (num_places,), where each block begins
     num_keys: int = 0  # columns of lengths
     num_kept: int = 0  # further columns: the fields that the host keeps, see `BaseBatch`
@@ -96,32 +94,67 @@ class GatheredRows:
         return core.read_rows(self, rows, _LENGTHS_FROM + self.num_keys, self.num_kept)
 
 
-@dataclass(frozen=True)
 class ShufflePlan:
-    """Where every real row of the global batch, or of a window of them, is trained."""
+    """Where every real row of the global batch, or of a window of them, is trained.
 
-    gathered: GatheredRows
-    destination: np.ndarray  # int64 (N,), the place that trains each row; equal to `gathered.home` if nobody moves
+    Arrays are views of the core's answer, made when they are first read: the worker thread reads none.
+
+    Attributes:
+        lower_bound: no plan can have a smaller largest load; of a window, a smaller sum of them over its steps. With
+            speeds it is of times, see `partition`.
+        gated: a better plan was found, and its gain was below the gate.
+        excess_tokens: how far the fullest place exceeds the token cap; 0 where it is kept or there is none.
+        changes: whether any row changes its rank, or its step of a window.
+        pads: whether results are padded to the rows that a rank brought; False for batches that cannot state padding.
+        speeds: int64 `(num_ranks,)`, or None for equal ones.
+    """
+
     # int64 (N,), what balancing alone asks for: another plan where one was made and not carried out, in mode "observe"
     # or for a gain below the gate.
-    planned: np.ndarray
-    lower_bound: int  # no plan can have a smaller largest load; of a window, a smaller sum of them over its steps
-    gated: bool  # a better plan was found, and its gain was below the gate
-    excess_tokens: int  # how far the fullest place exceeds the token cap; 0 where it is kept or there is none
-    pads: (
-        bool  # whether results are padded to the rows that a rank brought; False for batches that cannot state padding
-    )
-    bits: int  # the digest
-    changes: bool  # whether any row changes its rank, or its step of a window
-    loads_before: np.ndarray  # int64 (num_places,), summed workloads where the rows are now
-    loads_planned: np.ndarray  # int64 (num_places,), under the plan, carried out or not
-    loads_after: np.ndarray  # int64 (num_places,), where the rows go
-    result_real_rows: np.ndarray  # int64 (num_places,), real rows that each place ends with
-    # int64 (6, steps), by the step in which a row is trained: rows and their tokens, those that change rank and theirs,
-    # those that leave their node and theirs.
-    moved: np.ndarray
-    # int64 (num_ranks,), or None for equal ones; with speeds `lower_bound` is of times, see `partition`.
-    speeds: np.ndarray | None = None
+    planned = cached_property(lambda plan: plan._of_rows(2))
+    # int64 (N,), the place that trains each row; equal to `gathered.home` if nobody moves.
+    destination = cached_property(lambda plan: plan._of_rows(3))
+    loads_before = cached_property(lambda plan: plan._of_places(3))  # int64 (num_places,), where the rows are now
+    loads_planned = cached_property(lambda plan: plan._of_places(4))  # the same under the plan, carried out or not
+    loads_after = cached_property(lambda plan: plan._of_places(5))  # the same where the rows go
+    result_real_rows = cached_property(lambda plan: plan._of_places(6))  # int64 (num_places,), that each ends with
+
+    def __init__(
+        self, head: Mapping[str, int], answer: np.ndarray, num_ranks: int, pads: bool, speeds: np.ndarray | None
+    ) -> None:
+        self.lower_bound, self.excess_tokens = head["bound"], head["excess_tokens"]
+        self.gated, self.changes, self.pads, self.speeds = bool(head["gated"]), bool(head["changes"]), pads, speeds
+        self._head, self._answer, self._num_places = head, answer, num_ranks * head["steps"]
+        self._known: GatheredRows | None = None
+        self._packed: tuple[np.ndarray, int, int] | None = None  # words, keys and kept columns
+
+    @cached_property
+    def gathered(self) -> GatheredRows:
+        """The rows that the plan is of."""
+        if self._known is not None:
+            return self._known
+        assert self._packed is not None  # noqa: S101  the rows are those of messages
+        words, keys, kept = self._packed
+        rows, real_rows, first = map(self._of_places, range(3))
+        of_rows = self._of_rows(0), self._of_rows(1)
+        return GatheredRows(rows, real_rows, *of_rows, self._head["steps"], words, first, keys, kept)
+
+    @cached_property
+    def moved(self) -> np.ndarray:
+        """int64 `(6, steps)`, rows and their tokens by the step in which they are trained.
+
+        All of them, then those that change rank, then those that leave their node.
+        """
+        first = len(core.SHUFFLE_HEAD) + 7 * self._num_places
+        return self._answer[first : first + 6 * self._head["steps"]].reshape(6, -1)
+
+    def _of_places(self, number: int) -> np.ndarray:
+        first = len(core.SHUFFLE_HEAD) + number * self._num_places
+        return self._answer[first : first + self._num_places]
+
+    def _of_rows(self, number: int) -> np.ndarray:
+        first = self._head["room"] + (number - 4) * self._head["num_rows"]
+        return self._answer[first : first + self._head["num_rows"]]
 
     @cached_property
     def moves(self) -> np.ndarray:
@@ -145,20 +178,18 @@ class ShufflePlan:
 
     def digest(self) -> int:
         """63 bits over the plan and what it was made from; equal on ranks that agree."""
-        return self.bits
+        return self._head["digest"]
 
-    @classmethod
-    def of(
-        cls, gathered: GatheredRows, destination: np.ndarray, lower_bound: int = 0, pads: bool = True
-    ) -> ShufflePlan:
+    @staticmethod
+    def of(gathered: GatheredRows, destination: np.ndarray, lower_bound: int = 0, pads: bool = True) -> ShufflePlan:
         """A plan that somebody else has made.
 
         Raises:
             ValueError: a destination that is no place.
         """
-        planner = ShufflePlanner(gathered.num_ranks, gathered.steps, pads=pads)
-        plan = planner.plan(gathered, destination)
-        return cls(**{**plan.__dict__, "lower_bound": lower_bound})
+        plan = ShufflePlanner(gathered.num_ranks, gathered.steps, pads=pads).plan(gathered, destination)
+        plan.lower_bound = lower_bound
+        return plan
 
 
 class ShufflePlanner:
@@ -197,6 +228,7 @@ class ShufflePlanner:
         has_groups: whether the last kept column numbers the group of each row; rows of a group end in one place.
 
     Attributes:
+        num_ranks: as given.
         head: the first numbers of the last answer, see `core.SHUFFLE_HEAD`.
         exchange: the numbers of the last plan's exchange: regions (3), words to every rank and from every rank, by own
             batch the words of every part and of what aligns the next, by result whether it changes, its rows, its real
@@ -226,7 +258,7 @@ class ShufflePlanner:
         num_kept: int = 0,
         has_groups: bool = False,
     ) -> None:
-        self.head: dict[str, int] = {}
+        self.num_ranks, self.head = num_ranks, dict[str, int]()
         self.exchange: list[int] = []
         self.indices: Any = None
         self._parts, self._allocate = parts, allocate
@@ -273,16 +305,17 @@ class ShufflePlanner:
             arrays["destination"] = destination
         for name, array in arrays.items():
             setattr(given, name, core.address(array))
-        if len(gathered.rows) != given.num_ranks * given.steps or len(gathered.real_rows) != len(gathered.rows):
-            raise ValueError("a plan of rows: sizes do not match")
-        if len({len(arrays[name]) for name in ("workloads", "tokens", "destination") if name in arrays}) > 1:
+        of_rows = {len(arrays[name]) for name in ("workloads", "tokens", "destination") if name in arrays}
+        places = {self.num_ranks * given.steps, len(gathered.rows), len(gathered.real_rows)}
+        if len(of_rows) > 1 or len(places) > 1:
             raise ValueError("a plan of rows: sizes do not match")
         given.words, given.stride, given.num_words = None, 0, 0
         if len(gathered.words) == given.num_ranks:
-            given.words, given.stride, given.num_words = _rows_of_words(gathered.words)
+            given.words, given.stride, given.num_words = core.rows_of_words(gathered.words)
         given.num_keys, given.num_kept = gathered.num_keys, gathered.num_kept
-        answer = self._answer(gathered)
-        return self._read(answer, gathered)
+        plan = self._read(self._answer(gathered))
+        plan._known = gathered
+        return plan
 
     def plan_messages(
         self, messages: np.ndarray, capacity: int, speeds: np.ndarray | None = None
@@ -305,18 +338,20 @@ class ShufflePlanner:
         given = self._arguments
         self._take_speeds(speeds)
         given.destination, given.capacity = None, capacity
-        given.messages, given.stride, given.num_words = _rows_of_words(messages)
+        given.messages, given.stride, given.num_words = core.rows_of_words(messages)
         answer = self._answer(None)
         head = self.head
         if not given.has_plan or not head["steps"] or head["other_steps"] or head["most_words"] > capacity:
             return None
-        header = MESSAGE_NUMBERS + BATCH_NUMBERS * given.steps
-        return self._read(answer, None, messages[:, header:])
+        plan = self._read(answer)
+        plan._packed = messages[:, MESSAGE_NUMBERS + BATCH_NUMBERS * given.steps :], given.num_keys, given.num_kept
+        return plan
 
     def _take_speeds(self, speeds: np.ndarray | None) -> None:
-        number = self._arguments.num_ranks
-        if speeds is not None and len(speeds) != number:
-            raise ValueError(f"speeds has {len(speeds)} entries, there are {number} ranks; each has one: match them")
+        if speeds is not None and len(speeds) != self.num_ranks:
+            raise ValueError(
+                f"speeds has {len(speeds)} entries, there are {self.num_ranks} ranks; each has one: match them"
+            )
         self._speeds, self._arguments.speeds = speeds, None if speeds is None else core.address(speeds)
 
     def _answer(self, gathered: GatheredRows | None) -> np.ndarray:
@@ -340,49 +375,13 @@ class ShufflePlanner:
             self._room = max(self._room, room + room // 4)
             self._index_room = max(self._index_room, needed + needed // 4)
 
-    def _read(self, answer: np.ndarray, gathered: GatheredRows | None, words: np.ndarray | None = None) -> ShufflePlan:
-        """The plan in an answer, whose arrays lie one after another."""
+    def _read(self, answer: np.ndarray) -> ShufflePlan:
+        """The plan in an answer, whose arrays lie one after another; of the exchange, those between sums and rows."""
         given, head = self._arguments, self.head
-        num_ranks, steps, num_rows = given.num_ranks, head["steps"], head["num_rows"]
-        places, exchange_room = num_ranks * steps, 0
         if self._parts is not None:
-            exchange_room = 3 + 2 * num_ranks + steps * (2 * given.num_parts + 4 + given.num_keys)
-        sizes = (len(core.SHUFFLE_HEAD), 7 * places, 6 * steps, exchange_room, 4 * num_rows)
-        _, of_places, of_steps, of_exchange, of_rows = (
-            answer[end - size : end] for end, size in zip(accumulate(sizes), sizes)
-        )
-        rows, real_rows, first, before, planned_loads, after, result_rows = of_places.reshape(7, places)
-        moved = of_steps.reshape(6, steps)
-        self.exchange = of_exchange.tolist()
-        workloads, tokens, planned, destination = of_rows.reshape(4, num_rows)
-        if gathered is None:
-            assert words is not None  # noqa: S101  the rows are those of messages
-            keys = {"num_keys": given.num_keys, "num_kept": given.num_kept}
-            gathered = GatheredRows(rows, real_rows, workloads, tokens, steps, words, first, **keys)
-        return ShufflePlan(
-            gathered=gathered,
-            destination=destination,
-            planned=planned,
-            lower_bound=head["bound"],
-            gated=bool(head["gated"]),
-            excess_tokens=head["excess_tokens"],
-            pads=bool(given.pads),
-            bits=head["digest"],
-            changes=bool(head["changes"]),
-            loads_before=before,
-            loads_planned=planned_loads,
-            loads_after=after,
-            result_real_rows=result_rows,
-            moved=moved,
-            speeds=self._speeds,
-        )
-
-
-def _rows_of_words(words: np.ndarray) -> tuple[int, int, int]:
-    """Where int64 `(num_ranks, n)` lies, how far it is from row to row, and n; a row is in one piece."""
-    if words.dtype != np.int64 or words.ndim != 2 or (words.shape[1] > 1 and words.strides[1] != words.itemsize):
-        raise ValueError(f"words are {words.dtype} {words.shape}; ranks tell int64 (num_ranks, n): sizes do not match")
-    return words.__array_interface__["data"][0], words.strides[0] // words.itemsize, words.shape[1]
+            first = len(core.SHUFFLE_HEAD) + (7 * given.num_ranks + 6) * head["steps"]
+            self.exchange = answer[first : head["room"] - 4 * head["num_rows"]].tolist()
+        return ShufflePlan(head, answer, given.num_ranks, bool(given.pads), self._speeds)
 
 
 def plan_shuffle(gathered: GatheredRows, *, speeds: np.ndarray | None = None, **options: Any) -> ShufflePlan:

@@ -282,25 +282,32 @@ class AttentionTask(ABC):
         given = lengths, targets, contextual
         if any(isinstance(part, torch.Tensor) and part.device.type != "cpu" for part in given):
             return
-        lengths, targets, contextual = (np.atleast_1d(np.asarray(part)) for part in given)
-        if lengths.size == 0:
+        arrays = [np.asarray(part) for part in given]
+        if arrays[0].size == 0:
             return
-        for name, what, part in zip(_COUNTS, ("a length", "a count", "a count"), (lengths, targets, contextual)):
-            if part.min() < 0:
-                raise ValueError(f"{name} holds {part.min()}; {what} cannot be negative: correct it")
-        for name, parts in (("targets", targets), ("targets and contextual tokens", targets + contextual)):
-            excess = parts - lengths
-            if parts.any() and excess.max() > 0:
-                row = int(excess.argmax())
-                raise ValueError(
-                    f"row {row} has {lengths[row] + excess[row]} {name} in {lengths[row]} tokens; {name} are among the "
-                    "tokens: give seqlen with all of them included"
-                )
-        longest = int(lengths.max())
+        counts = [array for array, part in zip(arrays[1:], given[1:]) if not _is_zero(part)]
+        if min(int(part.min()) for part in (arrays[0] - sum(counts) if counts else arrays[0], *counts)) < 0:
+            _refuse_counts(*map(np.atleast_1d, arrays))
+        longest = int(arrays[0].max())
         # In Python's integers, which do not overflow; no mask keeps more than all pairs.
         if self.forward_flops(longest, longest * longest) > _INT64_MAX:
             raise ValueError(
                 f"a row of {longest} tokens can cost more than 2**63 operations; workloads are int64: check seqlen"
+            )
+
+
+def _refuse_counts(lengths: np.ndarray, targets: np.ndarray, contextual: np.ndarray) -> None:
+    """Raise ValueError: a number is negative, or the tokens of a row are fewer than those that are counted in them."""
+    for name, what, part in zip(_COUNTS, ("a length", "a count", "a count"), (lengths, targets, contextual)):
+        if part.min() < 0:
+            raise ValueError(f"{name} holds {part.min()}; {what} cannot be negative: correct it")
+    for name, parts in (("targets", targets), ("targets and contextual tokens", targets + contextual)):
+        excess = parts - lengths
+        if excess.max() > 0:
+            row = int(excess.argmax())
+            raise ValueError(
+                f"row {row} has {lengths[row] + excess[row]} {name} in {lengths[row]} tokens; {name} are among the "
+                "tokens: give seqlen with all of them included"
             )
 
 

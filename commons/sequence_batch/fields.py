@@ -30,6 +30,8 @@ ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
 # By class, names of plain values that are each rank's own.
 _PER_RANK: dict[type, frozenset[str]] = {}
 
+_NO_VALUE = object()
+
 # Attribute of a batch that copies of it as a whole inherit, so that they can be told from other batches like it.
 IDENTITY = "__batch_identity__"
 
@@ -50,15 +52,15 @@ def batch_items(batch: Any) -> dict[str, Any]:
 
     Left out are fields without a value, names of Python itself, and what a cached_property has computed.
     """
-    items = {name: getattr(batch, name) for name in field_names(batch.__class__) if hasattr(batch, name)}
-    others = {
-        name: value
-        for name, value in getattr(batch, "__dict__", {}).items()
-        if name not in items
-        and not name.startswith("__")
-        and not isinstance(getattr(type(batch), name, None), functools.cached_property)
-    }
-    return items | dict(sorted(others.items())) if others else items
+    items = {}
+    for name in field_names(batch.__class__):
+        value = getattr(batch, name, _NO_VALUE)
+        if value is not _NO_VALUE:
+            items[name] = value
+    for name in sorted(getattr(batch, "__dict__", items).keys() - items.keys()):
+        if not name.startswith("__") and not isinstance(getattr(type(batch), name, None), functools.cached_property):
+            items[name] = batch.__dict__[name]
+    return items
 
 
 def make_batch(batch_type: type[B], items: Mapping[str, Any]) -> B:

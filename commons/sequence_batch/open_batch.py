@@ -261,8 +261,9 @@ def counts_rows(path: Path, value: Any, branches: Mapping[Path, Node]) -> bool:
 def text_of_plain(plain: Mapping[Path, Any]) -> str | None:
     """Plain values as a text that no others have, types included; None where they are more than scalars."""
     for value in plain.values():
-        keys_are_plain = type(value) is not dict or _SCALARS.issuperset(map(type, value))
-        if not keys_are_plain or not (type(value) in _SCALARS or _holds_scalars(value)):
+        if type(value) in _SCALARS:
+            continue
+        if not _holds_scalars(value) or (type(value) is dict and not _SCALARS.issuperset(map(type, value))):
             return None
     return repr(plain)
 

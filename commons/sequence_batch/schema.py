@@ -17,6 +17,7 @@ import torch
 
 from commons.sequence_batch.branches import Constant, describe
 from commons.sequence_batch.fields import (
+    ROW_COUNT_FIELDS,
     Path,
     RowField,
     can_state_padding,
@@ -137,7 +138,8 @@ class BatchSchema:
         leaves, plain, branches = opened
         own = per_rank_names(type(batch))
         facts = tuple(_facts_of_rows(path, value) for path, value in leaves.items())
-        plain = {path: value for path, value in plain.items() if not counts_rows(path, value, branches)}
+        counts = [path for path in plain if path[-1] in ROW_COUNT_FIELDS and counts_rows(path, plain[path], branches)]
+        plain = {path: value for path, value in plain.items() if path not in counts}
         key = None
         if known is not None and not branches and (text := text_of_plain(plain)) is not None:
             key = type(batch), own, facts, text

@@ -7,6 +7,7 @@ there are is known beforehand.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -169,7 +170,7 @@ def made(mistake: str | None) -> Iterator[None]:
 
 
 def unpinned(exchange: RowExchange) -> RowExchange:
-    return RowExchange(**{**exchange.__dict__, "indices": exchange.indices.clone()})
+    return dataclasses.replace(exchange, indices=exchange.indices.clone())
 
 
 def read_back(batch: Any) -> Any:

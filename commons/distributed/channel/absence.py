@@ -73,16 +73,22 @@ class Attendance:
     """A rank's time in one collective.
 
     Args:
-        place: the collective and its step, in messages.
+        what: the collective.
+        step: number of the step or call; None where the name of the collective says all.
         failed: key that is set once the channel has failed on any rank.
     """
 
-    def __init__(self, place: str, failed: str) -> None:
-        self.place = place
+    def __init__(self, what: str, step: int | None, failed: str) -> None:
+        self._what, self._step = what, step
         self._entered = self._seen = time.monotonic()
         self._still = 0.0
         self._failed = failed
         self._watch: KeyWatch | None = None  # made with the first look, which most collectives do without
+
+    @property
+    def place(self) -> str:
+        """The collective and its step, in messages."""
+        return _place(self._step, self._what)
 
     def has_failed_elsewhere(self) -> bool:
         """Whether another rank has given the channel up; called every POLL_SECONDS."""
@@ -116,12 +122,12 @@ class FailedChannel:
     """
 
     def __init__(self, key: str, members: Sequence[int]) -> None:
-        self._key, self._members = key, members
+        self._key, self._members, self._failed_key = key, members, f"{key}/failed"
         self._records = StoreGather(key, members)
 
-    def attend(self, place: str) -> Attendance:
+    def attend(self, what: str, step: int | None = None) -> Attendance:
         """This rank's time in a collective, from now on."""
-        return Attendance(place, f"{self._key}/failed")
+        return Attendance(what, step, self._failed_key)
 
     def post(self, text: str) -> None:
         """Let all ranks that wait in the channel, now or later, know why this one will not come.
@@ -130,7 +136,7 @@ class FailedChannel:
         """
         with contextlib.suppress(StoreUnavailableError):
             ask_store(lambda store: store.set(f"{self._key}/failure", text))
-            ask_store(lambda store: store.set(f"{self._key}/failed", "1"))
+            ask_store(lambda store: store.set(self._failed_key, "1"))
             if ends_with_rank() == dist.get_rank():
                 self._records.await_count("read", len(self._members) - 1, _READERS_SECONDS)
 
@@ -139,7 +145,7 @@ class FailedChannel:
         self._records.give_up()
         if dist.is_initialized():
             begin_asking(lambda store: store.set(f"{self._key}/failure", text))
-            begin_asking(lambda store: store.set(f"{self._key}/failed", "1"))
+            begin_asking(lambda store: store.set(self._failed_key, "1"))
 
     def who_is_missing(self, attendance: Attendance) -> Verdict:
         """Write this rank's record, wait for the others' and read; takes seconds, whatever the store does.
@@ -147,7 +153,7 @@ class FailedChannel:
         Raises:
             StoreUnavailableError: the store does not answer, or has ended.
         """
-        ask_store(lambda store: store.set(f"{self._key}/failed", "1"))
+        ask_store(lambda store: store.set(self._failed_key, "1"))
         self._records.write(attendance.record())
         missing: list[int] = []
         late: list[str] = []
@@ -232,7 +238,9 @@ class NamedCollectives:
         Raises:
             RankMissingError: a rank did not take part in time, which is named, or has failed, with its message.
         """
-        with self._named(step, what) as attendance:
+        attendance = self.failed.attend(what, step)
+        try:
+            self._raise_known()
             while True:
                 try:
                     if on_host:
@@ -247,11 +255,14 @@ class NamedCollectives:
                         return
                     if failed or self._known_failure() is not None:
                         raise _FailedElsewhereError from None
+        except BaseException as error:
+            raise self._failure_after(attendance, error) from None  # torch's text may bring forty lines of C++
 
     @contextlib.contextmanager
     def collective(self, step: int | None, what: str) -> Iterator[None]:
         """Around the call of a collective: if it fails, the error names the ranks that are missing."""
-        with self._named(step, what):
+        attendance = self.failed.attend(what, step)
+        try:
             self._is_issuing = True
             try:
                 self._raise_known()  # that another thread has set before it could see this one here
@@ -259,6 +270,8 @@ class NamedCollectives:
             finally:
                 self._is_issuing = False
             self._raise_known()  # an aborted collective may return as if all were well
+        except BaseException as error:
+            raise self._failure_after(attendance, error) from None  # torch's text may bring forty lines of C++
 
     @contextlib.contextmanager
     def failures_posted(self, step: int, what: str) -> Iterator[None]:
@@ -278,17 +291,12 @@ class NamedCollectives:
             text = f"rank {dist.get_rank()} failed in the {_place(step, what)}: {': '.join(describe_error(error))}"
             self.failed.post(" ".join(text.split()))
 
-    @contextlib.contextmanager
-    def _named(self, step: int | None, what: str) -> Iterator[Attendance]:
-        attendance = self.failed.attend(_place(step, what))
-        try:
-            self._raise_known()
-            yield attendance
-        except BaseException as error:  # an interrupt too leaves the ranks at different places
-            self._intact = False
-            if not isinstance(error, RuntimeError) and self._known_failure() is None:
-                raise
-            raise self._fail(attendance, error) from None  # torch's text may bring forty lines of C++
+    def _failure_after(self, attendance: Attendance, error: BaseException) -> BaseException:
+        """The error to raise for one that has ended this rank's time in a collective: it names who is missing."""
+        self._intact = False  # an interrupt too leaves the ranks at different places
+        if not isinstance(error, RuntimeError) and self._known_failure() is None:
+            return error
+        return self._fail(attendance, error)
 
     def _raise_known(self) -> None:
         if (known := self._known_failure()) is not None:

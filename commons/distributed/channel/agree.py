@@ -175,9 +175,11 @@ class ControlChannel(NamedCollectives):
         error = error or problem
         state = 0 if error is None else _FAILED if options is not None and problem is None else _OPTIONS_UNKNOWN
         last = 2 + len(numbers)
-        own = np.empty(max(last, 2 + room), dtype=np.int64)
-        own[0], own[1], own[2:last], own[last:] = state, digest, numbers, 0
+        own = np.zeros(max(last, 2 + room), dtype=np.int64)
+        own[0], own[1], own[2:last] = state, digest, numbers
         table = self.gather(own, step, call)
+        if not state and (table[:, :2] == own[:2]).all():
+            return table[:, 2:last]
         states = table[:, 0]
         # Different options come first: they often are why a rank has failed.
         if (table[:, 1] != digest).any() and not (states == _OPTIONS_UNKNOWN).any():
@@ -256,18 +258,6 @@ class ControlChannel(NamedCollectives):
         result = torch.empty_like(source)
         self.wait(dist.all_to_all_single(result, source, group=self.control_group, async_op=True), step, what)
         return result.numpy()
-
-    def sum_over_ranks(self, numbers: torch.Tensor, group: dist.ProcessGroup | None, step: int, what: str) -> list[int]:
-        """Sums of int64 numbers `(n,)`, of the host or a device, over a group of this channel's; waits for a device.
-
-        Raises:
-            RankMissingError: a rank did not take part in time; names it.
-        """
-        if group is not None:
-            with self.collective(step, what):
-                work = dist.all_reduce(numbers, group=group, async_op=True)
-            self.wait(work, step, what, on_host=numbers.device.type == "cpu")
-        return numbers.tolist()
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:

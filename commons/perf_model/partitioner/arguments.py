@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
-from commons.perf_model.partitioner.core import METHODS, PlanArguments, sum_at
+from commons.perf_model.partitioner.core import METHODS, PlanArguments, make_plan, sum_at
 from commons.perf_model.partitioner.inputs import INT64_MAX, as_groups, as_home, as_int64_workloads, as_slack, as_speeds
 
 # Rows and cells are counted in 32 bits.
@@ -77,11 +77,24 @@ def checked_arguments(
     )
 
 
-def refuse_sample_above_cap(given: PlanArguments) -> None:
-    """ValueError if a sample or group alone has more tokens than a partition may hold."""
-    tokens = given.arrays["tokens"]
-    if given.has_cap and tokens is not None:
+def plan_of(given: PlanArguments, best_effort: bool) -> tuple[np.ndarray, np.ndarray, int]:
+    """The plan, the loads and the bound of `core.make_plan`; ValueError for a cap not kept, unless by best effort."""
+    if given.num_rows == 0:
+        return np.empty(0, np.int64), np.zeros(given.num_parts * max(1, given.num_steps), np.int64), 0
+    tokens = None if best_effort or not given.has_cap else given.arrays["tokens"]
+    if tokens is not None:
         refuse_above_cap(tokens, given.arrays["groups"], given.max_tokens, "sample")
+    assignment, loads, bound, most_tokens = make_plan(given)
+    if tokens is not None and most_tokens > given.max_tokens:
+        parts = f"{given.num_parts} partitions"
+        if given.num_steps > 1:
+            parts = f"{given.num_steps} steps of {given.num_parts} ranks"
+        raise ValueError(
+            f"max_tokens is {given.max_tokens}, the best plan found holds {most_tokens} tokens in one partition, "
+            f"{most_tokens - given.max_tokens} more; {int(tokens.sum())} tokens do not fit {parts}: raise max_tokens, "
+            "use more partitions or fewer samples"
+        )
+    return assignment, loads, bound
 
 
 def refuse_above_cap(tokens: np.ndarray, groups: np.ndarray | None, limit: int, what: str) -> None:
@@ -101,18 +114,4 @@ def refuse_above_cap(tokens: np.ndarray, groups: np.ndarray | None, limit: int, 
         raise ValueError(
             f"group {int(numbers[largest])} has {int(of_groups[largest])} tokens in {int(sizes[largest])} {what}s, "
             f"max_tokens is {limit}; they stay together: raise max_tokens or make the group smaller"
-        )
-
-
-def refuse_plan_above_cap(given: PlanArguments, most_tokens: int) -> None:
-    """ValueError if a plan whose fullest partition holds `most_tokens` exceeds the cap."""
-    tokens, limit = given.arrays["tokens"], given.max_tokens
-    if given.has_cap and tokens is not None and most_tokens > limit:
-        parts = f"{given.num_parts} partitions"
-        if given.num_steps > 1:
-            parts = f"{given.num_steps} steps of {given.num_parts} ranks"
-        raise ValueError(
-            f"max_tokens is {limit}, the best plan found holds {most_tokens} tokens in one partition, "
-            f"{most_tokens - limit} more; {int(tokens.sum())} tokens do not fit {parts}: raise max_tokens, use more "
-            "partitions or fewer samples"
         )

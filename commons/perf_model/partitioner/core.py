@@ -8,6 +8,7 @@ have checked; what the core finds out of its range is a ValueError, and no memor
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,22 +248,21 @@ def encode_rows(
     if len(sums) != len(lengths):
         raise ValueError("encode_rows: sizes do not match")
     arrays: list[np.ndarray] = []
-    numbers: list[int] = []
+    numbers = array("q")
     num_columns = 2 + len(kept)
     for each, total in zip(lengths, sums):
         if each.ndim != 2 or each.shape[1] != rows:
             return None
         arrays.append(read := np.ascontiguousarray(each, None if each.dtype == np.int32 else np.int64))
-        numbers += (_at(read), len(read), total, read.itemsize)
+        numbers.extend((_at(read), len(read), total, read.itemsize))
         num_columns += len(read)
-    num_fields, num_kept, counts = len(lengths), len(kept), np.asarray(counted, np.int64)
     for each in kept:
         arrays.append(read := np.ascontiguousarray(each, np.int64))
         numbers.append(_at(read))
-    where = _at(given := np.array(numbers, np.int64))
+    counts, fields = np.asarray(counted, np.int64), numbers.buffer_info()[0]
     own = _OwnRows(
-        *(_at(_int64(workloads)), where, where + 4 * given.itemsize * num_fields, _at(counts)),
-        *(num_fields, num_kept, len(counts), rows, real_rows),
+        *(_at(_int64(workloads)), fields, fields + 4 * numbers.itemsize * len(lengths), _at(counts)),
+        *(len(lengths), len(kept), len(counts), rows, real_rows),
     )
     # Of every column a code of one byte, and at most eight bytes per row.
     words = np.empty((num_columns + 7) // 8 + num_columns * max(0, real_rows), np.int64)
@@ -341,20 +341,20 @@ def _call(name: str, *arguments: Any, numbers: int = FEW_NUMBERS + 1) -> None:
         raise MemoryError(message) if message == "out of memory" else ValueError(message)
 
 
-def address(array: np.ndarray) -> int:
+def address(values: np.ndarray) -> int:
     """Where an int64 array lies, for a structure; TypeError for another one."""
-    return _at(_int64(array, array.ndim))
+    return _at(_int64(values, values.ndim))
 
 
-def _int64(array: np.ndarray, dimensions: int = 1) -> np.ndarray:
+def _int64(values: np.ndarray, dimensions: int = 1) -> np.ndarray:
     """The array, which the core may read as it lies."""
-    is_array = isinstance(array, np.ndarray)
-    if not is_array or array.dtype != np.int64 or not array.flags.c_contiguous or array.ndim != dimensions:
-        what = f"{array.dtype} array of shape {array.shape}" if is_array else type(array).__name__
+    is_array = isinstance(values, np.ndarray)
+    if not is_array or values.dtype != np.int64 or not values.flags.c_contiguous or values.ndim != dimensions:
+        what = f"{values.dtype} array of shape {values.shape}" if is_array else type(values).__name__
         raise TypeError(
             f"the native core was given a {what}; it reads contiguous int64 arrays of {dimensions}-d: convert it"
         )
-    return array
+    return values
 
 
 def _total(counts: np.ndarray, otherwise: str) -> int:
@@ -367,17 +367,25 @@ def _total(counts: np.ndarray, otherwise: str) -> int:
     return total
 
 
-def _at(array: np.ndarray) -> int:
+def _at(values: np.ndarray) -> int:
     try:
-        return ctypes.addressof(_NOTHING.from_buffer(array))  # several times faster than array.ctypes
+        return ctypes.addressof(_NOTHING.from_buffer(values))  # several times faster than values.ctypes
     except TypeError:  # an array that may not be written to
-        return array.__array_interface__["data"][0]
+        return values.__array_interface__["data"][0]
+
+
+def rows_of_words(words: np.ndarray) -> tuple[int, int, int]:
+    """Where int64 `(num_ranks, n)` lies, the step from row to row, and n; ValueError unless rows are in one piece."""
+    is_table = words.dtype == np.int64 and words.ndim == 2 and words.strides[0] % 8 == 0
+    if not is_table or (words.shape[1] > 1 and words.strides[1] != 8):
+        raise ValueError(f"words are {words.dtype} {words.shape}; ranks tell int64 (num_ranks, n): sizes do not match")
+    return _at(words[0]) if len(words) else 0, words.strides[0] // 8, words.shape[1]
 
 
 def _table_arguments(table: GatheredRows) -> _TableArguments:
-    words, first, real_rows = table.words, _int64(table.first), _int64(table.real_rows)
-    fits = words.dtype == np.int64 and words.ndim == 2 and len(first) == len(real_rows)
-    if not fits or (words.shape[1] > 1 and words.strides[1] != 8) or words.strides[0] % 8:
+    first, real_rows, num_ranks = _int64(table.first), _int64(table.real_rows), len(table.words)
+    if len(first) != len(real_rows):
         raise ValueError("a gathered table: sizes do not match")
-    sizes = (len(words), words.strides[0] // 8, words.shape[1], len(first), table.num_columns)
-    return _TableArguments(_at(words), _at(first), _at(real_rows), *sizes)
+    where, stride, num_words = rows_of_words(table.words)
+    sizes = (num_ranks, stride, num_words, len(first), table.num_columns)
+    return _TableArguments(where, _at(first), _at(real_rows), *sizes)

@@ -8,21 +8,16 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
-from commons.perf_model.loads import ranks_of_fastest, times_of
-from commons.perf_model.partitioner import core
-from commons.perf_model.partitioner.arguments import (
-    checked_arguments,
-    refuse_plan_above_cap,
-    refuse_sample_above_cap,
-)
+from commons.perf_model.partitioner.arguments import checked_arguments, plan_of
+from commons.perf_model.partitioner.result import Dealt
 from commons.splitmix import GOLDEN, mix64
 
 _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grid:
-    """Which step and which rank trains each sample."""
+class Grid(Dealt):
+    """Which step and which rank trains each sample; `imbalance` and `optimality_gap` are of `sum_of_largest`."""
 
     step: np.ndarray  # int64 `(n,)`, the step of each sample, in `[0, steps)`
     assignment: np.ndarray  # int64 `(n,)`, the rank of each sample, in `[0, ranks)`
@@ -32,32 +27,7 @@ class Grid:
 
     def __repr__(self) -> str:
         steps, ranks = self.loads.shape
-        largest = "largest loads" if self.speeds is None else "largest times"
-        return (
-            f"Grid({len(self.step)} samples in {steps} steps of {ranks} ranks, {largest} "
-            f"{1 + self.imbalance:.5g} × the mean, {1 + self.optimality_gap:.5g} × the bound)"
-        )
-
-    @property
-    def sum_of_largest(self) -> int:
-        """Sum over the steps of the largest load, with speeds of the largest time: what the steps together take."""
-        return int(self.times.max(axis=1).sum())
-
-    @property
-    def times(self) -> np.ndarray:
-        """int64 `(steps, ranks)`, as in `Partition`; `loads` without speeds."""
-        return times_of(self.loads, self.speeds)
-
-    @property
-    def imbalance(self) -> float:
-        """That sum ÷ what it would be if all ranks were done at once − 1; 0.0 if there is no load."""
-        total = int(self.loads.sum())
-        return self.sum_of_largest * ranks_of_fastest(self.loads.shape[1], self.speeds) / total - 1.0 if total else 0.0
-
-    @property
-    def optimality_gap(self) -> float:
-        """That sum ÷ its lower bound − 1: at most this far from the optimum; 0.0 if there is no load."""
-        return self.sum_of_largest / self.lower_bound - 1.0 if self.lower_bound else 0.0
+        return f"Grid({self._summary(f'{len(self.step)} samples in {steps} steps of {ranks} ranks')})"
 
 
 def partition_grid(
@@ -148,14 +118,7 @@ def partition_grid(
     )
     num_steps = max(1, given.num_steps)
     order = shuffled(num_steps, as_count(seed, "seed", 0))
-    if given.num_rows == 0:
-        empty = np.empty(0, np.int64)
-        return Grid(empty, empty, np.zeros((num_steps, given.num_parts), np.int64), 0, given.speeds_of_parts)
-    if not best_effort:
-        refuse_sample_above_cap(given)
-    assignment, loads, bound, most_tokens = core.make_plan(given)
-    if not best_effort:
-        refuse_plan_above_cap(given, most_tokens)
+    assignment, loads, bound = plan_of(given, best_effort)
     rank, step = np.divmod(assignment, num_steps)
     loads, loaded = loads.reshape(given.num_parts, num_steps), given.arrays["home_step"]
     if loaded is None or not np.array_equal(step, loaded):

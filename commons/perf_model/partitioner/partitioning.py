@@ -8,11 +8,7 @@ import numpy as np
 
 from commons.checks import as_count
 from commons.perf_model.partitioner import core
-from commons.perf_model.partitioner.arguments import (
-    checked_arguments,
-    refuse_plan_above_cap,
-    refuse_sample_above_cap,
-)
+from commons.perf_model.partitioner.arguments import checked_arguments, plan_of
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 from commons.perf_model.partitioner.result import Partition
 
@@ -93,14 +89,7 @@ def partition(
         groups=groups,
         speeds=speeds,
     )
-    if given.num_rows == 0:
-        return Partition(np.empty(0, np.int64), np.zeros(given.num_parts, np.int64), 0, given.speeds_of_parts)
-    if not best_effort:
-        refuse_sample_above_cap(given)
-    assignment, loads, bound, most_tokens = core.make_plan(given)
-    if not best_effort:
-        refuse_plan_above_cap(given, most_tokens)
-    return Partition(assignment, loads, bound, given.speeds_of_parts)
+    return Partition(*plan_of(given, best_effort), given.speeds_of_parts)
 
 
 def refine(

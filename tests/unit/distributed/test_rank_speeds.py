@@ -18,7 +18,7 @@ def equal(num_ranks, first=0):
 
 
 def look(speeds, step, busy_ns, loads):
-    return speeds.look(step, np.asarray(busy_ns), np.asarray(loads), np.zeros(len(loads), np.int64))["rank_speeds"]
+    return speeds.look(step, np.stack([busy_ns, loads, np.zeros(len(loads), np.int64)], axis=1))["rank_speeds"]
 
 
 def steps_of(rng, ranks, balanced, steps):
@@ -123,7 +123,7 @@ class Group:
         """Steps with loads by the speeds in force; what the first rank's stats have of the last one."""
         for _ in range(steps):
             table = np.array([each.report() for each in self.ranks])
-            found = [each.look(self.step, *table.T) for each in self.ranks]
+            found = [each.look(self.step, table) for each in self.ranks]
             speeds = self.ranks[0].to_plan_with
             shares = np.ones(len(self.ranks)) if speeds is None else speeds / speeds.mean()
             loads = shares * 1e6 * self.rng.uniform(0.5, 1.5)

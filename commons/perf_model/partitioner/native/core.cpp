@@ -141,12 +141,17 @@ Weight encode(const OwnRows& own, Weight* words, Weight room) {
     for (Weight key = 0; key < field.keys; ++key) {
       const Weight* const of_key = lengths + key * own.rows;
       columns.push_back(of_key);
-      for (Weight row = 0; row < own.rows; ++row) {
-        if (of_key[row] < 0 || of_key[row] > field.sum - sum || (row >= own.real_rows && of_key[row] != 0)) {
-          return -1;
-        }
-        sum += of_key[row];
+      Weight bits = 0, padding = 0, total = 0;
+      for (Weight row = 0; row < own.rows; ++row) bits |= of_key[row];
+      for (Weight row = own.real_rows; row < own.rows; ++row) padding |= of_key[row];
+      if (bits < 0 || padding != 0) return -1;
+      for (Weight row = 0; row < own.real_rows; ++row) {
+        // Fewer than 2^31 numbers below 2^31 cannot overflow.
+        if (bits > INT32_MAX && of_key[row] > field.sum - sum - total) return -1;
+        total += of_key[row];
       }
+      if (total > field.sum - sum) return -1;
+      sum += total;
     }
     if (sum != field.sum) return -1;
   }

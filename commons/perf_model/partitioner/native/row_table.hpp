@@ -18,10 +18,10 @@ constexpr Byte kSameForAll = 16;
 // The columns are workload and tokens, then the lengths of every key, then what else the host keeps of a row.
 constexpr Weight kLengthsFrom = 2;
 
-// Bytes that hold all numbers of [least, most].
-inline Weight width_of(Weight least, Weight most) {
-  if (least < 0) return 8;
-  return most <= UINT8_MAX ? 1 : most <= UINT16_MAX ? 2 : most <= UINT32_MAX ? 4 : 8;
+// Bytes that hold numbers whose bits are these together.
+inline Weight width_of(Weight bits) {
+  if (bits < 0) return 8;
+  return bits <= UINT8_MAX ? 1 : bits <= UINT16_MAX ? 2 : bits <= UINT32_MAX ? 4 : 8;
 }
 
 template <typename Number>
@@ -45,9 +45,13 @@ inline Weights encode_columns(const std::vector<const Weight*>& columns, Weight 
   std::vector<Byte> codes;
   std::size_t bytes = columns.size();
   for (const Weight* const column : columns) {
-    const auto [least, most] = std::minmax_element(column, column + rows);
-    const Weight width = width_of(*least, *most);
-    const bool same = *least == *most;
+    Weight bits = 0, differ = 0;
+    for (Weight row = 0; row < rows; ++row) {
+      bits |= column[row];
+      differ |= column[row] ^ column[0];
+    }
+    const Weight width = width_of(bits);
+    const bool same = differ == 0;
     codes.push_back(static_cast<Byte>(width | (same ? kSameForAll : 0)));
     bytes += static_cast<std::size_t>(same ? width : width * rows);
   }
