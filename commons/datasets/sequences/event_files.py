@@ -1,34 +1,27 @@
-"""Parquet files of events as a stream of checked batches for an event store.
+"""A user's own parquet files as events in a store: types checked first, values by the query that reads them.
 
-Every file is read in small batches from front to back, also within a row group, so that memory does not depend on how
-large the files or their row groups are.
+A row is an event, or a user with lists of items, times and actions, which DuckDB unnests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import glob
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import duckdb
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from commons.datasets.sequences.event_columns import Action, EventColumns
+from commons.datasets.sequences.event_store import EventStore, sql_name, sql_text
 
-_EVENTS = 1 << 16
-_READ_AHEAD = 1 << 20
 # Files that DuckDB reads by their names, as tables.
 _CONVERTIBLE = (".csv", ".tsv", ".json", ".jsonl")
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+_EPOCH = {1: "epoch_ms({}) // 1000", 1_000: "epoch_ms({})", 1_000_000: "epoch_us({})", 1_000_000_000: "epoch_ns({})"}
 _YEAR_3000 = 32_503_680_000
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    **{"==": pc.equal, "!=": pc.not_equal, ">=": pc.greater_equal, "<=": pc.less_equal},
-    **{">": pc.greater, "<": pc.less},
-}
+_NO_ACTION = 'an action is 0 or 1, or a condition: write for example "{0} >= 4" or "{0} == buy"'
 
 
 class EventFiles:
@@ -44,193 +37,196 @@ class EventFiles:
         self.source = source
         self._columns = columns
         self._paths = _find(source)
-        self.num_bytes = sum(path.stat().st_size for path in self._paths)  # of all files
+        first = _schema_of(self._paths[0])
+        columns.require_complete(first.names, str(source))
+        self._actions = columns.parse_actions(first.names)
         # The users are a context too if they are named as one; the writer has their column already.
         names = [name for name in columns.context or () if name != columns.user]
-        # By column, its name in batches.
-        self.context = {name: f"context_{index}" for index, name in enumerate(names)}
-        self._schema = _open(self._paths[0]).schema_arrow
-        columns.require_complete(self._schema.names, str(source))
-        self._actions = columns.parse_actions(self._schema.names)
-        self._types: dict[str | None, pa.DataType] = {}  # of vocabularies, in the files read so far
-        self._is_lists = _is_list(self._schema.field(columns.item).type)
+        self.context = {name: f"context_{index}" for index, name in enumerate(names)}  # its name in the store
+        listed = [columns.item, columns.time, *(action.column for action in self._actions)]
+        self._types = {str(name): first.field(name).type for name in (columns.user, *listed, *names) if name}
+        self._is_lists = _is_list(self._types[str(columns.item)])
+        self._listed = dict.fromkeys(str(name) for name in listed if name) if self._is_lists else {}
         self._check_lists()
-        self.timestamps_per_second = self._unit_of_times()  # what a second counts in the times of batches
+        for path in self._paths[1:]:
+            self._require_same(path)
+        # Of the values, or of the entries of lists.
+        self._kinds = {name: kind.value_type if _is_list(kind) else kind for name, kind in self._types.items()}
+        self.timestamps_per_second = self._unit_of_times()  # what a second counts in the times of the store
+        self._selected = self._select()
 
-    def batches(self, on_bytes: Callable[[int], object]) -> Iterator[dict[str, Any]]:
-        """All events in the order of the files' names, as columns of an `EventStore`.
+    def add_to(self, store: EventStore) -> None:
+        """Add all events in the order of the files' names.
 
         The events of a row with lists are rows of their own; a row with empty lists is one whose item and time are
         null.
 
-        Args:
-            on_bytes: called with the number of bytes read.
-
         Raises:
-            ValueError: a damaged file, one with other columns, a null, or a value that is none of its column.
+            ValueError: a damaged file, a null, or a value that is none of its column.
 
         """
-        columns = self._columns
-        wanted = [columns.user, columns.item, columns.time, *(columns.context or ())]
-        names = list(dict.fromkeys(str(name) for name in [*wanted, *(a.column for a in self._actions)] if name))
-        for path in self._paths:
-            file = _open(path)
-            missing = [name for name in names if name not in file.schema_arrow.names]
-            if missing:
-                raise ValueError(
-                    f"{path} has no column {missing[0]!r}, which other files of {self.source} have; its columns are "
-                    f"{', '.join(file.schema_arrow.names)}: write it again, or take it out"
-                )
-            first, share = 0, path.stat().st_size / max(file.metadata.num_rows, 1)
-            try:
-                for batch in file.iter_batches(self._rows_at_once(file), columns=names, use_threads=False):
-                    yield self._checked(batch, _Place(path, first))
-                    first += batch.num_rows
-                    on_bytes(int(share * batch.num_rows))
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{path} is damaged ({_one_line(error)}): write it again") from error
-
-    def _rows_at_once(self, file: pq.ParquetFile) -> int:
-        """So many that they have about as many events as are read at a time."""
-        if not self._is_lists:
-            return _EVENTS
-        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
-        columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-        events = sum(own.num_values for own in columns if own.path_in_schema.startswith(f"{self._columns.item}."))
-        return max(_EVENTS * file.metadata.num_rows // max(events, file.metadata.num_rows, 1), 1)
-
-    def _checked(self, batch: pa.RecordBatch, place: _Place) -> dict[str, Any]:
-        columns = self._columns
-        found = {"user": self._plain(place.without_nulls(batch, columns.user), columns.user, place)}
-        for name, key in self.context.items():
-            found[key] = self._plain(batch.column(name), name, place)
-        lists = place.without_nulls(batch, columns.item) if self._is_lists else None
-
-        def entries(name: str | None, *, has_nulls: bool = False) -> pa.Array:
-            if lists is not None:
-                return place.entries(batch, name, lists, str(columns.item), has_nulls=has_nulls)
-            return batch.column(name) if has_nulls else place.without_nulls(batch, name)
-
-        items = self._plain(entries(columns.item), columns.item, place)
-        times = self._times(entries(columns.time), place) if columns.time else np.zeros(len(items), np.int64)
-        actions = np.zeros(len(items), np.int16)
-        for bit, action in enumerate(self._actions):
-            # A condition does not hold for a null.
-            values = entries(action.column, has_nulls=action.operator is not None)
-            actions += _holds(action, values, place).astype(np.int16) << np.int16(bit)
-        found |= {"item": items, "time": pa.array(times), "action": pa.array(actions)}
-        return found if lists is None else _by_event(found, lists)
-
-    def _plain(self, values: pa.Array, name: str | None, place: _Place) -> pa.Array:
-        """Values of a vocabulary, whose type is the same in all files."""
-        plain = _plain_values(values, place.column(name))
-        first = self._types.setdefault(name, plain.type)
-        if first != plain.type:
-            raise ValueError(
-                f"column {name!r} of {self.source} is of type {first} in one file and {plain.type} in another; its "
-                "values are of one type: convert one"
+        paths = ", ".join(sql_text(glob.escape(str(path))) for path in self._paths)
+        rows = (
+            f"(SELECT *, filename, file_row_number, false AS is_empty FROM read_parquet([{paths}], union_by_name=true))"  # noqa: S608
+        )
+        if self._is_lists:
+            is_empty = f"len(coalesce({sql_name(self._columns.item)}, [])) = 0"
+            plain = ", ".join(sql_name(name) for name in self._types if name not in self._listed)
+            # The shorter ones of lists that differ end with nulls.
+            lists = ", ".join(
+                f"unnest(CASE WHEN len({sql_name(name)}) > 0 THEN {sql_name(name)} ELSE [NULL] END) AS {sql_name(name)}"
+                for name in self._listed
             )
-        return plain
+            rows = f"(SELECT {plain}, {lists}, filename, file_row_number, {is_empty} AS is_empty FROM {rows})"  # noqa: S608
+        try:
+            store.add(f"SELECT {self._selected} FROM {rows}")  # noqa: S608
+        except (duckdb.Error, OSError) as error:
+            _, is_ours, message = _one_line(error).partition("Error: column ")
+            if is_ours:
+                raise ValueError(f"column {message}") from None
+            raise ValueError(f"{self.source} is damaged ({_one_line(error)}): write it again") from error
 
-    def _check_lists(self) -> None:
+    def _select(self) -> str:
+        """SQL of the columns of the store, which raises DuckDB's error for a wrong value."""
         columns = self._columns
-        plain = [columns.user, *(columns.context or ())]
-        if not self._is_lists:
-            plain += [columns.time, *(action.column for action in self._actions)]
-        for name in plain:
-            if name is not None and _is_list(self._schema.field(name).type):
-                others = "one row per user with lists" if self._is_lists else f"{columns.item!r} is not"
-                raise ValueError(
-                    f"column {name!r} of {self.source} is a list, and {others}; users and context are single values, "
-                    "and items, times and actions are all lists or none: name another column"
-                )
-        if not self._is_lists and columns.time is None:
+        plain = {"user": columns.user, "item": columns.item, **{key: name for name, key in self.context.items()}}
+        values = {key: self._plain(str(name)) for key, name in plain.items()}
+        bits = [
+            f"CASE WHEN {self._done_by(action)} THEN {1 << bit} ELSE 0 END" for bit, action in enumerate(self._actions)
+        ]
+        values["action"] = f"({' + '.join(bits) or '0'})::SMALLINT"
+        values["time"] = f"TRY_CAST({self._time()} AS BIGINT)"
+        return ", ".join(f"{value} AS {key}" for key, value in values.items())
+
+    def _plain(self, name: str) -> str:
+        """A user, an item or a context: BIGINT, VARCHAR or BLOB."""
+        value, kind = sql_name(name), self._kinds[name]
+        if not (pa.types.is_boolean(kind) or _family(kind) in ("integer", "text", "binary")):
             raise ValueError(
-                f"columns.time is not given, and a row of {self.source} is an event; events are sorted by time: name "
-                "the column of times with --columns.time"
+                f"{self._where(name)} is of type {kind}; such a column holds integers, strings or booleans: convert it"
             )
+        if pa.types.is_uint64(kind):
+            value = _checked(
+                name, value, f"{value} >= {2**63}", f"' has the integer ' || {value}", "ids are below 2^63: convert it"
+            )
+        if _family(kind) not in ("text", "binary"):
+            value = f"{value}::BIGINT"
+        if name in self.context:
+            return value
+        return _without_nulls(name, value, "false" if name == self._columns.user else "is_empty")
+
+    def _time(self) -> str:
+        name, unit = self._columns.time, self.timestamps_per_second
+        if name is None or unit is None:
+            return "CASE WHEN NOT is_empty THEN 0 END"
+        value, kind, stated = sql_name(name), self._kinds[name], self._columns.time_unit
+        if not _is_number(kind):
+            return _without_nulls(name, _EPOCH[unit].format(value))
+        scaled = f"floor({value} * {unit // _PER_SECOND[stated]})" if pa.types.is_floating(kind) else value
+        found, most = f"' has the time ' || {value}", _YEAR_3000 * _PER_SECOND[stated]
+        rule = (
+            f"it is no number or lies beyond the year 3000 in {stated!r}: set columns.time_unit to 'ms', 'us' or 'ns', "
+            "or correct the times"
+        )
+        scaled = _checked(name, scaled, f"{value} < -{most}", found, "it is long before 1970: correct it")
+        # DuckDB believes a file's statistics, which leave NaN out: isnan() would be false.
+        late = f"{value} > {most}" + (f" OR {value} - {value} <> 0" if pa.types.is_floating(kind) else "")
+        return _without_nulls(name, _checked(name, scaled, late, found, rule))
+
+    def _done_by(self, action: Action) -> str:
+        """SQL that is true where an action was done; a condition does not hold for a null, nor for NaN."""
+        name, kind, where = action.column, self._kinds[action.column], self._where(action.column)
+        value = sql_name(name)
+        if action.operator is None:
+            if not (_is_number(kind) or pa.types.is_boolean(kind)):
+                raise ValueError(f"{where} is of type {kind}; {_NO_ACTION.format(name)}")
+            done = value if pa.types.is_boolean(kind) else f"{value} = 1"
+            wrong = "false" if pa.types.is_boolean(kind) else f"{value} NOT IN (0, 1)"
+            return _without_nulls(name, _checked(name, done, wrong, f"' has ' || {value}", _NO_ACTION.format(name)))
+        is_text, compares_number = _family(kind) == "text", isinstance(action.value, (int, float))
+        if is_text and compares_number and action.operator not in ("==", "!="):
+            raise ValueError(
+                f"{where} is of type {kind}, {action.text!r} compares with a number; texts have the order of the "
+                "alphabet, in which 10 is less than 9: make the column numbers, or correct the condition"
+            )
+        is_boolean = pa.types.is_boolean(kind) and action.value_text.lower() in ("true", "false")
+        if not (is_text or is_boolean or (_is_number(kind) and compares_number)):
+            raise ValueError(
+                f"{where} is of type {kind}, and cannot be compared as {action.text!r} says: correct the condition"
+            )
+        other = sql_text(action.value_text) + ("" if is_text or is_boolean else "::DOUBLE")
+        if isinstance(action.value, int) and not is_text:
+            other = str(action.value)
+        no_nan = f" AND {value} - {value} = 0" if pa.types.is_floating(kind) and action.operator != "!=" else ""
+        return f"coalesce({value} {action.operator} {other}{no_nan}, false)"
 
     def _unit_of_times(self) -> int | None:
-        """What a second counts in the column of times once it is int64."""
         if self._columns.time is None:
             return None
-        kind = self._schema.field(self._columns.time).type
-        kind = kind.value_type if _is_list(kind) else kind
+        kind, stated = self._kinds[self._columns.time], _PER_SECOND[self._columns.time_unit]
         if pa.types.is_timestamp(kind):
             return _PER_SECOND[kind.unit]
         if pa.types.is_date(kind):
             return 1
         if pa.types.is_integer(kind):
-            return _PER_SECOND[self._columns.time_unit]
+            return stated
         if pa.types.is_floating(kind):
             # Fractions of a second are kept, others have none that matter.
-            return max(_PER_SECOND[self._columns.time_unit], 1_000)
+            return max(stated, 1_000)
         raise ValueError(
-            f"column {self._columns.time!r} of {self.source} is of type {kind}; times are timestamps, dates or numbers "
-            "since 1970: convert it"
+            f"{self._where(self._columns.time)} is of type {kind}; times are timestamps, dates or numbers since 1970: "
+            "convert it"
         )
 
-    def _times(self, values: pa.Array, place: _Place) -> np.ndarray:
-        name, unit = self._columns.time, self.timestamps_per_second or 1
-        if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
-            units = {number: unit for unit, number in _PER_SECOND.items()}
-            return values.cast(pa.timestamp(units[unit]), safe=False).cast(pa.int64()).to_numpy()
-        numbers = values.to_numpy(zero_copy_only=False)
-        stated, most = _PER_SECOND[self._columns.time_unit], _YEAR_3000 * _PER_SECOND[self._columns.time_unit]
-        first, last = numbers.min(initial=0), numbers.max(initial=0)
-        if not last <= most:  # NaN is not
+    def _where(self, name: str) -> str:
+        return f"column {name!r} of {self.source}"
+
+    def _check_lists(self) -> None:
+        columns = self._columns
+        if not self._is_lists and columns.time is None:
             raise ValueError(
-                f"{place.column(name)} has the time {last:.15g}, which is no number or lies beyond the year 3000 in "
-                f"{self._columns.time_unit!r}: set columns.time_unit to 'ms', 'us' or 'ns', or correct the times"
+                f"columns.time is not given, and a row of {self.source} is an event; a user's events are sorted by "
+                "time: name the column with --columns.time"
             )
-        if first < -most:
-            raise ValueError(f"{place.column(name)} has the time {first:.15g}, long before 1970: correct it")
-        if np.issubdtype(numbers.dtype, np.floating):
-            numbers = np.floor(numbers.astype(np.float64) * (unit // stated))
-        return numbers.astype(np.int64)
+        for name, kind in self._types.items():
+            if _is_list(kind) and name not in self._listed:
+                others = "one row per user with lists" if self._is_lists else f"{columns.item!r} is not"
+                raise ValueError(
+                    f"{self._where(name)} is a list, and {others}; users and context are single values, and items, "
+                    "times and actions are all lists or none: name another column"
+                )
+            if name in self._listed and not _is_list(kind):
+                raise ValueError(f"{self._where(name)} is of type {kind}; it is a list, as the items are: convert it")
+
+    def _require_same(self, path: Path) -> None:
+        """Raise ValueError where a file has other columns than the first one."""
+        schema = _schema_of(path)
+        for name, kind in self._types.items():
+            if name not in schema.names:
+                raise ValueError(
+                    f"{path} has no column {name!r}, which other files of {self.source} have; its columns are "
+                    f"{', '.join(schema.names)}: write it again, or take it out"
+                )
+            found = schema.field(name).type
+            if _family(found) != _family(kind):
+                raise ValueError(
+                    f"{self._where(name)} is of type {kind} in one file and {found} in another; its values are of one "
+                    "type: convert one"
+                )
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a batch is: its file, and the number of its first row there."""
+def _checked(name: str, value: str, wrong: str, found: str, rule: str) -> str:
+    """SQL of a value; where `wrong` is true, of an error that says what was `found` in which row, and the rule."""
+    head, where = sql_text(f"column {name!r} of "), f"' in row ' || file_row_number || {sql_text('; ' + rule)}"
+    return f"CASE WHEN {wrong} THEN error({head} || filename || {found} || {where}) ELSE {value} END"
 
-    path: Path
-    first: int
 
-    def column(self, name: str | None) -> str:
-        return f"column {name!r} of {self.path}"
-
-    def without_nulls(self, batch: pa.RecordBatch, name: str | None) -> pa.Array:
-        values = batch.column(name)
-        if values.null_count:
-            row = self.first + int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-            raise self._null(name, f"row {row}")
-        return values
-
-    def entries(
-        self, batch: pa.RecordBatch, name: str | None, like: pa.Array, like_name: str, *, has_nulls: bool
-    ) -> pa.Array:
-        """The entries of lists that are as long as others."""
-        lists = self.without_nulls(batch, name)
-        if not _is_list(lists.type):
-            raise ValueError(f"{self.column(name)} is of type {lists.type}; it is a list, as the items are: convert")
-        own, lengths = (pc.list_value_length(each).to_numpy(zero_copy_only=False) for each in (lists, like))
-        if not np.array_equal(own, lengths):
-            row = int(np.flatnonzero(own != lengths)[0])
-            raise ValueError(
-                f"{self.column(name)} has {own[row]} entries in row {self.first + row}, {like_name!r} has "
-                f"{lengths[row]}; lists of a row belong together: make them equally long"
-            )
-        values = lists.flatten()
-        if values.null_count and not has_nulls:
-            raise self._null(name, f"a list of the rows from {self.first} on")
-        return values
-
-    def _null(self, name: str | None, where: str) -> ValueError:
-        return ValueError(
-            f"{self.column(name)} has a null in {where}; every event has a user, an item, a time and its actions: fill "
-            "or remove such rows"
-        )
+def _without_nulls(name: str, value: str, allowed: str = "is_empty") -> str:
+    rule = (
+        "every event has a user, an item, a time and its actions, and lists of a row are equally long: fill or remove "
+        "such rows"
+    )
+    return _checked(name, value, f"({sql_name(name)} IS NULL) <> {allowed}", "' has a null'", rule)
 
 
 def _find(source: Path) -> list[Path]:
@@ -247,9 +243,10 @@ def _find(source: Path) -> list[Path]:
     return list(map(Path, files))
 
 
-def _open(path: Path) -> pq.ParquetFile:
+def _schema_of(path: Path) -> pa.Schema:
+    """Columns of a file, dictionaries resolved."""
     try:
-        return pq.ParquetFile(path, pre_buffer=False, buffer_size=_READ_AHEAD, page_checksum_verification=True)
+        schema = pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
         if path.suffixes[:1] and path.suffixes[0] in _CONVERTIBLE:
             copy = f"COPY '{path}' TO '{path.with_name(path.name.split('.')[0])}.parquet'"
@@ -258,88 +255,36 @@ def _open(path: Path) -> pq.ParquetFile:
                 f'"import duckdb; duckdb.sql(\\"{copy}\\")"'
             ) from error
         raise ValueError(f"{path} is no parquet file, or damaged ({_one_line(error)}): write it again") from error
+    decoded = [
+        (
+            field.name,
+            getattr(field.type, "value_type", field.type) if pa.types.is_dictionary(field.type) else field.type,
+        )
+        for field in schema
+    ]
+    return pa.schema(decoded)
 
 
 def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
-def _holds(action: Action, values: pa.Array, place: _Place) -> np.ndarray:
-    """Whether an action was done: bool `(num_events,)`."""
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    if action.operator is None:
-        if pa.types.is_boolean(values.type):
-            return values.to_numpy(zero_copy_only=False)
-        is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
-        numbers = values.to_numpy(zero_copy_only=False) if is_number else np.empty(0)
-        outside = (numbers != 0) & (numbers != 1)
-        if not is_number or outside.any():
-            found = f"has {numbers[outside][0]}" if is_number else f"is of type {values.type}"
-            raise ValueError(
-                f"{place.column(action.column)} {found}; an action is 0 or 1, or a condition: write for example "
-                f'"{action.column} >= 4" or "{action.column} == buy"'
-            )
-        return numbers == 1
-    if _is_text(values.type) and isinstance(action.value, (int, float)) and action.operator not in ("==", "!="):
-        raise ValueError(
-            f"{place.column(action.column)} is of type {values.type}, {action.text!r} compares with a number; texts "
-            "have the order of the alphabet, in which 10 is less than 9: make the column numbers, or correct the "
-            "condition"
-        )
-    try:
-        holds = _OPERATORS[action.operator](values, _like(values.type, action))
-        return holds.fill_null(False).to_numpy(zero_copy_only=False)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
-        raise ValueError(
-            f"{place.column(action.column)} is of type {values.type}, and cannot be compared as {action.text!r} says "
-            f"({_one_line(error)}): correct the condition"
-        ) from error
-
-
-def _like(kind: pa.DataType, action: Action) -> pa.Scalar:
-    """What an action's column is compared with."""
-    if _is_text(kind):
-        return pa.scalar(action.value_text, kind)
-    if pa.types.is_boolean(kind) and str(action.value).lower() in ("true", "false"):
-        return pa.scalar(str(action.value).lower() == "true")
-    return pa.scalar(action.value)
-
-
-def _by_event(columns: dict[str, pa.Array], lists: pa.Array) -> dict[str, pa.Array]:
-    """Columns of rows and of the entries of their lists as columns of the entries; see `EventFiles.batches`."""
-    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
-    empty = np.flatnonzero(lengths == 0)
-    owners = pa.array(np.concatenate([np.repeat(np.arange(len(lengths)), lengths), empty]))
-    return {
-        name: pa.concat_arrays([values, pa.nulls(len(empty), values.type)])
-        if name in ("item", "time", "action")
-        else values.take(owners)
-        for name, values in columns.items()
+def _family(kind: pa.DataType) -> str:
+    """What values of several types are read as."""
+    if _is_list(kind):
+        return f"list of {_family(kind.value_type)}"
+    families = {
+        "integer": pa.types.is_integer(kind),
+        "float": pa.types.is_floating(kind),
+        "text": pa.types.is_string(kind) or pa.types.is_large_string(kind),
+        "binary": pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind),
+        "timestamp": pa.types.is_timestamp(kind),
     }
-
-
-def _plain_values(array: pa.Array, what: str) -> pa.Array:
-    """An array as int64, large_string or large_binary, dictionaries resolved; ValueError for other types."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    kind = array.type
-    if pa.types.is_boolean(kind):
-        return array.cast(pa.int8()).cast(pa.int64())
-    if pa.types.is_integer(kind):
-        try:
-            return array.cast(pa.int64())
-        except pa.ArrowInvalid:
-            raise ValueError(f"{what} has integers of 2^63 and more; ids are below that: convert it") from None
-    if _is_text(kind):
-        return array.cast(pa.large_string())
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
-        return array.cast(pa.large_binary())
-    raise ValueError(f"{what} is of type {kind}; such a column holds integers, strings or booleans: convert it")
+    return next((name for name, holds in families.items() if holds), str(kind))
 
 
 def _one_line(error: Exception) -> str:

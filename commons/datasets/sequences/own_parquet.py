@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import dacite
-import pyarrow as pa
 
-from commons.console import progress_bar
 from commons.datasets.sequences.event_columns import ACTIONS, EventColumns
 from commons.datasets.sequences.event_files import EventFiles
 from commons.datasets.sequences.event_store import EventStore, plain_array
@@ -87,13 +85,10 @@ def columns_of(metadata: SequenceFileMetadata) -> tuple[EventColumns, int | None
     return columns, per_second
 
 
-def _read(columns: EventColumns, source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
+def _read(columns: EventColumns, source: Path, store: EventStore) -> SequenceSource:
     files = EventFiles(source, columns)
-    with progress_bar("read", files.num_bytes, "B", show=show_progress) as progress:
-        for batch in files.batches(progress.update):
-            store.add(batch)
-    no_values = pa.array([], pa.int64())
-    users, items = (store.values(part).drop_null() if store.num_rows else no_values for part in ("user", "item"))
+    files.add_to(store)
+    users, items = (store.values(part).drop_null() for part in ("user", "item"))
     for name, found in (("users", users), ("items", items)):
         if not len(found):
             raise ValueError(f"{source} has no {name} in any row; a data set has some: give other files")

@@ -145,21 +145,13 @@ def test_memory_does_not_grow_with_them(tmp_path):
         assert grown < 160, (source, grown)
 
 
-class TestZip:
-    @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-    def test_methods_that_expand_at_once(self, tmp_path, method):
-        with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
-            archive.writestr("ratings.csv", RATINGS_20M)
-        with pytest.raises(ValueError, match=f"ratings.csv is encrypted or compressed by method {method}; zip"):
-            preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
-
-    def test_encrypted(self, tmp_path):
-        data = bytearray(write_zip(tmp_path / "a.zip", {"ratings.csv": RATINGS_20M}).read_bytes())
-        entry = data.index(b"PK\x01\x02")
-        data[entry + 8] |= 1
-        (tmp_path / "a.zip").write_bytes(bytes(data))
-        with pytest.raises(ValueError, match="is encrypted or"):
-            preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
+def test_an_encrypted_zip_file(tmp_path):
+    data = bytearray(write_zip(tmp_path / "a.zip", {"ratings.csv": RATINGS_20M}).read_bytes())
+    entry = data.index(b"PK\x01\x02")
+    data[entry + 8] |= 1
+    (tmp_path / "a.zip").write_bytes(bytes(data))
+    with pytest.raises(ValueError, match="is no complete zip file .*encrypted, password required"):
+        preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
 
 
 def tar_of(path, name, kind, size):

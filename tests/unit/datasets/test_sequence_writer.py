@@ -109,7 +109,6 @@ def test_histories_are_those_of_a_slow_sort(tmp_path, seed):
     events = draw_events(np.random.default_rng(seed), 20_000)
     source = write_events(tmp_path / "log", events, 1 + 2 * seed)
     with (
-        mock.patch.object(event_store, "_ROWS_PER_INSERT", 3_000),
         mock.patch.object(event_store, "_BATCH", 2_048),
         mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", 5_000),
     ):
@@ -142,7 +141,7 @@ def test_ctrl_c_ends_a_query(tmp_path):
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt), event_store.EventStore(tmp_path / "store") as store:
         timer.start()
-        store._query("SELECT sum(a.range * b.range) FROM range(1_000_000) a, range(1_000_000) b")
+        store.query("SELECT sum(a.range * b.range) FROM range(1_000_000) a, range(1_000_000) b")
 
 
 @given(lengths=st.lists(st.integers(0, 200_000), max_size=50))
