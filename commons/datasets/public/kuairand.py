@@ -16,10 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from commons.datasets.public.raw_files import RawKind, open_raw_files
 from commons.datasets.public.raw_tables import ID, Column, Listed, RawTables, TextLayout
 from commons.datasets.sequences.event_store import EventStore
-from commons.datasets.sequences.file import HasAction, SequenceSchema
+from commons.datasets.sequences.file import SequenceSchema
 from commons.datasets.sequences.preprocessing import Preprocessor
 from commons.datasets.sequences.writer import SequenceSource
 
@@ -88,7 +90,7 @@ class KuaiRandVersion:
             contextual_feature_names=_CONTEXTUAL,
             item_feature_name="video_id",
             action_feature_name="action_weights",
-            tasks=tuple(HasAction(weight) for weight in FEEDBACK_WEIGHTS.values()),
+            tasks=tuple(partial(np.bitwise_and, weight) for weight in FEEDBACK_WEIGHTS.values()),
             timestamps_per_second=1_000,
         )
 

@@ -8,14 +8,16 @@ rated or not. Ids are the ranks of the raw values among the sorted ones. Tasks: 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from commons.datasets.public.raw_files import RawFiles, RawKind, open_raw_files
 from commons.datasets.public.raw_tables import ID, Column, Listed, RawTables, TextLayout
 from commons.datasets.sequences.event_store import EventStore
-from commons.datasets.sequences.file import AtLeast, SequenceSchema
+from commons.datasets.sequences.file import SequenceSchema
 from commons.datasets.sequences.preprocessing import Preprocessor
 from commons.datasets.sequences.writer import SequenceSource
 
@@ -28,14 +30,14 @@ SCHEMA = SequenceSchema(
     contextual_feature_names=_CONTEXTUAL,
     item_feature_name="movie_id",
     action_feature_name="rating",
-    tasks=(AtLeast(4), AtLeast(5)),
+    tasks=(partial(np.less_equal, 4), partial(np.less_equal, 5)),
 )
 SCHEMA_20M = SequenceSchema(
     dataset_name="ml-20m",
     contextual_feature_names=("user_id",),
     item_feature_name="movie_id",
     action_feature_name="rating",
-    tasks=(AtLeast(8), AtLeast(10)),
+    tasks=(partial(np.less_equal, 8), partial(np.less_equal, 10)),
 )
 # Ratings are used as they are: an embedding table for them has a row 0 that nothing uses.
 _RATING_VALUES, _RATINGS_20M = 6, 11

@@ -6,14 +6,14 @@ Where something does not fit, the file is read again line by line, to name the l
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import glob
 import itertools
 import re
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import duckdb
@@ -107,14 +107,14 @@ class RawTables:
             ValueError: a malformed line, or a value that is not listed, named by file and line.
 
         """
+        files = [_TextFile(self._files, name, layout) for name in names]
+        selected = ", ".join(f"{sql} AS {column}" for column, sql in event.items())
         first_rows = []
-        for name in names:
+        for file in files:
             first_rows.append(self._store.num_rows)
-            with _Reading(self._files, name, layout) as relation:
-                selected = ", ".join(f"{sql} AS {column}" for column, sql in event.items())
-                self._store.add(f"SELECT {selected} FROM {relation}")  # noqa: S608
-            if self._store.num_rows == first_rows[-1] and not layout.may_be_empty:
-                raise _no_lines(self._files.where(name), layout)
+            with file.rows() as rows:
+                self._store.add(f"SELECT {selected} FROM {rows}")  # noqa: S608
+            file.require_lines(self._store.num_rows - first_rows[-1])
         for column, known in listed.items():
             found = self._store.query(
                 f"SELECT rowid AS number, {column} AS value FROM events ANTI JOIN known ON {column} = known.value "  # noqa: S608
@@ -124,9 +124,8 @@ class RawTables:
             if found.num_rows:
                 row = found["number"][0].as_py()
                 index = bisect(first_rows, row) - 1
-                line = _line_of(self._files.paths[names[index]], row - first_rows[index], layout)
                 raise ValueError(
-                    f"{self._files.where(names[index])} line {line} has {known.name} {found['value'][0]}, which "
+                    f"{files[index].line_of(row - first_rows[index])} has {known.name} {found['value'][0]}, which "
                     f"{known.listing} does not list; both files come from one archive: download it again"
                 )
 
@@ -137,129 +136,128 @@ class RawTables:
             ValueError: a malformed line, a file of more than 256 MiB, or an id that stands twice.
 
         """
-        path, key = self._files.paths[name], layout.columns[0].name
-        size = path.stat().st_size
+        file, key = _TextFile(self._files, name, layout), layout.columns[0].name
+        size = file.path.stat().st_size
         if size > _MOST_IN_MEMORY:
             raise ValueError(
-                f"{self._files.where(name)} has {size:,} bytes; it is held in memory, and may have "
-                f"{_MOST_IN_MEMORY:,}: give the archive as published"
+                f"{file.where} has {size:,} bytes; it is held in memory, and may have {_MOST_IN_MEMORY:,}: give the "
+                "archive as published"
             )
-        with _Reading(self._files, name, layout) as relation:
-            table = self._store.query(f"FROM {relation}")
-        if not table.num_rows:
-            raise _no_lines(self._files.where(name), layout)
+        with file.rows() as rows:
+            table = self._store.query(f"FROM {rows}")
+        file.require_lines(table.num_rows)
         ids = table[key].to_numpy()
         order = np.argsort(ids, kind="stable")
         again = order[1:][ids[order[1:]] == ids[order[:-1]]]
         if len(again):
             row = int(again.min())
             raise ValueError(
-                f"{self._files.where(name)} line {_line_of(path, row, layout)} has {key} {ids[row]} again; every {key} "
-                "has one line: remove the line"
+                f"{file.line_of(row)} has {key} {ids[row]} again; every {key} has one line: remove the line"
             )
         return table.take(pa.array(order)).combine_chunks()
 
 
-class _Reading:
-    """A context with the SQL of a file's rows; errors of what is done with them name the line."""
+class _TextFile:
+    """A text file, and what may be wrong with it."""
 
     def __init__(self, files: RawFiles, name: str, layout: TextLayout) -> None:
-        self._where, self._path, self._layout = files.where(name), files.paths[name], layout
+        self.path, self.where, self._layout = files.paths[name], files.where(name), layout
+        self._names = self._header() if layout.has_header else [column.name for column in layout.columns]
 
-    def __enter__(self) -> str:
+    @contextlib.contextmanager
+    def rows(self) -> Iterator[str]:
+        """SQL of the file's rows; errors of what is done with them name the line."""
         layout = self._layout
-        names = self._header() if layout.has_header else [column.name for column in layout.columns]
         options = {
-            "columns": "{" + ", ".join(f"'c{place}': 'VARCHAR'" for place in range(len(names))) + "}",
+            "columns": "{" + ", ".join(f"'c{place}': 'VARCHAR'" for place in range(len(self._names))) + "}",
             "delim": sql_text(layout.separator),
             "header": layout.has_header,
-            "quote, escape": "'\"'" if layout.has_header else "''",
+            "quote": sql_text('"' if layout.has_header else ""),
+            "escape": sql_text('"' if layout.has_header else ""),
             "encoding": sql_text(layout.encoding),
             "max_line_size": _LONGEST_LINE,
             "auto_detect": False,
         }
-        stated = ", ".join(f"{key} = {value}" for keys, value in options.items() for key in keys.split(", "))
-        texts = [f"coalesce(c{names.index(column.name)}, '')" for column in layout.columns]
-        values = [f"{column.sql(text)} AS {column.name}" for column, text in zip(layout.columns, texts)]
-        return f"(SELECT {', '.join(values)} FROM read_csv({sql_text(glob.escape(str(self._path)))}, {stated}))"  # noqa: S608
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, duckdb.Error) or (isinstance(error, OSError) and error.errno is None):
-            said = str(error).splitlines()[0]
+        stated = ", ".join(f"{key} = {value}" for key, value in options.items())
+        texts = [f"coalesce(c{self._names.index(column.name)}, '')" for column in layout.columns]
+        values = ", ".join(f"{column.sql(text)} AS {column.name}" for column, text in zip(layout.columns, texts))
+        try:
+            yield f"(SELECT {values} FROM read_csv({sql_text(glob.escape(str(self.path)))}, {stated}))"  # noqa: S608
+        except (duckdb.Error, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
             raise self._first_wrong() or ValueError(
-                f"{self._where} cannot be read ({said}); it is to be {self._layout.title}: download the archive again"
+                f"{self.where} cannot be read ({str(error).splitlines()[0]}); it is to be {layout.title}: download the "
+                "archive again"
             ) from error
 
+    def require_lines(self, num_rows: int) -> None:
+        """Raise ValueError for a file without rows, unless it may be one."""
+        if num_rows == 0 and not self._layout.may_be_empty:
+            found = "has no line below its header" if self._layout.has_header else "is empty"
+            raise ValueError(f"{self.where} {found}; it is to be {self._layout.title}: download the archive again")
+
+    def line_of(self, row: int) -> str:
+        """The line of a row, for errors; empty lines are no rows."""
+        with self.path.open("rb") as file:
+            lines = (number for number, line in enumerate(file, 1) if line.strip())
+            return f"{self.where} line {next(itertools.islice(lines, row + self._layout.has_header, None))}"
+
     def _header(self) -> list[str]:
+        with self.path.open("rb") as file:
+            line = file.readline(_LONGEST_LINE + 1)
+        self._require_short(line, 1)
         try:
-            with self._path.open("rb") as file:
-                line = file.readline(_LONGEST_LINE + 1)
-            if len(line) > _LONGEST_LINE:
-                raise self._overlong(1)
             header = self._layout.split(line.removeprefix(codecs.BOM_UTF8))
         except csv.Error as error:
             raise ValueError(
-                f"{self._where} line 1 is no line of a CSV file ({error}); fields are separated by commas and lines by "
+                f"{self.where} line 1 is no line of a CSV file ({error}); fields are separated by commas and lines by "
                 "line feeds: download the archive again"
             ) from error
         missing = [column.name for column in self._layout.columns if header.count(column.name) != 1]
         if missing:
             raise ValueError(
-                f"{self._where} has columns {', '.join(header) or 'none'}, but not {', '.join(missing)}, or not once; "
+                f"{self.where} has columns {', '.join(header) or 'none'}, but not {', '.join(missing)}, or not once; "
                 f"it is to be {self._layout.title}: give the archive as published"
             )
         return header
 
     def _first_wrong(self) -> ValueError | None:
-        """The error of the first line that does not fit."""
-        layout = self._layout
-        names = self._header() if layout.has_header else [column.name for column in layout.columns]
-        with self._path.open("rb") as file:
+        """The error of the first line that does not fit, if there is one."""
+        with self.path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
-                if len(line) > _LONGEST_LINE:
-                    return self._overlong(number)
-                if not line.strip() or (number == 1 and layout.has_header):
-                    continue
-                try:
-                    fields = layout.split(line)
-                except csv.Error:
-                    fields = []
-                wrong = None
-                if len(fields) == len(names):
-                    values = dict(zip(names, fields))
-                    wrong = next((each for each in layout.columns if not each.fits(values[each.name])), None)
-                    if wrong is None:
-                        continue
-                what = f"{self._where} line {number}"
-                text = _shortened(line.decode(layout.encoding, errors="replace").rstrip("\r\n"))
-                if not layout.has_header:
-                    return ValueError(f"{what} is {text}; a line is {layout.title}: {_REMEDY}")
-                if wrong is None:
-                    return ValueError(f"{what} is {text}, {len(fields)} fields; the header has {len(names)}: {_REMEDY}")
-                value = _shortened(values[wrong.name])
-                return ValueError(f"{what} has {wrong.name} {value}; {wrong.name} is {wrong.rule}: {_REMEDY}")
+                self._require_short(line, number)
+                rule = None
+                if line.strip() and (number > 1 or not self._layout.has_header):
+                    rule = self._broken_rule(line)
+                if rule is not None:
+                    return ValueError(f"{self.where} line {number} {rule}: {_REMEDY}")
         return None
 
-    def _overlong(self, line: int) -> ValueError:
-        return ValueError(
-            f"{self._where} line {line} has more than {_LONGEST_LINE:,} bytes, which is the most that a line may have: "
-            f"{_REMEDY}"
-        )
+    def _broken_rule(self, line: bytes) -> str | None:
+        """What is wrong with a line; None where nothing is."""
+        layout, num_fields = self._layout, len(self._names)
+        try:
+            fields = layout.split(line)
+        except csv.Error:
+            fields = []
+        values = dict(zip(self._names, fields))
+        wrong = [each for each in layout.columns if len(fields) == num_fields and not each.fits(values[each.name])]
+        if len(fields) == num_fields and not wrong:
+            return None
+        text = _shortened(line.decode(layout.encoding, errors="replace").rstrip("\r\n"))
+        if not layout.has_header:
+            return f"is {text}; a line is {layout.title}"
+        if not wrong:
+            return f"is {text}, {len(fields)} fields; the header has {num_fields}"
+        return f"has {wrong[0].name} {_shortened(values[wrong[0].name])}; {wrong[0].name} is {wrong[0].rule}"
 
-
-def _line_of(path: Path, row: int, layout: TextLayout) -> int:
-    """The number of the line of a row; empty lines are no rows."""
-    with path.open("rb") as file:
-        lines = (number for number, line in enumerate(file, 1) if line.strip())
-        return next(itertools.islice(lines, row + layout.has_header, None))
-
-
-def _no_lines(where: str, layout: TextLayout) -> ValueError:
-    if layout.has_header:
-        return ValueError(
-            f"{where} has no line below its header; it is to be {layout.title}: download the archive again"
-        )
-    return ValueError(f"{where} is empty; its lines are {layout.title}: download the archive again")
+    def _require_short(self, line: bytes, number: int) -> None:
+        if len(line) > _LONGEST_LINE:
+            raise ValueError(
+                f"{self.where} line {number} has more than {_LONGEST_LINE:,} bytes, which is the most that a line may "
+                f"have: {_REMEDY}"
+            )
 
 
 def _shortened(text: str) -> str:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import dacite
+import numpy as np
 
 from commons.datasets.sequences.event_columns import ACTIONS, EventColumns
 from commons.datasets.sequences.event_files import EventFiles
 from commons.datasets.sequences.event_store import EventStore, plain_array
-from commons.datasets.sequences.file import HasAction, SequenceSchema
+from commons.datasets.sequences.file import SequenceSchema
 from commons.datasets.sequences.metadata import SequenceFileMetadata
 from commons.datasets.sequences.preprocessing import Preprocessor
 from commons.datasets.sequences.writer import SequenceSource
@@ -62,7 +63,7 @@ def schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_sec
         contextual_feature_names=columns.context or (),
         item_feature_name=str(columns.item),
         action_feature_name=ACTIONS if actions else None,
-        tasks=tuple(HasAction(1 << (made_with.actions or ()).index(action)) for action in actions),
+        tasks=tuple(partial(np.bitwise_and, 1 << (made_with.actions or ()).index(action)) for action in actions),
         timestamps_per_second=timestamps_per_second,
         user_feature_name=str(columns.user),
     )
