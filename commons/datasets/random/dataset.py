@@ -111,7 +111,8 @@ class RandomHSTUDataset(RandomBatches[HSTUBatch]):
         self.feature_configs = list(feature_configs)
         self.item_feature_name = item_feature_name
         self.num_tasks = num_tasks
-        self._names = (item_feature_name, contextual_feature_names, action_feature_name)
+        self.contextual_feature_names = list(contextual_feature_names)
+        self.action_feature_name = action_feature_name
         self._max_num_candidates = max_num_candidates
         self._timestamps = timestamps
 
@@ -119,7 +120,9 @@ class RandomHSTUDataset(RandomBatches[HSTUBatch]):
         return HSTUBatch.random(
             self._batch_size,
             self.feature_configs,
-            *self._names,
+            self.item_feature_name,
+            self.contextual_feature_names,
+            self.action_feature_name,
             self._max_num_candidates,
             self.num_tasks,
             actual_batch_size,
@@ -141,8 +144,8 @@ class RandomHSTUDataset(RandomBatches[HSTUBatch]):
     def max_sequence_length(self) -> int:
         """The most tokens of a row: contextual features, items and, interleaved, their actions."""
         longest = {name: config.max_sequence_length for config in self.feature_configs for name in config.feature_names}
-        items, contextual, actions = self._names
-        return longest[items] * (1 if actions is None else 2) + sum(longest[name] for name in contextual)
+        items = longest[self.item_feature_name] * (1 if self.action_feature_name is None else 2)
+        return items + sum(longest[name] for name in self.contextual_feature_names)
 
 
 def user_like_dataset(
