@@ -183,9 +183,7 @@ class _TextFile:
         values = ", ".join(f"{column.sql(text)} AS {column.name}" for column, text in zip(layout.columns, texts))
         try:
             yield f"(SELECT {values} FROM read_csv({sql_text(glob.escape(str(self.path)))}, {stated}))"  # noqa: S608
-        except (duckdb.Error, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
+        except duckdb.Error as error:
             raise self._first_wrong() or ValueError(
                 f"{self.where} cannot be read ({str(error).splitlines()[0]}); it is to be {layout.title}: download the "
                 "archive again"

@@ -80,7 +80,7 @@ class EventFiles:
             rows = f"(SELECT {plain}, {lists}, filename, file_row_number, {is_empty} AS is_empty FROM {rows})"  # noqa: S608
         try:
             store.add(f"SELECT {self._selected} FROM {rows}")  # noqa: S608
-        except (duckdb.Error, OSError) as error:
+        except duckdb.Error as error:
             _, is_ours, message = _one_line(error).partition("Error: column ")
             if is_ours:
                 raise ValueError(f"column {message}") from None

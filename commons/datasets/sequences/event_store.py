@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,6 +54,8 @@ class EventStore:
         with _errors_named(folder):
             self._database = duckdb.connect(str(folder / "events.duckdb"), config=config)
             self._database.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
+            # Prefetching would hold whole columns of a row group.
+            self._database.execute("SET disable_parquet_prefetching = true")
         # DuckDB does not look at signals: the main thread waits for another one, and Ctrl-C interrupts the query.
         self._thread = ThreadPoolExecutor(1)
 
@@ -69,21 +71,21 @@ class EventStore:
     def add(self, select: str, **tables: pa.Table) -> None:
         """Add the rows of a query, in their order; the first one decides the columns of `events`."""
         create = "INSERT INTO events" if self.num_rows else "CREATE OR REPLACE TABLE events AS"
-        self.num_rows += int(self.query(f"{create} {select}", doing="read", **tables)["Count"][0].as_py())
+        self._run(lambda: self._start(f"{create} {select}", tables), doing="read")
+        self.num_rows = self.query("SELECT count(*) AS number FROM events")["number"][0].as_py()
 
-    def query(self, sql: str, *, doing: str | None = None, **tables: pa.Table) -> pa.Table:
-        """The result of a query that may name Arrow tables; with `doing`, a progress bar of that name is shown."""
+    def query(self, sql: str, **tables: pa.Table) -> pa.Table:
+        """The result of a query that may name Arrow tables."""
+        return self._run(lambda: self._start(sql, tables).to_arrow_table())
 
-        def run() -> pa.Table:
-            for name, table in tables.items():
-                self._database.register(name, table)
-            return self._database.execute(sql).to_arrow_table()
-
-        return self._run(run, doing)
+    def _start(self, sql: str, tables: Mapping[str, pa.Table]) -> duckdb.DuckDBPyRelation:
+        for name, table in tables.items():
+            self._database.register(name, table)
+        return self._database.sql(sql)
 
     def _run(self, function: Callable[[], _Result], doing: str | None = None) -> _Result:
         with (
-            _errors_named(self.folder),
+            _errors_named(self.folder, of_files=doing is not None),
             progress_bar(doing or "", 100, "%", show=self.show_progress and doing is not None) as bar,
         ):
             future = self._thread.submit(function)
@@ -127,16 +129,15 @@ class EventStore:
             Batches of item (int32 ids), action (int16) and time (int64).
 
         """
-
-        def start() -> pa.RecordBatchReader:
-            self._database.register("users", pa.table({"user": users, "place": places}))
-            self._database.register("items", pa.table({"item": items, "id": np.arange(len(items), dtype=np.int32)}))
-            return self._database.sql(
-                "SELECT id AS item, action, time FROM events JOIN users USING (user) JOIN items USING (item) "
-                "ORDER BY place, time, events.rowid"
-            ).to_arrow_reader(_BATCH)
-
-        reader = self._run(start)
+        tables = {
+            "users": pa.table({"user": users, "place": places}),
+            "items": pa.table({"item": items, "id": np.arange(len(items), dtype=np.int32)}),
+        }
+        sql = (
+            "SELECT id AS item, action, time FROM events JOIN users USING (user) JOIN items USING (item) "
+            "ORDER BY place, time, events.rowid"
+        )
+        reader = self._run(lambda: self._start(sql, tables).to_arrow_reader(_BATCH))
         while (batch := self._run(lambda: next(reader, None))) is not None:
             yield batch
 
@@ -159,8 +160,11 @@ def plain_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 @contextlib.contextmanager
-def _errors_named(folder: Path) -> Iterator[None]:
-    """Raise an OSError for what DuckDB says of a full disk, or of memory or a disk that is too small."""
+def _errors_named(folder: Path, *, of_files: bool = False) -> Iterator[None]:
+    """Raise an OSError for what DuckDB says of a full disk, or of memory or a disk that is too small.
+
+    Others stay as they are while files are read, since they are of these.
+    """
     try:
         yield
     except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
@@ -168,4 +172,6 @@ def _errors_named(folder: Path) -> Iterator[None]:
         for number in NO_ROOM:
             if os.strerror(number) in text or "max_temp_directory_size" in text:
                 raise OSError(number, os.strerror(number), str(folder)) from error
+        if of_files and not isinstance(error, duckdb.OutOfMemoryException):
+            raise
         raise OSError(f"events cannot be sorted in {folder} ({text}): give an output on a disk with room") from error
