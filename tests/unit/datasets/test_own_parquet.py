@@ -189,7 +189,7 @@ class TestPreprocess:
         pq.write_table(table, tmp_path / "events.parquet", row_group_size=rows, use_dictionary=False)
         program = """
 import sys
-from commons.datasets.sequences import event_files, event_store
+from commons.datasets.sequences import event_store, own_parquet
 from commons.datasets.sequences.event_columns import EventColumns
 from pathlib import Path
 def memory(kind):
@@ -198,7 +198,7 @@ def memory(kind):
 event_store._MEMORY_LIMIT = "64MB"
 source, before = Path(sys.argv[1]), memory("VmRSS")
 with event_store.EventStore(source.parent / "store") as store:
-    event_files.EventFiles(source, EventColumns("uid", "iid", "ts")).add_to(store)
+    own_parquet.EventFiles(source, EventColumns("uid", "iid", "ts")).add_to(store)
     print(store.num_rows, memory("VmHWM") - before)
 """
         result = subprocess.run(

@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commons.datasets.sequences import event_files
 from commons.datasets.sequences.event_columns import EventColumns
-from commons.datasets.sequences.own_parquet import preprocess_parquet
+from commons.datasets.sequences.own_parquet import EventFiles, preprocess_parquet
 from tests.helpers.own_events import COLUMNS, EVENTS, write
 
 
@@ -160,7 +159,7 @@ def test_a_csv_says_what_makes_it_parquet(tmp_path):
     source = tmp_path / "log.csv"
     source.write_text("user,item,time\n" + "".join(f"{row % 3},{row},{row}\n" for row in range(12)))
     with pytest.raises(ValueError, match=r"log.csv is no parquet file; DuckDB, which is installed") as error:
-        event_files.EventFiles(source, EventColumns(user="user", item="item", time="time"))
+        EventFiles(source, EventColumns(user="user", item="item", time="time"))
     assert "\n" not in str(error.value)
     command = shlex.split(str(error.value).split("makes one of it: ")[1])
     subprocess.run([sys.executable, *command[1:]], check=True, timeout=60)
