@@ -49,7 +49,7 @@ _LOG = TextLayout(
     (
         *(_USER, Column("video_id", *ID)),
         Column("time_ms", "BIGINT", r"\d{1,14}", "a number of milliseconds since 1970"),
-        *(Column(name, "SMALLINT", "[01]", "0 or 1") for name in FEEDBACK_WEIGHTS),
+        *(Column(name, "SMALLINT", "0|1", "0 or 1") for name in FEEDBACK_WEIGHTS),
     ),
     may_be_empty=True,  # one of a few users may be
 )

@@ -48,14 +48,14 @@ _RATINGS = TextLayout(
     "UserID::MovieID::Rating::Timestamp with a rating of 1 to 5",
     (
         *(Column("user", *_INTEGER), Column("item", *_INTEGER)),
-        *(Column("action", "SMALLINT", "[1-5]"), Column("time", "BIGINT", r"\d{1,18}")),
+        *(Column("action", "SMALLINT", "1|2|3|4|5"), Column("time", "BIGINT", r"\d{1,18}")),
     ),
     "::",
 )
 _USERS = TextLayout(
     "UserID::Gender::Age::Occupation::Zip-code with a gender of F or M",
     (
-        *(Column("user_id", *_INTEGER), Column("gender", "VARCHAR", "[FM]"), Column("age", *_INTEGER)),
+        *(Column("user_id", *_INTEGER), Column("gender", "VARCHAR", "F|M"), Column("age", *_INTEGER)),
         *(Column("occupation", *_INTEGER), Column("zip", "VARCHAR", r"[^:\r]+")),
     ),
     "::",

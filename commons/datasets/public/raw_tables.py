@@ -45,7 +45,10 @@ class Column(NamedTuple):
         """The column, of SQL of its text; DuckDB's error for another text."""
         if self.pattern is None:
             return value
+        choices = self.pattern.split("|")
         fits = f"regexp_full_match({value}, {sql_text(self.pattern)})"
+        if all(map(str.isalnum, choices)):  # is faster
+            fits = f"{value} IN ({', '.join(map(sql_text, choices))})"
         return f"CASE WHEN {fits} THEN {value}::{self.type} ELSE error('no {self.name}') END"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
-from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.perf_model.partitioner import padded_groups
 
@@ -310,55 +308,6 @@ def test_any_data_loader_takes_them():
     assert [len(loader) for loader in loaders] == [3, 3]
     rows = [row for loader in loaders for (batch,) in loader for row in batch.tolist()]
     assert sorted(rows) == list(range(23))
-
-
-class Numbers(torch.utils.data.Dataset):
-    """A data set whose items are batches of row numbers."""
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, rows):
-        return list(rows)
-
-
-def loaders_of():
-    work = cost(user_like(40))
-    for options in ({"window": 3}, None):
-
-        def make(options=options, workers=0, work=work):
-            if options is None:
-                budget = 3 * int(work.mean())
-                sampler = BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=2, rank=1, max_rows=5)
-            else:
-                sampler = BalancedBatchSampler(work, 3, num_ranks=2, rank=1, **options)
-            return ResumableLoader(Numbers(), sampler, num_workers=workers)
-
-        yield make
-
-
-@pytest.mark.parametrize("make", list(loaders_of()), ids=["window", "budget"])
-def test_a_resumed_loader_gives_exactly_the_rest(make):
-    whole = make()
-    first, second = list(whole), list(whole)
-    for stop in range(len(first) + 1):
-        loader = make(workers=2 if stop == 2 else 0)
-        batches = iter(loader)
-        given = [next(batches) for _ in range(stop)]
-        state = json.loads(json.dumps(loader.state_dict()))
-        resumed = make()
-        resumed.load_state_dict(state)
-        assert given + list(resumed) == first
-        assert list(resumed) == second
-
-
-def test_an_old_state_has_no_steps():
-    make = next(loaders_of())
-    state = make().state_dict()
-    assert state.pop("steps") == 0
-    loader = make()
-    loader.load_state_dict(state | {"row": 18})
-    assert loader.sampler.start == Place(18)
 
 
 @pytest.mark.parametrize("huge", [2**62, 2**63, 10**30])
