@@ -72,7 +72,12 @@ _RATINGS_CSV = TextLayout(
     "MovieLens-20M's ratings, userId,movieId,rating,timestamp",
     (
         *(Column("userId", *ID), _MOVIE),
-        Column("rating", "FLOAT", r"0\.5|[1-4](\.[05])?|5(\.0)?", "0.5 to 5 in steps of 0.5"),
+        Column(
+            "rating",
+            "FLOAT",
+            r"0\.5|1|1\.0|1\.5|2|2\.0|2\.5|3|3\.0|3\.5|4|4\.0|4\.5|5|5\.0",
+            "0.5 to 5 in steps of 0.5",
+        ),
         Column("timestamp", "BIGINT", r"\d{1,11}", "a number of seconds since 1970"),
     ),
 )
