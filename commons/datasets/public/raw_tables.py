@@ -39,7 +39,7 @@ class Column(NamedTuple):
 
     def fits(self, value: str) -> bool:
         """Whether a text is a value of the column."""
-        return self.pattern is None or re.fullmatch(self.pattern, value) is not None
+        return self.pattern is None or re.fullmatch(self.pattern, value, re.ASCII) is not None
 
     def sql(self, value: str) -> str:
         """The column, of SQL of its text; DuckDB's error for another text."""

@@ -37,6 +37,8 @@ _CONVERTIBLE = (".csv", ".tsv", ".json", ".jsonl")
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _EPOCH = {1: "epoch_ms({}) // 1000", 1_000: "epoch_ms({})", 1_000_000: "epoch_us({})", 1_000_000_000: "epoch_ns({})"}
 _YEAR_3000 = 32_503_680_000
+# Columns of the query beside those of the files: where a row is, and whether it is a user without events.
+_FILE, _ROW, _IS_EMPTY = "__file", "__row", "__is_empty"
 _NO_ACTION = 'an action is 0 or 1, or a condition: write for example "{0} >= 4" or "{0} == buy"'
 
 
@@ -141,6 +143,12 @@ class EventFiles:
         self.context = {name: f"context_{index}" for index, name in enumerate(names)}  # its name in the store
         listed = [columns.item, columns.time, *(action.column for action in self._actions)]
         self._types = {str(name): first.field(name).type for name in (columns.user, *listed, *names) if name}
+        alike = [name for name in set(first.names) - set(self._types) if name.lower() in map(str.lower, self._types)]
+        if alike:
+            raise ValueError(
+                f"column {alike[0]!r} of {source} differs from one that is read in case alone, which SQL passes over: "
+                "rename one of them"
+            )
         self._is_lists = _is_list(self._types[str(columns.item)])
         self._listed = dict.fromkeys(str(name) for name in listed if name) if self._is_lists else {}
         self._check_lists()
@@ -162,18 +170,16 @@ class EventFiles:
 
         """
         paths = ", ".join(sql_text(glob.escape(str(path))) for path in self._paths)
-        rows = (
-            f"(SELECT *, filename, file_row_number, false AS is_empty FROM read_parquet([{paths}], union_by_name=true))"  # noqa: S608
-        )
-        if self._is_lists:
-            is_empty = f"len(coalesce({sql_name(self._columns.item)}, [])) = 0"
-            plain = ", ".join(sql_name(name) for name in self._types if name not in self._listed)
-            # The shorter ones of lists that differ end with nulls.
-            lists = ", ".join(
-                f"unnest(CASE WHEN len({sql_name(name)}) > 0 THEN {sql_name(name)} ELSE [NULL] END) AS {sql_name(name)}"
-                for name in self._listed
-            )
-            rows = f"(SELECT {plain}, {lists}, filename, file_row_number, {is_empty} AS is_empty FROM {rows})"  # noqa: S608
+        # The shorter ones of lists that differ end with nulls.
+        values = [
+            f"unnest(CASE WHEN len({sql_name(name)}) > 0 THEN {sql_name(name)} ELSE [NULL] END) AS {sql_name(name)}"
+            if name in self._listed
+            else sql_name(name)
+            for name in self._types
+        ]
+        is_empty = f"len(coalesce({sql_name(self._columns.item)}, [])) = 0" if self._is_lists else "false"
+        values += [f"filename AS {_FILE}", f"file_row_number AS {_ROW}", f"{is_empty} AS {_IS_EMPTY}"]
+        rows = f"(SELECT {', '.join(values)} FROM read_parquet([{paths}], union_by_name=true))"  # noqa: S608
         try:
             store.add(f"SELECT {self._selected} FROM {rows}")  # noqa: S608
         except duckdb.Error as error:
@@ -209,12 +215,12 @@ class EventFiles:
             value = f"{value}::BIGINT"
         if name in self.context:
             return value
-        return _without_nulls(name, value, "false" if name == self._columns.user else "is_empty")
+        return _without_nulls(name, value, "false" if name == self._columns.user else _IS_EMPTY)
 
     def _time(self) -> str:
         name, unit = self._columns.time, self.timestamps_per_second
         if name is None or unit is None:
-            return "CASE WHEN NOT is_empty THEN 0 END"
+            return f"CASE WHEN NOT {_IS_EMPTY} THEN 0 END"
         value, kind, stated = sql_name(name), self._kinds[name], self._columns.time_unit
         if not _is_number(kind):
             return _without_nulls(name, _EPOCH[unit].format(value))
@@ -313,11 +319,11 @@ class EventFiles:
 
 def _checked(name: str, value: str, wrong: str, found: str, rule: str) -> str:
     """SQL of a value; where `wrong` is true, of an error that says what was `found` in which row, and the rule."""
-    head, where = sql_text(f"column {name!r} of "), f"' in row ' || file_row_number || {sql_text('; ' + rule)}"
-    return f"CASE WHEN {wrong} THEN error({head} || filename || {found} || {where}) ELSE {value} END"
+    head, where = sql_text(f"column {name!r} of "), f"' in row ' || {_ROW} || {sql_text('; ' + rule)}"
+    return f"CASE WHEN {wrong} THEN error({head} || {_FILE} || {found} || {where}) ELSE {value} END"
 
 
-def _without_nulls(name: str, value: str, allowed: str = "is_empty") -> str:
+def _without_nulls(name: str, value: str, allowed: str = _IS_EMPTY) -> str:
     rule = (
         "every event has a user, an item, a time and its actions, and lists of a row are equally long: fill or remove "
         "such rows"

@@ -91,6 +91,7 @@ def test_columns(tmp_path, columns, message):
         ),
         ({"click": [2, 0, 0, 1, 1]}, "events.parquet has 2 in row 0; an action is 0 or 1, or a condition"),
         ({"gender": [["m"]] * 5}, "is a list, and 'iid' is not"),
+        ({"TS": [1] * 5}, "column 'TS' of"),
         ({name: [] for name in EVENTS} | {"uid": pa.array([], pa.string())}, "is of type null"),
     ],
 )
