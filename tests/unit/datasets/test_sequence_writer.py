@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from unittest import mock
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -141,6 +144,17 @@ def test_ctrl_c_ends_a_query(tmp_path):
     with pytest.raises(KeyboardInterrupt), event_store.EventStore(tmp_path / "store") as store:
         timer.start()
         store.query("SELECT sum(a.range * b.range) FROM range(1_000_000) a, range(1_000_000) b")
+
+
+def test_errors_of_the_disk_and_of_files_are_told_apart(tmp_path):
+    with event_store.EventStore(tmp_path / "store") as store:
+        with pytest.raises(OSError, match="events cannot be sorted in .*: give an output on a disk with room"):
+            store.query("FROM read_parquet('none.parquet')")
+        with pytest.raises(duckdb.IOException):
+            store.add("FROM read_parquet('none.parquet')")
+        with pytest.raises(OSError, match=re.escape(os.strerror(errno.ENOSPC))) as caught:
+            store._run(mock.Mock(side_effect=duckdb.IOException(f"write: {os.strerror(errno.ENOSPC)}")))
+    assert caught.value.errno == errno.ENOSPC
 
 
 @given(lengths=st.lists(st.integers(0, 200_000), max_size=50))
